@@ -1,0 +1,135 @@
+"""The seam between reading and everything above it.
+
+A *matrix* is an array on disk (or in memory) whose rows are cells. `Matrix.fetch` brings the chunks
+that some rows need into reach and returns a `Fetched`, from which minibatches are gathered in any
+order. Everything above this seam (the Dask tasks, the batches) knows these two protocols only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+
+__all__ = ["Columns", "Fetched", "Layout", "Matrix"]
+
+Layout = Literal["csr", "dense"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The columns to keep while gathering, in the order they come out.
+
+    Parameters
+    ----------
+    positions
+        Column numbers in the matrix, shape (n_out,), int64, without repeats.
+    n_vars
+        Number of columns of the matrix.
+    """
+
+    positions: NDArray[np.int64]
+    n_vars: int
+
+    def __post_init__(self) -> None:
+        positions = self.positions
+        if len(positions) and (positions.min() < 0 or positions.max() >= self.n_vars):
+            raise InputError(f"column positions must lie in [0, {self.n_vars}); got {positions}")
+        if len(np.unique(positions)) != len(positions):
+            raise InputError("a column was asked for twice; ask for each gene once")
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def lookup(self) -> NDArray[np.int32]:
+        """Where each column of the matrix goes, shape (n_vars,), int32; -1 where it is left out."""
+        lookup = np.full(self.n_vars, -1, dtype=np.int32)
+        lookup[self.positions] = np.arange(len(self.positions), dtype=np.int32)
+        return lookup
+
+
+@runtime_checkable
+class Fetched(Protocol):
+    """The rows of one fetch, within reach of memory."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows fetched, columns of the matrix."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values as stored."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the rows are stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Anonymous memory held, in bytes; mapped pages do not count."""
+
+    def gather(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        out: NDArray[Any],
+        columns: Columns | None = None,
+    ) -> None:
+        """Write the rows at `positions` of the fetch into `out`, dense, converted to its dtype.
+
+        `out` is C-contiguous, shape (len(positions), n_vars or len(columns)); every element is
+        written. Releases the GIL; may be called from several threads at once.
+        """
+
+    def gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        dtype: np.dtype[Any] | None = None,
+        columns: Columns | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order.
+
+        `indices` ascend within each row if they do so on disk and `columns` ascends too; `dtype`
+        is that of `data` (default: as stored). Works for dense matrices too, dropping zeros.
+        """
+
+    def compact(self) -> Fetched:
+        """Return the same rows in a block of their own that pickles and holds nothing else."""
+
+
+@runtime_checkable
+class Matrix(Protocol):
+    """A stored array of cells by columns. Pickles; holds no open file handle across processes."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Cells, columns."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values as stored."""
+
+    @property
+    def layout(self) -> Layout:
+        """How rows are stored: ``"csr"`` or ``"dense"``."""
+
+    @property
+    def label(self) -> str:
+        """What to call it in errors: ``"/data/atlas.h5ad:/X"``."""
+
+    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+        """Fetch `rows`: int64, ascending, repeats allowed, in [0, n_obs).
+
+        Position i of the result is ``rows[i]``.
+
+        Raises
+        ------
+        CorruptDataError
+            If the stored array is truncated or contradicts itself; names file, array and row.
+        """
