@@ -1,0 +1,242 @@
+"""Several collections indexed as one.
+
+`MultiIndexable` keeps things that share their rows (a matrix, its labels, a second modality) in step:
+taking rows of it takes the same rows of every member. `count_rows` and `take_rows` say what "rows"
+means for the kinds of collection users bring, in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dasksc.errors import InputError, MissingKeyError
+
+__all__ = ["MultiIndexable", "count_rows", "take_rows"]
+
+
+def count_rows(data: Any) -> int:
+    """Return the length of `data` along its first axis.
+
+    Parameters
+    ----------
+    data
+        Anything with a ``shape`` or a ``len()``. SciPy's sparse matrices have only the former.
+    """
+    shape = getattr(data, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return int(shape[0])
+    return len(data)
+
+
+def take_rows(data: Any, rows: Any) -> Any:
+    """Return the rows of `data` at the positions `rows`.
+
+    Parameters
+    ----------
+    data
+        A NumPy array, SciPy sparse matrix, tensor, AnnData, pandas object, list, or anything else
+        that is indexed by an array of positions.
+    rows
+        A slice, a sequence or array of positions, or a boolean mask.
+
+    Returns
+    -------
+    Any
+        What the indexing of `data` gives; a list for a list.
+    """
+    if hasattr(data, "iloc"):
+        return data.iloc[rows]
+    if isinstance(data, (list, tuple)) and not isinstance(rows, slice):
+        return [data[i] for i in np.arange(len(data))[rows]]
+    return data[rows]
+
+
+class MultiIndexable:
+    """Collections that share their rows, indexed together.
+
+    Parameters
+    ----------
+    *indexables
+        The members by position, or one mapping of names to members.
+    names
+        Names for members given by position.
+    unstructured
+        Whatever else belongs to the data (gene names, a description); kept as it is when rows are taken.
+    **named_indexables
+        The members by name.
+
+    Raises
+    ------
+    InputError
+        If the members differ in length, or `names` does not fit them.
+    TypeError
+        If there is no member, if members are given both by position and by name, or if one has no length.
+
+    Notes
+    -----
+    ``multi[0]`` and ``multi["X"]`` are members; ``multi[rows]``, with a slice, an array, a list or a mask,
+    is a `MultiIndexable` of those rows. ``len(multi)`` counts rows, `count` counts members, and iterating
+    gives the members.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pair = MultiIndexable(X=np.zeros((100, 20)), y=np.arange(100))
+    >>> pair[10:13]["y"]
+    array([10, 11, 12])
+    """
+
+    def __init__(
+        self,
+        *indexables: Any,
+        names: Sequence[str] | None = None,
+        unstructured: Mapping[str, Any] | None = None,
+        **named_indexables: Any,
+    ) -> None:
+        if indexables and named_indexables:
+            raise TypeError(
+                "MultiIndexable takes its members by position or by name, not both; "
+                f"got {len(indexables)} by position and {sorted(named_indexables)} by name"
+            )
+        if unstructured is not None and not isinstance(unstructured, Mapping):
+            raise TypeError(f"unstructured must be a dict, not {type(unstructured).__name__}")
+        if len(indexables) == 1 and names is None and isinstance(indexables[0], Mapping):
+            named_indexables = dict(indexables[0])
+            indexables = ()
+        if named_indexables:
+            if names is not None:
+                raise InputError("names= goes with members given by position; these have names already")
+            names, indexables = list(named_indexables), tuple(named_indexables.values())
+        if not indexables:
+            raise TypeError("MultiIndexable needs at least one member, for example MultiIndexable(X=X, y=y)")
+        if names is not None and (len(names) != len(indexables) or len(set(names)) != len(names)):
+            raise InputError(f"{len(indexables)} members need as many different names; got {list(names)}")
+
+        self._names = None if names is None else list(names)
+        self._indexables = list(indexables)
+        self._unstructured = dict(unstructured or {})
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        lengths = {}
+        for name, member in self.items():
+            try:
+                lengths[name] = count_rows(member)
+            except TypeError as error:
+                raise TypeError(f"member {name!r} ({type(member).__name__}) has no length") from error
+        if len(set(lengths.values())) > 1:
+            raise InputError(f"all members must have as many rows as each other; got {lengths}")
+
+    def _with_members(self, members: list[Any]) -> MultiIndexable:
+        new = object.__new__(type(self))
+        new._names, new._indexables, new._unstructured = self._names, members, dict(self._unstructured)
+        return new
+
+    @property
+    def names(self) -> list[str] | None:
+        """Names of the members, or None."""
+        return None if self._names is None else list(self._names)
+
+    @property
+    def count(self) -> int:
+        """Number of members."""
+        return len(self._indexables)
+
+    @property
+    def unstructured(self) -> dict[str, Any]:
+        """What is kept beside the members, itself and not a copy."""
+        return self._unstructured
+
+    @property
+    def unstructured_keys(self) -> list[str]:
+        """Keys of `unstructured`."""
+        return list(self._unstructured)
+
+    def __len__(self) -> int:
+        return count_rows(self._indexables[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._indexables)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            if key not in (self._names or ()):
+                raise MissingKeyError(f"no member is called {key!r}; the members are {self.keys()}")
+            return self._indexables[self.keys().index(key)]
+        if isinstance(key, (int, np.integer)):
+            if not -self.count <= key < self.count:
+                raise IndexError(
+                    f"there is no member {key} among {self.count}; rows are taken with a slice or an array"
+                )
+            return self._indexables[key]
+        return self._with_members([take_rows(member, key) for member in self._indexables])
+
+    def __repr__(self) -> str:
+        members = f"count={self.count}" if self._names is None else f"names={self._names}"
+        beside = f", unstructured_keys={self.unstructured_keys}" if self._unstructured else ""
+        return f"{type(self).__name__}({members}, samples={len(self)}{beside})"
+
+    def keys(self) -> list[Any]:
+        """Return the names, or the positions where there are none."""
+        return list(range(self.count)) if self._names is None else list(self._names)
+
+    def values(self) -> list[Any]:
+        """Return the members."""
+        return list(self._indexables)
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Iterate over pairs of name (or position) and member."""
+        return iter(zip(self.keys(), self._indexables, strict=True))
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> MultiIndexable:
+        """Return the same rows with what torch can hold on `device`.
+
+        Parameters
+        ----------
+        device
+            Anything torch takes for one.
+        non_blocking
+            Whether a copy from pinned memory may still be under way on return.
+
+        Returns
+        -------
+        MultiIndexable
+            Numeric and boolean NumPy arrays become tensors (sharing memory with the array when they stay
+            on the CPU), tensors and members with a ``to`` of their own are moved. Everything else (text,
+            SciPy matrices, pandas objects, `unstructured`) is the same object as before. So are
+            categoricals: AnnData numbers the categories of every selection anew, and codes that differ
+            from batch to batch must not look like labels.
+        """
+
+        def move(member: Any) -> Any:
+            member = _tensor_if_numeric(member)
+            return member.to(device, non_blocking=non_blocking) if hasattr(member, "to") else member
+
+        return self._with_members([move(member) for member in self._indexables])
+
+    def pin_memory(self) -> MultiIndexable:
+        """Return the same rows with what torch can hold in pinned memory; see `to` for what that is."""
+
+        def pin(member: Any) -> Any:
+            member = _tensor_if_numeric(member)
+            return member.pin_memory() if hasattr(member, "pin_memory") else member
+
+        return self._with_members([pin(member) for member in self._indexables])
+
+
+def _tensor_if_numeric(member: Any) -> Any:
+    """Return a tensor for a NumPy array that torch can hold, anything else unchanged."""
+    if not isinstance(member, np.ndarray) or member.dtype.kind not in "biufc":
+        return member
+    import torch
+
+    if not (member.flags.writeable and member.dtype.isnative and all(s >= 0 for s in member.strides)):
+        # torch warns about a read-only array and refuses the other two.
+        member = member.astype(member.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(member)
+    except TypeError:  # such as long double
+        return member

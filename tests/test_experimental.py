@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from functools import partial
+
+import anndata as ad
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import torch
+from torch.utils.data import DataLoader
+
+from dasksc import experimental
+from dasksc.experimental import estimate_sample_size, suggest_parameters
+from dasksc.multiindexable import MultiIndexable
+from dasksc.transforms import adata_to_mindex, fetch_transform_adata
+
+GIB = 1024**3
+KEYS = {
+    "num_workers",
+    "fetch_factor",
+    "block_size_conservative",
+    "block_size_balanced",
+    "block_size_aggressive",
+    "prefetch_factor",
+    "estimated_memory_per_fetch_mb",
+    "estimated_total_memory_mb",
+    "system_info",
+}
+
+
+@pytest.fixture(autouse=True)
+def ten_gib(monkeypatch):
+    monkeypatch.setattr(experimental, "_memory_of_machine", lambda: (10 * GIB, 16 * GIB))
+
+
+class Unreadable:
+    """A 2-D array that may be looked at but not read."""
+
+    def __init__(self, n_rows, n_columns):
+        self.shape, self.ndim, self.dtype = (n_rows, n_columns), 2, np.dtype(np.float32)
+
+    def __getitem__(self, key):
+        raise AssertionError(f"read {key}")
+
+
+def test_a_dask_array_and_an_anndata_on_it_are_sized_without_reading():
+    X = da.from_array(Unreadable(1000, 300), chunks=(100, -1), meta=np.empty((0, 0), np.float32))
+    assert estimate_sample_size(X) == 1200
+    assert estimate_sample_size(ad.AnnData(X=X)) == 1200
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (np.zeros((50, 20)), 160),
+        (torch.zeros(50, 20), 80),
+        (MultiIndexable(X=np.zeros((50, 20)), y=np.zeros(50, np.int32)), 164),
+        (np.zeros((0, 20)), 0),
+        (np.zeros((3, 20), np.float32), 80),
+    ],
+)
+def test_what_is_read_is_sized_by_its_elements(data, expected):
+    assert estimate_sample_size(data) == expected
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        sp.random(50, 200, density=0.5, format="csr", random_state=0),
+        pd.DataFrame(np.zeros((50, 150))),
+        [np.zeros(150) for _ in range(50)],
+        [{"genes": np.zeros(75), "expressions": np.zeros(75)} for _ in range(50)],
+    ],
+    ids=["csr", "frame", "list", "list of dicts"],
+)
+def test_sparse_and_nested_rows_are_sized_nearly(data):
+    assert estimate_sample_size(data) == pytest.approx(1200, rel=0.2)
+
+
+def test_hooks_run_in_the_loaders_order_on_one_read_of_rows_spread_over_the_collection():
+    calls = []
+
+    def fetch_callback(data, rows):
+        calls.append(("fetch_callback", rows.tolist()))
+        return data[rows]
+
+    def batch_callback(data, positions):
+        calls.append(("batch_callback", positions.tolist()))
+        return data[positions]
+
+    size = estimate_sample_size(
+        np.arange(101),
+        n_samples=5,
+        fetch_callback=fetch_callback,
+        fetch_transform=lambda data: data[:, None].repeat(10, 1),
+        batch_callback=batch_callback,
+        batch_transform=lambda data: torch.from_numpy(data).to(torch.float16),
+    )
+    assert calls == [("fetch_callback", [0, 25, 50, 75, 100]), ("batch_callback", [0, 1, 2, 3, 4])]
+    assert size == 20
+
+
+def test_hooks_on_an_anndata_are_run(tmp_path):
+    adata = ad.AnnData(X=sp.random(60, 100, density=0.1, format="csr", random_state=0, dtype=np.float64))
+    adata.obs["label"] = np.arange(60)
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+    backed = ad.read_h5ad(tmp_path / "cells.h5ad", backed="r")
+    for data in (adata, backed):
+        assert estimate_sample_size(data, fetch_transform=fetch_transform_adata) == 400
+        to_mindex = partial(adata_to_mindex, columns=["label"])
+        assert estimate_sample_size(data, fetch_transform=to_mindex) == 808
+    assert estimate_sample_size(backed) == 400
+    backed.file.close()
+
+
+def test_suggestions_have_the_keys_and_fit_the_memory_there_is():
+    result = suggest_parameters(np.zeros((10, 2048)), batch_size=64, verbose=False)
+    assert set(result) == KEYS
+    # 16 KiB a row, 64 rows a batch: a batch is 1 MiB, and 20 % of 10 GiB holds 2,048.
+    assert result["fetch_factor"] == 256
+    assert result["estimated_memory_per_fetch_mb"] == 256
+    assert result["estimated_total_memory_mb"] == 512
+    assert result["system_info"]["estimated_sample_size_bytes"] == 16384
+    assert result["system_info"]["available_ram_gb"] == 10
+
+
+@pytest.mark.parametrize("target_ram_fraction", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("min_workers", [0, 1, 4])
+def test_the_total_stays_within_the_share_of_memory_asked_for(target_ram_fraction, min_workers):
+    result = suggest_parameters(
+        np.zeros((10, 2048)), 512, target_ram_fraction, min_workers=min_workers, verbose=False
+    )
+    assert result["fetch_factor"] >= 1
+    assert result["estimated_total_memory_mb"] <= target_ram_fraction * 10 * 1024
+
+
+def test_one_batch_a_fetch_is_the_least_that_is_suggested():
+    result = suggest_parameters(np.zeros((10, 2048)), 10**6, verbose=False)
+    assert result["fetch_factor"] == result["block_size_conservative"] == 1
+
+
+@pytest.mark.parametrize(("bounds", "expected"), [({}, 0), ({"min_workers": 1}, 1), ({"max_workers": 0}, 0)])
+def test_no_workers_are_suggested_unless_they_are_asked_for(bounds, expected):
+    data = np.zeros((10, 8))
+    result = suggest_parameters(data, 4, verbose=False, **bounds)
+    assert result["num_workers"] == expected
+    # DataLoader refuses a prefetch_factor without workers.
+    DataLoader(
+        data,
+        batch_size=None,
+        num_workers=result["num_workers"],
+        prefetch_factor=result["prefetch_factor"],
+    )
+
+
+def test_verbose_recommends_no_workers_and_shows_what_it_returns(capsys):
+    result = suggest_parameters(np.zeros((10, 2048)), 512)
+    text = capsys.readouterr().out
+    assert "the rank's own threads read ahead" in text
+    assert f"fetch_factor     {result['fetch_factor']}\n" in text
+    suggest_parameters(np.zeros((10, 2048)), 512, min_workers=2)
+    assert "0 is recommended" in capsys.readouterr().out
+
+
+def test_silence_is_kept(capsys):
+    suggest_parameters(np.zeros((10, 8)), 4, verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_memory_of_the_machine_is_read(monkeypatch):
+    monkeypatch.undo()
+    available, total = experimental._memory_of_machine()
+    assert 0 < available <= total
