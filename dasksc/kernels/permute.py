@@ -1,0 +1,199 @@
+"""Keyed randomness: bits, shuffles and permutations as pure functions of a key.
+
+Nothing here keeps state. `bits` is a counter-based generator (the output function of SplitMix64 [1]_
+over ``key + counter * golden``); the rest is built on it, so a value depends only on its key and its
+position, on every platform.
+
+`permuted` evaluates a keyed permutation of ``range(n)`` at one position in O(1) memory: a balanced
+Feistel network [2]_ over the next even power of two, walking the cycle until it lands inside. Such a
+network is always an even permutation and mixes poorly for tiny n, so small n use a `shuffle` table.
+
+.. [1] Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+.. [2] Luby, Rackoff: How to construct pseudorandom permutations, SIAM J. Comput. 17 (1988); cycle
+   walking after Black, Rogaway: Ciphers with arbitrary finite domains, CT-RSA 2002.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+__all__ = [
+    "N_ROUNDS",
+    "below",
+    "bits",
+    "deal",
+    "mix",
+    "permuted",
+    "permuted_many",
+    "shuffle",
+    "stream",
+    "uniform",
+]
+
+N_ROUNDS = 6
+"""Rounds of the Feistel network, hence round keys."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_U1 = np.uint64(1)
+_U11 = np.uint64(11)
+_U27 = np.uint64(27)
+_U30 = np.uint64(30)
+_U31 = np.uint64(31)
+_U32 = np.uint64(32)
+_LOW_32 = np.uint64(0xFFFFFFFF)
+
+
+@njit(nogil=True)
+def mix(x):
+    """Mix a 64-bit word: a bijection in which every input bit reaches every output bit."""
+    x = (x ^ (x >> _U30)) * _MIX_1
+    x = (x ^ (x >> _U27)) * _MIX_2
+    return x ^ (x >> _U31)
+
+
+@njit(nogil=True)
+def bits(key, counter):
+    """Return 64 random bits for a uint64 `key` and a counter."""
+    return mix(key + (np.uint64(counter) + _U1) * _GOLDEN)
+
+
+@njit(nogil=True)
+def uniform(key, counter):
+    """Return a float64 in [0, 1) with 53 random bits."""
+    return np.float64(bits(key, counter) >> _U11) * (1.0 / 9007199254740992.0)
+
+
+@njit(nogil=True)
+def stream(key, number):
+    """Return the key of one of many independent streams under a uint64 `key`."""
+    return mix(key ^ mix(np.uint64(number)))
+
+
+@njit(nogil=True)
+def below(key, counter, n):
+    """Return an integer in [0, n), exactly uniform, for 0 < n < 2**32.
+
+    Draws for one counter use the 64-bit word's two halves and, when both are rejected, words of a
+    stream of their own (Lemire: Fast random integer generation in an interval, 2019).
+    """
+    size = np.uint64(n)
+    threshold = ((_U1 << _U32) - size) % size
+    word = bits(key, counter)
+    product = (word >> _U32) * size
+    if (product & _LOW_32) >= threshold:
+        return np.int64(product >> _U32)
+    product = (word & _LOW_32) * size
+    if (product & _LOW_32) >= threshold:
+        return np.int64(product >> _U32)
+    spare = mix(word ^ key)
+    attempt = 0
+    while True:
+        product = (bits(spare, attempt) >> _U32) * size
+        if (product & _LOW_32) >= threshold:
+            return np.int64(product >> _U32)
+        attempt += 1
+
+
+@njit(nogil=True)
+def shuffle(key, out):
+    """Fill `out`, shape (n,), n < 2**32, with a keyed uniform permutation of ``range(n)``: Fisher-Yates."""
+    n = out.shape[0]
+    for i in range(n):
+        out[i] = i
+    for i in range(n - 1, 0, -1):
+        j = below(key, i, i + 1)
+        out[i], out[j] = out[j], out[i]
+
+
+@njit(nogil=True)
+def permuted(position, n, half_bits, round_keys):
+    """Return where a keyed permutation of ``range(n)`` sends `position`.
+
+    Parameters
+    ----------
+    position
+        In [0, n).
+    n
+        Size of the domain, at most ``4**half_bits``.
+    half_bits
+        Bits in each half of the network.
+    round_keys
+        Shape (N_ROUNDS,), uint64.
+    """
+    shift = np.uint64(half_bits)
+    mask = (_U1 << shift) - _U1
+    end = np.uint64(n)
+    x = np.uint64(position)
+    while True:
+        left = x >> shift
+        right = x & mask
+        for i in range(round_keys.shape[0]):
+            left, right = right, left ^ (mix(right + round_keys[i]) & mask)
+        x = (left << shift) | right
+        if x < end:
+            return np.int64(x)
+
+
+@njit(nogil=True)
+def _block_at(position, n_blocks, table, half_bits, round_keys):
+    # One order, three ways to hold it: a table, the network, or (neither given) storage order.
+    if table.shape[0] > 0:
+        return np.int64(table[position])
+    if half_bits > 0:
+        return permuted(position, n_blocks, half_bits, round_keys)
+    return np.int64(position)
+
+
+@njit(nogil=True)
+def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
+    """Write the block at each of `positions` of the order into `out`; both shape (k,), int64."""
+    for i in range(positions.shape[0]):
+        out[i] = _block_at(positions[i], n_blocks, table, half_bits, round_keys)
+
+
+@njit(nogil=True)
+def deal(
+    start, block_size, rank, world_size, first, piece_round, piece, n_blocks, table, half_bits, round_keys, out
+):
+    """Write positions ``start ... start + len(out)`` of one rank's sequence of rows.
+
+    The sequence is the rank's full blocks, one a round (order positions ``first + rank + k *
+    world_size``), with `piece` inserted before round `piece_round`.
+
+    Parameters
+    ----------
+    start
+        Where in the rank's sequence to begin.
+    block_size
+        Rows of a full block.
+    rank, world_size
+        Whose sequence.
+    first
+        Order position of the first full block that is dealt.
+    piece_round, piece
+        The explicit positions inserted, shape (n_piece,), int64, and the round before which.
+    n_blocks, table, half_bits, round_keys
+        The order of the blocks, see `permuted` and `shuffle`.
+    out
+        Positions in storage order, shape (n,), int64.
+    """
+    before = piece_round * block_size
+    n_piece = piece.shape[0]
+    last_round = np.int64(-1)
+    base = np.int64(0)
+    for i in range(out.shape[0]):
+        s = start + i
+        if s >= before:
+            if s < before + n_piece:
+                out[i] = piece[s - before]
+                continue
+            s -= n_piece
+        this_round = s // block_size
+        if this_round != last_round:
+            order_position = first + rank + this_round * world_size
+            base = _block_at(order_position, n_blocks, table, half_bits, round_keys) * block_size
+            last_round = this_round
+        out[i] = base + (s - this_round * block_size)

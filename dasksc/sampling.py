@@ -1,0 +1,994 @@
+"""What an epoch draws: the sampling strategies.
+
+A strategy is a frozen spec. *Binding* it to a collection checks it against the number of rows and
+gives a `Sampler`, whose `Sampler.draw` says which rows an epoch holds, in storage order. In which
+order they are read, and by whom, is the plan's business (`dasksc.plan`).
+
+Randomness is keyed: `epoch_keys` turns ``(seed, epoch, purpose)`` into independent 64-bit keys, and
+everything random is a pure function of a key and a position.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.kernels import draw as draw_kernels
+from dasksc.kernels import permute
+
+__all__ = [
+    "BlockOrder",
+    "BlockShuffling",
+    "BlockWeightedSampling",
+    "ClassBalancedSampling",
+    "Draw",
+    "Purpose",
+    "Sampler",
+    "SamplingStrategy",
+    "Streaming",
+    "bind",
+    "epoch_keys",
+]
+
+logger = logging.getLogger(__name__)
+
+_Int64s = NDArray[np.int64]
+
+_TABLE_BLOCKS = 65_536
+# Up to here the order of the blocks is a Fisher-Yates table (half a megabyte, 1 ms): a Feistel network
+# is always an even permutation and mixes a small domain poorly.
+
+_SEGMENT = 64
+# Candidates that share one count of draws. Short segments keep drawing on demand cheap; 10^8 rows
+# still have only 1.6 million of them.
+
+_HEAVY = 1_024
+# Draws on one segment from which counts per candidate are drawn rather than every draw.
+
+_EMPTY_INTS: _Int64s = np.empty(0, dtype=np.int64)
+_EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
+
+
+class Purpose(enum.IntEnum):
+    """What a key is for; keys of different purposes are independent."""
+
+    BLOCKS = 0
+    FETCHES = 1
+    DEAL = 2
+    DRAW = 3
+    USER = 4
+
+
+def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:
+    """Derive `n` independent 64-bit keys for one purpose of one epoch.
+
+    Parameters
+    ----------
+    seed
+        In [0, 2**64).
+    epoch
+        In [0, 2**32); each value is a word of its own in the key, so no two ``(seed, epoch)`` collide.
+    purpose
+        What the keys are for.
+    *more
+        Further words below 2**32, such as the number of a round.
+    n
+        How many keys.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(epoch, int(purpose), *more))
+    return sequence.generate_state(n, np.uint64)
+
+
+class Draw(Protocol):
+    """The rows of one epoch, in storage order."""
+
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """Return the row numbers at `positions`, each in [0, n_rows)."""
+
+    def digest(self) -> bytes:
+        """Return what tells this draw from another."""
+
+
+class Sampler(Protocol):
+    """A strategy bound to a collection: what `EpochPlan` plans with."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of an epoch, over all ranks."""
+
+    @property
+    def block_size(self) -> int | None:
+        """Rows the plan moves as one; None for runs as long as a fetch."""
+
+    @property
+    def shuffle_blocks(self) -> bool:
+        """Whether blocks come in a random order rather than in storage order."""
+
+    @property
+    def shuffle_rows(self) -> bool:
+        """Whether the rows of a fetch are permuted."""
+
+    def draw(self, seed: int, epoch: int) -> Draw:
+        """Draw an epoch."""
+
+    def digest(self) -> str:
+        """Return a hex digest of everything the draws depend on but the seed and the epoch."""
+
+
+# --- The rows a strategy draws from ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The rows a strategy may draw: a range, or a sorted array."""
+
+    n: int
+    start: int = 0
+    array: _Int64s | None = None
+
+    @classmethod
+    def of(cls, indices: Any, n_obs: int) -> Candidates:
+        """Normalise None, a slice, a boolean mask or row numbers in any order."""
+        if indices is None:
+            return cls(n=n_obs)
+        if isinstance(indices, range):
+            indices = np.arange(indices.start, indices.stop, indices.step)
+        if isinstance(indices, slice):
+            span = range(*indices.indices(n_obs))
+            if span.step == 1:
+                return cls(n=len(span), start=span.start)
+            indices = np.arange(span.start, span.stop, span.step)
+        array = np.asarray(indices)
+        if array.ndim != 1:
+            raise InputError(f"indices must be one-dimensional; got shape {array.shape}")
+        if array.dtype == np.bool_:
+            if len(array) != n_obs:
+                raise InputError(
+                    f"a boolean mask of {len(array)} entries was given as indices of {n_obs} rows; "
+                    "give one entry per row"
+                )
+            array = np.flatnonzero(array)
+        elif len(array) == 0:
+            array = _EMPTY_INTS
+        elif not np.issubdtype(array.dtype, np.integer):
+            raise InputError(f"indices must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
+        rows = np.sort(array).astype(np.int64, copy=False)
+        if len(rows) and (rows[0] < 0 or rows[-1] >= n_obs):
+            wrong = rows[0] if rows[0] < 0 else rows[-1]
+            raise InputError(f"indices hold {wrong}, but the collection has rows 0 to {n_obs - 1}")
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and np.all(np.diff(rows) == 1):
+            return cls(n=len(rows), start=int(rows[0]))
+        rows.flags.writeable = False
+        return cls(n=len(rows), array=rows)
+
+    @property
+    def lookup(self) -> _Int64s:
+        """The row of each candidate as the kernels want it: empty for all rows from 0."""
+        if self.array is not None:
+            return self.array
+        if self.start == 0:
+            return _EMPTY_INTS
+        return np.arange(self.start, self.start + self.n, dtype=np.int64)
+
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """Return the row number of each candidate position."""
+        return positions + self.start if self.array is None else self.array[positions]
+
+    def digest(self) -> str:
+        """Return a hex digest."""
+        return _digest(self.n, self.start, self.array)
+
+
+def _digest(*parts: Any) -> str:
+    """Hash arrays by content and everything else by repr."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            state.update(f"{part.dtype.str}{part.shape}".encode())
+            state.update(np.ascontiguousarray(part).data)
+        else:
+            state.update(repr(part).encode())
+        state.update(b"|")
+    return state.hexdigest()
+
+
+# --- Draws ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AllRows:
+    """Every candidate once; `n_skipped` of them, from `skip_from` on, left out."""
+
+    candidates: Candidates
+    skip_from: int = 0
+    n_skipped: int = 0
+
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """See `Draw.rows`."""
+        if self.n_skipped:
+            positions = positions + self.n_skipped * (positions >= self.skip_from)
+        return self.candidates.rows(positions)
+
+    def digest(self) -> bytes:
+        """See `Draw.digest`."""
+        return f"{self.skip_from},{self.n_skipped}".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """Rows held one by one: shape (n_rows,), int64."""
+
+    chosen: _Int64s
+
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """See `Draw.rows`."""
+        return self.chosen[positions]
+
+    def digest(self) -> bytes:
+        """See `Draw.digest`."""
+        return _digest(self.chosen).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Where the weight of a candidate comes from; see `dasksc.kernels.draw`."""
+
+    values: NDArray[Any]
+    table: NDArray[np.float64]
+    lookup: _Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRows:
+    """Draws with replacement, counted per segment and made when asked for."""
+
+    candidates: Candidates
+    weights: Weights
+    ends: _Int64s
+    key: np.uint64
+    heavy: _Int64s
+    heavy_counts: _Int64s
+
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """See `Draw.rows`."""
+        out = np.empty(len(positions), dtype=np.int64)
+        draw_kernels.weighted_positions(
+            positions,
+            self.ends,
+            _SEGMENT,
+            self.candidates.n,
+            self.weights.values,
+            self.weights.table,
+            self.weights.lookup,
+            self.key,
+            self.heavy,
+            self.heavy_counts,
+            out,
+        )
+        return self.candidates.rows(out)
+
+    def digest(self) -> bytes:
+        """See `Draw.digest`."""
+        return _digest(self.ends, self.key, self.heavy, self.heavy_counts).encode()
+
+
+def _split(counts: _Int64s, weights: NDArray[np.float64], rng: np.random.Generator) -> _Int64s:
+    """Split each of `counts`, shape (k,), over its row of `weights`, shape (k, m), multinomially.
+
+    A binary tree of binomials, each with the exact share of its left half: no remainder is carried
+    along, so the last entries are as exact as the first, and an entry of weight 0 gets nothing.
+    Returns shape (k, m), int64; O(k m).
+    """
+    levels = [weights]
+    while levels[-1].shape[1] > 1:
+        level = levels[-1]
+        if level.shape[1] % 2:
+            level = np.pad(level, ((0, 0), (0, 1)))
+            levels[-1] = level
+        levels.append(level[:, 0::2] + level[:, 1::2])
+    split = np.asarray(counts, dtype=np.int64)[:, None]
+    for level, parent in zip(levels[-2::-1], levels[:0:-1], strict=True):
+        parent = parent[:, : split.shape[1]]
+        share = np.divide(level[:, 0::2], parent, out=np.zeros_like(parent), where=parent > 0)
+        left = rng.binomial(split, np.minimum(share, 1.0))
+        children = np.empty((len(counts), 2 * split.shape[1]), dtype=np.int64)
+        children[:, 0::2] = left
+        children[:, 1::2] = split - left
+        split = children
+    return split[:, : weights.shape[1]]
+
+
+# --- Samplers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowSampler:
+    """Every candidate once an epoch, but for a short block that may be dropped."""
+
+    candidates: Candidates
+    block_size: int | None
+    shuffle_blocks: bool
+    shuffle_rows: bool
+    drop_last: bool = False
+
+    @property
+    def _n_skipped(self) -> int:
+        return self.candidates.n % self.block_size if self.drop_last and self.block_size else 0
+
+    @property
+    def n_rows(self) -> int:
+        """See `Sampler.n_rows`."""
+        return self.candidates.n - self._n_skipped
+
+    def draw(self, seed: int, epoch: int) -> AllRows:
+        """See `Sampler.draw`."""
+        if not self._n_skipped:
+            return AllRows(self.candidates)
+        assert self.block_size is not None
+        # The dropped rows lie before a random block, so that no row is left out for ever.
+        key = epoch_keys(seed, epoch, Purpose.DRAW)[0]
+        block = permute.below(key, 0, self.n_rows // self.block_size + 1)
+        return AllRows(self.candidates, skip_from=int(block) * self.block_size, n_skipped=self._n_skipped)
+
+    def digest(self) -> str:
+        """See `Sampler.digest`."""
+        return _digest(
+            "rows", self.candidates.digest(), self.block_size, self.shuffle_blocks, self.shuffle_rows, self.drop_last
+        )
+
+
+@dataclass(frozen=True)
+class WeightedSampler:
+    """`n_rows` draws by weight, with replacement, or without it in rounds of `round_size`."""
+
+    candidates: Candidates
+    weights: Weights
+    block_size: int
+    n_rows: int
+    round_size: int | None
+    shuffle_blocks: ClassVar[bool] = True
+    shuffle_rows: ClassVar[bool] = True
+
+    @cached_property
+    def _sums(self) -> NDArray[np.float64]:
+        """Weight of each segment of candidates."""
+        sums = np.zeros(-(-self.candidates.n // _SEGMENT), dtype=np.float64)
+        wrong = draw_kernels.segment_sums(
+            self.candidates.n, _SEGMENT, self.weights.values, self.weights.table, self.weights.lookup, sums
+        )
+        if wrong >= 0:
+            row = int(self.candidates.rows(np.array([wrong]))[0])
+            raise InputError(f"weights must be finite and not negative; that of row {row} is not")
+        with np.errstate(over="ignore"):
+            total = float(sums.sum())
+        if not 0 < total < np.inf:
+            raise InputError(f"weights must have a positive, finite sum; it is {total}")
+        return sums
+
+    def check(self) -> None:
+        """Refuse weights that cannot be drawn by."""
+        sums = self._sums
+        if self.round_size is not None:
+            positive = self._n_positive
+            if self.round_size > positive:
+                raise InputError(
+                    f"{self.round_size} rows without replacement were asked for, but only {positive} have a "
+                    "positive weight; lower total_size or sampling_size, or draw with replace=True"
+                )
+        assert len(sums) or not self.candidates.n
+
+    @cached_property
+    def _n_positive(self) -> int:
+        keys = self._gumbels(np.uint64(0))
+        return int(np.count_nonzero(keys > -np.inf))
+
+    def _gumbels(self, key: np.uint64) -> NDArray[np.float64]:
+        keys = np.empty(self.candidates.n, dtype=np.float64)
+        draw_kernels.gumbel_keys(
+            self.candidates.n, self.weights.values, self.weights.table, self.weights.lookup, key, keys
+        )
+        return keys
+
+    def draw(self, seed: int, epoch: int) -> Draw:
+        """See `Sampler.draw`."""
+        if self.round_size is not None:
+            return self._draw_rounds(seed, epoch)
+        keys = epoch_keys(seed, epoch, Purpose.DRAW, n=3)
+        rng = np.random.Generator(np.random.Philox(key=keys[:2]))
+        counts = _split(np.array([self.n_rows]), self._sums[None, :], rng)[0]
+        heavy = np.flatnonzero(counts > _HEAVY)
+        heavy_weights = np.zeros((len(heavy), _SEGMENT), dtype=np.float64)
+        if len(heavy):
+            members = heavy[:, None] * _SEGMENT + np.arange(_SEGMENT)
+            inside = members < self.candidates.n
+            heavy_weights[inside] = self._weights_of(members[inside])
+        return WeightedRows(
+            candidates=self.candidates,
+            weights=self.weights,
+            ends=np.cumsum(counts),
+            key=keys[2],
+            heavy=heavy,
+            heavy_counts=_split(counts[heavy], heavy_weights, rng),
+        )
+
+    def _weights_of(self, members: _Int64s) -> NDArray[np.float64]:
+        lookup = self.weights.lookup[members] if len(self.weights.lookup) else members
+        if not len(self.weights.values):
+            return np.ones(len(members))
+        values = self.weights.values[lookup]
+        if not len(self.weights.table):
+            return values.astype(np.float64)
+        return np.where(values >= 0, self.weights.table[np.maximum(values, 0)], 0.0)
+
+    def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
+        assert self.round_size is not None
+        chosen: list[_Int64s] = []
+        left = self.n_rows
+        while left > 0:
+            size = min(self.round_size, left)
+            keys = self._gumbels(epoch_keys(seed, epoch, Purpose.DRAW, len(chosen))[0])
+            chosen.append(np.argpartition(keys, len(keys) - size)[len(keys) - size :])
+            left -= size
+        positions = np.sort(np.concatenate(chosen)) if chosen else _EMPTY_INTS
+        return ChosenRows(self.candidates.rows(positions.astype(np.int64, copy=False)))
+
+    def digest(self) -> str:
+        """See `Sampler.digest`."""
+        weights = self.weights
+        return _digest(
+            "weighted",
+            self.candidates.digest(),
+            weights.values,
+            weights.table,
+            self.block_size,
+            self.n_rows,
+            self.round_size,
+        )
+
+
+@dataclass(frozen=True)
+class QuotaSampler:
+    """A fixed number of each class, without replacement."""
+
+    candidates: Candidates
+    codes: NDArray[Any]
+    lookup: _Int64s
+    quotas: _Int64s
+    counts: _Int64s
+    block_size: int
+    shuffle_blocks: ClassVar[bool] = True
+    shuffle_rows: ClassVar[bool] = True
+
+    @property
+    def n_rows(self) -> int:
+        """See `Sampler.n_rows`."""
+        return int(self.quotas.sum())
+
+    def draw(self, seed: int, epoch: int) -> ChosenRows:
+        """See `Sampler.draw`."""
+        out = np.empty(self.n_rows, dtype=np.int64)
+        draw_kernels.select_quotas(
+            self.candidates.n,
+            self.codes,
+            self.lookup,
+            self.quotas.copy(),
+            self.counts.copy(),
+            epoch_keys(seed, epoch, Purpose.DRAW)[0],
+            out,
+        )
+        return ChosenRows(self.candidates.rows(out))
+
+    def digest(self) -> str:
+        """See `Sampler.digest`."""
+        return _digest("quotas", self.candidates.digest(), self.codes, self.quotas, self.counts, self.block_size)
+
+
+@dataclass(frozen=True)
+class UserSampler:
+    """A user's own strategy, asked for all its indices once an epoch."""
+
+    strategy: SamplingStrategy
+    collection: Any
+    n_obs: int
+    n_rows: int
+    block_size: ClassVar[None] = None
+    shuffle_blocks: ClassVar[bool] = False
+
+    @property
+    def shuffle_rows(self) -> bool:
+        """See `Sampler.shuffle_rows`."""
+        return bool(self.strategy._shuffle_before_yield)
+
+    def draw(self, seed: int, epoch: int) -> ChosenRows:
+        """See `Sampler.draw`."""
+        # Below 2**63, and int: what a user hands to any generator's constructor.
+        key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
+        name = type(self.strategy).__name__
+        rows = np.asarray(self.strategy.get_indices(self.collection, seed=key))
+        if rows.ndim != 1 or (len(rows) and not np.issubdtype(rows.dtype, np.integer)):
+            raise InputError(f"{name}.get_indices must return row numbers; got {rows.dtype} of shape {rows.shape}")
+        if len(rows) != self.n_rows:
+            raise InputError(f"{name}.get_len promised {self.n_rows} rows, get_indices returned {len(rows)}")
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_obs):
+            raise InputError(f"{name}.get_indices returned rows outside [0, {self.n_obs})")
+        return ChosenRows(rows.astype(np.int64, copy=False))
+
+    def digest(self) -> str:
+        """See `Sampler.digest`."""
+        return _digest("user", type(self.strategy).__qualname__, self.n_rows, self.draw(0, 0).chosen)
+
+
+# --- The order of blocks --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """A keyed order of ``range(n_blocks)``, or storage order."""
+
+    n_blocks: int
+    table: _Int64s
+    half_bits: int
+    round_keys: NDArray[np.uint64]
+
+    @classmethod
+    def storage(cls, n_blocks: int) -> BlockOrder:
+        """Keep blocks where they are."""
+        return cls(n_blocks, _EMPTY_INTS, 0, np.empty(0, dtype=np.uint64))
+
+    @classmethod
+    def shuffled(cls, n_blocks: int, seed: int, epoch: int) -> BlockOrder:
+        """Put blocks in a random order; O(min(n_blocks, 65,536)) time and memory."""
+        keys = epoch_keys(seed, epoch, Purpose.BLOCKS, n=permute.N_ROUNDS)
+        if n_blocks <= _TABLE_BLOCKS:
+            table = np.empty(n_blocks, dtype=np.int64)
+            permute.shuffle(keys[0], table)
+            return cls(n_blocks, table, 0, keys)
+        return cls(n_blocks, _EMPTY_INTS, -(-(n_blocks - 1).bit_length() // 2), keys)
+
+    def at(self, positions: _Int64s) -> _Int64s:
+        """Return the block at each of `positions` of the order."""
+        out = np.empty(len(positions), dtype=np.int64)
+        permute.permuted_many(positions, self.n_blocks, self.table, self.half_bits, self.round_keys, out)
+        return out
+
+
+# --- The strategies -------------------------------------------------------------------------------
+
+
+class SamplingStrategy:
+    """What to draw from a collection. Derive from it to write your own.
+
+    A subclass needs `get_len` and `get_indices` only. It then works under ranks, DataLoader workers
+    and resuming: `get_indices` is called once an epoch on every rank with the same seed, and its
+    result, which must depend on nothing else, is dealt out in runs as long as a fetch.
+
+    Parameters
+    ----------
+    indices
+        Row numbers, kept sorted in ``_indices`` for the subclass to use.
+    """
+
+    _shuffle_before_yield: bool | None = None
+    """Whether the rows of a fetch are permuted before they are cut into batches."""
+    _indices: _Int64s | None = None
+
+    def __init__(self, indices: ArrayLike | None = None) -> None:
+        if indices is not None:
+            self._indices = np.sort(np.asarray(indices))
+
+    def get_len(self, data_collection: Any) -> int:
+        """Return the number of rows of an epoch."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_len(collection)")
+
+    def get_indices(
+        self,
+        data_collection: Any,
+        seed: int | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> _Int64s:
+        """Return the rows of an epoch in the order they are to be read.
+
+        Parameters
+        ----------
+        data_collection
+            What the strategy draws from: anything with ``len()``.
+        seed
+            Equal seeds give equal rows; None draws one.
+        rng
+            Used instead of `seed` when given.
+
+        Returns
+        -------
+        ndarray
+            Row numbers, shape (get_len(data_collection),), int64.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define get_indices(collection, seed, rng)")
+
+
+class _BuiltIn(SamplingStrategy):
+    """What the four strategies share: they are bound to a number of rows, and listed for a look."""
+
+    def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+        """Check the strategy against `n_obs` rows and return what the plan draws with."""
+        raise NotImplementedError
+
+    def get_len(self, data_collection: Any) -> int:
+        """Return the number of rows of an epoch."""
+        return _bind_collection(self, data_collection).n_rows
+
+    def get_indices(
+        self,
+        data_collection: Any,
+        seed: int | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> _Int64s:
+        """Return the rows of an epoch, blocks in order; see `SamplingStrategy.get_indices`."""
+        if rng is not None:
+            seed = int(rng.integers(2**63))
+        elif seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+        sampler = _bind_collection(self, data_collection)
+        n = sampler.n_rows
+        positions = np.arange(n, dtype=np.int64)
+        if sampler.shuffle_blocks and sampler.block_size:
+            n_full, short = divmod(n, sampler.block_size)
+            order = BlockOrder.shuffled(n_full, seed, 0)
+            blocks = order.at(np.arange(n_full, dtype=np.int64))
+            positions = (blocks[:, None] * sampler.block_size + np.arange(sampler.block_size)).ravel()
+            if short:
+                where = int(permute.below(epoch_keys(seed, 0, Purpose.DEAL)[0], 0, n_full + 1))
+                tail = np.arange(n - short, n)
+                positions = np.insert(positions, where * sampler.block_size, tail)
+        return sampler.draw(seed, 0).rows(positions)
+
+
+def _bind_collection(strategy: _BuiltIn, collection: Any) -> Sampler:
+    return strategy.bind(len(collection), lambda key: _obs_column(collection, key))
+
+
+def _obs_column(collection: Any, key: str) -> Any:
+    obs = getattr(collection, "obs", None)
+    if obs is None:
+        raise InputError(
+            f"label_key={key!r} names an obs column, but a {type(collection).__name__} has no obs; pass labels="
+        )
+    if key not in obs:
+        raise MissingKeyError(f"label_key={key!r} is not a column of obs; it has {list(obs)}")
+    return obs[key]
+
+
+def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+    """Bind any strategy to a collection.
+
+    Parameters
+    ----------
+    strategy
+        One of ours, or a user's subclass of `SamplingStrategy`.
+    collection
+        Handed to a user's strategy.
+    n_obs
+        Rows of the collection.
+    labels_of
+        Returns an obs column by its name.
+
+    Raises
+    ------
+    InputError
+        If the strategy does not fit the collection.
+    """
+    if isinstance(strategy, _BuiltIn):
+        return strategy.bind(n_obs, labels_of)
+    if not isinstance(strategy, SamplingStrategy):
+        raise InputError(
+            f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
+        )
+    return UserSampler(strategy, collection, n_obs, int(strategy.get_len(collection)))
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise InputError(f"{name} must be a whole number of at least 1; got {value!r}")
+    return int(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Streaming(_BuiltIn):
+    """Every row once, in storage order.
+
+    Parameters
+    ----------
+    indices
+        Rows to stream through: row numbers in any order, a boolean mask or a slice. None: all.
+    shuffle
+        Whether to permute the rows of each fetch.
+    """
+
+    indices: Any = None
+    shuffle: bool = False
+
+    @property
+    def _shuffle_before_yield(self) -> bool:  # type: ignore[override]
+        return self.shuffle
+
+    def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+        """See `bind`."""
+        return RowSampler(Candidates.of(self.indices, n_obs), None, shuffle_blocks=False, shuffle_rows=self.shuffle)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockShuffling(_BuiltIn):
+    """Every row once: blocks of neighbouring rows in a random order, rows permuted inside each fetch.
+
+    Parameters
+    ----------
+    block_size
+        Rows of a block. Larger blocks read faster and mix less.
+    indices
+        Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
+    drop_last
+        Leave out as many rows as the last block is short, at a place that changes with the epoch.
+    """
+
+    block_size: int = 8
+    indices: Any = None
+    drop_last: bool = False
+    _shuffle_before_yield: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _positive("block_size", self.block_size)
+
+    def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+        """See `bind`."""
+        candidates = Candidates.of(self.indices, n_obs)
+        return RowSampler(candidates, self.block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
+
+
+def _per_candidate(name: str, values: NDArray[Any], candidates: Candidates, n_obs: int) -> _Int64s:
+    """Return where each candidate's entry of `values` is, empty for entry i being candidate i's."""
+    if len(values) == n_obs:
+        return candidates.lookup
+    if len(values) == candidates.n:
+        return _EMPTY_INTS
+    expected = f"{n_obs} (one per row)"
+    if candidates.n != n_obs:
+        expected += f" or {candidates.n} (one per entry of indices)"
+    raise InputError(f"{name} has {len(values)} entries; expected {expected}")
+
+
+def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:
+    _positive("block_size", strategy.block_size)
+    if strategy.total_size is not None:
+        _positive("total_size", strategy.total_size)
+    if strategy.sampling_size is not None:
+        _positive("sampling_size", strategy.sampling_size)
+        if strategy.replace:
+            logger.warning("sampling_size=%s means nothing with replace=True; ignored", strategy.sampling_size)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeightedSampling(_BuiltIn):
+    """Draw rows by weight; in storage order cut into blocks, blocks in a random order.
+
+    Parameters
+    ----------
+    block_size
+        Draws of a block.
+    indices
+        Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
+    weights
+        One weight per row of the collection, or per entry of (sorted) `indices`; any scale. None: equal.
+    total_size
+        Draws of an epoch, over all ranks. Default: as many as there are rows to draw from.
+    replace
+        Whether a row can be drawn twice.
+    sampling_size
+        With ``replace=False``: draw in rounds of this many, without replacement inside a round. Without
+        it, `total_size` rows are drawn without replacement.
+
+    Raises
+    ------
+    InputError
+        If weights are negative, not finite, all zero or of the wrong length, or if more rows are to be
+        drawn without replacement than have a positive weight.
+    """
+
+    block_size: int = 8
+    indices: Any = None
+    weights: Any = None
+    total_size: int | None = None
+    replace: bool = True
+    sampling_size: int | None = None
+    _shuffle_before_yield: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_rounds(self)
+        if self.weights is not None:
+            weights = np.asarray(self.weights)
+            if weights.ndim != 1 or not (np.issubdtype(weights.dtype, np.number) or weights.dtype == np.bool_):
+                raise InputError(
+                    f"weights must be one number per row; got {weights.dtype} of shape {weights.shape}"
+                )
+            if np.issubdtype(weights.dtype, np.complexfloating):
+                raise InputError("weights must be real numbers; got complex ones")
+            object.__setattr__(self, "weights", weights)
+
+    def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+        """See `bind`."""
+        candidates = Candidates.of(self.indices, n_obs)
+        if candidates.n == 0:
+            raise InputError("there are no rows to draw from: indices are empty")
+        if self.weights is None:
+            weights = Weights(_EMPTY_FLOATS, _EMPTY_FLOATS, _EMPTY_INTS)
+        else:
+            lookup = _per_candidate("weights", self.weights, candidates, n_obs)
+            weights = Weights(self.weights, _EMPTY_FLOATS, lookup)
+        return _weighted(self, candidates, weights)
+
+
+def _weighted(
+    strategy: BlockWeightedSampling | ClassBalancedSampling, candidates: Candidates, weights: Weights
+) -> Sampler:
+    total = candidates.n if strategy.total_size is None else int(strategy.total_size)
+    round_size = None
+    if not strategy.replace:
+        round_size = total if strategy.sampling_size is None else int(strategy.sampling_size)
+    sampler = WeightedSampler(candidates, weights, int(strategy.block_size), total, round_size)
+    sampler.check()
+    return sampler
+
+
+@dataclass(frozen=True, eq=False)
+class ClassBalancedSampling(_BuiltIn):
+    """Draw classes evenly: each of the K classes with probability ``1 / K`` unless smoothed.
+
+    Class c, with frequency ``f_c`` among the rows to draw from, is drawn with probability
+    ``(1 - smoothing) / K + smoothing * f_c``, scaled by its entry in `class_weights`; inside a class
+    every row is as likely as another. Rows without a label (NaN, None, code -1) are never drawn.
+
+    Parameters
+    ----------
+    labels
+        A label per row of the collection, or per entry of (sorted) `indices`: an array, a pandas Series
+        or Categorical. Integers are taken as codes, -1 for none.
+    block_size
+        Draws of a block.
+    indices
+        Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
+    total_size
+        Draws of an epoch, over all ranks. Default: as many as there are rows to draw from; with
+        ``replace=False`` as many as the rarest class allows.
+    replace
+        Whether a row can be drawn twice.
+    sampling_size
+        With ``replace=False``: draw in rounds of this many, without replacement inside a round.
+        Without it each class gets its exact share of `total_size`.
+    label_key
+        The obs column to take the labels from, instead of `labels`.
+    smoothing
+        0 balances fully, 1 keeps the natural distribution.
+    class_weights
+        Factors by label; classes not named keep 1.
+
+    Raises
+    ------
+    InputError
+        If neither or both of `labels` and `label_key` are given, no row has a label, `smoothing` is
+        outside [0, 1], or a class has fewer rows than are to be drawn from it without replacement.
+    """
+
+    labels: Any = None
+    block_size: int = 8
+    indices: Any = None
+    total_size: int | None = None
+    replace: bool = True
+    sampling_size: int | None = None
+    _: KW_ONLY
+    label_key: str | None = None
+    smoothing: float = 0.0
+    class_weights: Mapping[Any, float] | None = field(default=None)
+    _shuffle_before_yield: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_rounds(self)
+        if (self.labels is None) == (self.label_key is None):
+            raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
+        if self.labels is not None and len(self.labels) == 0:
+            raise InputError("labels are empty; give one per row")
+        if not 0 <= self.smoothing <= 1:
+            raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing}")
+
+    def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+        """See `bind`."""
+        candidates = Candidates.of(self.indices, n_obs)
+        codes, names = _encode(self.labels if self.label_key is None else labels_of(self.label_key))
+        lookup = _per_candidate("labels", codes, candidates, n_obs)
+        counts = np.zeros(len(names), dtype=np.int64)
+        missing = draw_kernels.count_codes(candidates.n, codes, lookup, counts)
+        if missing:
+            logger.warning("%d of %d rows have no label and are never drawn", missing, candidates.n)
+        present = counts > 0
+        if not present.any():
+            raise InputError("no row to draw from has a label")
+        share = np.zeros(len(names), dtype=np.float64)
+        share[present] = (1 - self.smoothing) / present.sum()
+        share += self.smoothing * counts / counts.sum()
+        share *= self._factors(names)
+        if not share.sum() > 0:
+            raise InputError("class_weights leave nothing to draw: every class present has weight 0")
+        share /= share.sum()
+        if not self.replace and self.sampling_size is None:
+            return self._quotas(candidates, codes, lookup, counts, share, names)
+        table = np.divide(share, counts, out=np.zeros_like(share), where=present)
+        return _weighted(self, candidates, Weights(codes, table, lookup))
+
+    def _factors(self, names: list[Any]) -> NDArray[np.float64]:
+        factors = np.ones(len(names), dtype=np.float64)
+        position = {name: i for i, name in enumerate(names)}
+        for name, factor in (self.class_weights or {}).items():
+            if name not in position:
+                raise MissingKeyError(f"class_weights names {name!r}, which is not a label; labels are {names[:20]}")
+            if not 0 <= factor < np.inf:
+                raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor}")
+            factors[position[name]] = factor
+        return factors
+
+    def _quotas(
+        self,
+        candidates: Candidates,
+        codes: NDArray[Any],
+        lookup: _Int64s,
+        counts: _Int64s,
+        share: NDArray[np.float64],
+        names: list[Any],
+    ) -> QuotaSampler:
+        wanted = share > 0
+        if self.total_size is None:
+            # A hair above the quotient, so that 3 rows at share 3/9 allow 9 and not 8.
+            total = int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
+        else:
+            total = int(self.total_size)
+        exact = share * total
+        quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
+        # What rounding leaves goes to the largest remainders.
+        short = total - int(quotas.sum())
+        quotas[np.argsort(-(exact - quotas), kind="stable")[:short]] += 1
+        if self.total_size is None:
+            quotas = np.minimum(quotas, counts)
+        over = np.flatnonzero(quotas > counts)
+        if len(over):
+            c = int(over[0])
+            raise InputError(
+                f"total_size={total} takes {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
+                "total_size or draw with replace=True"
+            )
+        return QuotaSampler(candidates, codes, lookup, quotas, counts, int(self.block_size))
+
+
+def _encode(labels: Any) -> tuple[NDArray[Any], list[Any]]:
+    """Return integer codes, -1 for a missing label, and the label of each code. Copies no integer codes."""
+    values = getattr(labels, "cat", None) or labels
+    if hasattr(values, "codes") and hasattr(values, "categories"):
+        return np.asarray(values.codes), list(values.categories)
+    if hasattr(labels, "compute"):
+        labels = labels.compute()
+    array = np.asarray(labels)
+    if array.ndim != 1:
+        raise InputError(f"labels must be one per row; got shape {array.shape}")
+    if np.issubdtype(array.dtype, np.integer) and len(array):
+        low, high = int(array.min()), int(array.max())
+        # Codes far beyond the number of rows would make the table of classes larger than the data.
+        if low >= -1 and high < max(len(array), 65_536):
+            return array, list(range(high + 1))
+    import pandas as pd
+
+    codes, names = pd.factorize(cast(Any, array), sort=False)
+    return np.asarray(codes), list(names)
