@@ -7,7 +7,7 @@ order. Everything above this seam (the Dask tasks, the batches) knows these two 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -30,27 +30,30 @@ class Columns:
         Column numbers in the matrix, shape (n_out,), int64, without repeats.
     n_vars
         Number of columns of the matrix.
+
+    Attributes
+    ----------
+    lookup
+        Where each column of the matrix goes, shape (n_vars,), int32; -1 where it is left out.
     """
 
     positions: NDArray[np.int64]
     n_vars: int
+    lookup: NDArray[np.int32] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        positions = self.positions
+        positions = np.ascontiguousarray(self.positions, dtype=np.int64)
+        object.__setattr__(self, "positions", positions)
         if len(positions) and (positions.min() < 0 or positions.max() >= self.n_vars):
             raise InputError(f"column positions must lie in [0, {self.n_vars}); got {positions}")
         if len(np.unique(positions)) != len(positions):
             raise InputError("a column was asked for twice; ask for each gene once")
+        lookup = np.full(self.n_vars, -1, dtype=np.int32)
+        lookup[positions] = np.arange(len(positions), dtype=np.int32)
+        object.__setattr__(self, "lookup", lookup)
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    @property
-    def lookup(self) -> NDArray[np.int32]:
-        """Where each column of the matrix goes, shape (n_vars,), int32; -1 where it is left out."""
-        lookup = np.full(self.n_vars, -1, dtype=np.int32)
-        lookup[self.positions] = np.arange(len(self.positions), dtype=np.int32)
-        return lookup
 
 
 @runtime_checkable

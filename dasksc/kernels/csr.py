@@ -1,0 +1,196 @@
+"""Gather rows into a minibatch, wherever in memory each of them lies.
+
+A row is given by the address of its first element and its length, so a kernel neither knows nor cares
+whether it reads a memory-mapped file, a decoded chunk or a numpy array, whether that memory is
+writable, and whether it is aligned (HDF5 stores chunks at any byte). Addresses also keep the number of
+compiled variants down to the types of the values.
+
+The caller vouches for the addresses (`dasksc.storage.reach.Reached` computes and bounds them). What
+they point at is not trusted: a column outside [0, n_vars) ends the kernel, which returns the row's
+number among the rows fetched, or -1 when all is well.
+
+Parameters that recur
+---------------------
+positions
+    Which rows, and in which order, shape (n_rows,), int64; positions among the rows fetched.
+lengths
+    Nonzeros of each row fetched, shape (n_fetched,), int64.
+data_at, indices_at, rows_at
+    Address of the first element of each row fetched, shape (n_fetched,), uint64.
+like_data, like_indices, like
+    Empty arrays that carry the type of what lies at the addresses.
+lookup
+    Where each column goes, shape (n_vars,), int32; -1 where it is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+__all__ = [
+    "copy_columns",
+    "copy_columns_csr",
+    "copy_rows",
+    "copy_rows_csr",
+    "count_columns",
+    "count_nonzeros",
+    "scatter_columns",
+    "scatter_rows",
+    "squeeze",
+]
+
+
+@intrinsic
+def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
+    """Return element `index` of the array of `like`'s type that starts at `address`, aligned or not."""
+    signature = like.dtype(types.uint64, types.int64, like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        model = context.data_model_manager[signature.return_type]
+        start = builder.inttoptr(args[0], model.get_data_type().as_pointer())
+        value = builder.load(builder.gep(start, [args[1]]), align=1)
+        return model.from_data(builder, value)
+
+    return signature, codegen
+
+
+@njit(nogil=True)
+def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices):
+    """Write CSR rows into `out`, dense, shape (n_rows, n_vars). Repeated columns add up, as in scipy."""
+    n_columns = np.uint64(n_vars)
+    for i in range(len(positions)):
+        row = positions[i]
+        dense = out[i]
+        dense[:] = 0
+        for k in range(lengths[row]):
+            # A negative column wraps to a number far beyond n_vars.
+            column = np.uint64(load(indices_at[row], k, like_indices))
+            if column >= n_columns:
+                return row
+            dense[column] += load(data_at[row], k, like_data)
+    return -1
+
+
+@njit(nogil=True)
+def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_data, like_indices):
+    """Write the kept columns of CSR rows into `out`, dense, shape (n_rows, n_kept)."""
+    n_columns = np.uint64(len(lookup))
+    for i in range(len(positions)):
+        row = positions[i]
+        dense = out[i]
+        dense[:] = 0
+        for k in range(lengths[row]):
+            column = np.uint64(load(indices_at[row], k, like_indices))
+            if column >= n_columns:
+                return row
+            kept = lookup[column]
+            if kept >= 0:
+                dense[kept] += load(data_at[row], k, like_data)
+    return -1
+
+
+@njit(nogil=True)
+def copy_rows_csr(
+    positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices
+):
+    """Write CSR rows into `indices` and `data`, row i at ``indptr[i]``."""
+    n_columns = np.uint64(n_vars)
+    for i in range(len(positions)):
+        row = positions[i]
+        n = lengths[row]
+        row_indices = indices[indptr[i] : indptr[i] + n]
+        row_data = data[indptr[i] : indptr[i] + n]
+        # Two plain passes, which vectorise; the check of the columns rides on the first.
+        good = True
+        for k in range(n):
+            column = load(indices_at[row], k, like_indices)
+            good &= np.uint64(column) < n_columns
+            row_indices[k] = column
+        if not good:
+            return row
+        for k in range(n):
+            row_data[k] = load(data_at[row], k, like_data)
+    return -1
+
+
+@njit(nogil=True)
+def count_columns(positions, lengths, indices_at, lookup, counts, like_indices):
+    """Count the kept nonzeros of each row into `counts`, shape (n_rows,)."""
+    n_columns = np.uint64(len(lookup))
+    for i in range(len(positions)):
+        row = positions[i]
+        count = 0
+        for k in range(lengths[row]):
+            column = np.uint64(load(indices_at[row], k, like_indices))
+            if column >= n_columns:
+                return row
+            count += lookup[column] >= 0
+        counts[i] = count
+    return -1
+
+
+@njit(nogil=True)
+def copy_columns_csr(
+    positions, lengths, data_at, indices_at, lookup, indptr, indices, data, like_data, like_indices
+):
+    """Write the kept columns of CSR rows, renumbered, row i at ``indptr[i]``; `count_columns` ran before."""
+    n_columns = np.uint64(len(lookup))
+    for i in range(len(positions)):
+        row = positions[i]
+        to = indptr[i]
+        for k in range(lengths[row]):
+            column = np.uint64(load(indices_at[row], k, like_indices))
+            if column >= n_columns:
+                return row
+            kept = lookup[column]
+            if kept >= 0:
+                indices[to] = kept
+                data[to] = load(data_at[row], k, like_data)
+                to += 1
+    return -1
+
+
+@njit(nogil=True)
+def copy_rows(positions, rows_at, out, like):
+    """Write dense rows into `out`, shape (n_rows, n_vars)."""
+    for i in range(len(positions)):
+        row_at = rows_at[positions[i]]
+        dense = out[i]
+        for k in range(len(dense)):
+            dense[k] = load(row_at, k, like)
+
+
+@njit(nogil=True)
+def copy_columns(positions, rows_at, columns, out, like):
+    """Write the given columns of dense rows into `out`, shape (n_rows, n_kept)."""
+    for i in range(len(positions)):
+        row_at = rows_at[positions[i]]
+        dense = out[i]
+        for k in range(len(columns)):
+            dense[k] = load(row_at, columns[k], like)
+
+
+@njit(nogil=True)
+def count_nonzeros(dense, counts):
+    """Count what is not zero in each row of `dense` into `counts`; NaN is not zero."""
+    for i in range(dense.shape[0]):
+        count = 0
+        for k in range(dense.shape[1]):
+            count += dense[i, k] != 0
+        counts[i] = count
+
+
+@njit(nogil=True)
+def squeeze(dense, indptr, indices, data):
+    """Write what is not zero in `dense` into `indices` and `data`, row i at ``indptr[i]``."""
+    for i in range(dense.shape[0]):
+        to = indptr[i]
+        for k in range(dense.shape[1]):
+            if dense[i, k] != 0:
+                indices[to] = k
+                data[to] = dense[i, k]
+                to += 1

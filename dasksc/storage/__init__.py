@@ -1,0 +1,8 @@
+"""Reading matrices of cells by columns, from files and from memory."""
+
+from __future__ import annotations
+
+from dasksc.storage.matrix import Columns, Fetched, Layout, Matrix
+from dasksc.storage.opening import as_matrix, open_matrix
+
+__all__ = ["Columns", "Fetched", "Layout", "Matrix", "as_matrix", "open_matrix"]

@@ -1,0 +1,109 @@
+"""Arrays as the matrices see them: something that brings runs of rows within reach."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.storage.reach import Reached
+
+__all__ = ["BrokenRunError", "MemoryArray", "StoredArray", "memory_dtype"]
+
+
+class BrokenRunError(Exception):
+    """A run that cannot be read. The matrix, which knows rows, turns it into a `CorruptDataError`.
+
+    Parameters
+    ----------
+    label
+        The array.
+    start
+        First element (along the first axis) of what could not be read.
+    reason
+        What is wrong, as the end of a sentence.
+    """
+
+    def __init__(self, label: str, start: int, reason: str) -> None:
+        super().__init__(label, start, reason)
+        self.label = label
+        self.start = start
+        self.reason = reason
+
+
+class StoredArray(Protocol):
+    """An array of one or two dimensions, on disk or in memory. Pickles."""
+
+    @property
+    def label(self) -> str:
+        """What to call it in errors: ``"/data/atlas.h5ad:/X/indices"``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """One or two lengths."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the elements as stored, native byte order."""
+
+    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+        """Bring the runs ``[starts[i], stops[i])`` along the first axis within reach.
+
+        Runs come by ascending start and may touch, overlap, repeat and be empty. Each is
+        contiguous in the result, row-major if the array has two dimensions.
+
+        Raises
+        ------
+        BrokenRunError
+            If a run cannot be read.
+        CorruptDataError
+            If the file is no longer the one that was opened.
+        """
+
+
+def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which elements are held in memory: numba has no float16."""
+    return np.dtype(np.float32) if dtype == np.float16 else dtype.newbyteorder("=")
+
+
+class MemoryArray:
+    """A numpy array, read where it lies.
+
+    Parameters
+    ----------
+    array
+        One or two dimensions; copied if its rows are not contiguous or its type needs converting.
+    label
+        What to call it in errors.
+    """
+
+    def __init__(self, array: NDArray[Any], label: str) -> None:
+        self.label = label
+        self.dtype = array.dtype.newbyteorder("=")
+        self._array = np.ascontiguousarray(array, dtype=memory_dtype(array.dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """One or two lengths."""
+        return self._array.shape
+
+    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+        """Address runs inside the array; nothing is copied."""
+        stride = row_bytes(self)
+        return Reached.inside(
+            (self._array,),
+            dtype=self._array.dtype,
+            which=0,
+            offsets=starts * stride,
+            sizes=(stops - starts) * stride,
+            held_bytes=0,
+        )
+
+
+def row_bytes(array: StoredArray) -> int:
+    """Return the bytes in memory of one step along the first axis."""
+    n_items = 1
+    for length in array.shape[1:]:
+        n_items *= length
+    return n_items * memory_dtype(array.dtype).itemsize

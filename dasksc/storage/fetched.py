@@ -1,0 +1,333 @@
+"""Rows within reach of memory, and the batches gathered from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError, InputError
+from dasksc.kernels import csr as kernels
+from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.matrix import Columns, Layout
+from dasksc.storage.reach import Reached
+
+__all__ = ["CSRFetched", "DenseFetched"]
+
+
+class CSRFetched:
+    """CSR rows, each lying somewhere in memory.
+
+    Parameters
+    ----------
+    label
+        The matrix they come from.
+    rows
+        Their numbers in it, shape (n_rows,), for errors.
+    n_vars
+        Columns of the matrix.
+    dtype
+        Type of the values as stored.
+    lengths
+        Nonzeros of each row, shape (n_rows,), int64.
+    data, indices
+        Where each row's values and column numbers lie.
+    """
+
+    layout: Layout = "csr"
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        rows: NDArray[np.int64],
+        n_vars: int,
+        dtype: np.dtype[Any],
+        lengths: NDArray[np.int64],
+        data: Reached,
+        indices: Reached,
+    ) -> None:
+        self.label = label
+        self.rows = rows
+        self.shape = (len(rows), n_vars)
+        self.dtype = dtype
+        self._lengths = lengths
+        self._data = data
+        self._indices = indices
+
+    @property
+    def nbytes(self) -> int:
+        """Anonymous memory held, in bytes."""
+        return self._data.held_bytes + self._indices.held_bytes
+
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + self.nbytes
+
+    def gather(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        out: NDArray[Any],
+        columns: Columns | None = None,
+    ) -> None:
+        """Write the rows at `positions` into `out`, dense; see `Fetched.gather`."""
+        positions = check_gather(self.shape, positions, out=out, columns=columns)
+        target = kernel_target(out)
+        if columns is None:
+            bad = kernels.scatter_rows(
+                positions, *self._where, self.shape[1], target, self._data.like, self._indices.like
+            )
+        else:
+            bad = kernels.scatter_columns(
+                positions, *self._where, columns.lookup, target, self._data.like, self._indices.like
+            )
+        self._refuse(bad)
+        if target is not out:
+            out[...] = target
+
+    def gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        dtype: np.dtype[Any] | None = None,
+        columns: Columns | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `Fetched.gather_csr`."""
+        positions = check_positions(self.shape[0], positions)
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+        if columns is None:
+            counts = self._lengths[positions]
+        else:
+            counts = np.empty(len(positions), dtype=np.int64)
+            self._refuse(
+                kernels.count_columns(
+                    positions, self._lengths, self._indices.at, columns.lookup, counts, self._indices.like
+                )
+            )
+        indptr = indptr_of(counts)
+        indices = np.empty(indptr[-1], dtype=np.int32)
+        data = np.empty(indptr[-1], dtype=memory_dtype(dtype))
+        self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
+        return indptr, indices, data.astype(dtype, copy=False)
+
+    def compact(self) -> CSRFetched:
+        """Return the same rows in a block of their own, in the types they are stored in."""
+        positions = np.arange(self.shape[0], dtype=np.int64)
+        indptr = indptr_of(self._lengths)
+        indices = np.empty(indptr[-1], dtype=self._indices.dtype)
+        data = np.empty(indptr[-1], dtype=self._data.dtype)
+        self._copy(positions, indptr=indptr, indices=indices, data=data, columns=None)
+        return _compact_csr(self.label, self.rows, self.shape[1], self.dtype, indptr, indices, data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Addresses mean nothing elsewhere: what travels is the block.
+        block = self.compact()
+        (data,) = block._data.owners
+        (indices,) = block._indices.owners
+        indptr = indptr_of(block._lengths)
+        return _compact_csr, (self.label, self.rows, self.shape[1], self.dtype, indptr, indices, data)
+
+    @property
+    def _where(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
+        return self._lengths, self._data.at, self._indices.at
+
+    def _copy(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        indptr: NDArray[np.int64],
+        indices: NDArray[Any],
+        data: NDArray[Any],
+        columns: Columns | None,
+    ) -> None:
+        likes = (self._data.like, self._indices.like)
+        if columns is None:
+            self._refuse(
+                kernels.copy_rows_csr(
+                    positions, *self._where, self.shape[1], indptr[:-1], indices, data, *likes
+                )
+            )
+        else:
+            self._refuse(
+                kernels.copy_columns_csr(
+                    positions, *self._where, columns.lookup, indptr[:-1], indices, data, *likes
+                )
+            )
+
+    def _refuse(self, bad_row: int) -> None:
+        if bad_row >= 0:
+            raise CorruptDataError(
+                f"{self.label}/indices: row {self.rows[bad_row]} has a column outside [0, {self.shape[1]}). "
+                "The file is corrupt, or its shape attribute does not belong to it; write it again from its source."
+            )
+
+
+def _compact_csr(
+    label: str,
+    rows: NDArray[np.int64],
+    n_vars: int,
+    dtype: np.dtype[Any],
+    indptr: NDArray[np.int64],
+    indices: NDArray[Any],
+    data: NDArray[Any],
+) -> CSRFetched:
+    def within(array: NDArray[Any]) -> Reached:
+        return Reached.inside(
+            (array,),
+            dtype=array.dtype,
+            which=0,
+            offsets=indptr[:-1] * array.itemsize,
+            sizes=np.diff(indptr) * array.itemsize,
+            held_bytes=array.nbytes,
+        )
+
+    return CSRFetched(
+        label=label,
+        rows=rows,
+        n_vars=n_vars,
+        dtype=dtype,
+        lengths=np.diff(indptr),
+        data=within(data),
+        indices=within(indices),
+    )
+
+
+class DenseFetched:
+    """Dense rows, each lying somewhere in memory.
+
+    Parameters
+    ----------
+    label
+        The matrix they come from.
+    rows
+        Their numbers in it, shape (n_rows,).
+    n_vars
+        Columns of the matrix.
+    dtype
+        Type of the values as stored.
+    values
+        Where each row lies.
+    """
+
+    layout: Layout = "dense"
+
+    def __init__(
+        self, *, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], values: Reached
+    ) -> None:
+        self.label = label
+        self.rows = rows
+        self.shape = (len(rows), n_vars)
+        self.dtype = dtype
+        self._values = values
+
+    @property
+    def nbytes(self) -> int:
+        """Anonymous memory held, in bytes."""
+        return self._values.held_bytes
+
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + self.nbytes
+
+    def gather(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        out: NDArray[Any],
+        columns: Columns | None = None,
+    ) -> None:
+        """Write the rows at `positions` into `out`; see `Fetched.gather`."""
+        positions = check_gather(self.shape, positions, out=out, columns=columns)
+        target = kernel_target(out)
+        if columns is None:
+            kernels.copy_rows(positions, self._values.at, target, self._values.like)
+        else:
+            kernels.copy_columns(positions, self._values.at, columns.positions, target, self._values.like)
+        if target is not out:
+            out[...] = target
+
+    def gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        dtype: np.dtype[Any] | None = None,
+        columns: Columns | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`, without their zeros."""
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+        n_vars = self.shape[1] if columns is None else len(columns)
+        dense = np.empty((len(positions), n_vars), dtype=self._values.dtype)
+        self.gather(positions, out=dense, columns=columns)
+        counts = np.empty(len(positions), dtype=np.int64)
+        kernels.count_nonzeros(dense, counts)
+        indptr = indptr_of(counts)
+        indices = np.empty(indptr[-1], dtype=np.int32)
+        data = np.empty(indptr[-1], dtype=memory_dtype(dtype))
+        kernels.squeeze(dense, indptr[:-1], indices, data)
+        return indptr, indices, data.astype(dtype, copy=False)
+
+    def compact(self) -> DenseFetched:
+        """Return the same rows in a block of their own, in the type they are stored in."""
+        block = np.empty(self.shape, dtype=self._values.dtype)
+        self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
+        return _compact_dense(self.label, self.rows, self.dtype, block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        (block,) = self.compact()._values.owners
+        return _compact_dense, (self.label, self.rows, self.dtype, block)
+
+
+def _compact_dense(
+    label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]
+) -> DenseFetched:
+    every = np.arange(len(rows), dtype=np.int64)
+    size = block.shape[1] * block.itemsize
+    values = Reached.inside(
+        (block,),
+        dtype=block.dtype,
+        which=0,
+        offsets=every * size,
+        sizes=np.full(len(rows), size),
+        held_bytes=block.nbytes,
+    )
+    return DenseFetched(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
+
+
+def indptr_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where rows of the given lengths begin, and where the last one ends."""
+    indptr = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def check_positions(n_rows: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return `positions` as the kernels take them."""
+    positions = np.ascontiguousarray(positions, dtype=np.int64)
+    if len(positions) and (positions.min() < 0 or positions.max() >= n_rows):
+        raise InputError(f"positions must lie in [0, {n_rows}), the rows of this fetch; got {positions}")
+    return positions
+
+
+def check_gather(
+    shape: tuple[int, int],
+    positions: NDArray[np.int64],
+    *,
+    out: NDArray[Any],
+    columns: Columns | None,
+) -> NDArray[np.int64]:
+    """Return `positions` as the kernels take them, or say what is wrong with the request."""
+    if columns is not None and columns.n_vars != shape[1]:
+        raise InputError(f"columns are of a matrix with {columns.n_vars} columns; this one has {shape[1]}")
+    expected = (len(positions), shape[1] if columns is None else len(columns))
+    if out.shape != expected or not out.flags.c_contiguous or not out.flags.writeable:
+        raise InputError(
+            f"out must be a writable, C-contiguous array of shape {expected}; got shape {out.shape} "
+            f"and strides {out.strides}"
+        )
+    return check_positions(shape[0], positions)
+
+
+def kernel_target(out: NDArray[Any]) -> NDArray[Any]:
+    """Return an array the kernels can write that stands for `out`: itself, but for types numba lacks."""
+    dtype = memory_dtype(out.dtype)
+    return out if dtype == out.dtype else np.empty(out.shape, dtype=dtype)

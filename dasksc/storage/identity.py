@@ -1,0 +1,43 @@
+"""Whether a file is still the one that was opened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from dasksc.errors import CorruptDataError
+
+__all__ = ["FileIdentity"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIdentity:
+    """A file as it was when opened: its path, size in bytes, and time of change in ns."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str) -> FileIdentity:
+        """Return the identity of the file at `path` now."""
+        status = os.stat(path)
+        return cls(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
+
+    def check(self) -> None:
+        """Refuse a file that was replaced, changed or removed.
+
+        Raises
+        ------
+        CorruptDataError
+            If the file at the path is not the one that was opened.
+        """
+        try:
+            now = FileIdentity.of(self.path)
+        except OSError as error:
+            raise CorruptDataError(f"{self.path} was removed since it was opened ({error})") from error
+        if now != self:
+            raise CorruptDataError(
+                f"{self.path} was replaced or changed since it was opened (it has {now.size} bytes now, "
+                f"{self.size} then). Open it again, and do not write to it while it is being read."
+            )

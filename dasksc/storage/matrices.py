@@ -1,0 +1,302 @@
+"""Matrices of rows over stored arrays: CSR, dense, and CSC the slow way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError, InputError
+from dasksc.kernels import csr as kernels
+from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray
+from dasksc.storage.fetched import CSRFetched, DenseFetched
+from dasksc.storage.matrix import Layout
+
+__all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_csr"]
+
+logger = logging.getLogger("dasksc.storage")
+
+# An indptr no larger than this is read whole at the first fetch (and stays, in that process); of a
+# larger one each fetch reads what it needs. 4 million cells of int64, so an atlas of 10^8 cells does
+# not cost every process 800 MB.
+_INDPTR_KEPT_BYTES = 32 * 2**20
+
+
+class CSRMatrix:
+    """A CSR matrix whose three arrays are stored.
+
+    Parameters
+    ----------
+    label
+        What to call it in errors.
+    shape
+        Cells, columns.
+    indptr, indices, data
+        Its arrays; lengths n_obs + 1, nnz and nnz.
+    """
+
+    layout: Layout = "csr"
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        shape: tuple[int, int],
+        indptr: StoredArray,
+        indices: StoredArray,
+        data: StoredArray,
+    ) -> None:
+        check_csr(label, shape, indptr=indptr, indices=indices, data=data)
+        self.label = label
+        self.shape = shape
+        self._indptr = indptr
+        self._indices = indices
+        self._data = data
+        self._kept_indptr: MemoryArray | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values as stored."""
+        return self._data.dtype
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored values."""
+        return self._data.shape[0]
+
+    def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
+        """Bring `rows` within reach; see `Matrix.fetch`."""
+        rows = check_rows(self.label, self.shape[0], rows)
+        starts, stops = self._bounds(rows)
+        try:
+            data = self._data.reach(starts, stops)
+            indices = self._indices.reach(starts, stops)
+        except BrokenRunError as error:
+            after = int(np.searchsorted(stops, error.start, side="right"))
+            raise broken(error, rows[min(after, len(rows) - 1)]) from error
+        return CSRFetched(
+            label=self.label,
+            rows=rows,
+            n_vars=self.shape[1],
+            dtype=self.dtype,
+            lengths=stops - starts,
+            data=data,
+            indices=indices,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept_indptr": None}
+
+    def __repr__(self) -> str:
+        return f"<CSRMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"
+
+    def _bounds(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where each row starts and stops in `data` and `indices`, checked."""
+        indptr = self._kept_indptr or self._indptr
+        try:
+            if indptr is self._indptr and not isinstance(indptr, MemoryArray):
+                n_pointers = self._indptr.shape[0]
+                if n_pointers * self._indptr.dtype.itemsize <= _INDPTR_KEPT_BYTES:
+                    indptr = self._kept_indptr = _read_whole(self._indptr)
+            pairs = np.empty((len(rows), 2), dtype=np.int64)
+            reached = indptr.reach(rows, rows + 2)
+        except BrokenRunError as error:
+            raise broken(error, error.start) from error
+        kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
+        starts = np.ascontiguousarray(pairs[:, 0])
+        stops = np.ascontiguousarray(pairs[:, 1])
+        wrong = (starts < 0) | (stops < starts) | (stops > self.nnz)
+        wrong[1:] |= (starts[1:] < stops[:-1]) & (rows[1:] > rows[:-1])
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            raise CorruptDataError(
+                f"{self._indptr.label}: row {rows[i]} lies at [{starts[i]}, {stops[i]}), but offsets must not "
+                f"decrease and must lie in [0, {self.nnz}], the number of stored values. The file is corrupt; "
+                "write it again from its source."
+            )
+        return starts, stops
+
+
+class DenseMatrix:
+    """A dense matrix whose array is stored row-major.
+
+    Parameters
+    ----------
+    label
+        What to call it in errors.
+    values
+        Its array, two dimensions.
+    """
+
+    layout: Layout = "dense"
+
+    def __init__(self, *, label: str, values: StoredArray) -> None:
+        if len(values.shape) != 2:
+            raise InputError(f"{label} has shape {values.shape}; a matrix of cells by columns is needed")
+        self.label = label
+        self._values = values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Cells, columns."""
+        n_obs, n_vars = self._values.shape
+        return n_obs, n_vars
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values as stored."""
+        return self._values.dtype
+
+    def fetch(self, rows: NDArray[np.int64]) -> DenseFetched:
+        """Bring `rows` within reach; see `Matrix.fetch`."""
+        rows = check_rows(self.label, self.shape[0], rows)
+        try:
+            values = self._values.reach(rows, rows + 1)
+        except BrokenRunError as error:
+            raise broken(error, error.start) from error
+        return DenseFetched(
+            label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values
+        )
+
+    def __repr__(self) -> str:
+        return f"<DenseMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"
+
+
+class CSCMatrix:
+    """A CSC matrix on disk: no row can be read alone, so the first fetch reads all of it.
+
+    Parameters
+    ----------
+    label
+        What to call it in errors and in the warning.
+    shape
+        Cells, columns.
+    indptr, indices, data
+        Its arrays; lengths n_vars + 1, nnz and nnz.
+    """
+
+    layout: Layout = "csr"
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        shape: tuple[int, int],
+        indptr: StoredArray,
+        indices: StoredArray,
+        data: StoredArray,
+    ) -> None:
+        check_csr(label, shape[::-1], indptr=indptr, indices=indices, data=data)
+        self.label = label
+        self.shape = shape
+        self._indptr = indptr
+        self._indices = indices
+        self._data = data
+        self._rows: CSRMatrix | None = None
+        self._locks: dict[int, threading.Lock] = {}
+        gigabytes = data.shape[0] * (data.dtype.itemsize + indices.dtype.itemsize) / 1e9
+        logger.warning(
+            "%s is stored by columns (CSC), so its rows cannot be read one by one: the first fetch of every "
+            "process reads all of it and keeps it as CSR, %.3g GB of memory (three times that while it is "
+            "converted). Store it by rows once: adata.X = adata.X.tocsr(); adata.write_h5ad(...).",
+            label,
+            gigabytes,
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values as stored."""
+        return self._data.dtype
+
+    def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
+        """Bring `rows` within reach; the first call reads the whole matrix."""
+        # A lock of this process alone: one inherited through fork may be held for ever.
+        with self._locks.setdefault(os.getpid(), threading.Lock()):
+            if self._rows is None:
+                self._rows = self._by_rows()
+        return self._rows.fetch(rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_rows": None, "_locks": {}}
+
+    def __repr__(self) -> str:
+        return f"<CSCMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"
+
+    def _by_rows(self) -> CSRMatrix:
+        by_columns = CSRMatrix(
+            label=self.label,
+            shape=self.shape[::-1],
+            indptr=self._indptr,
+            indices=self._indices,
+            data=self._data,
+        )
+        n_columns = self.shape[1]
+        fetched = by_columns.fetch(np.arange(n_columns, dtype=np.int64))
+        indptr, indices, data = fetched.gather_csr(np.arange(n_columns, dtype=np.int64))
+        by_rows = sp.csc_array((data, indices, indptr), shape=self.shape).tocsr()
+        return csr_in_memory(by_rows, self.label)
+
+
+def csr_in_memory(array: Any, label: str) -> CSRMatrix:
+    """Return a scipy CSR matrix or array as a `CSRMatrix`; nothing is copied."""
+    n_obs, n_vars = array.shape
+    return CSRMatrix(
+        label=label,
+        shape=(int(n_obs), int(n_vars)),
+        indptr=MemoryArray(array.indptr, f"{label}/indptr"),
+        indices=MemoryArray(array.indices, f"{label}/indices"),
+        data=MemoryArray(array.data, f"{label}/data"),
+    )
+
+
+def check_csr(
+    label: str,
+    shape: tuple[int, int],
+    *,
+    indptr: StoredArray,
+    indices: StoredArray,
+    data: StoredArray,
+) -> None:
+    """Refuse arrays whose shapes or types cannot make up a CSR matrix of this shape."""
+    if indptr.shape != (shape[0] + 1,):
+        raise CorruptDataError(
+            f"{indptr.label} has shape {indptr.shape}; a matrix of {shape[0]} rows needs ({shape[0] + 1},)"
+        )
+    if len(data.shape) != 1 or data.shape != indices.shape:
+        raise CorruptDataError(
+            f"{label}: data has shape {data.shape} and indices {indices.shape}; both need one equal length"
+        )
+    for array in (indptr, indices):
+        if array.dtype.kind not in "iu":
+            raise CorruptDataError(f"{array.label} holds {array.dtype}; integers are needed")
+    if shape[1] > np.iinfo(np.int32).max:
+        raise InputError(f"{label} has {shape[1]} columns; at most 2**31 - 1 are supported")
+
+
+def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return `rows` as int64, or say what is wrong with them."""
+    rows = np.asarray(rows)
+    if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
+        raise InputError(f"{label}: rows must be a one-dimensional integer array; got {rows!r}")
+    rows = np.ascontiguousarray(rows, dtype=np.int64)
+    if len(rows) and (rows[0] < 0 or rows[-1] >= n_obs or (rows[1:] < rows[:-1]).any()):
+        raise InputError(f"{label}: rows must ascend within [0, {n_obs}); got {rows}")
+    return rows
+
+
+def broken(error: BrokenRunError, row: int) -> CorruptDataError:
+    """Return what the user sees for a run that could not be read."""
+    return CorruptDataError(f"{error.label}: row {row} {error.reason}")
+
+
+def _read_whole(array: StoredArray) -> MemoryArray:
+    n = array.shape[0]
+    reached = array.reach(np.array([0], dtype=np.int64), np.array([n], dtype=np.int64))
+    whole = np.empty((1, n), dtype=reached.dtype)
+    kernels.copy_rows(np.zeros(1, dtype=np.int64), reached.at, whole, reached.like)
+    return MemoryArray(whole[0], array.label)

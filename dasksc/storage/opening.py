@@ -1,0 +1,193 @@
+"""From a path and a key, or an array in memory, to a matrix."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+import scipy.sparse as sp
+import zarr
+
+from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.storage.arrays import MemoryArray, StoredArray
+from dasksc.storage.hdf5 import H5Array, H5File
+from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
+from dasksc.storage.matrix import Matrix
+from dasksc.storage.zarr import ZarrArray, ZarrFile
+
+__all__ = ["as_matrix", "open_matrix"]
+
+logger = logging.getLogger("dasksc.storage")
+
+
+def open_matrix(path: str | os.PathLike[str], key: str) -> Matrix:
+    """Open one matrix of an AnnData file; no element of it is read.
+
+    Parameters
+    ----------
+    path
+        An ``.h5ad`` file, a Zarr directory, or a zipped Zarr directory.
+    key
+        Where the matrix is: ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"``, ``"raw/X"``.
+
+    Returns
+    -------
+    Matrix
+        CSR or dense; what is stored by columns (CSC) comes as CSR, at a cost that is logged.
+
+    Raises
+    ------
+    MissingPathError
+        If there is nothing at `path`.
+    MissingKeyError
+        If there is no such matrix; the message lists those there are.
+    CorruptDataError
+        If the file is truncated, or the arrays of the matrix do not fit each other.
+    StorageError
+        If what is at `path` is neither HDF5 nor Zarr.
+    InputError
+        If what is at `key` is not a matrix of numbers.
+    """
+    path = os.path.abspath(os.fspath(path))
+    if not os.path.exists(path):
+        raise MissingPathError(f"there is nothing at {path}")
+    if os.path.isdir(path) or path.endswith(".zip"):
+        return _open_zarr(path, key.strip("/"))
+    return _open_hdf5(path, key.strip("/"))
+
+
+def as_matrix(array: Any, label: str) -> Matrix:
+    """Return an array in memory as a matrix.
+
+    Parameters
+    ----------
+    array
+        Two dimensions: numpy, or any of scipy's sparse matrices and arrays. CSR and C-contiguous arrays
+        are not copied; others are converted once, here.
+    label
+        What to call it in errors.
+
+    Returns
+    -------
+    Matrix
+        CSR if `array` is sparse, otherwise dense.
+
+    Raises
+    ------
+    InputError
+        If `array` does not have two dimensions, or does not hold numbers.
+    """
+    if not sp.issparse(array):
+        array = np.asarray(array)
+    if len(array.shape) != 2:
+        raise InputError(f"{label} has shape {array.shape}; a matrix of cells by columns is needed")
+    _check_numeric(array.dtype, label)
+    if not sp.issparse(array):
+        return DenseMatrix(label=label, values=MemoryArray(array, label))
+    if array.format != "csr":
+        logger.warning("%s is %s, and is copied to CSR to read its rows", label, array.format.upper())
+        array = array.tocsr()
+    return csr_in_memory(array, label)
+
+
+def _open_hdf5(path: str, key: str) -> Matrix:
+    if not h5py.is_hdf5(path):
+        raise StorageError(
+            f"{path} is not an HDF5 file, and not a directory either. Give an .h5ad file or a Zarr directory."
+        )
+    file = H5File(path)
+    root = file.open()
+    name = _legacy_name(root, key)
+    parent, _, last = name.rpartition("/")
+    if parent and isinstance(root.get(parent), h5py.Dataset) and last in (root[parent].dtype.names or ()):
+        # AnnData before 0.7 wrote obsm as one table with a field for each array.
+        array = H5Array(file, parent, field=last)
+        _check_numeric(array.dtype, array.label)
+        return DenseMatrix(label=array.label, values=array)
+    if name not in root:
+        raise _missing(path, key, _keys(root))
+    item = root[name]
+    return _matrix(
+        f"{path}:/{name}",
+        attributes=dict(item.attrs),
+        is_array=isinstance(item, h5py.Dataset),
+        members=list(item) if isinstance(item, h5py.Group) else [],
+        array=lambda member: H5Array(file, f"{name}/{member}".rstrip("/")),
+    )
+
+
+def _open_zarr(path: str, key: str) -> Matrix:
+    file = ZarrFile(path)
+    root = file.root()
+    if key not in root:
+        raise _missing(path, key, _keys(root))
+    item = root[key]
+    return _matrix(
+        f"{path}:/{key}",
+        attributes=dict(item.attrs),
+        is_array=isinstance(item, zarr.Array),
+        members=list(item.keys()) if isinstance(item, zarr.Group) else [],
+        array=lambda member: ZarrArray(file, f"{key}/{member}".rstrip("/")),
+    )
+
+
+def _matrix(
+    label: str,
+    *,
+    attributes: Mapping[str, Any],
+    is_array: bool,
+    members: list[str],
+    array: Callable[[str], StoredArray],
+) -> Matrix:
+    """Return the matrix at `label`; `array("")` opens it, ``array("data")`` a member."""
+    if is_array:
+        values = array("")
+        _check_numeric(values.dtype, label)
+        return DenseMatrix(label=label, values=values)
+    # h5sparse_* were written before AnnData 0.7.
+    encoding = attributes.get("encoding-type", attributes.get("h5sparse_format"))
+    shape = attributes.get("shape", attributes.get("h5sparse_shape"))
+    if encoding not in ("csr_matrix", "csc_matrix", "csr", "csc") or shape is None:
+        raise InputError(
+            f"{label} is not a matrix: it is a group with encoding {encoding!r} that holds {sorted(members)}. "
+            "Dense arrays and CSR or CSC matrices can be read."
+        )
+    absent = {"indptr", "indices", "data"}.difference(members)
+    if absent:
+        raise CorruptDataError(f"{label} is a {encoding} without its {' and '.join(sorted(absent))}")
+    n_obs, n_vars = (int(length) for length in shape)
+    indptr, indices, data = (array(member) for member in ("indptr", "indices", "data"))
+    _check_numeric(data.dtype, label)
+    kind = CSRMatrix if encoding.startswith("csr") else CSCMatrix
+    return kind(label=label, shape=(n_obs, n_vars), indptr=indptr, indices=indices, data=data)
+
+
+def _check_numeric(dtype: np.dtype[Any], label: str) -> None:
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise InputError(f"{label} holds {dtype}; booleans, integers and floats of up to 64 bits can be read")
+
+
+def _legacy_name(root: h5py.Group, key: str) -> str:
+    # AnnData before 0.7 wrote raw beside the others, with a dot.
+    if key.startswith("raw/") and key not in root and key.replace("/", ".", 1) in root:
+        return key.replace("/", ".", 1)
+    return key
+
+
+def _keys(root: Any) -> list[str]:
+    """Return the keys of the matrices that a file has."""
+    keys = [key for key in ("X", "raw/X", "raw.X") if key in root]
+    for group in ("layers", "obsm"):
+        if group in root:
+            item = root[group]
+            members = (item.dtype.names or ()) if hasattr(item, "dtype") else item.keys()
+            keys += [f"{group}/{member}" for member in sorted(members)]
+    return [key.replace("raw.X", "raw/X") for key in keys]
+
+
+def _missing(path: str, key: str, keys: list[str]) -> MissingKeyError:
+    return MissingKeyError(f"{path} has no {key!r}; it has {', '.join(keys) or 'no matrix at all'}")

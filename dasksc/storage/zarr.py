@@ -1,0 +1,120 @@
+"""Zarr stores (directories and zip files, v2 and v3) through zarr-python."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.storage import LocalStore, ZipStore
+
+from dasksc.errors import StorageError
+from dasksc.storage.arrays import BrokenRunError, memory_dtype
+from dasksc.storage.identity import FileIdentity
+from dasksc.storage.reach import Reached
+from dasksc.storage.runs import locate, merge
+
+__all__ = ["ZarrArray", "ZarrFile"]
+
+# Runs closer than this are read as one: a separate selection costs zarr-python about a millisecond.
+_GAP_BYTES = 2**20
+
+
+class ZarrFile:
+    """One Zarr store, opened in each process when it is first read there.
+
+    Parameters
+    ----------
+    path
+        A directory or a zip file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._opened: tuple[int, LocalStore | ZipStore] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    def store(self) -> LocalStore | ZipStore:
+        """Return the store, open in this process."""
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            # Opened anew after a fork; a race between threads opens it twice, which is harmless.
+            is_zip = os.path.isfile(self.path)
+            store = ZipStore(self.path, mode="r") if is_zip else LocalStore(self.path, read_only=True)
+            opened = self._opened = os.getpid(), store
+        return opened[1]
+
+    def root(self) -> zarr.Group:
+        """Return the root group."""
+        try:
+            return zarr.open_group(self.store(), mode="r")
+        except (OSError, ValueError, KeyError) as error:
+            raise StorageError(
+                f"{self.path} is not a Zarr store: it has no group at its root (no zarr.json, no .zgroup). "
+                "Give the directory that AnnData's write_zarr made, or an .h5ad file."
+            ) from error
+
+    def identity(self, name: str) -> FileIdentity:
+        """Return the identity of the file that tells whether the array `name` was replaced."""
+        if os.path.isfile(self.path):
+            return FileIdentity.of(self.path)
+        for metadata in ("zarr.json", ".zarray"):
+            path = os.path.join(self.path, name, metadata)
+            if os.path.exists(path):
+                return FileIdentity.of(path)
+        raise StorageError(f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray)")
+
+
+class ZarrArray:
+    """A Zarr array, read through zarr-python.
+
+    Parameters
+    ----------
+    file
+        The store it is in.
+    name
+        Its path in the store.
+    """
+
+    def __init__(self, file: ZarrFile, name: str) -> None:
+        array = zarr.open_array(file.store(), path=name, mode="r")
+        self._file = file
+        self._name = name
+        self._identity = file.identity(name)
+        self.shape: tuple[int, ...] = array.shape
+        self.dtype: np.dtype[Any] = np.dtype(array.dtype).newbyteorder("=")
+        self._chunk = int(array.chunks[0]) if array.chunks else 1
+
+    @property
+    def label(self) -> str:
+        """What to call it in errors."""
+        return f"{self._file.path}:/{self._name}"
+
+    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+        """Read the runs, neighbours together, into one block."""
+        self._identity.check()
+        array = zarr.open_array(self._file.store(), path=self._name, mode="r")
+        dtype = memory_dtype(self.dtype)
+        row_bytes = dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        run_starts, run_stops = merge(starts, stops, gap=_GAP_BYTES // max(row_bytes, 1), chunk=self._chunk)
+        block = np.empty((int((run_stops - run_starts).sum()), *self.shape[1:]), dtype=dtype)
+        at = 0
+        for start, stop in zip(run_starts.tolist(), run_stops.tolist(), strict=True):
+            try:
+                block[at : at + stop - start] = array[start:stop]
+            # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
+            except Exception as error:
+                raise BrokenRunError(self.label, start, f"cannot be read: {error}") from error
+            at += stop - start
+        return Reached.inside(
+            (block,),
+            dtype=dtype,
+            which=0,
+            offsets=locate(starts, stops, run_starts, run_stops) * row_bytes,
+            sizes=(stops - starts) * row_bytes,
+            held_bytes=block.nbytes,
+        )

@@ -1,0 +1,108 @@
+"""Recorders of reads, to prove what is read and, above all, what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import h5py
+import numpy as np
+from zarr.storage import LocalStore
+
+from dasksc.storage import arrays, hdf5, zarr
+
+__all__ = ["Reads", "recorded_reads"]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One call of `StoredArray.reach`: the array, and how many elements or rows were asked of it."""
+
+    label: str
+    n_runs: int
+    n_items: int
+
+
+@dataclass
+class Reads:
+    """What was read while it was recorded.
+
+    Attributes
+    ----------
+    reached
+        Calls of ``reach`` on any array of `dasksc.storage`, in order, over all threads.
+    h5py_names
+        Name of the dataset of each read through h5py, by anyone: ``"/X/data"``.
+    zarr_keys
+        Keys of the chunks (not metadata) that zarr-python read, by anyone: ``"X/data/c/0"``.
+    """
+
+    reached: list[Reach] = field(default_factory=list)
+    h5py_names: list[str] = field(default_factory=list)
+    zarr_keys: list[str] = field(default_factory=list)
+
+    def n_calls(self, end: str) -> int:
+        """Return how often arrays whose label ends in `end` were read, e.g. ``"X/data"``."""
+        return sum(reach.label.endswith(end) for reach in self.reached)
+
+    def n_items(self, end: str) -> int:
+        """Return how many elements (rows, if dense) of arrays whose label ends in `end` were asked for."""
+        return sum(reach.n_items for reach in self.reached if reach.label.endswith(end))
+
+    def of(self, part: str) -> list[str]:
+        """Return every read, by whatever way, whose array has `part` in its name."""
+        names = [reach.label for reach in self.reached] + self.h5py_names + self.zarr_keys
+        return [name for name in names if part in name]
+
+
+@contextmanager
+def recorded_reads() -> Iterator[Reads]:
+    """Record the reads of this process until the end of the block.
+
+    .. code-block:: python
+
+        with recorded_reads() as reads:
+            adata = dasksc.open(path)
+        assert not reads.of("X/")
+    """
+    reads = Reads()
+
+    def recording_reach(original: Any) -> Any:
+        def reach(self: Any, starts: Any, stops: Any) -> Any:
+            reads.reached.append(Reach(self.label, len(starts), int(np.sum(stops - starts))))
+            return original(self, starts, stops)
+
+        return reach
+
+    def recording_h5py(original: Any) -> Any:
+        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+            reads.h5py_names.append(self.name)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    original_get = LocalStore.get
+
+    async def get(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if key.rpartition("/")[2] not in ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata"):
+            reads.zarr_keys.append(key)
+        return await original_get(self, key, *args, **kwargs)
+
+    with mock.patch.object(LocalStore, "get", get):
+        patches = [
+            mock.patch.object(cls, "reach", recording_reach(cls.reach))
+            for cls in (arrays.MemoryArray, hdf5.H5Array, zarr.ZarrArray)
+        ] + [
+            mock.patch.object(h5py.Dataset, name, recording_h5py(getattr(h5py.Dataset, name)))
+            for name in ("__getitem__", "read_direct")
+        ]
+        for patch in patches:
+            patch.start()
+        try:
+            yield reads
+        finally:
+            for patch in patches:
+                patch.stop()
