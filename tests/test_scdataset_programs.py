@@ -1,0 +1,571 @@
+"""The programs that users of the scDataset 0.3 library have, with only the import changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import torch
+from torch.utils.data import DataLoader
+
+from dasksc import (
+    BlockShuffling,
+    BlockWeightedSampling,
+    ClassBalancedSampling,
+    MultiIndexable,
+    SamplingStrategy,
+    Streaming,
+    scDataset,
+)
+from dasksc.transforms import adata_to_mindex, fetch_transform_adata, hf_tahoe_to_tensor
+
+N_OBS, N_VARS = 600, 30
+BATCH, FETCH_FACTOR = 16, 4
+# Sorted on disk and far from balanced, as cell types are.
+LABELS = np.repeat(["T", "B", "NK"], [450, 120, 30])
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
+]
+
+
+def counts() -> np.ndarray:
+    """Counts whose first gene is the number of the row, counted from 1."""
+    X = np.random.default_rng(0).poisson(0.5, (N_OBS, N_VARS)).astype(np.float32)
+    X[:, 0] = np.arange(1, N_OBS + 1)
+    return X
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    obs = pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(LABELS),
+            "plate": pd.Categorical([f"p{i % 14}" for i in range(N_OBS)]),
+            "n_counts": counts().sum(1),
+        },
+        index=[f"cell{i}" for i in range(N_OBS)],
+    )
+    adata = ad.AnnData(X=sp.csr_matrix(counts()), obs=obs)
+    adata.layers["counts"] = sp.csr_matrix(counts() * 2)
+    adata.obsm["X_pca"] = counts()[:, :3]
+    file = tmp_path_factory.mktemp("atlas") / "atlas.h5ad"
+    adata.write_h5ad(file)
+    return file
+
+
+@pytest.fixture
+def adata(path):
+    backed = ad.read_h5ad(path, backed="r")
+    yield backed
+    backed.file.close()
+
+
+def rows_of(batches) -> list[int]:
+    """Row numbers of batches of X, from its first gene."""
+    rows = []
+    for batch in batches:
+        rows += (np.asarray(batch)[:, 0].astype(int) - 1).tolist()
+    return rows
+
+
+# --- Backed AnnData -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fetch_callback",
+    [
+        lambda d, idx: torch.from_numpy(d[idx].X.toarray()),
+        lambda d, idx: d[idx].to_memory().X.toarray(),
+        lambda d, idx: d.X[idx].toarray(),
+        lambda d, idx: d[idx].layers["counts"].toarray() / 2,
+        lambda d, idx: d[idx].to_df().to_numpy(),
+    ],
+    ids=["d[idx].X", "d[idx].to_memory()", "d.X[idx]", "d[idx].layers", "d[idx].to_df()"],
+)
+def test_backed_anndata_through_a_fetch_callback(adata, fetch_callback):
+    dataset = scDataset(
+        adata,
+        BlockShuffling(block_size=8),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_callback=fetch_callback,
+    )
+    batches = list(dataset)
+    assert len(batches) == len(dataset)
+    rows = rows_of(batches)
+    assert sorted(rows) == list(range(N_OBS))
+    assert rows != list(range(N_OBS))
+    np.testing.assert_array_equal(np.concatenate([np.asarray(b) for b in batches]), counts()[rows])
+
+
+def test_a_fetch_callback_sees_obs_and_obsm_of_its_rows(adata):
+    def fetch_callback(d, idx):
+        part = d[idx]
+        assert len(part) == part.n_obs == len(idx)
+        return MultiIndexable(
+            X=part.X.toarray(), pca=np.asarray(part.obsm["X_pca"]), cell_type=part.obs["cell_type"].to_numpy()
+        )
+
+    for batch in scDataset(adata, BlockShuffling(4), 32, 4, fetch_callback=fetch_callback, seed=0):
+        rows = rows_of([batch["X"]])
+        np.testing.assert_array_equal(batch["pca"], counts()[rows, :3])
+        assert list(batch["cell_type"]) == LABELS[rows].tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 4])
+def test_adata_to_mindex_with_obs_columns(adata, num_workers):
+    dataset = scDataset(
+        adata,
+        BlockShuffling(block_size=4),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_transform=partial(adata_to_mindex, columns=["cell_type", "plate", "n_counts"]),
+    )
+    seen = []
+    for batch in DataLoader(dataset, batch_size=None, num_workers=num_workers):
+        rows = rows_of([batch["X"]])
+        np.testing.assert_array_equal(batch["X"], counts()[rows])
+        assert list(batch["cell_type"]) == LABELS[rows].tolist()
+        assert list(batch["plate"]) == [f"p{row % 14}" for row in rows]
+        np.testing.assert_array_equal(batch["n_counts"], counts()[rows].sum(1))
+        seen += rows
+    assert sorted(seen) == list(range(N_OBS))
+
+
+def test_fetch_transform_and_batch_transform_on_anndata(adata):
+    dataset = scDataset(
+        adata,
+        BlockShuffling(block_size=4),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_transform=lambda part: part.to_memory(),
+        batch_transform=lambda part: torch.from_numpy(part.X.toarray()),
+    )
+    assert sorted(rows_of(dataset)) == list(range(N_OBS))
+
+
+def test_fetch_transform_adata_gives_batches_of_tensors(adata):
+    dataset = scDataset(adata, Streaming(), BATCH, FETCH_FACTOR, fetch_transform=fetch_transform_adata)
+    batches = list(dataset)
+    assert all(isinstance(batch, torch.Tensor) and batch.dtype == torch.float32 for batch in batches)
+    np.testing.assert_array_equal(torch.cat(batches).numpy(), counts())
+
+
+def test_batch_callback_picks_positions_of_the_fetch(adata):
+    dataset = scDataset(
+        adata,
+        BlockShuffling(block_size=4),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_transform=lambda part: part.to_memory(),
+        batch_callback=lambda part, positions: torch.tensor(part.X[positions].toarray()),
+    )
+    assert sorted(rows_of(dataset)) == list(range(N_OBS))
+
+
+def test_an_ann_collection_of_backed_files(path):
+    experimental = pytest.importorskip("anndata.experimental")
+    files = [ad.read_h5ad(path, backed="r") for _ in range(2)]
+    collection = experimental.AnnCollection(files, join_vars="inner", index_unique="-")
+    dataset = scDataset(
+        collection,
+        BlockShuffling(block_size=8),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_transform=partial(adata_to_mindex, columns=["cell_type"]),
+    )
+    seen = []
+    for batch in dataset:
+        rows = rows_of([batch["X"]])
+        assert list(batch["cell_type"]) == LABELS[rows].tolist()
+        seen += rows
+    assert Counter(seen) == dict.fromkeys(range(N_OBS), 2)
+    for file in files:
+        file.file.close()
+
+
+# --- Other collections --------------------------------------------------------------------------------
+
+
+class FakeHuggingFace:
+    """A Hugging Face data set as far as loaders go: a dict for a row, a dict of lists for several."""
+
+    features = ("genes", "expressions", "drug")
+
+    def __init__(self, X: np.ndarray) -> None:
+        self.cells = [{"genes": np.flatnonzero(x), "expressions": x[x != 0]} for x in X]
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return [self._cell(i)[key] for i in range(len(self))]
+        if isinstance(key, (int, np.integer)):
+            return self._cell(int(key))
+        cells = [self._cell(int(i)) for i in (range(len(self))[key] if isinstance(key, slice) else key)]
+        return {name: [cell[name] for cell in cells] for name in self.features}
+
+    def _cell(self, i: int) -> dict:
+        return {**self.cells[i], "drug": f"drug{i}"}
+
+
+def test_a_hugging_face_data_set_to_tensors():
+    X = counts()
+    X[5] = 0  # an empty cell, which its row number cannot tell
+    dataset = scDataset(
+        FakeHuggingFace(X),
+        BlockShuffling(block_size=8),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_transform=partial(hf_tahoe_to_tensor, num_genes=N_VARS),
+    )
+    rows = rows_of(dataset)
+    assert sorted(rows) == sorted([*range(5), -1, *range(6, N_OBS)])
+
+
+def test_a_hugging_face_data_set_through_a_batch_callback():
+    def batch_callback(fetched, positions):
+        return {name: [values[i] for i in positions] for name, values in fetched.items()}
+
+    dataset = scDataset(
+        FakeHuggingFace(counts()), BlockShuffling(8), BATCH, FETCH_FACTOR, batch_callback=batch_callback
+    )
+    drugs = [drug for batch in dataset for drug in batch["drug"]]
+    assert sorted(drugs) == sorted(f"drug{i}" for i in range(N_OBS))
+
+
+@pytest.mark.parametrize(
+    ("collection", "kind", "dense"),
+    [
+        (counts(), np.ndarray, np.asarray),
+        (sp.csr_matrix(counts()), sp.csr_matrix, lambda batch: batch.toarray()),
+        (sp.csr_array(counts()), sp.csr_array, lambda batch: batch.toarray()),
+        (torch.from_numpy(counts()), torch.Tensor, lambda batch: batch.numpy()),
+        (pd.DataFrame(counts(), index=np.arange(N_OBS)[::-1]), pd.DataFrame, lambda b: b.to_numpy()),
+        (MultiIndexable(y=np.arange(N_OBS), X=counts()), MultiIndexable, lambda batch: batch["X"]),
+    ],
+    ids=["numpy", "csr_matrix", "csr_array", "torch", "pandas", "MultiIndexable"],
+)
+@pytest.mark.parametrize("strategy", [Streaming(), BlockShuffling(8)], ids=["Streaming", "BlockShuffling"])
+def test_whatever_is_indexed_yields_what_its_indexing_gives(collection, kind, dense, strategy):
+    batches = list(scDataset(collection, strategy, batch_size=BATCH, fetch_factor=FETCH_FACTOR))
+    assert all(isinstance(batch, kind) for batch in batches)
+    rows = rows_of(dense(batch) for batch in batches)
+    assert sorted(rows) == list(range(N_OBS))
+    np.testing.assert_array_equal(np.concatenate([dense(batch) for batch in batches]), counts()[rows])
+    if isinstance(strategy, Streaming):
+        assert rows == list(range(N_OBS))
+    if kind is MultiIndexable:
+        assert np.concatenate([batch["y"] for batch in batches]).tolist() == rows
+
+
+def test_one_dimensional_collections():
+    assert np.concatenate(list(scDataset(np.arange(105), Streaming(), 10))).tolist() == list(range(105))
+    assert len(scDataset(np.arange(105), Streaming(), batch_size=10)) == 11
+
+
+# --- Hooks --------------------------------------------------------------------------------------------
+
+
+def test_hooks_run_in_order_on_sorted_rows_and_on_positions():
+    calls = []
+
+    def fetch_callback(data, rows):
+        assert (np.diff(rows) >= 0).all()
+        calls.append("fetch_callback")
+        return data[rows]
+
+    def fetch_transform(data):
+        calls.append("fetch_transform")
+        return data * 2
+
+    def batch_callback(data, positions):
+        calls.append("batch_callback")
+        return data[positions]
+
+    def batch_transform(batch):
+        calls.append("batch_transform")
+        return batch + 1
+
+    hooks = (fetch_callback, fetch_transform, batch_callback, batch_transform)
+    # By position: collection, strategy, batch_size, fetch_factor, drop_last, then the hooks.
+    batches = list(scDataset(np.arange(64), BlockShuffling(4), 16, 4, False, *hooks))
+    assert sorted(np.concatenate(batches).tolist()) == [2 * i + 1 for i in range(64)]
+    assert calls == ["fetch_callback", "fetch_transform", *["batch_callback", "batch_transform"] * 4]
+
+
+def test_the_attributes_that_programs_read():
+    data, strategy = np.arange(64), Streaming()
+    dataset = scDataset(data, strategy, 8, 2, True, rank=1, world_size=2, seed=0)
+    assert dataset.collection is data
+    assert dataset.strategy is strategy
+    assert (dataset.batch_size, dataset.fetch_factor, dataset.fetch_size) == (8, 2, 16)
+    assert (dataset.drop_last, dataset.rank, dataset.world_size) == (True, 1, 2)
+
+
+# --- Sampling -----------------------------------------------------------------------------------------
+
+
+def labels_in(batches) -> Counter:
+    return Counter(LABELS[rows_of(batches)].tolist())
+
+
+def test_weights_computed_from_obs(adata):
+    weights = 1.0 / adata.obs["cell_type"].map(adata.obs["cell_type"].value_counts()).astype(float)
+    dataset = scDataset(
+        adata,
+        BlockWeightedSampling(weights=weights.to_numpy(), total_size=1200, block_size=8),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_callback=lambda d, idx: d[idx].X.toarray(),
+        seed=0,
+    )
+    drawn = labels_in(dataset)
+    assert sum(drawn.values()) == 1200
+    # A third each is 400; six standard deviations are 98.
+    assert all(abs(drawn[label] - 400) < 98 for label in ("T", "B", "NK"))
+
+
+def test_weighted_sampling_without_replacement_in_rounds():
+    weights = np.where(LABELS == "NK", 1.0, 0.0)
+    strategy = BlockWeightedSampling(
+        weights=weights, total_size=60, replace=False, sampling_size=15, block_size=4
+    )
+    rows = rows_of(scDataset(counts(), strategy, batch_size=15, seed=0))
+    assert len(rows) == 60
+    assert set(LABELS[rows]) == {"NK"}
+
+
+@pytest.mark.parametrize("labels", [LABELS, pd.Series(LABELS), pd.Categorical(LABELS), LABELS.tolist()])
+def test_class_balanced_sampling_from_labels(labels):
+    strategy = ClassBalancedSampling(labels, total_size=1200, block_size=8)
+    drawn = labels_in(scDataset(counts(), strategy, batch_size=BATCH, fetch_factor=FETCH_FACTOR, seed=0))
+    assert sum(drawn.values()) == 1200
+    assert all(abs(drawn[label] - 400) < 98 for label in ("T", "B", "NK"))
+
+
+def test_class_balanced_sampling_by_the_name_of_a_column(adata):
+    strategy = ClassBalancedSampling(label_key="cell_type", smoothing=0.1, total_size=1200, block_size=8)
+    dataset = scDataset(
+        adata,
+        strategy,
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_transform=adata_to_mindex,
+        seed=0,
+    )
+    drawn = labels_in(batch["X"] for batch in dataset)
+    assert sum(drawn.values()) == 1200
+    for label, share in (("T", 0.75), ("B", 0.2), ("NK", 0.05)):
+        assert abs(drawn[label] - 1200 * (0.9 / 3 + 0.1 * share)) < 98
+
+
+def test_indices_split_training_from_validation():
+    order = np.random.default_rng(0).permutation(N_OBS)
+    training, validation = np.sort(order[:500]), np.sort(order[500:])
+    trained = rows_of(scDataset(counts(), BlockShuffling(4, indices=training), 16))
+    validated = rows_of(scDataset(counts(), Streaming(indices=validation), 16))
+    assert sorted(trained) == training.tolist()
+    assert validated == validation.tolist()
+
+
+def test_streaming_with_shuffle_permutes_within_fetches_only():
+    dataset = scDataset(counts(), Streaming(shuffle=True), batch_size=10, fetch_factor=6, seed=0)
+    rows = rows_of(dataset)
+    assert rows != list(range(N_OBS))
+    for start in range(0, N_OBS, 60):
+        assert sorted(rows[start : start + 60]) == list(range(start, start + 60))
+
+
+STRATEGIES = {
+    "Streaming": Streaming(),
+    "BlockShuffling": BlockShuffling(block_size=8),
+    "BlockWeightedSampling": BlockWeightedSampling(
+        weights=np.linspace(1, 3, N_OBS), total_size=N_OBS, block_size=8
+    ),
+    "ClassBalancedSampling": ClassBalancedSampling(LABELS, total_size=N_OBS, block_size=8),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_four_strategies_under_manual_ranks_share_out_what_one_rank_draws(name, world_size):
+    def dataset(rank, world_size):
+        return scDataset(
+            counts(), STRATEGIES[name], BATCH, FETCH_FACTOR, rank=rank, world_size=world_size, seed=7
+        )
+
+    ranks = [list(dataset(rank, world_size)) for rank in range(world_size)]
+    # 600 rows deal out evenly to 2, 3 and 4 ranks, so nothing is repeated.
+    together = sorted(row for batches in ranks for row in rows_of(batches))
+    assert together == sorted(rows_of(dataset(0, 1)))
+    if name in ("Streaming", "BlockShuffling"):
+        assert together == list(range(N_OBS))
+    assert len({tuple(len(batch) for batch in batches) for batches in ranks}) == 1
+    assert all(
+        len(batches) == len(dataset(rank, world_size)) == -(-N_OBS // world_size // BATCH)
+        for rank, batches in enumerate(ranks)
+    )
+
+
+def test_drop_last_drops_one_short_batch_an_epoch_and_not_one_a_fetch():
+    dataset = scDataset(np.arange(105), BlockShuffling(4), batch_size=10, fetch_factor=3, drop_last=True)
+    sizes = [len(batch) for batch in dataset]
+    assert sizes == [10] * 10
+    assert len(dataset) == 10
+
+
+def test_epochs_differ_by_themselves_and_a_seed_repeats_them():
+    def epochs(seed, n):
+        dataset = scDataset(np.arange(200), BlockShuffling(4), batch_size=20, fetch_factor=2, seed=seed)
+        return [np.concatenate(list(dataset)).tolist() for _ in range(n)]
+
+    first, second = epochs(0, 2)
+    assert first != second
+    assert epochs(0, 2) == [first, second]
+    assert epochs(1, 1) != [first]
+
+
+# --- A strategy of one's own --------------------------------------------------------------------------
+
+
+class EveryOther(SamplingStrategy):
+    def get_len(self, data_collection):
+        return len(data_collection) // 2
+
+    def get_indices(self, data_collection, seed=None, rng=None):
+        return np.arange(0, len(data_collection), 2)
+
+
+class RandomHalf(SamplingStrategy):
+    def __init__(self, indices=None):
+        super().__init__(indices)
+        self._shuffle_before_yield = True
+
+    def get_len(self, data_collection):
+        return len(data_collection) // 2
+
+    def get_indices(self, data_collection, seed=None, rng=None):
+        rng = np.random.default_rng(seed) if rng is None else rng
+        return rng.permutation(len(data_collection))[: len(data_collection) // 2]
+
+
+def test_a_strategy_of_ones_own_is_read_in_its_order():
+    dataset = scDataset(np.arange(N_OBS), EveryOther(), batch_size=BATCH, fetch_factor=FETCH_FACTOR)
+    assert len(dataset) == -(-300 // BATCH)
+    assert np.concatenate(list(dataset)).tolist() == list(range(0, N_OBS, 2))
+
+
+@pytest.mark.parametrize("strategy", [EveryOther(), RandomHalf()], ids=["EveryOther", "RandomHalf"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_strategy_of_ones_own_works_under_ranks_and_workers(strategy, num_workers):
+    together = []
+    for rank in range(3):
+        dataset = scDataset(np.arange(N_OBS), strategy, BATCH, FETCH_FACTOR, rank=rank, world_size=3, seed=3)
+        batches = list(DataLoader(dataset, batch_size=None, num_workers=num_workers))
+        assert len(batches) == len(dataset)
+        together += np.concatenate(batches).tolist()
+    assert len(together) == len(set(together)) == 300
+    alone = scDataset(np.arange(N_OBS), strategy, BATCH, FETCH_FACTOR, seed=3)
+    assert sorted(together) == sorted(np.concatenate(list(alone)).tolist())
+
+
+def test_a_strategy_of_ones_own_draws_anew_each_epoch():
+    dataset = scDataset(np.arange(N_OBS), RandomHalf(), batch_size=BATCH, seed=0)
+    first, second = (set(np.concatenate(list(dataset)).tolist()) for _ in range(2))
+    assert first != second
+
+
+# --- DataLoader, DataParallel, training ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_four_workers_and_prefetch_factor_of_one_more_than_fetch_factor(adata, persistent_workers):
+    dataset = scDataset(
+        adata,
+        BlockShuffling(block_size=4),
+        batch_size=BATCH,
+        fetch_factor=FETCH_FACTOR,
+        fetch_transform=partial(adata_to_mindex, columns=["cell_type"]),
+    )
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=4,
+        prefetch_factor=FETCH_FACTOR + 1,
+        persistent_workers=persistent_workers,
+    )
+    epochs = []
+    for _ in range(2):
+        batches = list(loader)
+        assert len(batches) == len(loader) == len(dataset)
+        epochs.append(rows_of(batch["X"] for batch in batches))
+        assert sorted(epochs[-1]) == list(range(N_OBS))
+    assert epochs[0] != epochs[1]
+
+
+def test_a_training_loop_under_data_parallel_learns_the_labels(adata):
+    torch.manual_seed(0)
+    categories = list(adata.obs["cell_type"].cat.categories)
+    dataset = scDataset(
+        adata,
+        BlockShuffling(block_size=4),
+        batch_size=32,
+        fetch_factor=8,
+        fetch_transform=partial(adata_to_mindex, columns=["cell_type"]),
+        batch_transform=lambda batch: (
+            torch.from_numpy(batch["X"]) / N_OBS,
+            torch.tensor([categories.index(label) for label in batch["cell_type"]]),
+        ),
+        seed=0,
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = torch.nn.DataParallel(torch.nn.Linear(N_VARS, len(categories))).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
+    losses = []
+    for _ in range(8):
+        for X, y in DataLoader(dataset, batch_size=None):
+            loss = torch.nn.functional.cross_entropy(model(X.to(device)), y.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    n = len(dataset)
+    assert np.mean(losses[-n:]) < 0.5 * np.mean(losses[:n])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda: scDataset(np.arange(10), Streaming(), batch_size=0),
+        lambda: scDataset(np.arange(10), Streaming(), batch_size=2, fetch_factor=0),
+    ],
+    ids=["batch_size", "fetch_factor"],
+)
+def test_sizes_that_are_not_positive_are_value_errors(program):
+    with pytest.raises(ValueError, match="batch_size|fetch_factor"):
+        program()
+
+
+def test_every_public_name_is_found_where_it_was():
+    import dasksc
+    import dasksc.experimental
+    import dasksc.transforms
+
+    for name in (
+        "scDataset SamplingStrategy Streaming BlockShuffling BlockWeightedSampling ClassBalancedSampling "
+        "MultiIndexable suggest_parameters estimate_sample_size adata_to_mindex hf_tahoe_to_tensor "
+        "bionemo_to_tensor"
+    ).split():
+        assert callable(getattr(dasksc, name)), name
+        assert name in dasksc.__all__
+    for name in ("suggest_parameters", "estimate_sample_size"):
+        assert getattr(dasksc.experimental, name) is getattr(dasksc, name)
