@@ -1,0 +1,113 @@
+"""Which epoch an iteration reads, counted across the copies of a data set.
+
+DataLoader workers hold copies of the data set, and non-persistent workers die with theirs: a counter
+in the object would start again every epoch. `EpochCounter` keeps the count in a small file that all
+copies share, whether they came to be by fork or by pickling.
+
+Workers of one pass over a DataLoader recognise each other by the loader's base seed. A base seed not
+met before begins an epoch; so does a worker that has already read this one (the user reseeded torch,
+or the workers are persistent).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["EpochCounter"]
+
+_REMEMBERED_PASSES = 16
+# Passes whose workers may still be starting: several DataLoader iterators can be under way at once.
+
+
+class EpochCounter:
+    """A count of epochs shared by every copy of a data set on this machine.
+
+    The first copy made owns the file and removes it at the end; a copy that outlives the file (one
+    unpickled on another machine, say) counts on by itself.
+    """
+
+    def __init__(self) -> None:
+        self._make(_fresh())
+
+    def _make(self, state: dict[str, Any]) -> None:
+        descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(state, file)
+        self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self._path, "next": self.peek()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._path = state["path"]
+        if not os.path.exists(self._path):
+            self._make({**_fresh(), "next": state["next"]})
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[dict[str, Any]]:
+        with open(self._path, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            state = json.load(file)
+            yield state
+            file.seek(0)
+            file.truncate()
+            json.dump(state, file)
+            file.flush()
+
+    def peek(self) -> int:
+        """Return the epoch that the next iteration will read."""
+        with self._locked() as state:
+            return int(state["next"])
+
+    def set(self, epoch: int) -> None:
+        """Make the next iteration read `epoch`."""
+        with self._locked() as state:
+            state["next"] = epoch
+
+    def advance(self) -> int:
+        """Begin an epoch in this process: return its number."""
+        with self._locked() as state:
+            epoch = int(state["next"])
+            state["next"] = epoch + 1
+            return epoch
+
+    def join(self, base_seed: int, worker: int, n_workers: int) -> int:
+        """Return the epoch that a DataLoader worker reads, beginning one if it is the first to ask.
+
+        Parameters
+        ----------
+        base_seed
+            ``worker_info.seed - worker_info.id``: the same in all workers of one pass.
+        worker, n_workers
+            Which worker, of how many.
+        """
+        with self._locked() as state:
+            for known in reversed(state["passes"]):
+                if known["seed"] == base_seed and known["of"] == n_workers:
+                    if worker not in known["workers"]:
+                        known["workers"].append(worker)
+                        return int(known["epoch"])
+                    break
+            epoch = int(state["next"])
+            state["next"] = epoch + 1
+            state["passes"].append({"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
+            del state["passes"][:-_REMEMBERED_PASSES]
+            return epoch
+
+
+def _fresh() -> dict[str, Any]:
+    return {"next": 0, "passes": []}
+
+
+def _remove(path: str, pid: int) -> None:
+    # A forked child inherits the finaliser, but not the file.
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
