@@ -1,0 +1,603 @@
+"""Opening an atlas: paths and AnnData objects become an AnnData of Dask arrays.
+
+Nothing with one row per cell is read but the obs table: X, the layers, obsm, obsp and raw.X stay
+where they are until they are computed or fetched. What describes genes (var, varm, varp) and uns is
+read as AnnData reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dask.array as da
+import h5py
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+import zarr
+from anndata import AnnData, OldFormatWarning
+from anndata.io import read_elem
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.lazy import chunk_rows_for, gather_block, matrix_of, to_dask
+from dasksc.storage import Matrix, as_matrix, open_matrix
+
+__all__ = ["AnnDataView", "encode_column", "open"]
+
+ACCEPTED = (
+    "the path of an .h5ad file, the path of a Zarr store (a directory), or an AnnData (in memory, backed, or of Dask "
+    "arrays)"
+)
+
+ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
+
+
+def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = None) -> AnnData:
+    """Open an atlas lazily.
+
+    Parameters
+    ----------
+    data
+        The path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its
+        arrays are shared, not copied), read with ``backed="r"`` (X comes from its file, everything
+        else, with your edits, from the object), or of Dask arrays already.
+    obs
+        The obs columns to read. Default: all of them.
+
+    Returns
+    -------
+    AnnData
+        ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays, and so is ``obsp`` when a path is opened;
+        nothing of them has been read. obsm entries that are not numeric matrices (tables, images)
+        are read as AnnData reads them.
+
+    Raises
+    ------
+    InputError
+        If `data` is of another kind.
+    MissingPathError
+        If there is nothing at the path.
+    StorageError
+        If what is there is not an AnnData file or store (`CorruptDataError`: a damaged one).
+    MissingKeyError
+        If obs has no column of a name in `obs`.
+    """
+    if isinstance(obs, str):
+        raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
+    if isinstance(data, AnnData):
+        return _open_anndata(data, obs)
+    if isinstance(data, str | os.PathLike):
+        return _open_path(os.fspath(data), obs)
+    raise InputError(
+        f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
+    )
+
+
+def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
+    """Turn an obs column into numbers.
+
+    Parameters
+    ----------
+    series
+        Categorical, string, boolean or numeric; the nullable pandas types too.
+
+    Returns
+    -------
+    tuple[NDArray, list or None]
+        Values of shape (n_obs,), in native byte order, and labels. Categoricals and strings become
+        int64 codes into the labels (categories in their order; strings sorted), -1 where missing.
+        Booleans stay bool and numbers keep their dtype, with no labels. With missing values, nullable
+        numbers become float64 with NaN, and nullable booleans int64 codes into ``[False, True]``,
+        -1 where missing.
+
+    Raises
+    ------
+    InputError
+        If the column holds anything else (dates, mixed objects).
+    """
+    dtype = series.dtype
+    if isinstance(dtype, pd.CategoricalDtype):
+        return _codes(series.array)
+    if pd.api.types.is_bool_dtype(dtype):
+        if not series.hasnans:
+            return series.to_numpy(dtype=bool), None
+        codes = series.astype("Int64").fillna(-1).to_numpy(dtype=np.int64)
+        return codes, [False, True]
+    if pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype):
+        return _numbers(series), None
+    if pd.api.types.is_string_dtype(dtype) or dtype == object:
+        return _encode_objects(series)
+    raise InputError(
+        f"obs column {series.name!r} has dtype {dtype}, which has no tensor form. Convert it to numbers, strings or "
+        "categories first."
+    )
+
+
+class AnnDataView:
+    """An AnnData of Dask arrays, as the hooks of a dataset see it.
+
+    ``view[rows]`` reads one fetch of each of X, layers and obsm; every other attribute is that of the
+    AnnData.
+
+    Parameters
+    ----------
+    adata
+        What `open` returned.
+    """
+
+    __slots__ = ("_adata", "_matrices")
+
+    def __init__(self, adata: AnnData) -> None:
+        self._adata = adata
+        self._matrices: dict[str, Matrix] = {}
+
+    @property
+    def adata(self) -> AnnData:
+        """The AnnData seen through this view."""
+        return self._adata
+
+    def __len__(self) -> int:
+        return int(self._adata.n_obs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Pickle looks for special methods before the slots are set.
+        if name.startswith("__") or name in self.__slots__:
+            raise AttributeError(name)
+        return getattr(self._adata, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._adata,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._adata!r}"
+
+    def __getitem__(self, index: Any) -> AnnData:
+        """Read rows into memory.
+
+        Parameters
+        ----------
+        index
+            Row numbers in any order, repeats allowed; or a slice, a boolean mask, names; or one of these
+            and, as AnnData has it, a second index for columns.
+
+        Returns
+        -------
+        AnnData
+            In memory: those rows of obs, X, layers and obsm in the order asked for, with var, varm and
+            uns. Without obsp and raw.
+
+        Raises
+        ------
+        IndexError
+            If any row lies outside [0, n_obs).
+        MissingKeyError
+            If a name is not in obs_names.
+        """
+        if isinstance(index, tuple):
+            rows, columns = index
+            return self[rows][:, columns].copy()
+        adata = self._adata
+        rows = _row_numbers(index, adata.obs_names)
+        unique, positions = np.unique(rows, return_inverse=True)
+
+        def read(name: str, array: Any) -> Any:
+            if isinstance(array, da.Array) and array.ndim == 2:
+                if name not in self._matrices:
+                    self._matrices[name] = matrix_of(array)
+                return gather_block(self._matrices[name].fetch(unique), positions)
+            return _take(array, rows)
+
+        obs = adata.obs.iloc[rows]
+        names = obs.index
+        # AnnData warns of repeated names when it is built; here they only say that rows were drawn twice.
+        result = AnnData(
+            X=None if adata.X is None else read("X", adata.X),
+            obs=obs.set_axis(pd.RangeIndex(len(rows)).astype(str)),
+            var=adata.var,
+            uns=adata.uns,
+            layers={name: read(f"layers/{name}", array) for name, array in _layers(adata).items()},
+            obsm={
+                name: read(f"obsm/{name}", array)
+                for name, array in adata.obsm.items()
+                if not isinstance(array, pd.DataFrame)
+            },
+            varm=dict(adata.varm),
+        )
+        result.obs_names = names
+        for name, table in adata.obsm.items():
+            if isinstance(table, pd.DataFrame):
+                result.obsm[name] = table.iloc[rows]
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unwrapped:
+    """A matrix that is to become a Dask array; `token` as for `to_dask`."""
+
+    matrix: Matrix
+    token: str | None = None
+
+
+def _stored(path: str, key: str) -> _Unwrapped:
+    return _Unwrapped(matrix=open_matrix(path, key.strip("/")))
+
+
+def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
+    table = _in_memory(adata.obs)
+    if obs is not None:
+        table = table[_known_columns(obs, table.columns, "the AnnData given")]
+    x, raw = adata.X if not adata.isbacked else None, None
+    if adata.isbacked:
+        path = os.path.abspath(adata.filename)
+        with _reading(path):
+            x = _backed_x(path, adata)
+            # Of the raw of a backed view AnnData itself knows the rows only.
+            if adata.raw is not None and not adata.is_view:
+                key = "raw/X" if "raw/X" in adata.file else "raw.X"
+                raw = {"X": _stored(path, key), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+    elif adata.raw is not None:
+        raw = {"X": _lazy(adata.raw.X, "raw/X"), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+    return _assemble(
+        x=_lazy(x, "X"),
+        obs=table,
+        var=_in_memory(adata.var),
+        uns=adata.uns,
+        layers={name: _lazy(array, f"layers/{name}") for name, array in _layers(adata).items()},
+        obsm={name: _lazy(array, f"obsm/{name}") for name, array in adata.obsm.items()},
+        varm=dict(adata.varm),
+        obsp=dict(adata.obsp),
+        varp=dict(adata.varp),
+        raw=raw,
+    )
+
+
+def _layers(adata: AnnData) -> dict[str, Any]:
+    # From AnnData 0.13 on, layers[None] is X.
+    return {name: array for name, array in adata.layers.items() if name is not None}
+
+
+def _in_memory(table: Any) -> pd.DataFrame:
+    """A frame of its own over the same columns; AnnData has lazy tables and views of tables too."""
+    return pd.DataFrame(table if isinstance(table, pd.DataFrame) else table.to_memory(), copy=False)
+
+
+def _backed_x(path: str, adata: AnnData) -> da.Array | _Unwrapped | None:
+    """X of a backed AnnData, through our readers; of a view, its rows and columns."""
+    if "X" not in adata.file:
+        return None
+    stored = _stored(path, "X")
+    if not adata.is_view:
+        return stored
+    # AnnData keeps what a view selects in these; going by names would fail where they repeat.
+    array = to_dask(stored.matrix)
+    n_obs, n_vars = array.shape
+    array = array[np.arange(n_obs)[adata._oidx], :][:, np.arange(n_vars)[adata._vidx]]
+    return array
+
+
+def _lazy(array: Any, label: str) -> Any:
+    """The matrix over an array, shared; a Dask array, or what is no numeric matrix, as it is."""
+    if isinstance(array, da.Array | _Unwrapped):
+        return array
+    stored = getattr(array, "group", array)
+    if isinstance(stored, h5py.Group) or (isinstance(stored, h5py.Dataset) and _is_numeric_matrix(stored)):
+        return _stored(os.path.abspath(stored.file.filename), stored.name)
+    if isinstance(stored, zarr.Group) or (isinstance(stored, zarr.Array) and _is_numeric_matrix(stored)):
+        root = getattr(stored.store, "root", None)
+        if root is None:
+            raise InputError(
+                f"{label} is a Zarr array in {stored.store}; Zarr stores are read from a local directory only"
+            )
+        return _stored(os.path.abspath(root), stored.path)
+    if sp.issparse(array) or (isinstance(array, np.ndarray) and _is_numeric_matrix(array)):
+        # Hashing what is in memory would cost a pass over it, and it may be edited in place.
+        return _Unwrapped(matrix=as_matrix(array, label), token=uuid.uuid4().hex)
+    return array
+
+
+def _is_numeric_matrix(array: Any) -> bool:
+    return len(array.shape) == 2 and np.dtype(array.dtype).kind in "biuf"
+
+
+def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
+    if "://" in path:
+        raise InputError(f"{path!r} is a URL, and only local files can be opened; expected {ACCEPTED}")
+    # Absolute, because tasks may run in processes with another working directory.
+    path = os.path.abspath(path)
+    if not os.path.exists(path):
+        raise MissingPathError(_nothing_at(path))
+    with _reading(path), _root_of(path) as root:
+        missing = [name for name in ("obs", "var") if name not in root]
+        if missing:
+            raise StorageError(
+                f"{path} holds no AnnData: it has no {' and no '.join(missing)}, only {sorted(root) or 'nothing'}"
+            )
+        return _read_root(path, root, obs)
+
+
+def _nothing_at(path: str) -> str:
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder):
+        return f"there is nothing at {path}, nor is {folder} a directory"
+    near = difflib.get_close_matches(name, os.listdir(folder), n=3)
+    return f"there is nothing at {path}" + (f"; near it: {', '.join(near)}" if near else "")
+
+
+@contextmanager
+def _root_of(path: str) -> Iterator[Any]:
+    if os.path.isdir(path):
+        if not any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
+            raise StorageError(
+                f"{path} is a directory but not a Zarr group: it holds none of {', '.join(ZARR_MARKERS)}. "
+                "Give the path of one .h5ad file or one Zarr store."
+            )
+        yield zarr.open_group(path, mode="r")
+        return
+    if not h5py.is_hdf5(path):
+        raise CorruptDataError(
+            f"{path} ({os.path.getsize(path)} bytes) is not an HDF5 file, or its beginning is damaged. "
+            f"Expected {ACCEPTED}; a zipped store must be unpacked first."
+        )
+    with h5py.File(path, "r") as file:
+        yield file
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OldFormatWarning)
+        warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
+        try:
+            yield
+        except (StorageError, InputError):
+            raise
+        except OSError as error:
+            if "truncated" in str(error):
+                raise CorruptDataError(
+                    f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
+                ) from error
+            raise StorageError(f"{path} cannot be read: {error}") from error
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise StorageError(f"{path} cannot be read as AnnData: {error}") from error
+
+
+def _read_root(path: str, root: Any, obs: Sequence[str] | None) -> AnnData:
+    def lazily(stored: Any) -> Any:
+        return _lazy_element(path, stored)
+
+    uns = _read_mapping(root, "uns", read_elem)
+    tables = [_read_table(root["obs"], obs, path), _read_table(root["var"], None, path)]
+    if _is_record_array(root["obs"]):
+        tables = _decode_old_categories(tables, uns)
+    if obs is not None:
+        tables[0] = tables[0][_known_columns(obs, tables[0].columns, path)]
+    return _assemble(
+        x=lazily(root["X"]) if "X" in root else None,
+        obs=tables[0],
+        var=tables[1],
+        uns=uns,
+        layers=_read_mapping(root, "layers", lazily),
+        obsm=_read_mapping(root, "obsm", lazily),
+        varm=_read_mapping(root, "varm", read_elem),
+        obsp=_read_mapping(root, "obsp", lazily),
+        varp=_read_mapping(root, "varp", read_elem),
+        raw=_read_raw(path, root),
+    )
+
+
+def _read_raw(path: str, root: Any) -> dict[str, Any] | None:
+    if "raw" in root:
+        raw = root["raw"]
+        if _is_null(raw):
+            return None
+        parts = {name: raw[name] for name in ("X", "var", "varm") if name in raw}
+    else:
+        # As written before AnnData 0.7.
+        parts = {name: root[f"raw.{name}"] for name in ("X", "var", "varm") if f"raw.{name}" in root}
+    if "X" not in parts or "var" not in parts:
+        return None
+    return {
+        "X": _lazy_element(path, parts["X"]),
+        "var": _read_table(parts["var"], None, path),
+        "varm": _read_mapping(parts, "varm", read_elem),
+    }
+
+
+def _lazy_element(path: str, stored: Any) -> Any:
+    """The matrix of a stored element, unread; an element that is no numeric matrix, read."""
+    if _is_null(stored):
+        return None
+    encoding = stored.attrs.get("encoding-type", "")
+    if isinstance(stored, h5py.Group | zarr.Group):
+        if encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs:
+            return _stored(path, stored.name)
+    elif encoding in ("array", "") and _is_numeric_matrix(stored):
+        return _stored(path, stored.name)
+    return read_elem(stored)
+
+
+def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str, Any]:
+    if name not in parent or _is_null(parent[name]):
+        return {}
+    stored = parent[name]
+    if _is_record_array(stored):
+        # obsm and varm before AnnData 0.7: one record per row, one field per entry.
+        fields = {field: np.ascontiguousarray(stored[()][field]) for field in stored.dtype.names}
+        return {field: array[:, None] if array.ndim == 1 else array for field, array in fields.items()}
+    return {key: read(stored[key]) for key in stored}
+
+
+def _read_table(stored: Any, columns: Sequence[str] | None, path: str) -> pd.DataFrame:
+    """Read obs or var; only `columns`, where the encoding keeps columns apart."""
+    if _is_record_array(stored):
+        records = stored[()]
+        table = pd.DataFrame({name: _decoded(records[name]) for name in records.dtype.names})
+        return table.set_index(table.columns[0])
+    if columns is None or stored.attrs.get("encoding-version") == "0.1.0":
+        return read_elem(stored)
+    kept = _known_columns(columns, _column_order(stored), path)
+    index_key = stored.attrs["_index"]
+    table = pd.DataFrame(
+        {name: read_elem(stored[name]) for name in kept}, index=read_elem(stored[index_key]), columns=kept
+    )
+    if index_key != "_index":
+        table.index.name = index_key
+    return table
+
+
+def _column_order(stored: Any) -> list[str]:
+    return [str(name) for name in stored.attrs["column-order"]]
+
+
+def _decode_old_categories(tables: list[pd.DataFrame], uns: dict[str, Any]) -> list[pd.DataFrame]:
+    """Before AnnData 0.7 a categorical was codes in the table and "<name>_categories" in uns; takes them out of uns."""
+    suffix = "_categories"
+    for key in [key for key in uns if key.endswith(suffix)]:
+        name, categories = key.removesuffix(suffix), np.atleast_1d(uns[key])
+        for table in tables:
+            if name in table and (table[name] < len(categories)).all():
+                table[name] = pd.Categorical.from_codes(table[name].to_numpy(), categories)
+                uns.pop(key, None)
+    return tables
+
+
+def _decoded(values: NDArray[Any]) -> NDArray[Any]:
+    if values.dtype.kind == "S":
+        return np.char.decode(values, "utf-8").astype(object)
+    if values.dtype.kind == "O":
+        return np.array([v.decode() if isinstance(v, bytes) else v for v in values], dtype=object)
+    return values
+
+
+def _is_record_array(stored: Any) -> bool:
+    return isinstance(stored, h5py.Dataset | zarr.Array) and stored.dtype.names is not None
+
+
+def _is_null(stored: Any) -> bool:
+    return bool(stored.attrs.get("encoding-type", "") == "null")
+
+
+def _assemble(
+    *,
+    x: Any,
+    obs: pd.DataFrame,
+    var: pd.DataFrame,
+    uns: Mapping[str, Any],
+    layers: dict[str, Any],
+    obsm: dict[str, Any],
+    varm: dict[str, Any],
+    obsp: dict[str, Any],
+    varp: dict[str, Any],
+    raw: dict[str, Any] | None,
+) -> AnnData:
+    """Build the AnnData, wrapping matrices as Dask arrays; X and the layers in the same chunks."""
+    alike = [array.matrix for array in (x, *layers.values()) if isinstance(array, _Unwrapped)]
+    chunk_rows = chunk_rows_for(*alike) if alike else None
+
+    def wrapped(array: Any, chunk_rows: int | None = None) -> Any:
+        if not isinstance(array, _Unwrapped):
+            return array
+        return to_dask(array.matrix, chunk_rows=chunk_rows, token=array.token)
+
+    def all_wrapped(arrays: dict[str, Any], chunk_rows: int | None = None) -> dict[str, Any]:
+        return {name: wrapped(array, chunk_rows) for name, array in arrays.items() if array is not None}
+
+    return AnnData(
+        X=wrapped(x, chunk_rows),
+        obs=obs,
+        var=var,
+        uns=dict(uns),
+        layers=all_wrapped(layers, chunk_rows),
+        obsm=all_wrapped({name: _lazy(array, f"obsm/{name}") for name, array in obsm.items()}),
+        varm=varm,
+        obsp=all_wrapped(obsp),
+        varp=varp,
+        raw=None if raw is None else all_wrapped(raw),
+        shape=(len(obs), len(var)) if x is None else None,
+    )
+
+
+def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str) -> list[str]:
+    known = list(known)
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        near = {name: difflib.get_close_matches(str(name), known, n=3) for name in missing}
+        hints = "; ".join(
+            f"{name!r}, near {', '.join(map(repr, found))}" for name, found in near.items() if found
+        )
+        raise MissingKeyError(
+            f"obs of {where} has no column {', '.join(map(repr, missing))}"
+            + (f" ({hints})" if hints else "")
+            + f". Its columns: {', '.join(map(repr, known[:20]))}{', ...' if len(known) > 20 else ''}"
+        )
+    return list(dict.fromkeys(wanted))
+
+
+def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
+    """Resolve what AnnData accepts as rows to row numbers."""
+    n_obs = len(names)
+    if isinstance(index, slice):
+        return np.arange(n_obs, dtype=np.int64)[index]
+    values = np.atleast_1d(np.asarray(index))
+    if values.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if values.ndim != 1:
+        raise InputError(f"rows must be one-dimensional; got an array of shape {values.shape}")
+    if values.dtype == bool:
+        if len(values) != n_obs:
+            raise IndexError(f"a boolean mask of {len(values)} rows cannot index {n_obs} rows")
+        return np.flatnonzero(values)
+    if values.dtype.kind in "UOT":
+        rows = names.get_indexer_for(values)
+        if len(rows) != len(values) or (rows < 0).any():
+            missing = [name for name in values if name not in names]
+            raise MissingKeyError(
+                f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; use numbers"
+            )
+        return np.asarray(rows, dtype=np.int64)
+    if values.dtype.kind not in "iu":
+        raise InputError(f"rows must be integers, a boolean mask or names; got {values.dtype}")
+    rows = values.astype(np.int64)
+    rows = np.where(rows < 0, rows + n_obs, rows)
+    if rows.min() < 0 or rows.max() >= n_obs:
+        raise IndexError(f"rows from {values.min()} to {values.max()} were asked for; there are {n_obs}")
+    return rows
+
+
+def _take(array: Any, rows: NDArray[np.int64]) -> Any:
+    return array[rows].compute() if isinstance(array, da.Array) else array[rows]
+
+
+def _codes(values: pd.Categorical) -> tuple[NDArray[np.int64], list[Any]]:
+    return values.codes.astype(np.int64), values.categories.tolist()
+
+
+def _numbers(series: pd.Series[Any]) -> NDArray[Any]:
+    if isinstance(series.dtype, pd.api.extensions.ExtensionDtype) and series.hasnans:
+        return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
+    values = np.asarray(series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None)))
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _encode_objects(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
+    """Encode a column of strings, or of Python objects that are all of one kind."""
+    kind = pd.api.types.infer_dtype(series, skipna=True)
+    if kind in ("string", "empty"):
+        return _codes(pd.Categorical(series))
+    if kind == "boolean":
+        return encode_column(series.astype("boolean"))
+    if kind in ("integer", "floating", "mixed-integer-float"):
+        return _numbers(pd.to_numeric(series)), None
+    raise InputError(
+        f"obs column {series.name!r} mixes types (pandas finds {kind!r}). Make it all strings, e.g. "
+        f"adata.obs[{series.name!r}] = adata.obs[{series.name!r}].astype(str)."
+    )

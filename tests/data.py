@@ -1,0 +1,148 @@
+"""Small stores for the tests, and the way to the sample files.
+
+Nothing here is random between runs, and every value differs from its neighbours, so that a row or
+column read from the wrong place shows.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any, Literal
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+FORMATS = ("h5ad", "zarr2", "zarr3")
+LAYOUTS = ("csr", "dense")
+
+SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+SAMPLE_FILES = (
+    "pbmc_5k_protein_v3.h5ad",
+    "pbmc_10k_protein_v3.h5ad",
+    "brainlarge_dataset_test.h5ad",
+    "anndata-archives/v0.5.0/adata.h5ad",
+    "anndata-archives/v0.7.0/adata.h5ad",
+    "anndata-archives/v0.7.8/adata.h5ad",
+    "anndata-archives/v0.11.4/adata.h5ad",
+)
+
+SAMPLE_ZARRS = (
+    "anndata-archives/v0.7.0/adata.zarr.zip",
+    "anndata-archives/v0.7.8/adata.zarr.zip",
+    "anndata-archives/v0.11.4/adata.zarr.zip",
+)
+
+Layout = Literal["csr", "dense"]
+
+
+def sample(name: str) -> Path:
+    """The path of a sample file; skips the test where the sample folder is missing."""
+    path = SAMPLES / name
+    if not path.exists():
+        pytest.skip(f"the sample file {name} is not at {path}")
+    return path
+
+
+def unpacked_sample(name: str, folder: Path) -> Path:
+    """The path of a zipped sample store, unpacked into `folder`."""
+    target = folder / Path(name).with_suffix("").name
+    with zipfile.ZipFile(sample(name)) as archive:
+        archive.extractall(target)
+    return target
+
+
+def make_values(
+    n_obs: int,
+    n_vars: int,
+    *,
+    layout: Layout = "csr",
+    dtype: Any = np.float32,
+    density: float = 0.3,
+    seed: int = 0,
+) -> sp.csr_matrix | NDArray[Any]:
+    """Counts of which no two nonzero ones are equal (up to the dtype), with an empty row and an empty column."""
+    rng = np.random.default_rng(seed)
+    values = np.arange(1, n_obs * n_vars + 1).reshape(n_obs, n_vars).astype(dtype)
+    values[rng.random(values.shape) >= density] = 0
+    values[n_obs // 3] = 0
+    values[:, n_vars // 3] = 0
+    return sp.csr_matrix(values) if layout == "csr" else values
+
+
+def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
+    """An obs table with a column of every kind that an AnnData file can hold, with and without missing values."""
+    rng = np.random.default_rng(seed)
+    index = pd.Index([f"cell{i}" for i in range(n_obs)])
+    missing = rng.random(n_obs) < 0.25
+    missing[:2] = True, False
+    types = np.array(["T cell", "B cell", "NK cell"])[rng.integers(0, 3, n_obs)]
+    integers = rng.integers(-50, 50, n_obs)
+    flags = rng.random(n_obs) < 0.5
+    return pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(types, categories=["T cell", "B cell", "NK cell", "never seen"]),
+            "cell_type_missing": pd.Categorical(pd.Series(types).mask(missing)),
+            "ordered": pd.Categorical(types, categories=["B cell", "NK cell", "T cell"], ordered=True),
+            "text": types.astype(object),
+            "flag": flags,
+            "flag_missing": pd.array(flags, dtype="boolean").copy(),
+            "int8": integers.astype(np.int8),
+            "int64": integers.astype(np.int64),
+            "uint16": (integers + 50).astype(np.uint16),
+            "nullable_int": pd.array(integers, dtype="Int64"),
+            "nullable_int_missing": pd.array(pd.Series(integers).mask(missing), dtype="Int64"),
+            "float32": rng.random(n_obs).astype(np.float32),
+            "float64_missing": np.where(missing, np.nan, rng.random(n_obs)),
+        },
+        index=index,
+    ).assign(flag_missing=pd.array(np.where(missing, None, flags), dtype="boolean"))
+
+
+def make_adata(
+    n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32
+) -> ad.AnnData:
+    """An AnnData with obs of every kind, layers of both layouts, and obsm that are dense, sparse and a table."""
+    obs = make_obs(n_obs)
+    return ad.AnnData(
+        X=make_values(n_obs, n_vars, layout=layout, dtype=dtype),
+        obs=obs,
+        var=pd.DataFrame({"mean": np.arange(n_vars, dtype=float)}, index=[f"gene{i}" for i in range(n_vars)]),
+        layers={
+            "counts": make_values(n_obs, n_vars, layout="csr", dtype=np.int32, seed=1),
+            "scaled": make_values(n_obs, n_vars, layout="dense", dtype=np.float64, seed=2),
+        },
+        obsm={
+            "X_pca": make_values(n_obs, 5, layout="dense", dtype=np.float32, density=1, seed=3),
+            "sparse": make_values(n_obs, 7, layout="csr", seed=4),
+            "table": pd.DataFrame({"a": np.arange(n_obs), "b": obs["cell_type"]}, index=obs.index),
+        },
+        varm={"loadings": make_values(n_vars, 3, layout="dense", seed=5)},
+        obsp={"neighbours": make_values(n_obs, n_obs, layout="csr", density=0.05, seed=6)},
+        uns={"source": "made up"},
+    )
+
+
+def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas") -> Path:
+    """Write `adata` as one of `FORMATS` and return the path."""
+    if format == "h5ad":
+        path = folder / f"{name}.h5ad"
+        adata.write_h5ad(path)
+        return path
+    path = folder / f"{name}.{format}.zarr"
+    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=int(format[-1])):
+        # Of formats and defaults that are to come.
+        warnings.simplefilter("ignore")
+        adata.write_zarr(path)
+    return path
+
+
+def dense(values: Any) -> NDArray[Any]:
+    """Any matrix as an ndarray, for comparing values."""
+    return values.toarray() if sp.issparse(values) else np.asarray(values)
