@@ -1,0 +1,334 @@
+"""The bounded, ordered window of fetches in flight.
+
+A `Window` runs ``task(k)`` for each fetch number k, each as one Dask task, a few ahead of the
+consumer, and hands the results over in order. Results are held only until they are consumed: at most
+`depth` fetches are in flight or finished and not consumed, and at most `max_bytes` bytes.
+
+However the consumer stops (exhaustion, ``break``, an error, Ctrl-C, the end of the interpreter), the
+window leaves no thread, task, future or key behind.
+
+What it runs on is behind one seam, the `Runner`: threads of this process or the asking thread itself
+(`dasksc.window.local`), or the workers of a distributed cluster (`dasksc.window.cluster`, imported
+only where a Client is used).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+
+from dask.sizeof import sizeof
+
+from dasksc.errors import FetchError, InputError
+from dasksc.window.local import OnDemandRunner, ThreadRunner, Timed
+from dasksc.window.schedulers import (
+    Scheduler,
+    cpu_count,
+    default_threads,
+    portable_scheduler,
+    resolve_scheduler,
+)
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = [
+    "Scheduler",
+    "Window",
+    "WindowStats",
+    "cpu_count",
+    "default_threads",
+    "portable_scheduler",
+    "resolve_scheduler",
+]
+
+T = TypeVar("T")
+
+
+class Promise(Protocol):
+    """A fetch that was asked for: the part of `concurrent.futures.Future` that the window uses."""
+
+    def result(self) -> Timed:
+        """Wait for the fetch; return how long it took, in seconds, and its result."""
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+
+
+class Runner(Protocol):
+    """Something that runs fetches."""
+
+    def submit(self, k: int) -> Any:
+        """Ask for fetch `k`; returns a `Promise`."""
+
+    def close(self, pending: Sequence[Any], *, block: bool) -> None:
+        """Cancel the `pending` promises and let go of everything.
+
+        With `block`, return only when nothing of it runs any more. Called once.
+        """
+
+
+@dataclass(slots=True, kw_only=True)
+class WindowStats:
+    """What a window has done so far.
+
+    Parameters
+    ----------
+    n_submitted
+        Fetches asked for.
+    n_done
+        Results consumed.
+    wait_s
+        Seconds the consumer spent waiting for results.
+    fetch_s
+        Seconds that the consumed fetches took, summed.
+    n_bytes
+        Size of the consumed results: their ``nbytes``, or else what `dask.sizeof` makes of them.
+    """
+
+    n_submitted: int = 0
+    n_done: int = 0
+    wait_s: float = 0.0
+    fetch_s: float = 0.0
+    n_bytes: int = 0
+
+
+class _Flight:
+    """The fetches in flight. Apart from the window, so that the window can be collected while it lives."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.promises: deque[tuple[int, Promise]] = deque()
+        self.closed = False
+        self.lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def close(self, *, block: bool) -> None:
+        """Let go of everything, once, in the process that made it."""
+        if self._pid != os.getpid():
+            return
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            pending = [promise for _, promise in self.promises]
+            self.promises.clear()
+        self.runner.close(pending, block=block)
+
+
+class Window(Generic[T]):
+    """Results of ``task(k)`` for each k, in order, computed a few ahead.
+
+    Iterating yields ``(k, result)``. Fetching starts when the window is made and goes on whenever a
+    result is taken. One thread at a time may iterate; any thread may `close`. Not for use after a
+    fork: a child makes a window of its own.
+
+    Parameters
+    ----------
+    task
+        What a fetch does. Must pickle (by cloudpickle) for a Client whose workers are other processes;
+        it is sent to each worker once, not with each fetch.
+    ks
+        The fetch numbers, in order.
+    name
+        Prefix of the Dask keys, as the dashboard shows them: ``"dasksc-fetch-pbmc-e3-r1"``.
+    depth
+        Fetches in flight, or finished and not consumed, at most. ``"synchronous"`` never runs ahead.
+    scheduler
+        As for `resolve_scheduler`.
+    argument
+        What `task` gets instead of k. Called in this process, so that with a Client a fetch carries
+        its rows only, and the plan stays here.
+    max_bytes
+        Bytes in flight, or finished and not consumed, at most; a fetch that has not finished counts
+        as the largest seen so far. One fetch is always let through, and only one until the first
+        size is known.
+    describe
+        What to call fetch k in an error: file, fetch number, rows.
+    n_threads
+        Threads for fetches in this process, all windows together; default `default_threads`.
+
+    Raises
+    ------
+    InputError
+        If `depth`, `max_bytes` or `n_threads` is not positive, or the scheduler cannot be used.
+    FetchError
+        From iteration, when the failed fetch's turn comes; ``__cause__`` is the original error.
+    """
+
+    def __init__(
+        self,
+        task: Callable[[Any], T],
+        ks: Sequence[int],
+        *,
+        name: str,
+        depth: int,
+        scheduler: Scheduler | Client | str | None = None,
+        argument: Callable[[int], Any] | None = None,
+        max_bytes: int | None = None,
+        describe: Callable[[int], str] | None = None,
+        n_threads: int | None = None,
+    ) -> None:
+        for label, value in (("depth", depth), ("max_bytes", max_bytes), ("n_threads", n_threads)):
+            if value is not None and value < 1:
+                raise InputError(f"{label}={value} must be at least 1")
+        self.stats = WindowStats()
+        self._scheduler = resolve_scheduler(scheduler)
+        self._describe = describe
+        self._depth = depth
+        self._max_bytes = max_bytes
+        self._largest: int | None = None
+        self._ks = iter(ks)
+        self._next_k = next(self._ks, None)
+
+        runner: Runner
+        if self._scheduler.client is not None:
+            from dasksc.window.cluster import ClusterRunner
+
+            runner = ClusterRunner(name, task, argument, client=self._scheduler.client)
+        else:
+            run = task if argument is None else _Composed(task, argument)
+            if self._scheduler.kind == "threads":
+                runner = ThreadRunner(name, ks, run, n_threads=n_threads or default_threads())
+            else:
+                runner = OnDemandRunner(name, ks, run)
+                self._depth = 0
+        self._flight = _Flight(runner)
+        # A collected window must not wait: the collector may run in any thread, one of its own too.
+        self._finalizer = weakref.finalize(self, self._flight.close, block=False)
+        try:
+            self._fill(self._depth)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Where the fetches run."""
+        return self._scheduler
+
+    @property
+    def n_in_flight(self) -> int:
+        """Fetches asked for and not consumed."""
+        return len(self._flight.promises)
+
+    def next_is_done(self) -> bool:
+        """Whether the next result, or the end, can be had without waiting."""
+        promises = self._flight.promises
+        try:
+            return promises[0][1].done()
+        except IndexError:
+            return self._flight.closed or self._next_k is None
+
+    def __iter__(self) -> Iterator[tuple[int, T]]:
+        return self
+
+    def __next__(self) -> tuple[int, T]:
+        flight = self._flight
+        start = perf_counter()
+        try:
+            self._fill(max(1, self._depth))
+            try:
+                k, promise = flight.promises[0]
+            except IndexError:
+                self.close()
+                raise StopIteration from None
+            try:
+                fetch_s, result = promise.result()
+            except Exception as error:
+                if flight.closed:
+                    raise StopIteration from None
+                raise self._fetch_error(k, error) from error
+            finally:
+                self.stats.wait_s += perf_counter() - start
+            with flight.lock:
+                if flight.closed:
+                    raise StopIteration
+                flight.promises.popleft()
+            self._count(fetch_s, result)
+            self._fill(self._depth)
+            return k, result
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what is in flight and wait until nothing runs any more. Idempotent."""
+        self._flight.close(block=True)
+        self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _fill(self, depth: int) -> None:
+        flight = self._flight
+        while True:
+            # The lock keeps a concurrent close from missing the promise.
+            with flight.lock:
+                k = self._next_k
+                if flight.closed or k is None or len(flight.promises) >= depth or not self._fits():
+                    return
+                flight.promises.append((k, flight.runner.submit(k)))
+                self._next_k = next(self._ks, None)
+                self.stats.n_submitted += 1
+
+    def _fits(self) -> bool:
+        promises = self._flight.promises
+        if self._max_bytes is None or not promises:
+            return True
+        held_bytes = n_running = 0
+        for _, promise in promises:
+            if not promise.done():
+                n_running += 1
+                continue
+            try:
+                n_bytes = _n_bytes(promise.result()[1])
+            except Exception:
+                return False  # nothing after a failed fetch will be wanted
+            held_bytes += n_bytes
+            self._largest = max(n_bytes, self._largest or 0)
+        return self._largest is not None and held_bytes + (n_running + 1) * self._largest <= self._max_bytes
+
+    def _count(self, fetch_s: float, result: T) -> None:
+        n_bytes = _n_bytes(result)
+        self._largest = max(n_bytes, self._largest or 0)
+        stats = self.stats
+        stats.n_done += 1
+        stats.fetch_s += fetch_s
+        stats.n_bytes += n_bytes
+
+    def _fetch_error(self, k: int, error: BaseException) -> FetchError:
+        what = f"fetch {k}" if self._describe is None else self._describe(k)
+        where = "" if self._scheduler.client is None else f" on the {self._scheduler}"
+        return FetchError(f"{what} failed{where}: {type(error).__name__}: {error}")
+
+
+class _Composed(Generic[T]):
+    """``task(argument(k))``."""
+
+    def __init__(self, task: Callable[[Any], T], argument: Callable[[int], Any]) -> None:
+        self._task = task
+        self._argument = argument
+
+    def __call__(self, k: int) -> T:
+        return self._task(self._argument(k))
+
+
+def _n_bytes(result: object) -> int:
+    n_bytes = getattr(result, "nbytes", None)
+    return n_bytes if isinstance(n_bytes, int) else int(sizeof(result))

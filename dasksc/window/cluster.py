@@ -1,0 +1,218 @@
+"""Fetches on the workers of a distributed cluster.
+
+Each fetch is one task and one future. As soon as it has finished, its result is brought here (by the
+Client's own event loop, while the consumer is busy) and the future is released, so that a worker holds
+a result no longer than it takes to send it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import socket
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import distributed
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from dasksc.window.local import Timed
+
+__all__ = ["ClusterRunner"]
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
+_CLOSE_S = 30.0  # for results on their way when the window closes
+
+# Tasks of windows whose cluster lives in this process: nothing is pickled.
+_local_tasks: dict[str, Callable[[Any], Any]] = {}
+
+
+class TaskPlugin(WorkerPlugin):  # type: ignore[misc]
+    """Carries a window's task to every worker, also to one that joins later.
+
+    A future that holds the task would do the same, but tasks that depend on a future are sent to the
+    workers that hold it, and a scattered one is lost with its worker.
+    """
+
+    def __init__(self, task: Callable[[Any], Any]) -> None:
+        self.task = task
+
+
+def run_fetch(token: str, argument: Any) -> Timed:
+    """Run one fetch on a worker."""
+    start = perf_counter()
+    task = _local_tasks.get(token)
+    if task is None:
+        plugin = distributed.get_worker().plugins[token]
+        assert isinstance(plugin, TaskPlugin)
+        task = plugin.task
+    result = task(argument)
+    return perf_counter() - start, result
+
+
+class ClusterRunner:
+    """Runs fetches through a Client."""
+
+    def __init__(
+        self,
+        name: str,
+        task: Callable[[Any], Any],
+        argument: Callable[[int], Any] | None,
+        *,
+        client: Any,
+    ) -> None:
+        self._client = client
+        self._argument = argument
+        # Windows may share a name, and a result of an earlier one must never be taken for this one's.
+        self._token = uuid.uuid4().hex
+        self._name = f"{name}-{self._token[:8]}"
+        self._in_process = str(client.scheduler.address).startswith("inproc://")
+        self._futures: dict[int, Any] = {}  # of distributed's
+        self._arriving: set[int] = set()
+        self._closed = False
+        self._direct: asyncio.Task[bool] | None = None
+        if self._in_process:
+            _local_tasks[self._token] = task
+        else:
+            _advise(client)
+            client.register_plugin(TaskPlugin(task), name=self._token)
+
+    def submit(self, k: int) -> concurrent.futures.Future[Timed]:
+        """Send fetch `k`."""
+        future = self._client.submit(
+            run_fetch,
+            self._token,
+            k if self._argument is None else self._argument(k),
+            key=(self._name, k),
+            pure=False,
+            # Earlier fetches first, however quickly one follows another.
+            fifo_timeout="0 ms",
+        )
+        self._futures[k] = future
+        return asyncio.run_coroutine_threadsafe(self._bring(k, future), _loop(self._client))
+
+    def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, block: bool) -> None:
+        """Release every future and forget the task."""
+        _local_tasks.pop(self._token, None)
+        loop = _loop(self._client)
+        if self._client.status == "closed" or not loop.is_running():
+            return
+        closing = asyncio.run_coroutine_threadsafe(self._close(pending), loop)
+        if block and not _runs_here(loop):
+            try:
+                closing.result(_CLOSE_S)
+            except TimeoutError:
+                logger.warning("Results are still on their way %g s after their window was closed.", _CLOSE_S)
+
+    async def _bring(self, k: int, future: Any) -> Timed:
+        try:
+            await future.exception()  # waits; whether it failed or was cancelled is told by gather
+            if self._closed:
+                raise concurrent.futures.CancelledError
+            self._arriving.add(k)
+            timed: Timed = await self._client.gather(future, direct=await self._reachable())
+            return timed
+        finally:
+            self._arriving.discard(k)
+            self._futures.pop(k, None)
+            future.release()
+
+    async def _close(self, pending: Sequence[concurrent.futures.Future[Timed]]) -> None:
+        self._closed = True
+        # Cancelling a gather would cancel any other that the Client has merged it with, so
+        # what is arriving arrives; the rest is woken by losing its future.
+        for k, future in list(self._futures.items()):
+            if k not in self._arriving:
+                future.release()
+        arrivals = [asyncio.wrap_future(promise) for promise in pending]
+        if arrivals:
+            await asyncio.gather(*arrivals, return_exceptions=True)
+        if not self._in_process:
+            try:
+                await self._client.unregister_worker_plugin(self._token)
+            except (OSError, ValueError) as error:
+                logger.debug("The window's task was gone already: %s", error)
+
+    async def _reachable(self) -> bool:
+        if self._in_process:
+            return True
+        if self._direct is None:
+            self._direct = asyncio.ensure_future(_workers_are_reachable(self._client))
+        return await asyncio.shield(self._direct)
+
+
+def _loop(client: Any) -> asyncio.AbstractEventLoop:
+    loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
+    return loop
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+# What was found out about a Client's workers, so that it is looked into, and said, once.
+_reachable: weakref.WeakKeyDictionary[distributed.Client, dict[str, bool]] = weakref.WeakKeyDictionary()
+_advised: weakref.WeakSet[distributed.Client] = weakref.WeakSet()
+
+
+async def _workers_are_reachable(client: Any) -> bool:
+    """Whether this process can connect to the workers, so that results can bypass the scheduler."""
+    known = _reachable.setdefault(client, {})
+    identity = await client.scheduler.identity()
+    unknown = [address for address in identity["workers"] if address not in known]
+
+    async def probe(address: str) -> None:
+        try:
+            # Through the Client's own pool, so that a gather finds the connection open.
+            await asyncio.wait_for(client.rpc(address).identity(), _CONNECT_S)
+        except (OSError, TimeoutError) as error:
+            known[address] = False
+            logger.warning(
+                "The Dask worker at %s cannot be reached from here (%s: %s), so results pass through the "
+                "scheduler, which is slower. Open the workers' ports to this machine.",
+                address,
+                type(error).__name__,
+                error,
+            )
+        else:
+            known[address] = True
+
+    await asyncio.gather(*(probe(address) for address in unknown))
+    return all(known.get(address, True) for address in identity["workers"])
+
+
+def _advise(client: Any) -> None:
+    """Say, once per Client, that threads beat worker processes on the same machine."""
+    if client in _advised:
+        return
+    _advised.add(client)
+    workers = client.scheduler_info()["workers"]
+    if not workers or not all(_is_here(str(worker.get("host"))) for worker in workers.values()):
+        return
+    here = _where()
+    places = client.run(_where).values()
+    if all(host == here[0] and pid != here[1] for host, pid in places):
+        logger.warning(
+            "The Dask workers at %s are other processes on this very machine: every result is copied "
+            "through a socket. scheduler='threads', or LocalCluster(processes=False), is faster.",
+            client.scheduler.address,
+        )
+
+
+def _where() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
+
+
+def _is_here(host: str) -> bool:
+    names = ("localhost", "::1", socket.gethostname(), distributed.utils.get_ip())
+    return host in names or host.startswith("127.")

@@ -1,0 +1,263 @@
+"""Which Dask scheduler runs the fetches of this process, and on how many threads."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import dask
+from dask.system import cpu_count as _dask_cpu_count
+
+from dasksc.errors import InputError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["Scheduler", "cpu_count", "default_threads", "portable_scheduler", "resolve_scheduler"]
+
+logger = logging.getLogger(__name__)
+
+_SYNCHRONOUS = ("synchronous", "sync", "single-threaded")
+_THREADS = ("threads", "threading")
+_ADDRESS = re.compile(r"^[a-z+]+://\S+$|^[\w.\-]+:\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scheduler:
+    """Where fetches run.
+
+    Parameters
+    ----------
+    kind
+        ``"threads"``: the threads of this process; ``"synchronous"``: the thread that asks for the
+        result; ``"client"``: the workers of a distributed cluster.
+    client
+        The Client, for ``"client"`` only.
+    """
+
+    kind: Literal["threads", "synchronous", "client"]
+    client: Client | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "client") != (self.client is not None):
+            raise InputError(
+                f"Scheduler(kind={self.kind!r}, client={self.client!r}): kind='client' goes with a client."
+            )
+
+    @property
+    def in_process(self) -> bool:
+        """Whether results arrive as the very objects the fetches made, without being serialised."""
+        return self.client is None or _is_inproc(_address(self.client))
+
+    def __str__(self) -> str:
+        return self.kind if self.client is None else f"Dask scheduler at {_address(self.client)}"
+
+
+def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Scheduler:
+    """Settle which scheduler to use, in the process that will use it.
+
+    Call it again in every process: a Client that was made before a fork is replaced by a new one
+    to the same address.
+
+    Parameters
+    ----------
+    scheduler
+        None: what ``dask.config`` says under ``scheduler``, else the active Client, else threads.
+        Inside a task of a Dask worker it is threads, since a task that waits for other tasks of its
+        own pool can wait for ever. Or ``"threads"``, ``"synchronous"``, a Client, or the address of
+        a scheduler (``"tcp://host:8786"``), to which this process connects once.
+
+    Raises
+    ------
+    InputError
+        If `scheduler` is none of these, an asynchronous or closed Client, or an address without answer.
+    """
+    if isinstance(scheduler, Scheduler):
+        return scheduler if scheduler.client is None else _with_client(scheduler.client)
+    if scheduler is None:
+        return _active_scheduler()
+    if isinstance(scheduler, str):
+        if scheduler in _THREADS:
+            return Scheduler(kind="threads")
+        if scheduler in _SYNCHRONOUS:
+            return Scheduler(kind="synchronous")
+        if _ADDRESS.match(scheduler):
+            return Scheduler(kind="client", client=_connect(scheduler))
+    elif _is_client(scheduler):
+        return _with_client(scheduler)
+    raise InputError(
+        f"scheduler={scheduler!r} is not a scheduler. Give None, 'threads', 'synchronous', a "
+        "distributed.Client or the address of a Dask scheduler such as 'tcp://host:8786'."
+    )
+
+
+def portable_scheduler(scheduler: Scheduler | Client | str | None) -> str | None:
+    """Return what stands for `scheduler` in another process: a Client becomes its address.
+
+    A Client whose cluster lives in this very process cannot be reached from another one: None.
+    """
+    client = scheduler.client if isinstance(scheduler, Scheduler) else scheduler
+    if client is not None and _is_client(client):
+        address = _address(client)
+        return None if _is_inproc(address) else address
+    if isinstance(scheduler, Scheduler):
+        return scheduler.kind
+    return scheduler if isinstance(scheduler, str) else None
+
+
+def _active_scheduler() -> Scheduler:
+    configured = dask.config.get("scheduler", None)
+    if configured in _SYNCHRONOUS:
+        return Scheduler(kind="synchronous")
+    if configured in _THREADS:
+        return Scheduler(kind="threads")
+    # Nobody can have made a Client without importing distributed, which takes half a second.
+    distributed = sys.modules.get("distributed")
+    if distributed is None or not hasattr(distributed, "Client"):
+        return Scheduler(kind="threads")
+    try:
+        distributed.get_worker()
+    except ValueError:
+        pass
+    else:
+        return Scheduler(kind="threads")
+    try:
+        client = distributed.Client.current()
+    except ValueError:
+        return Scheduler(kind="threads")
+    if client.asynchronous:
+        logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
+        return Scheduler(kind="threads")
+    if client in _before_fork and _is_inproc(_address(client)):
+        logger.warning("The active Dask Client is of the parent process; fetches run on threads instead.")
+        return Scheduler(kind="threads")
+    return _with_client(client)
+
+
+def _with_client(client: Any) -> Scheduler:
+    address = _address(client)
+    if client in _before_fork:
+        if _is_inproc(address):
+            raise InputError(
+                f"The Client at {address} and its cluster live in the parent of this process and cannot be "
+                "used after a fork. Use scheduler=None or 'threads' in worker processes."
+            )
+        return Scheduler(kind="client", client=_connect(address))
+    if client.asynchronous:
+        raise InputError("The Client is asynchronous. Give a Client made with asynchronous=False.")
+    if client.status == "closed":
+        raise InputError(f"The Client at {address} is closed. Give an open one, or its address.")
+    return Scheduler(kind="client", client=client)
+
+
+def _is_client(scheduler: object) -> bool:
+    distributed = sys.modules.get("distributed")
+    return distributed is not None and isinstance(scheduler, distributed.Client)
+
+
+def _address(client: Any) -> str:
+    # `scheduler` is None once the client is closed; what it was started with remains.
+    scheduler = client.scheduler
+    if scheduler is not None:
+        return str(scheduler.address)
+    start: Any = getattr(client, "_start_arg", None)
+    return str(getattr(start, "scheduler_address", start))
+
+
+def _is_inproc(address: str) -> bool:
+    return address.startswith("inproc://")
+
+
+# One Client per process and address. `_before_fork` holds the Clients that a forked child inherits
+# but cannot use, because the threads that ran their event loops stayed in the parent; it keeps them
+# alive, because a Client that is collected closes itself, and would wait for its loop for ever.
+_lock = threading.Lock()
+_clients: dict[str, Any] = {}
+_before_fork: set[Client] = set()
+
+
+def _connect(address: str) -> Client:
+    import distributed
+
+    make: Callable[..., Client] = distributed.Client  # untyped
+    with _lock:
+        client = _clients.get(address)
+        if client is None or client.status == "closed":
+            try:
+                client = make(address, set_as_default=False)
+            except (OSError, ValueError) as error:
+                raise InputError(
+                    f"scheduler={address!r} does not answer: {error}. "
+                    "Check the address, or use scheduler='threads'."
+                ) from error
+            _clients[address] = client
+        return client
+
+
+@atexit.register
+def _close_clients() -> None:
+    for client in _clients.values():
+        client.close(timeout=5)
+    _clients.clear()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    distributed = sys.modules.get("distributed")
+    if distributed is not None and hasattr(distributed, "Client"):
+        _before_fork.update(getattr(distributed.Client, "_instances", ()))
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def cpu_count() -> int:
+    """Return how many CPUs this process may keep busy: its affinity and its cgroups' quotas, rounded up."""
+    count: int = _dask_cpu_count()
+    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return count if quota is None else max(1, min(count, math.ceil(quota)))
+
+
+def _cgroup_quota(root: Path, membership: Path) -> float | None:
+    """Return the least CPU quota of the process's cgroup (version 2) and those around it.
+
+    Dask looks at the innermost group only, but a quota usually sits on a group further out: the
+    pod's, or the batch job's.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        number, _, group = line.partition("::")
+        if number != "0":
+            continue
+        directory = root / group.lstrip("/")
+        while True:
+            try:
+                quota, period = (directory / "cpu.max").read_text().split()
+                if quota != "max":
+                    quotas.append(int(quota) / int(period))
+            except (OSError, ValueError):
+                pass
+            if directory in (root, directory.parent):
+                break
+            directory = directory.parent
+    return min(quotas, default=None)
+
+
+def default_threads(*, local_world_size: int = 1, n_workers: int = 1) -> int:
+    """Return one rank's share of the CPUs, or the share of one of its `n_workers` DataLoader workers."""
+    return max(1, cpu_count() // (max(1, local_world_size) * max(1, n_workers)))
