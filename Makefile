@@ -1,0 +1,53 @@
+# A fresh clone needs python3 (3.11 or newer) and make; everything else goes into .venv.
+#
+#   make demo     train a classifier on a 100,000-cell atlas with two processes
+#   make test     run the tests
+#   make check    all that CI does
+#
+# make PYTHON=python3.12 ... takes another Python.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEMO_CELLS ?= 100000
+ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
+PYTEST_ARGS ?=
+
+.PHONY: env demo test check lint types bounds clean
+
+env: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("dasksc needs Python 3.11 or newer, not %d.%d; try make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'No venv could be made. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@echo 'Installing into $(VENV): some minutes the first time, nothing after that.'
+# torch alone and first: a CPU build that is there already is kept, whatever else asks for torch.
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(ATLAS): examples/make_atlas.py | $(INSTALLED)
+	$(BIN)/python examples/make_atlas.py --cells $(DEMO_CELLS) --out $@ --overwrite
+
+demo: $(INSTALLED) $(ATLAS)
+	$(BIN)/torchrun --standalone --nproc_per_node=2 examples/train_ddp.py $(ATLAS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+# The kernels again, with every index checked.
+bounds: $(INSTALLED)
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/test_kernels*.py
+
+check: lint types test bounds
+
+clean:
+	rm -rf $(VENV) .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
