@@ -1,0 +1,206 @@
+"""The rooms of the package: who may import whom. docs/architecture.md says why."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import dasksc
+
+PACKAGE = Path(dasksc.__file__).parent
+
+# Lowest first: a room imports from rooms before it, never from one after it.
+ROOMS = [
+    "errors",
+    "config",
+    "kernels",
+    "multiindexable",
+    "world",
+    "epoch",
+    "sampling",
+    "plan",
+    "storage",
+    "lazy",
+    "collection",
+    "window",
+    "batch",
+    "transforms",
+    "dataset",
+    "experimental",
+    "convert",
+    "cli",
+    "dashboard",
+    "integrations",
+    "train",
+    "__init__",
+]
+ON_TOP = ROOMS[ROOMS.index("convert") :]  # programs that use the public names
+
+# Which rooms may import a library when they are imported, and which only inside a function.
+LIBRARIES = {
+    "torch": ({"batch", "transforms", "dataset", "integrations", "train"}, {"world", "multiindexable"}),
+    "h5py": ({"storage", "collection", "convert"}, set()),
+    "zarr": ({"storage", "collection", "convert"}, set()),
+    "numcodecs": ({"storage"}, set()),
+    "anndata": (
+        {"collection", "dataset", "convert", "cli"},
+        {"transforms", "multiindexable", "experimental"},
+    ),
+    "numba": ({"kernels"}, set()),
+    "distributed": ({"dashboard"}, {"window", "dataset", "experimental"}),
+    "dask": (
+        {"config", "lazy", "collection", "window", "batch", "dataset", "experimental", "dashboard", "cli"},
+        set(),
+    ),
+}
+# Chosen only once a Client is there, so it may import what a Client needs.
+DISTRIBUTED_ONLY = {"window/cluster.py"}
+
+
+class Import(NamedTuple):
+    """One imported module: ``dasksc.lazy``, ``torch``, ...
+
+    `when` is "load" (as the file is imported), "call" (inside a function) or "types" (only for
+    annotations).
+    """
+
+    file: str
+    line: int
+    name: str
+    when: str
+
+    @property
+    def room(self) -> str:
+        return Path(self.file).parts[0].removesuffix(".py")
+
+    def __str__(self) -> str:
+        return f"dasksc/{self.file}:{self.line} imports {self.name}"
+
+
+def imports_of(source: str, file: str) -> Iterator[Import]:
+    """Every import in a file of the package."""
+
+    def walk(node: ast.AST, when: str) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name, when)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"dasksc/{file}:{node.lineno}: a relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}" if node.module == "dasksc" else str(node.module)
+                yield Import(file, node.lineno, name, when)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                yield from walk(child, "types")
+            for child in node.orelse:
+                yield from walk(child, when)
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, "call" if inside else when)
+
+    yield from walk(ast.parse(source), "load")
+
+
+def package_files() -> dict[str, str]:
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def wrong_arrows(files: dict[str, str]) -> list[str]:
+    """Imports that point from a room to one above it."""
+    rooms = {Path(file).parts[0].removesuffix(".py") for file in files}
+    wrong = []
+    for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
+        if arrow.name.split(".")[0] != "dasksc":
+            continue
+        parts = arrow.name.split(".")
+        target = parts[1] if len(parts) > 1 and parts[1] in rooms else "__init__"
+        allowed = target == "__init__" if arrow.room in ON_TOP[:-1] else False
+        if not allowed and ROOMS.index(target) > ROOMS.index(arrow.room):
+            wrong.append(str(arrow))
+    return wrong
+
+
+def wrong_libraries(files: dict[str, str]) -> list[str]:
+    """Imports of a library from a room that should not know it."""
+    wrong = []
+    for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
+        library = arrow.name.split(".")[0]
+        if library not in LIBRARIES or arrow.when == "types" or arrow.room == "__init__":
+            continue
+        always, when_called = LIBRARIES[library]
+        fine = arrow.room in always or (arrow.when == "call" and arrow.room in when_called)
+        if not fine and not (library == "distributed" and arrow.file in DISTRIBUTED_ONLY):
+            wrong.append(f"{arrow} ({arrow.when})")
+    return wrong
+
+
+def test_every_module_has_a_room():
+    rooms = {Path(file).parts[0].removesuffix(".py") for file in package_files()}
+    assert rooms <= set(ROOMS), f"give these a place in ROOMS: {sorted(rooms - set(ROOMS))}"
+
+
+def test_no_import_points_upward():
+    assert wrong_arrows(package_files()) == []
+
+
+def test_libraries_are_imported_only_where_they_belong():
+    assert wrong_libraries(package_files()) == []
+
+
+def test_compiled_functions_live_in_kernels():
+    strays = []
+    for file, source in package_files().items():
+        if file.startswith("kernels/"):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            decorators = getattr(node, "decorator_list", [])
+            if any("jit" in ast.unparse(d) or "vectorize" in ast.unparse(d) for d in decorators):
+                strays.append(f"dasksc/{file}:{node.lineno} {node.name}")
+    assert strays == []
+
+
+def test_kernels_are_serial_and_release_the_gil():
+    for file, source in package_files().items():
+        if not file.startswith("kernels/"):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            for decorator in getattr(node, "decorator_list", []):
+                text = ast.unparse(decorator)
+                if "jit" in text and "intrinsic" not in text:
+                    assert "nogil=True" in text, f"dasksc/{file}:{node.lineno} {node.name}: {text}"
+                    assert "parallel" not in text, f"dasksc/{file}:{node.lineno} {node.name}: {text}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import dasksc.dataset",
+        "import dasksc",
+        "from dasksc import lazy",
+        "from dasksc import scDataset",
+        "from dasksc.window.tasks import FetchMatrices",
+        "def later():\n    from dasksc.plan import EpochPlan",
+        "if TYPE_CHECKING:\n    from dasksc.plan import EpochPlan",
+    ],
+)
+def test_an_upward_arrow_is_found_however_it_is_written(source):
+    files = {"sampling.py": source} | {f"{room}.py": "" for room in ROOMS if room != "sampling"}
+    files["window/tasks.py"] = files.pop("window.py")
+    assert len(wrong_arrows(files)) == 1
+    (arrow,) = wrong_arrows(files)
+    assert arrow.startswith("dasksc/sampling.py:")
+
+
+def test_a_misplaced_library_is_found():
+    assert wrong_libraries({"plan.py": "import torch"})
+    assert wrong_libraries({"plan.py": "def f():\n    import torch"})
+    assert wrong_libraries({"world.py": "import torch.distributed as dist"})
+    assert not wrong_libraries({"world.py": "def f():\n    import torch.distributed as dist"})
+    assert wrong_libraries({"window/local.py": "import distributed"})
+    assert not wrong_libraries({"window/cluster.py": "import distributed"})
+    assert wrong_libraries({"batch.py": "from numba import njit"})
