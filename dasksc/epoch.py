@@ -29,33 +29,38 @@ _REMEMBERED_PASSES = 16
 class EpochCounter:
     """A count of epochs shared by every copy of a data set on this machine.
 
-    The first copy made owns the file and removes it at the end; a copy that outlives the file (one
-    unpickled on another machine, say) counts on by itself.
+    The first copy made owns the file and removes it at the end; a copy that outlives the file, or
+    that was unpickled on another machine, counts on by itself.
     """
 
     def __init__(self) -> None:
-        self._make(_fresh())
+        self._make(next_epoch=0)
 
-    def _make(self, state: dict[str, Any]) -> None:
+    def _make(self, next_epoch: int) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
         with os.fdopen(descriptor, "w") as file:
-            json.dump(state, file)
+            json.dump({"next": next_epoch, "passes": []}, file)
+        self._next = next_epoch
         self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self._path, "next": self.peek()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._path = state["path"]
-        if not os.path.exists(self._path):
-            self._make({**_fresh(), "next": state["next"]})
+        self._path, self._next = state["path"], state["next"]
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
-        with open(self._path, "r+") as file:
+        try:
+            file = open(self._path, "r+")
+        except FileNotFoundError:
+            self._make(self._next)
+            file = open(self._path, "r+")
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             state = json.load(file)
             yield state
+            self._next = state["next"]
             file.seek(0)
             file.truncate()
             json.dump(state, file)
@@ -100,10 +105,6 @@ class EpochCounter:
             state["passes"].append({"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
             del state["passes"][:-_REMEMBERED_PASSES]
             return epoch
-
-
-def _fresh() -> dict[str, Any]:
-    return {"next": 0, "passes": []}
 
 
 def _remove(path: str, pid: int) -> None:

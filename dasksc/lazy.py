@@ -29,7 +29,7 @@ from dasksc.errors import InputError
 from dasksc.storage import Columns, Fetched, Matrix, as_matrix
 from dasksc.storage.matrix import Layout
 
-__all__ = ["DaskMatrix", "chunk_rows_for", "gather_block", "matrix_of", "to_dask"]
+__all__ = ["DaskMatrix", "MatrixRows", "chunk_rows_for", "gather_block", "matrix_of", "row_bytes", "to_dask"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +67,9 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
     if chunk_rows < 1:
         raise InputError(f"chunk_rows={chunk_rows} must be at least 1")
     row_chunks = tuple(min(chunk_rows, n_obs - start) for start in range(0, n_obs, chunk_rows)) or (0,)
-    rows = _Rows(matrix=matrix)
+    rows = MatrixRows(matrix=matrix)
     token = tokenize(rows if token is None else token, row_chunks)
-    array: da.Array = da.from_array(  # type: ignore[no-untyped-call]
+    array: da.Array = da.from_array(
         rows,
         chunks=(row_chunks, (n_vars,)),
         name=f"dasksc-{_short(matrix.label)}-{token}",
@@ -102,13 +102,13 @@ def matrix_of(array: da.Array) -> Matrix:
     """
     if array.ndim != 2:
         raise InputError(
-            f"the Dask array {array.name!r} has {array.ndim} dimensions; rows can be fetched from two-dimensional "
-            "arrays (cells by columns) only. Reshape it first."
+            f"the Dask array {array.name!r} has {array.ndim} dimensions; rows can be fetched from "
+            "two-dimensional arrays (cells by columns) only. Reshape it first."
         )
     if any(np.isnan(size) for sizes in array.chunks for size in sizes):
         raise InputError(
-            f"the Dask array {array.name!r} does not know its chunk sizes ({array.chunks}), so its rows cannot be "
-            "numbered. Call its compute_chunk_sizes() first."
+            f"the Dask array {array.name!r} does not know its chunk sizes ({array.chunks}), so its rows "
+            "cannot be numbered. Call its compute_chunk_sizes() first."
         )
     leaf = _leaf_matrix(array)
     if leaf is not None:
@@ -150,7 +150,7 @@ def gather_block(
 def chunk_rows_for(*matrices: Matrix) -> int:
     """Rows per chunk, so that a chunk of the widest matrix holds about ``dasksc.chunk-bytes``."""
     budget = parse_bytes(dask.config.get("dasksc.chunk-bytes", DEFAULT_CHUNK_BYTES))
-    return max(1, int(budget / max(_row_bytes(matrix) for matrix in matrices)))
+    return max(1, int(budget / max(row_bytes(matrix) for matrix in matrices)))
 
 
 class DaskMatrix:
@@ -248,8 +248,8 @@ def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """A matrix that Dask can slice: the object inside the graph of `to_dask`."""
+class MatrixRows:
+    """A matrix indexed as an array is: inside the graph of `to_dask`, and as what a hook indexes."""
 
     matrix: Matrix
 
@@ -265,8 +265,11 @@ class _Rows:
     def ndim(self) -> int:
         return 2
 
-    def __getitem__(self, index: tuple[Any, Any]) -> Any:
-        rows, columns = index
+    def __len__(self) -> int:
+        return self.matrix.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         n_obs, n_vars = self.matrix.shape
         if isinstance(rows, Integral) or isinstance(columns, Integral):
             # NumPy and SciPy differ in what one row or column is; let the block's own type say.
@@ -297,7 +300,7 @@ def _leaf_matrix(array: da.Array) -> Matrix | None:
         return None
     node = layer[key]
     rows = getattr(node, "value", node)
-    return rows.matrix if isinstance(rows, _Rows) and rows.shape == array.shape else None
+    return rows.matrix if isinstance(rows, MatrixRows) and rows.shape == array.shape else None
 
 
 def _short(label: str) -> str:
@@ -310,7 +313,7 @@ def _short(label: str) -> str:
     return f"{name}:{key}" if name else key
 
 
-def _row_bytes(matrix: Matrix) -> float:
+def row_bytes(matrix: Matrix) -> float:
     """Bytes of one row in memory, on average; an estimate where nothing says how many values are stored."""
     n_obs, n_vars = matrix.shape
     if matrix.layout == "dense":
@@ -401,10 +404,10 @@ def _warn_of_cost(matrix: DaskMatrix) -> None:
     row_chunks = array.chunks[0]
     chunk_bytes = max(row_chunks, default=0) * array.shape[1] * array.dtype.itemsize
     logger.warning(
-        "%s is not an array that dasksc opened: every fetch computes each of its row chunks that the wanted rows "
-        "touch, whole (%d chunks, of up to %d rows, about %s each if dense). With scattered rows that is the whole "
-        "array, once per fetch. Fewer rows per chunk, a larger block_size, or writing the array to a file and opening "
-        "that file costs less.",
+        "%s is not an array that dasksc opened: every fetch computes each of its row chunks that the "
+        "wanted rows touch, whole (%d chunks, of up to %d rows, about %s each if dense). With scattered rows "
+        "that is the whole array, once per fetch. Fewer rows per chunk, a larger block_size, or writing the "
+        "array to a file and opening that file costs less.",
         matrix.label,
         len(row_chunks),
         max(row_chunks, default=0),

@@ -1,0 +1,232 @@
+"""From the rows of a fetch to the tensors of a minibatch."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from dasksc.storage import Columns, Fetched, Layout
+from dasksc.window.tasks import FetchedMatrices
+
+__all__ = ["Batch", "BatchMaker", "run_ahead"]
+
+# Said once per process by torch when the first sparse CSR tensor is made; it is no news to its users.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+T = TypeVar("T")
+
+
+class Batch(dict[str, Any]):
+    """A minibatch: a dict of tensors whose parts are attributes too.
+
+    It rebuilds itself from any mapping or pairs, so what moves or copies dicts of tensors (DataLoader,
+    DataParallel, Lightning, Accelerate) gives a `Batch` back.
+
+    Attributes
+    ----------
+    X
+        Shape (batch, n_vars), dense or sparse CSR.
+    obs
+        Dict of tensors of shape (batch,); categoricals and strings as int64 codes, -1 for missing.
+    layers, obsm
+        Dicts of tensors whose first dimension is the batch.
+    index
+        Row numbers in the collection, shape (batch,), int64.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"this batch has {', '.join(self)}, but no {name!r}") from None
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        """Return the batch with every tensor on `device`.
+
+        Parameters
+        ----------
+        device
+            As for ``torch.Tensor.to``.
+        non_blocking
+            Do not wait for copies from pinned memory.
+        """
+        return cast(Batch, _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory."""
+        return cast(Batch, _map_tensors(self, pin))
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in page-locked memory, from torch's own caching allocator."""
+    if tensor.layout == torch.sparse_csr:
+        return _csr_tensor(
+            tensor.crow_indices().pin_memory(),
+            tensor.col_indices().pin_memory(),
+            tensor.values().pin_memory(),
+            (tensor.shape[0], tensor.shape[1]),
+        )
+    return tensor.pin_memory()
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
+    return value
+
+
+def _csr_tensor(
+    indptr: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    # The parts are right by construction; checking them would cost a pass over the nonzeros.
+    return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMaker:
+    """Makes minibatches of fetched rows; safe to use from several threads.
+
+    Parameters
+    ----------
+    obs
+        Encoded columns by name, each of shape (n_obs,).
+    layout
+        Of X and the layers; obsm is always dense.
+    dtype
+        Of the values; None keeps each matrix's own.
+    columns
+        The columns of X and the layers to keep; None: all.
+    only_x
+        Yield X by itself rather than a `Batch`.
+    """
+
+    obs: Mapping[str, NDArray[Any]]
+    layout: Layout
+    dtype: np.dtype[Any] | None
+    columns: Columns | None
+    only_x: bool
+
+    def make(
+        self, fetched: FetchedMatrices, rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> torch.Tensor | Batch:
+        """Gather the rows at `positions` of a fetch whose row numbers are `rows`."""
+        if self.only_x:
+            return self._tensor(fetched.parts["X"], positions)
+        batch = Batch()
+        grouped: dict[str, dict[str, torch.Tensor]] = {"layers": {}, "obsm": {}}
+        for key, part in fetched.parts.items():
+            group, _, name = key.partition("/")
+            if group == "obsm":
+                grouped[group][name] = self._dense(part, positions, None)
+            elif name:
+                grouped[group][name] = self._tensor(part, positions)
+            else:
+                batch[group] = self._tensor(part, positions)
+        index = rows[positions]
+        batch["obs"] = {name: torch.from_numpy(column[index]) for name, column in self.obs.items()}
+        batch.update(grouped)
+        batch["index"] = torch.from_numpy(index)
+        return batch
+
+    def _tensor(self, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
+        if self.layout == "dense":
+            return self._dense(part, positions, self.columns)
+        dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
+        indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=self.columns)
+        n_vars = part.shape[1] if self.columns is None else len(self.columns)
+        return _csr_tensor(
+            # Both index arrays of a CSR tensor are of one type; a batch never has 2**31 nonzeros.
+            torch.from_numpy(indptr.astype(np.int32)),
+            torch.from_numpy(indices),
+            torch.from_numpy(data),
+            (len(positions), n_vars),
+        )
+
+    def _dense(self, part: Fetched, positions: NDArray[np.int64], columns: Columns | None) -> torch.Tensor:
+        dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
+        n_vars = part.shape[1] if columns is None else len(columns)
+        out = torch.empty((len(positions), n_vars), dtype=torch_dtype(dtype))
+        part.gather(positions, out=out.numpy(), columns=columns)
+        return out
+
+
+def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type a tensor holds values of `dtype` in: native byte order, and nothing beyond float64."""
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return np.dtype(np.float64)
+    return dtype.newbyteorder("=")
+
+
+def torch_dtype(dtype: DTypeLike) -> torch.dtype:
+    """Return torch's name for a NumPy type."""
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
+
+
+def run_ahead(
+    jobs: Iterator[Callable[[], T]], *, is_ready: Callable[[], bool], n_ahead: int, n_threads: int
+) -> Iterator[T]:
+    """Run `jobs` on a few threads, some ahead of the consumer, and yield their results in order.
+
+    The consumer itself hands out the jobs, whenever it takes a result: no thread ever waits for
+    another, so nothing can deadlock, and closing the iterator ends the threads.
+
+    Parameters
+    ----------
+    jobs
+        What to run. Taking the next one may block.
+    is_ready
+        Whether taking the next job would not block.
+    n_ahead
+        Results that are finished or under way at most, beyond the one being consumed.
+    n_threads
+        Threads; 0 runs each job in the consumer when it is asked for.
+    """
+    if n_threads == 0:
+        for job in jobs:
+            yield job()
+        return
+    pending: deque[Future[T]] = deque()
+    failure: BaseException | None = None
+    more = True
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="dasksc-gather") as pool:
+
+        def fill() -> None:
+            nonlocal more, failure
+            while more and len(pending) < n_ahead and (not pending or is_ready()):
+                try:
+                    pending.append(pool.submit(next(jobs)))
+                except StopIteration:
+                    more = False
+                except BaseException as error:
+                    # Its turn comes after what was asked for before it.
+                    if not pending:
+                        raise
+                    more, failure = False, error
+
+        try:
+            while True:
+                fill()
+                if not pending:
+                    if failure is not None:
+                        raise failure
+                    return
+                result = pending.popleft().result()
+                if pending:
+                    fill()
+                yield result
+        finally:
+            for future in pending:
+                future.cancel()

@@ -1,0 +1,737 @@
+"""The data set that a training loop iterates."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import cloudpickle
+import dask.array as da
+import numpy as np
+import torch
+from anndata import AnnData
+from dask.utils import parse_bytes
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dasksc import collection as collections
+from dasksc import config, lazy
+from dasksc.batch import BatchMaker, run_ahead, torch_dtype
+from dasksc.epoch import EpochCounter
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.multiindexable import count_rows, take_rows
+from dasksc.plan import EpochPlan, FetchPlan
+from dasksc.progress import EpochStats, progress_bar
+from dasksc.sampling import Sampler, SamplingStrategy, bind
+from dasksc.storage import Columns, Layout, Matrix
+from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
+from dasksc.window.epoch_array import epoch_array
+from dasksc.window.tasks import FetchMatrices
+from dasksc.world import Agreement, World
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["scDataset"]
+
+logger = logging.getLogger(__name__)
+
+_HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
+
+
+class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
+    """Shuffled, weighted or class-balanced minibatches of an atlas on disk, as torch tensors.
+
+    Parameters
+    ----------
+    data_collection
+        What `dasksc.open` takes or returns: the path of an h5ad file or Zarr store, or an AnnData (in
+        memory, backed or of Dask arrays). Or a 2-D Dask array. Or anything with ``len()`` that an
+        ascending array of row numbers can index (NumPy, SciPy, pandas, a HuggingFace dataset, a
+        `MultiIndexable`), which is read by indexing and yields what its indexing gives.
+    strategy
+        What is drawn: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`
+        or your own `SamplingStrategy`.
+    batch_size
+        Rows of a batch, per rank.
+    fetch_factor
+        Batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order
+        and shuffled in memory. None chooses it from `memory_limit`.
+    drop_last
+        Leave out the last short batch of each rank, and the rows that do not divide by the ranks.
+    fetch_callback
+        ``fetch_callback(collection, rows)`` reads the ascending `rows`, instead of
+        ``collection[rows]``.
+    fetch_transform
+        Called with what was read.
+    batch_callback
+        ``batch_callback(data, positions)`` takes a batch out of it, instead of ``data[positions]``.
+    batch_transform
+        Called with each batch. With any hook given, batches of an AnnData start as AnnData.
+        Hooks run one at a time.
+    rank, world_size
+        Which share of every epoch this process reads. Default: the process group's, or the
+        launcher's (see `World.detect`).
+    seed
+        Of everything random, in [0, 2**64). None draws one, the same on all ranks of a process group.
+    obs, layers, obsm
+        Names to yield beside X.
+    genes
+        Keep only these columns of X and the layers: names, a boolean mask or positions.
+    layout
+        Of X and the layers: ``"dense"`` or ``"csr"`` tensors.
+    dtype
+        Of their values; None keeps the stored one.
+    equal_ranks
+        Give every rank the same number of batches of the same sizes, repeating at most one row per
+        rank (`EpochPlan.n_padded`). False yields every row exactly once, for evaluation.
+    scheduler
+        Where fetches run: None (an active Dask Client, else threads of this process),
+        ``"threads"``, ``"synchronous"``, a Client or its scheduler's address. Hooks and collections
+        that are read by indexing always run in this process.
+    prefetch
+        Fetches in flight beyond the one being yielded.
+    memory_limit
+        Bytes of fetches held at once, such as ``"2GiB"``; never less than one fetch.
+    mmap
+        Whether local files may be memory-mapped. False also reads a file safely that others truncate.
+    device
+        Where batches are put; default: left on the CPU.
+    pin_memory
+        Whether batches are put in page-locked memory.
+    progress
+        Show a progress bar (needs tqdm).
+
+    Attributes
+    ----------
+    categories
+        For each name in `obs` that was encoded, its labels in the order of their codes.
+
+    Raises
+    ------
+    InputError
+        If the arguments do not fit the collection or each other; before any data moves.
+
+    Notes
+    -----
+    Epochs count up by themselves, with any kind of DataLoader worker; an epoch that is left early
+    counts. `set_epoch` overrides. All memory that grows with the data is that of `projected_bytes`.
+    """
+
+    def __init__(
+        self,
+        data_collection: Any,
+        strategy: SamplingStrategy,
+        batch_size: int,
+        fetch_factor: int | None = 16,
+        drop_last: bool = False,
+        fetch_callback: Callable[[Any, Any], Any] | None = None,
+        fetch_transform: Callable[[Any], Any] | None = None,
+        batch_callback: Callable[[Any, Any], Any] | None = None,
+        batch_transform: Callable[[Any], Any] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed: int | None = None,
+        *,
+        obs: Sequence[str] = (),
+        layers: Sequence[str] = (),
+        obsm: Sequence[str] = (),
+        genes: Any = None,
+        layout: Layout = "dense",
+        dtype: Any = "float32",
+        equal_ranks: bool = True,
+        scheduler: Scheduler | Client | str | None = None,
+        prefetch: int | None = None,
+        memory_limit: int | str | None = None,
+        mmap: bool = True,
+        device: torch.device | str | int | None = None,
+        pin_memory: bool = False,
+        progress: bool = False,
+    ) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.drop_last = bool(drop_last)
+        self.equal_ranks = bool(equal_ranks)
+        self.fetch_callback = fetch_callback
+        self.fetch_transform = fetch_transform
+        self.batch_callback = batch_callback
+        self.batch_transform = batch_transform
+        self._prefetch = _at_least_one("prefetch", config.get("prefetch") if prefetch is None else prefetch)
+        limit = config.get("memory-limit") if memory_limit is None else memory_limit
+        self._memory_limit = _at_least_one("memory_limit", int(parse_bytes(limit)))
+        self._device = device
+        self._pin_memory = pin_memory
+        self._progress = progress
+        self._scheduler: Scheduler | Client | str | None = scheduler
+        resolve_scheduler(scheduler)  # refuse a wrong one now
+        names = {
+            name: _names(name, value) for name, value in {"obs": obs, "layers": layers, "obsm": obsm}.items()
+        }
+        if layout not in ("dense", "csr"):
+            raise InputError(f"layout must be 'dense' or 'csr'; got {layout!r}")
+        if not isinstance(strategy, SamplingStrategy):
+            raise InputError(
+                f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
+            )
+        for name in _HOOKS:
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise InputError(f"{name} must be callable; got {getattr(self, name)!r}")
+
+        self._hooked = any(getattr(self, name) is not None for name in _HOOKS)
+        self._name = "data"
+        self._matrices: dict[str, Matrix] | None = None
+        self._maker: BatchMaker | None = None
+        self.categories: dict[str, list[Any]] = {}
+        options = {**names, "genes": genes, "layout": layout if layout != "dense" else None}
+        self._adopt(data_collection, names, genes, layout, dtype, {k: v for k, v in options.items() if _given(v)})
+        self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
+
+        self._row_bytes = self._projected_row_bytes()
+        if fetch_factor is None:
+            fetch_factor = self._fitting_fetch_factor()
+        self.fetch_factor = _at_least_one("fetch_factor", fetch_factor)
+
+        self._given_world = (rank, world_size)
+        self._world: World | None = None
+        self._seed = None if seed is None else _seed(seed)
+        self._agreement: Agreement | None = None
+        self._counter = EpochCounter()
+        self._iteration = 0
+        self._lock = threading.Lock()
+        self._stats = EpochStats()
+        world = World.detect(rank, world_size)
+        # Later the group may be up that ranks agree through; a forked worker could not settle it.
+        if world.world_size == 1 or self._seed is not None or world.source == "torch.distributed":
+            if world.world_size > 1 or rank is not None:
+                self._settle()
+        self._plan_of(World() if self._world is None else self._world, epoch=0)  # refuse sizes that do not fit
+
+    # --- The collection -----------------------------------------------------------------------------
+
+    def _adopt(
+        self,
+        data: Any,
+        names: dict[str, list[str]],
+        genes: Any,
+        layout: Layout,
+        dtype: Any,
+        options: dict[str, Any],
+    ) -> None:
+        """Find out what `data` is, and how its rows are read."""
+        if isinstance(data, str | os.PathLike):
+            self._name = Path(data).stem
+            wanted = list(names["obs"])
+            label_key = getattr(self.strategy, "label_key", None)
+            if label_key is not None and label_key not in wanted:
+                wanted.append(label_key)
+            # Hooks see every column; without them only what is asked for is read.
+            data = collections.open(data, obs=None if self._hooked else wanted)
+        elif isinstance(data, AnnData):
+            if data.filename is not None:
+                self._name = Path(data.filename).stem
+            data = collections.open(data)
+        is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
+        if options and (self._hooked or not is_ours):
+            why = "hooks say what is yielded" if self._hooked else f"a {type(data).__name__} is read by indexing"
+            raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be used here: {why}")
+        if isinstance(data, AnnData):
+            self.collection: Any = collections.AnnDataView(data)
+            self._n_obs = int(data.n_obs)
+            if data.X is None and not self._hooked:
+                raise InputError(f"{self._name} has no X to yield")
+        elif is_ours:
+            self.collection = data
+            self._n_obs = int(data.shape[0])
+        else:
+            self.collection = data
+            try:
+                self._n_obs = count_rows(data)
+            except TypeError as error:
+                raise InputError(
+                    f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an array or "
+                    "another collection that row numbers can index"
+                ) from error
+        if not is_ours or self._hooked:
+            if isinstance(self.collection, da.Array):
+                self.collection = lazy.MatrixRows(matrix=lazy.matrix_of(self.collection))
+            return
+        if isinstance(data, AnnData):
+            arrays = {"X": data.X}
+            for group in ("layers", "obsm"):
+                held = getattr(data, group)
+                arrays |= {f"{group}/{name}": held[_known(group, name, held)] for name in names[group]}
+            columns = _columns(genes, data.var_names)
+            encoded = {}
+            for name in names["obs"]:
+                values, labels = collections.encode_column(data.obs[_known("obs", name, data.obs)])
+                encoded[name] = values
+                if labels is not None:
+                    self.categories[name] = labels
+        else:
+            if any(names.values()):
+                raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has none")
+            arrays, columns, encoded = {"X": data}, _columns(genes, range(data.shape[1])), {}
+        for name, array in arrays.items():
+            if not isinstance(array, da.Array):
+                raise InputError(f"{name} is a {type(array).__name__}, not a numeric matrix; it cannot be yielded")
+        self._matrices = {name: lazy.matrix_of(array) for name, array in arrays.items()}
+        self._maker = BatchMaker(
+            obs=encoded,
+            layout=layout,
+            dtype=None if dtype is None else _value_dtype(dtype),
+            columns=columns,
+            only_x=not any(names.values()),
+        )
+
+    def _labels_of(self, key: str) -> Any:
+        obs = getattr(self.collection, "obs", None)
+        if obs is None:
+            raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
+        return obs[_known("obs", key, obs)]
+
+    # --- Sizes --------------------------------------------------------------------------------------
+
+    @property
+    def fetch_size(self) -> int:
+        """Rows of a fetch."""
+        return self.batch_size * self.fetch_factor
+
+    @property
+    def rank(self) -> int:
+        """Which share of every epoch this process reads."""
+        return self._settle().rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes share every epoch."""
+        return self._settle().world_size
+
+    @property
+    def seed(self) -> int:
+        """What everything random is keyed by."""
+        self._settle()
+        return cast(int, self._seed)
+
+    @property
+    def projected_bytes(self) -> int | None:
+        """Anonymous memory that iterating needs at most, in bytes; None for collections read by indexing.
+
+        The fetch being yielded, those in flight, and the batches gathered ahead.
+        """
+        return None if self._row_bytes is None else self._projection(self.fetch_factor)
+
+    def _projection(self, fetch_factor: int) -> int:
+        fetch_bytes, batch_bytes = cast(tuple[float, float], self._row_bytes)
+        n_fetches = 1 + self._prefetch
+        n_batches = 1 + config.get("batches-ahead")
+        return int(self.batch_size * (n_fetches * fetch_factor * fetch_bytes + n_batches * batch_bytes))
+
+    def _projected_row_bytes(self) -> tuple[float, float] | None:
+        """Bytes of a row in a fetch, and in a batch."""
+        if self._matrices is None or self._maker is None:
+            return None
+        # While a fetch is read, its compressed or unsorted form is in memory beside the result.
+        fetch_bytes = 2.0 * sum(lazy.row_bytes(matrix) for matrix in self._matrices.values())
+        itemsize = 8 if self._maker.dtype is None else self._maker.dtype.itemsize
+        batch_bytes = 0.0
+        for name, matrix in self._matrices.items():
+            n_vars = len(self._maker.columns) if self._maker.columns and name[:4] != "obsm" else matrix.shape[1]
+            batch_bytes += n_vars * itemsize
+        return fetch_bytes, batch_bytes
+
+    def _fitting_fetch_factor(self) -> int:
+        if self._row_bytes is None:
+            raise InputError("fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size")
+        if self._projection(1) > self._memory_limit:
+            raise InputError(
+                f"memory_limit={self._memory_limit} bytes cannot hold batches of {self.batch_size} rows: one batch a "
+                f"fetch already needs {self._projection(1)} bytes. Raise memory_limit or lower batch_size or prefetch"
+            )
+        factor = 1
+        while factor < 4096 and self._projection(2 * factor) <= self._memory_limit:
+            factor *= 2
+        return factor
+
+    def __len__(self) -> int:
+        """Batches this rank yields in a whole epoch."""
+        return self._plan_of(self._settle(), epoch=0).n_batches
+
+    # --- Ranks and epochs -----------------------------------------------------------------------------
+
+    def _settle(self) -> World:
+        """Fix rank, world size and seed, at the latest when they are first needed."""
+        world = self._world
+        if world is None:
+            world = World.detect(*self._given_world)
+            agreement = Agreement(world)
+            if self._seed is None:
+                if world.world_size > 1 and get_worker_info() is not None:
+                    raise InputError(
+                        "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "
+                        "len(dataset) once on every rank after init_process_group and before iterating"
+                    )
+                self._seed = agreement.seed()
+            self._agreement = agreement
+            self._world = world
+        return world
+
+    def _check_world(self) -> World:
+        world = self._settle()
+        if get_worker_info() is None:
+            found = World.detect(*self._given_world)
+            if (found.rank, found.world_size) != (world.rank, world.world_size):
+                raise InputError(
+                    f"this data set was settled as rank {world.rank} of {world.world_size} (from {world.source}), but "
+                    f"this process is rank {found.rank} of {found.world_size} (from {found.source}) now. Make it, or "
+                    "first ask for its length, after the process group is initialised"
+                )
+        return world
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration read epoch `epoch`; those after it count on from there."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or not 0 <= epoch < 2**32:
+            raise InputError(f"epoch must be a whole number in [0, 2**32); got {epoch!r}")
+        self._counter.set(int(epoch))
+
+    def _plan_of(self, world: World, epoch: int) -> EpochPlan:
+        return EpochPlan(
+            sampler=self._sampler,
+            batch_size=self.batch_size,
+            fetch_factor=self.fetch_factor,
+            drop_last=self.drop_last,
+            equal_ranks=self.equal_ranks,
+            seed=self._seed or 0,
+            epoch=epoch,
+            rank=world.rank,
+            world_size=world.world_size,
+        )
+
+    def plan(self, epoch: int | None = None) -> EpochPlan:
+        """Return this rank's plan of an epoch; default: of the next one to be read."""
+        world = self._settle()
+        return self._plan_of(world, self._counter.peek() if epoch is None else epoch)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What ranks compare: a digest of shapes, types, the strategy with its arrays, and the sizes."""
+        matrices = self._matrices or {}
+        described = [(name, matrix.shape, str(matrix.dtype)) for name, matrix in matrices.items()]
+        sizes = (self._n_obs, self.batch_size, self.fetch_factor, self.drop_last, self.equal_ranks, self.seed)
+        text = repr((described, sizes, self._sampler.digest()))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    # --- Iterating ------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: nothing is settled, and no epoch bound, before the first batch is asked for.
+        world = self._check_world()
+        worker = get_worker_info()
+        if worker is None:
+            epoch = self._counter.advance()
+        else:
+            epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
+        plan = self._plan_of(world, epoch)
+        first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        agreement = self._agreement if worker is None else None
+        iteration = self._iteration
+        self._iteration += 1
+        if agreement is not None and world.world_size > 1:
+            agreement.begin(iteration, epoch, self.fingerprint)
+        ks = range(first, plan.n_fetches, n_workers)
+        batches = self._batches(plan, ks, world, n_workers)
+        n_yielded = 0
+        self._stats = stats = EpochStats(plan)
+        try:
+            with progress_bar(stats, n_batches=_n_batches(plan, ks), shown=self._progress and first == 0) as bar:
+                for batch in stats.timed(batches):
+                    n_yielded += 1
+                    bar.update()
+                    yield batch
+                    if n_yielded == 1 and agreement is not None:
+                        agreement.go_on(iteration, n_yielded)
+        finally:
+            batches.close()
+            if agreement is not None and world.world_size > 1:
+                disagreement = agreement.end(iteration, n_yielded)
+                if disagreement is not None:
+                    logger.warning("%s", disagreement)
+
+    def _batches(self, plan: EpochPlan, ks: range, world: World, n_workers: int) -> Generator[Any, None, None]:
+        n_threads = default_threads(local_world_size=world.local_world_size, n_workers=n_workers)
+        key = f"dasksc-fetch-{self._name}-e{plan.epoch}-r{plan.rank}"
+        if self._matrices is not None and self._maker is not None:
+            return self._gathered(plan, ks, key, n_threads)
+        return self._indexed(plan, ks, key, n_threads)
+
+    def _describe(self, plan: EpochPlan) -> Callable[[int], str]:
+        labels = [matrix.label for matrix in (self._matrices or {}).values()] or [self._name]
+
+        def describe(k: int) -> str:
+            rows = plan.fetch(k).rows
+            return (
+                f"fetch {k} of {plan.n_fetches} (epoch {plan.epoch}, rank {plan.rank}, {len(rows)} rows from "
+                f"{rows[0]} to {rows[-1]}) of {', '.join(labels)}"
+            )
+
+        return describe
+
+    def _window(
+        self, task: Callable[[Any], Any], plan: EpochPlan, ks: range, key: str, n_threads: int, in_process: bool
+    ) -> tuple[Window[Any], dict[int, FetchPlan]]:
+        """Start fetching. The plans of fetches in flight are kept beside it, to make their batches by."""
+        plans: dict[int, FetchPlan] = {}
+
+        def rows_of(k: int) -> NDArray[np.int64]:
+            plans[k] = plan.fetch(k)
+            return plans[k].rows
+
+        scheduler = resolve_scheduler(self._scheduler)
+        if in_process and scheduler.client is not None:
+            scheduler = resolve_scheduler("threads")
+        window: Window[Any] = Window(
+            task,
+            ks,
+            name=key,
+            scheduler=scheduler,
+            depth=self._prefetch,
+            max_bytes=self._memory_limit,
+            argument=rows_of,
+            describe=self._describe(plan),
+            n_threads=n_threads,
+        )
+        return window, plans
+
+    def _gathered(self, plan: EpochPlan, ks: range, key: str, n_threads: int) -> Generator[Any, None, None]:
+        """Batches gathered straight from fetched matrices."""
+        maker = cast(BatchMaker, self._maker)
+        task = FetchMatrices(cast(dict[str, Matrix], self._matrices))
+        window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
+        left_in_fetch = 0
+
+        def jobs() -> Iterator[Callable[[], Any]]:
+            nonlocal left_in_fetch
+            for k, fetched in window:
+                fetch = plans.pop(k)
+                for i in range(fetch.n_batches):
+                    left_in_fetch = fetch.n_batches - i - 1
+                    yield functools.partial(maker.make, fetched, fetch.rows, fetch.batch(i))
+                del fetched
+
+        synchronous = window.scheduler.kind == "synchronous"
+        with window:
+            for batch in run_ahead(
+                jobs(),
+                is_ready=lambda: left_in_fetch > 0 or window.next_is_done(),
+                n_ahead=config.get("batches-ahead"),
+                n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
+            ):
+                yield self._placed(batch)
+
+    def _indexed(self, plan: EpochPlan, ks: range, key: str, n_threads: int) -> Generator[Any, None, None]:
+        """Batches of a collection that is read by indexing, or through hooks."""
+        window, plans = self._window(self._read, plan, ks, key, n_threads, in_process=True)
+        with window:
+            for k, data in window:
+                fetch = plans.pop(k)
+                for i in range(fetch.n_batches):
+                    with self._lock, _noting(f"in batch {k * plan.fetch_factor + i} of {plan.n_batches}", plan):
+                        if self.batch_callback is not None:
+                            batch = self.batch_callback(data, fetch.batch(i))
+                        else:
+                            batch = take_rows(data, fetch.batch(i))
+                        if self.batch_transform is not None:
+                            batch = self.batch_transform(batch)
+                    yield self._placed(batch)
+                del data
+
+    def _read(self, rows: NDArray[np.int64]) -> Any:
+        # The fetches of an AnnData run side by side; hooks, and the user's own collections, one at a time.
+        ours = isinstance(self.collection, collections.AnnDataView | lazy.MatrixRows)
+        data = None
+        if self.fetch_callback is None and ours:
+            data = self.collection[rows]
+        with self._lock:
+            if self.fetch_callback is not None:
+                data = self.fetch_callback(self.collection, rows)
+            elif not ours:
+                data = take_rows(self.collection, rows)
+            return data if self.fetch_transform is None else self.fetch_transform(data)
+
+    def _placed(self, batch: Any) -> Any:
+        if self._pin_memory:
+            batch = _each(batch, "pin_memory")
+        if self._device is not None:
+            batch = _each(batch, "to", self._device, non_blocking=self._pin_memory)
+        return batch
+
+    # --- Accounts ---------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the latest epoch of this process did.
+
+        Returns
+        -------
+        dict
+            ``epoch``, ``n_batches`` yielded, ``n_rows`` yielded, ``n_padded`` and ``n_dropped`` over all
+            ranks in a whole epoch, ``wait_s`` the loop waited for batches, ``elapsed_s`` since the first
+            was asked for, ``wait_share`` of it, and ``rows_per_s``.
+        """
+        return self._stats.report()
+
+    def to_dask(self, epoch: int | None = None) -> da.Array:
+        """Return this rank's epoch of X as one lazy Dask array.
+
+        Parameters
+        ----------
+        epoch
+            Which epoch; default: the next one to be read, which is not used up.
+
+        Returns
+        -------
+        dask.array.Array
+            Shape (rows the rank yields, n_vars); chunk k holds fetch k, its rows in the order in which
+            they are yielded: `csr_matrix` or ndarray, in the data set's layout, dtype and genes.
+
+        Raises
+        ------
+        InputError
+            If the collection is read by indexing or through hooks.
+        """
+        if self._matrices is None or self._maker is None:
+            raise InputError("to_dask needs an AnnData or a Dask array, read without hooks")
+        plan = self.plan(epoch)
+        return epoch_array(
+            self._matrices["X"],
+            plan,
+            name=f"dasksc-fetch-{self._name}-e{plan.epoch}-r{plan.rank}",
+            layout=self._maker.layout,
+            dtype=self._maker.dtype,
+            columns=self._maker.columns,
+        )
+
+    # --- Copies ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        state = self.__dict__.copy()
+        for name in ("_lock", "_agreement", "_stats"):
+            del state[name]
+        state["_scheduler"] = portable_scheduler(self._scheduler)
+        state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _HOOKS})
+        if self._matrices is not None:
+            # Workers read matrices; the tables of an atlas would travel for nothing.
+            state["collection"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        hooks = cloudpickle.loads(state.pop("_hooks"))
+        self.__dict__.update(state)
+        self.__dict__.update(hooks)
+        self._lock = threading.Lock()
+        self._agreement = None
+        self._stats = EpochStats()
+
+    def __repr__(self) -> str:
+        return (
+            f"scDataset({self._name}, {self._n_obs} rows, {self.strategy!r}, batch_size={self.batch_size}, "
+            f"fetch_factor={self.fetch_factor})"
+        )
+
+
+def _n_batches(plan: EpochPlan, ks: range) -> int:
+    """Batches of the fetches `ks`: all but the rank's last fetch are full."""
+    if not ks:
+        return 0
+    last = plan.n_fetches - 1
+    return len(ks) * plan.fetch_factor - (plan.n_fetches * plan.fetch_factor - plan.n_batches) * (last in ks)
+
+
+@contextmanager
+def _noting(where: str, plan: EpochPlan) -> Iterator[None]:
+    """Add to any error raised inside where in the epoch it happened."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{where} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size})")
+        raise
+
+
+def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
+    """Call a method of what is moved as one, or of the tensors in it; leave the rest as it is."""
+    if hasattr(batch, method):
+        return getattr(batch, method)(*args, **options)
+    if isinstance(batch, dict):
+        return {key: _each(value, method, *args, **options) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_each(value, method, *args, **options) for value in batch)
+    return batch
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise InputError(f"{name} must be a whole number of at least 1; got {value!r}")
+    return int(value)
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        raise InputError(f"seed must be a whole number in [0, 2**64) or None; got {seed!r}")
+    return int(seed)
+
+
+def _names(option: str, value: Any) -> list[str]:
+    if isinstance(value, str):
+        raise InputError(f"{option}={value!r} is a string; give a list of names: {option}=[{value!r}]")
+    return list(value)
+
+
+def _given(value: Any) -> bool:
+    return value is not None and (not isinstance(value, list) or len(value) > 0)
+
+
+def _known(kind: str, name: str, held: Any) -> str:
+    if name in held:
+        return name
+    names = [str(known) for known in held]
+    near = difflib.get_close_matches(name, names, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {names[:20]}"
+    raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
+
+
+def _value_dtype(dtype: Any) -> np.dtype[Any]:
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    try:
+        result = np.dtype(name)
+        torch_dtype(result)
+    except TypeError as error:
+        raise InputError(f"dtype={dtype!r} is no type that tensors gathered from NumPy can have") from error
+    return result
+
+
+def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
+    """Turn names, a mask or positions into the columns to keep."""
+    if genes is None:
+        return None
+    n_vars = len(cast(Sequence[Any], var_names))
+    if isinstance(genes, str):
+        raise InputError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
+    wanted = np.arange(n_vars)[genes] if isinstance(genes, slice) else np.asarray(genes)
+    if wanted.dtype == np.bool_:
+        if wanted.shape != (n_vars,):
+            raise InputError(f"genes is a mask of shape {wanted.shape} for {n_vars} columns")
+        wanted = np.flatnonzero(wanted)
+    elif not np.issubdtype(wanted.dtype, np.integer):
+        position = {name: i for i, name in enumerate(var_names)}
+        wanted = np.array([position[_known("var_names", name, position)] for name in wanted], dtype=np.int64)
+    if not len(wanted):
+        raise InputError("genes leave no column; give at least one")
+    return Columns(wanted.astype(np.int64), n_vars)
