@@ -1,0 +1,179 @@
+"""The loaders that are compared, each in the way its users would have it fastest.
+
+Run by `_harness.Contender` as ``python _contenders.py NAME SPEC``. A builder imports what it needs (a
+peer's interpreter has no dasksc, and the cold start includes the import) and returns a function that
+starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``spec["layout"]`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+Spec = dict[str, Any]
+Epoch = Callable[[], Iterator[Any]]
+
+
+def dasksc_loader(spec: Spec, *, scheduler: str) -> Epoch:
+    import dasksc
+
+    client = None
+    if scheduler == "client":
+        from distributed import Client
+
+        client = Client(processes=False, dashboard_address=None)
+    dataset = dasksc.scDataset(
+        spec["path"],
+        dasksc.BlockShuffling(block_size=spec["block"]),
+        batch_size=spec["batch"],
+        fetch_factor=spec["fetch"] // spec["batch"],
+        layout=spec["layout"],
+        scheduler=client or scheduler,
+        rank=0,
+        world_size=1,
+        seed=0,
+    )
+    return lambda: iter(dataset)
+
+
+def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
+    """Read a backed matrix by sorted rows, and densify each batch or each whole fetch."""
+    import torch
+    from scdataset import BlockShuffling, scDataset
+
+    adata = _backed(spec["path"])
+    X = adata.X  # once: AnnData makes a new matrix at each access, which reads indptr again
+    if spec["layout"] == "csr":
+        hooks = {"batch_transform": _csr_tensor}
+    elif densify == "batch":
+        hooks = {"batch_transform": lambda batch: torch.from_numpy(batch.toarray())}
+    else:
+        hooks = {"fetch_transform": lambda fetched: torch.from_numpy(fetched.toarray())}
+    dataset = scDataset(
+        adata,
+        BlockShuffling(block_size=spec["block"]),
+        batch_size=spec["batch"],
+        fetch_factor=spec["fetch"] // spec["batch"],
+        fetch_callback=lambda _, rows: X[rows],  # indexing the AnnData would subset obs as well
+        seed=0,
+        **hooks,
+    )
+    return lambda: iter(dataset)
+
+
+def annbatch_loader(spec: Spec, *, store: str) -> Epoch:
+    """Load X alone from annbatch's own preshuffled store, or from AnnData's Zarr."""
+    import anndata
+    import numpy as np
+    import torch
+    import zarr
+    from annbatch import Loader
+
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+    loader = Loader(
+        batch_size=spec["batch"],
+        chunk_size=spec["block"],
+        preload_nchunks=spec["fetch"] // spec["block"],
+        shuffle=True,
+        # On a CPU SciPy's batches become dense tensors twice as fast as torch's sparse ones.
+        to="torch" if spec["layout"] == "csr" else None,
+        rng=np.random.default_rng(0),
+    )
+    group = zarr.open_group(spec["annbatch_path"] if store == "own" else spec["zarr_path"], mode="r")
+    for key in sorted(group.keys()) if store == "own" else [""]:
+        loader.add_dataset(anndata.io.sparse_dataset(group[f"{key}/X".lstrip("/")]))
+
+    def epoch() -> Iterator[Any]:
+        for batch in loader:
+            yield batch["X"] if spec["layout"] == "csr" else torch.from_numpy(batch["X"].toarray())
+
+    return epoch
+
+
+def anndata_loader(spec: Spec) -> Epoch:
+    """Slice a backed matrix batch by batch, without any buffer: blocks in random order, sorted."""
+    import numpy as np
+    import torch
+
+    adata = _backed(spec["path"])
+    X = adata.X
+    n_rows, block, batch = X.shape[0], spec["block"], spec["batch"]
+    to_tensor = _csr_tensor if spec["layout"] == "csr" else lambda part: torch.from_numpy(part.toarray())
+    rng = np.random.default_rng(0)
+
+    def epoch() -> Iterator[Any]:
+        blocks = rng.permutation(-(-n_rows // block))
+        rows = (blocks[:, None] * block + np.arange(block)).ravel()
+        rows = rows[rows < n_rows]
+        for start in range(0, n_rows, batch):
+            yield to_tensor(X[np.sort(rows[start : start + batch])])
+
+    return epoch
+
+
+CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
+    "dasksc threads": partial(dasksc_loader, scheduler="threads"),
+    "dasksc synchronous": partial(dasksc_loader, scheduler="synchronous"),
+    "dasksc client": partial(dasksc_loader, scheduler="client"),
+    "scDataset": partial(scdataset_loader, densify="batch"),
+    "scDataset per fetch": partial(scdataset_loader, densify="fetch"),
+    "annbatch own store": partial(annbatch_loader, store="own"),
+    "annbatch AnnData zarr": partial(annbatch_loader, store="anndata"),
+    "anndata backed": anndata_loader,
+}
+
+
+def write_annbatch_store(spec: Spec) -> None:
+    """Write annbatch's preshuffled collection from an h5ad, with its defaults."""
+    import anndata
+    import numpy as np
+    import zarr
+    from annbatch import DatasetCollection
+
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+
+    def load(path: str) -> Any:
+        lazy = anndata.experimental.read_lazy(path)
+        return anndata.AnnData(X=lazy.X, obs=lazy.obs.to_memory(), var=lazy.var.to_memory())
+
+    n_rows = spec["n_rows"]
+    DatasetCollection(spec["annbatch_path"]).add_adatas(
+        [spec["h5ad_path"]],
+        load_adata=load,
+        shuffle_chunk_size=min(1000, n_rows),
+        rng=np.random.default_rng(0),
+    )
+
+
+def _backed(path: str) -> Any:
+    import anndata
+
+    if path.endswith(".zarr"):
+        import zarr
+
+        return anndata.AnnData(X=anndata.io.sparse_dataset(zarr.open_group(path, mode="r")["X"]))
+    return anndata.read_h5ad(path, backed="r")
+
+
+def _csr_tensor(part: Any) -> Any:
+    import torch
+
+    return torch.sparse_csr_tensor(
+        torch.from_numpy(part.indptr),
+        torch.from_numpy(part.indices),
+        torch.from_numpy(part.data),
+        size=part.shape,
+    )
+
+
+if __name__ == "__main__":
+    name, spec = sys.argv[1], json.loads(sys.argv[2])
+    if name == "write annbatch store":
+        write_annbatch_store(spec)
+    else:
+        from _harness import serve
+
+        serve(CONTENDERS[name], spec)

@@ -1,0 +1,242 @@
+"""Contenders in processes of their own, measured in turns.
+
+A contender is a child process that builds one loader, reports what its cold start took, and then
+measures whenever it is told to. All stay alive for the whole run and only one works at a time, so every
+round sees the same machine, the same page cache and compiled code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+# --- In the child ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Rows handed to the loop in some time, ending with a whole fetch or epoch."""
+
+    n_rows: int
+    elapsed_s: float
+    cpu_s: float
+    checksum: float
+
+    @property
+    def rows_per_s(self) -> float:
+        return self.n_rows / self.elapsed_s
+
+
+def measure(
+    epoch: Callable[[], Iterator[Any]],
+    *,
+    seconds: float,
+    fetch_rows: int,
+    consume: Callable[[Any], float] | None,
+) -> Measurement:
+    """Iterate until `seconds` have passed, counting whole fetches only.
+
+    Parameters
+    ----------
+    epoch
+        Starts an epoch of tensors.
+    seconds
+        When to stop, at the next end of a fetch or of an epoch; 0 measures exactly one epoch.
+    fetch_rows
+        Rows of a fetch. The clock runs from before the first fetch to after the last row of the last
+        counted one, so what a loader reads ahead beyond it counts against it.
+    consume
+        Reads a batch and returns a number; None only takes it.
+    """
+    n_rows, next_check, checksum = 0, fetch_rows, 0.0
+    cpu_start, start = time.process_time(), time.perf_counter()
+    finished = False
+    while not finished:
+        batches = epoch()
+        for batch in batches:
+            n_rows += batch.shape[0]
+            if consume is not None:
+                checksum += consume(batch)
+            if seconds and n_rows >= next_check:
+                next_check = n_rows + fetch_rows
+                if time.perf_counter() - start >= seconds:
+                    break
+        elapsed_s = time.perf_counter() - start
+        finished = elapsed_s >= seconds
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+    return Measurement(
+        n_rows=n_rows, elapsed_s=elapsed_s, cpu_s=time.process_time() - cpu_start, checksum=checksum
+    )
+
+
+def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: dict[str, Any]) -> None:
+    """Build the loader, report the cold start, and measure on demand, one line of JSON each.
+
+    Parameters
+    ----------
+    build
+        Imports what it needs and returns a function that starts an epoch.
+    spec
+        What `Contender` was given.
+    """
+    # What libraries print must not end up between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    start = time.perf_counter()
+    epoch = build(spec)
+    built = time.perf_counter()
+    batches = epoch()
+    first = next(batches)
+    answer = {
+        "build_s": built - start,
+        "first_batch_s": time.perf_counter() - built,
+        "shape": list(first.shape),
+        "dtype": str(first.dtype),
+    }
+    del first
+    getattr(batches, "close", lambda: None)()
+    print(json.dumps(answer), file=answers)
+    for line in sys.stdin:
+        order = json.loads(line)
+        result = measure(
+            epoch,
+            seconds=order["seconds"],
+            fetch_rows=spec["fetch"],
+            consume=_total if order["consume"] else None,
+        )
+        answer = {
+            "n_rows": result.n_rows,
+            "rows_per_s": result.rows_per_s,
+            "cores": result.cpu_s / result.elapsed_s,
+            "checksum": result.checksum,
+        }
+        print(json.dumps(answer), file=answers)
+
+
+def _total(batch: Any) -> float:
+    """Read every value of a tensor, dense or sparse CSR."""
+    return float((batch.values() if batch.is_sparse_csr else batch).sum())
+
+
+# --- In the parent -----------------------------------------------------------------------------------
+
+
+class ContenderError(RuntimeError):
+    """A contender's process that ended, with the end of what it printed."""
+
+
+class Contender:
+    """The parent's end of a contender's process."""
+
+    def __init__(self, name: str, *, python: str, script: Path, spec: dict[str, Any], log: Path) -> None:
+        self.name = name
+        self._log = log
+        with log.open("w") as stderr:
+            started = time.perf_counter()
+            self._process = subprocess.Popen(
+                [python, str(script), name, json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+            )
+        self.cold_start = self._read()
+        self.cold_start["total_s"] = time.perf_counter() - started
+
+    def __enter__(self) -> Contender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
+        """Let it measure once, while everything else waits."""
+        self._process.stdin.write(json.dumps({"seconds": seconds, "consume": consume}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            raise ContenderError(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What a contender showed over all rounds; rates in cells per second, one a round."""
+
+    name: str
+    cold_start: dict[str, Any]
+    produced: list[float] = field(default_factory=list)
+    consumed: list[float] = field(default_factory=list)
+    cores: list[float] = field(default_factory=list)
+
+
+def compete(
+    contenders: Sequence[Callable[[], Contender]],
+    *,
+    rounds: int,
+    seconds: float,
+    warm_up_s: float,
+    say: Callable[[str], None] = print,
+) -> list[Result]:
+    """Measure every contender once a round, in an order that turns from round to round.
+
+    A contender that cannot start, or fails, is left out with a line that says why.
+    """
+    results: dict[str, Result] = {}
+    with ExitStack() as stack:
+        running: dict[str, Contender] = {}
+        for start in contenders:
+            try:
+                contender = stack.enter_context(start())
+                contender.run(seconds=warm_up_s, consume=True)
+            except ContenderError as error:
+                say(str(error))
+                continue
+            running[contender.name] = contender
+            results[contender.name] = Result(name=contender.name, cold_start=contender.cold_start)
+        for i in range(rounds):
+            names = list(running)
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                produced = running[name].run(seconds=seconds, consume=False)
+                consumed = running[name].run(seconds=seconds, consume=True)
+                results[name].produced.append(produced["rows_per_s"])
+                results[name].consumed.append(consumed["rows_per_s"])
+                results[name].cores.append(produced["cores"])
+                say(
+                    f"round {i + 1}/{rounds}  {name:24s} produced {produced['rows_per_s']:10,.0f}  "
+                    f"consumed {consumed['rows_per_s']:10,.0f} cells/s"
+                )
+    return list(results.values())
+
+
+def median_and_spread(values: Iterable[float]) -> tuple[float, float]:
+    """Return the median, and half the range as a share of it."""
+    values = list(values)
+    median = statistics.median(values)
+    return median, (max(values) - min(values)) / 2 / median

@@ -1,0 +1,262 @@
+#!/usr/bin/env python
+"""Compare loaders on one atlas, in turns, in one run.
+
+    python benchmarks/compare.py --cells 200000 --peer-python ~/envs/annbatch/bin/python
+
+Every contender runs in its own process and gets the same block, batch and fetch size. A round
+measures each one twice: *produced*, taking the batches only, and *consumed*, summing every value of
+every batch. The page cache is warmed first; compilation is excluded and the cold start told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import _machine
+from _contenders import CONTENDERS
+from _harness import Contender, Result, compete, median_and_spread
+
+HERE = Path(__file__).resolve().parent
+BASELINE = "scDataset"
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the comparison that the command line asks for; return what was written as JSON."""
+    options = _parser().parse_args(arguments)
+    if options.fetch % options.batch or options.fetch % options.block:
+        raise SystemExit(f"--fetch {options.fetch} must be a multiple of --batch and of --block")
+    options.work.mkdir(parents=True, exist_ok=True)
+    spec = prepare(options)
+    chosen = options.contenders or [name for name in CONTENDERS if runs(name, options)]
+    for path in {spec["path"], *(spec[key] for key in ("zarr_path", "annbatch_path") if spec.get(key))}:
+        _machine.read_through(Path(path))
+
+    logs = options.work / "logs"
+    logs.mkdir(exist_ok=True)
+    results = compete(
+        [
+            partial(
+                Contender,
+                name,
+                python=options.peer_python if name.startswith("annbatch") else sys.executable,
+                script=HERE / "_contenders.py",
+                spec=spec,
+                log=logs / f"{name.replace(' ', '-')}.log",
+            )
+            for name in chosen
+        ],
+        rounds=options.rounds,
+        seconds=options.seconds,
+        warm_up_s=options.warm_up,
+    )
+    report = {
+        "machine": _machine.machine(),
+        "files": options.files,
+        **{key: spec[key] for key in ("n_rows", "n_vars", "layout", "block", "batch", "fetch")},
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "limits": limits(spec),
+        "results": [summary(result) for result in results],
+    }
+    print(table(report))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        draw(report, options.out.with_suffix(".png"))
+    return report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--atlas", type=Path, help="an AnnData file; default: one is made in --work")
+    parser.add_argument("--cells", type=int, default=200_000, help="cells of the atlas that is made")
+    parser.add_argument("--genes", type=int, default=20_000, help="genes of the atlas that is made")
+    parser.add_argument("--files", choices=["h5ad", "gzip", "zarr"], default="h5ad", help="how it is stored")
+    parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="what batches are")
+    parser.add_argument("--block", type=int, default=64, help="contiguous rows")
+    parser.add_argument("--batch", type=int, default=64, help="rows of a batch")
+    parser.add_argument("--fetch", type=int, default=16_384, help="rows of a fetch (shuffle buffer)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement, at least")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before the first round")
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dasksc-benchmarks")
+    parser.add_argument("--out", type=Path, help="where to write .json and .png")
+    return parser
+
+
+def runs(name: str, options: argparse.Namespace) -> bool:
+    """Whether a contender takes part when none were named."""
+    if name.startswith("annbatch"):
+        return options.peer_python is not None
+    return options.layout == "dense" or name != "scDataset per fetch"
+
+
+def prepare(options: argparse.Namespace) -> dict[str, Any]:
+    """Make the files that the contenders read, where they are not there yet, and describe the task."""
+    made = partial(_make_atlas, options)
+    path = options.atlas or made(options.files)
+    spec = {
+        "path": str(path),
+        **{key: getattr(options, key) for key in ("layout", "block", "batch", "fetch")},
+    }
+    spec["n_rows"], spec["n_vars"], spec["nnz"] = _shape(path)
+    if options.peer_python is not None:
+        if options.atlas is None:
+            spec["zarr_path"] = str(made("zarr"))
+        elif path.suffix == ".zarr":
+            spec["zarr_path"] = str(path)
+        h5ad = path if path.suffix == ".h5ad" else made("h5ad")
+        own = options.work / f"{h5ad.stem}-{h5ad.stat().st_mtime_ns:x}-annbatch.zarr"
+        spec |= {"h5ad_path": str(h5ad), "annbatch_path": str(own)}
+        if not own.exists():
+            print(f"writing {own}")
+            partial_path = own.with_name("partial-" + own.name)
+            writing = json.dumps({**spec, "annbatch_path": str(partial_path)})
+            subprocess.run(
+                [options.peer_python, str(HERE / "_contenders.py"), "write annbatch store", writing],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            partial_path.rename(own)
+    return spec
+
+
+def _make_atlas(options: argparse.Namespace, files: str) -> Path:
+    suffix = {"h5ad": ".h5ad", "gzip": "-gzip.h5ad", "zarr": ".zarr"}[files]
+    path = options.work / f"atlas-{options.cells}x{options.genes}{suffix}"
+    if not path.exists():
+        print(f"writing {path}")
+        command = [sys.executable, str(HERE.parent / "examples" / "make_atlas.py"), "--out", str(path)]
+        command += ["--cells", str(options.cells), "--genes", str(options.genes)]
+        command += {"gzip": ["--compression", "gzip"]}.get(files, [])
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return path
+
+
+def _shape(path: Path) -> tuple[int, int, int]:
+    import h5py
+    import zarr
+
+    store = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path, "r")
+    n_rows, n_vars = (int(length) for length in store["X"].attrs["shape"])
+    return n_rows, n_vars, store["X/data"].shape[0]
+
+
+def limits(spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure what memory and disk allow, in cells per second for the bytes of a cell."""
+    yielded = spec["n_vars"] * 4 if spec["layout"] == "dense" else spec["nnz"] / spec["n_rows"] * 8
+    stored = _machine.size_bytes(Path(spec["path"])) / spec["n_rows"]
+    memcpy = _machine.memcpy_bytes_per_s()
+    disk = _machine.disk_bytes_per_s(Path(spec["path"]))
+    return {
+        "yielded_bytes_per_cell": yielded,
+        "stored_bytes_per_cell": stored,
+        "memcpy_bytes_per_s": memcpy,
+        "memcpy_cells_per_s": memcpy / yielded,
+        "disk_bytes_per_s": disk,
+        "disk_cells_per_s": None if disk is None else disk / stored,
+    }
+
+
+def summary(result: Result) -> dict[str, Any]:
+    produced, produced_spread = median_and_spread(result.produced)
+    consumed, consumed_spread = median_and_spread(result.consumed)
+    return {
+        "name": result.name,
+        "produced": produced,
+        "produced_spread": produced_spread,
+        "consumed": consumed,
+        "consumed_spread": consumed_spread,
+        "cores": median_and_spread(result.cores)[0],
+        "cold_start": result.cold_start,
+        "rounds": {"produced": result.produced, "consumed": result.consumed},
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Lay the report out as a Markdown table, with ratios to `BASELINE` and what the machine allows."""
+    results, limit = report["results"], report["limits"]
+    against = next((result["consumed"] for result in results if result["name"] == BASELINE), None)
+    lines = [
+        f"{report['n_rows']:,} cells x {report['n_vars']:,} genes, {report['files']}, {report['layout']} "
+        f"batches of {report['batch']}, blocks of {report['block']}, fetches of {report['fetch']:,}; "
+        f"median of {report['rounds']} rounds, ± half the range",
+        "",
+        f"| loader | produced, cells/s | consumed, cells/s | consumed / {BASELINE} | cores | cold start, s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for result in sorted(results, key=lambda result: -result["consumed"]):
+        ratio = "" if against is None else f"{result['consumed'] / against:.1f}"
+        lines.append(
+            f"| {result['name']} | {_rate(result, 'produced')} | {_rate(result, 'consumed')} | {ratio} "
+            f"| {result['cores']:.1f} | {result['cold_start']['total_s']:.1f} |"
+        )
+    lines += [
+        "",
+        f"One thread copies {limit['memcpy_bytes_per_s'] / 1e9:.1f} GB/s: {limit['memcpy_cells_per_s']:,.0f} "
+        f"cells/s of {limit['yielded_bytes_per_cell']:,.0f} bytes as yielded.",
+    ]
+    if limit["disk_bytes_per_s"] is not None:
+        lines.append(
+            f"The disk reads {limit['disk_bytes_per_s'] / 1e9:.1f} GB/s: {limit['disk_cells_per_s']:,.0f} "
+            f"cells/s of {limit['stored_bytes_per_cell']:,.0f} bytes as stored (measured warm, from the "
+            "page cache)."
+        )
+    return "\n".join(lines)
+
+
+def _rate(result: dict[str, Any], kind: str) -> str:
+    return f"{result[kind]:,.0f} ± {result[kind + '_spread']:.0%}"
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw the consumed rates as bars, with the range over the rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    results = sorted(report["results"], key=lambda result: result["consumed"])
+    names = [result["name"] for result in results]
+    figure, axes = plt.subplots(figsize=(7, 0.9 + 0.36 * len(names)), layout="constrained")
+    for offset, kind, colour in ((0.2, "produced", "#b8c9dc"), (-0.2, "consumed", "#1f5a99")):
+        rates = [result[kind] for result in results]
+        low = [rate - min(result["rounds"][kind]) for rate, result in zip(rates, results, strict=True)]
+        high = [max(result["rounds"][kind]) - rate for rate, result in zip(rates, results, strict=True)]
+        axes.barh(
+            [i + offset for i in range(len(names))],
+            rates,
+            height=0.4,
+            color=colour,
+            label=kind,
+            xerr=(low, high),
+            error_kw={"lw": 0.8, "capsize": 2},
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("cells per second")
+    axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    axes.set_title(
+        f"{report['n_rows']:,} cells x {report['n_vars']:,} genes, {report['files']}, {report['layout']}; "
+        f"block {report['block']}, batch {report['batch']}, fetch {report['fetch']:,}",
+        fontsize=9,
+        loc="left",
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
