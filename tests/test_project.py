@@ -1,0 +1,103 @@
+"""What the project says about itself: dependencies, constraints, docstrings of public names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import dasksc
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# What conda-forge calls some packages, or splits them into.
+CONDA_NAMES = {"torch": ["pytorch"], "matplotlib": ["matplotlib-base"], "dask": ["dask", "distributed"]}
+
+
+def declared() -> dict[str, str]:
+    """Every package that pyproject.toml asks for, with all extras, and its bounds."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    lines = [*PYPROJECT["project"]["dependencies"], *(line for extra in extras.values() for line in extra)]
+    bounds: dict[str, str] = {"python": PYPROJECT["project"]["requires-python"]}
+    for requirement in map(Requirement, lines):
+        if requirement.name == "dasksc":
+            assert requirement.extras <= set(extras)
+            continue
+        bound = str(requirement.specifier)
+        assert bounds.setdefault(requirement.name, bound) == bound, f"two bounds for {requirement.name}"
+    return bounds
+
+
+def test_conda_and_pip_ask_for_the_same_packages_and_bounds():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == "dasksc"
+    assert environment["channels"] == ["conda-forge", "nodefaults"]
+    lines = [line for line in environment["dependencies"] if isinstance(line, str) and line != "pip"]
+    conda = {match[1]: match[2] for match in (re.fullmatch(r"([\w-]+)(.*)", line) for line in lines) if match}
+    pip = {name: bound for ours, bound in declared().items() for name in CONDA_NAMES.get(ours, [ours])}
+    assert conda == pip
+
+
+def test_every_dependency_has_a_lower_bound_and_a_version_ci_runs_on():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {}
+    for requirement in (Requirement(line) for line in lines if not line.startswith("#")):
+        (pin,) = requirement.specifier
+        assert pin.operator == "=="
+        assert "+" not in pin.version, "a build of one machine"
+        pinned[canonicalize_name(requirement.name)] = pin.version
+    for name, bound in declared().items():
+        assert bound.startswith(">="), name
+        if name != "python":
+            assert Requirement(f"{name}{bound}").specifier.contains(pinned[canonicalize_name(name)]), name
+
+
+def test_the_package_knows_its_version():
+    assert dasksc.__version__ in {PYPROJECT["project"]["version"], "0+unknown"}
+
+
+def test_files_name_no_place_on_somebodys_machine():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    place = re.compile(r"/" + r"home/\w+/|/" + r"root/|/" + r"Users/\w+/|index" + r"-url\s*=")
+    found = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".json", ""} and path.is_file():
+            found += [f"{name}: {match[0]}" for match in place.finditer(path.read_text())]
+    assert found == []
+
+
+def public_names() -> Iterator[str]:
+    """Import names of what users meet: the public names, and the methods and properties of classes."""
+    for module_name in ["dasksc", "dasksc.transforms", "dasksc.experimental"]:
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if inspect.ismodule(thing) or not callable(thing):
+                continue
+            yield f"{module_name}.{name}"
+            if inspect.isclass(thing) and not issubclass(thing, Exception):
+                for member, value in vars(thing).items():
+                    if not member.startswith("_") and (callable(value) or isinstance(value, property)):
+                        yield f"{module_name}.{name}.{member}"
+
+
+@pytest.mark.parametrize("name", list(public_names()))
+def test_public_docstrings_follow_numpydoc(name):
+    validate = pytest.importorskip("numpydoc.validate").validate
+    excluded = set(PYPROJECT["tool"]["numpydoc_validation"]["checks"]) - {"all"}
+    if inspect.isclass(getattr(dasksc, name.split(".")[1], None)) and name.count(".") == 2:
+        excluded |= {"PR01", "RT01"}  # a method that one line explains needs no sections
+    assert [error for error in validate(name)["errors"] if error[0] not in excluded] == []
