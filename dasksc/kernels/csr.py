@@ -94,9 +94,7 @@ def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_d
 
 
 @njit(nogil=True)
-def copy_rows_csr(
-    positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices
-):
+def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices):
     """Write CSR rows into `indices` and `data`, row i at ``indptr[i]``."""
     n_columns = np.uint64(n_vars)
     for i in range(len(positions)):
@@ -105,12 +103,12 @@ def copy_rows_csr(
         row_indices = indices[indptr[i] : indptr[i] + n]
         row_data = data[indptr[i] : indptr[i] + n]
         # Two plain passes, which vectorise; the check of the columns rides on the first.
-        good = True
+        largest = np.uint64(0)
         for k in range(n):
             column = load(indices_at[row], k, like_indices)
-            good &= np.uint64(column) < n_columns
+            largest = max(largest, np.uint64(column))
             row_indices[k] = column
-        if not good:
+        if n > 0 and largest >= n_columns:
             return row
         for k in range(n):
             row_data[k] = load(data_at[row], k, like_data)
@@ -134,9 +132,7 @@ def count_columns(positions, lengths, indices_at, lookup, counts, like_indices):
 
 
 @njit(nogil=True)
-def copy_columns_csr(
-    positions, lengths, data_at, indices_at, lookup, indptr, indices, data, like_data, like_indices
-):
+def copy_columns_csr(positions, lengths, data_at, indices_at, lookup, indptr, indices, data, like_data, like_indices):
     """Write the kept columns of CSR rows, renumbered, row i at ``indptr[i]``; `count_columns` ran before."""
     n_columns = np.uint64(len(lookup))
     for i in range(len(positions)):

@@ -19,16 +19,17 @@ class BrokenRunError(Exception):
     ----------
     label
         The array.
-    start
-        First element (along the first axis) of what could not be read.
+    start, stop
+        The run along the first axis that could not be read.
     reason
-        What is wrong, as the end of a sentence.
+        What is wrong.
     """
 
-    def __init__(self, label: str, start: int, reason: str) -> None:
-        super().__init__(label, start, reason)
+    def __init__(self, label: str, start: int, stop: int, reason: str) -> None:
+        super().__init__(label, start, stop, reason)
         self.label = label
         self.start = start
+        self.stop = stop
         self.reason = reason
 
 

@@ -73,7 +73,7 @@ class CSRFetched:
     ) -> None:
         """Write the rows at `positions` into `out`, dense; see `Fetched.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        target = kernel_target(out)
+        target = kernel_target(out, self._data.dtype)
         if columns is None:
             bad = kernels.scatter_rows(
                 positions, *self._where, self.shape[1], target, self._data.like, self._indices.like
@@ -107,7 +107,7 @@ class CSRFetched:
             )
         indptr = indptr_of(counts)
         indices = np.empty(indptr[-1], dtype=np.int32)
-        data = np.empty(indptr[-1], dtype=memory_dtype(dtype))
+        data = np.empty(indptr[-1], dtype=dtype if has_kernel_dtype(dtype) else self._data.dtype)
         self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -144,15 +144,11 @@ class CSRFetched:
         likes = (self._data.like, self._indices.like)
         if columns is None:
             self._refuse(
-                kernels.copy_rows_csr(
-                    positions, *self._where, self.shape[1], indptr[:-1], indices, data, *likes
-                )
+                kernels.copy_rows_csr(positions, *self._where, self.shape[1], indptr[:-1], indices, data, *likes)
             )
         else:
             self._refuse(
-                kernels.copy_columns_csr(
-                    positions, *self._where, columns.lookup, indptr[:-1], indices, data, *likes
-                )
+                kernels.copy_columns_csr(positions, *self._where, columns.lookup, indptr[:-1], indices, data, *likes)
             )
 
     def _refuse(self, bad_row: int) -> None:
@@ -238,7 +234,7 @@ class DenseFetched:
     ) -> None:
         """Write the rows at `positions` into `out`; see `Fetched.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        target = kernel_target(out)
+        target = kernel_target(out, self._values.dtype)
         if columns is None:
             kernels.copy_rows(positions, self._values.at, target, self._values.like)
         else:
@@ -262,7 +258,7 @@ class DenseFetched:
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
         indices = np.empty(indptr[-1], dtype=np.int32)
-        data = np.empty(indptr[-1], dtype=memory_dtype(dtype))
+        data = np.empty(indptr[-1], dtype=dtype if has_kernel_dtype(dtype) else self._values.dtype)
         kernels.squeeze(dense, indptr[:-1], indices, data)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -277,9 +273,7 @@ class DenseFetched:
         return _compact_dense, (self.label, self.rows, self.dtype, block)
 
 
-def _compact_dense(
-    label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]
-) -> DenseFetched:
+def _compact_dense(label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
     every = np.arange(len(rows), dtype=np.int64)
     size = block.shape[1] * block.itemsize
     values = Reached.inside(
@@ -327,7 +321,11 @@ def check_gather(
     return check_positions(shape[0], positions)
 
 
-def kernel_target(out: NDArray[Any]) -> NDArray[Any]:
-    """Return an array the kernels can write that stands for `out`: itself, but for types numba lacks."""
-    dtype = memory_dtype(out.dtype)
-    return out if dtype == out.dtype else np.empty(out.shape, dtype=dtype)
+def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array the kernels can write: `out`, or one of the `source` type where numba lacks out's."""
+    return out if has_kernel_dtype(out.dtype) else np.empty(out.shape, dtype=source)
+
+
+def has_kernel_dtype(dtype: np.dtype[Any]) -> bool:
+    """Return whether the kernels can write `dtype`."""
+    return bool(memory_dtype(dtype) == dtype)

@@ -111,7 +111,7 @@ class H5Array:
                 elif block[into].size:
                     dataset.read_direct(block, np.s_[start:stop], into)
             except (OSError, ValueError, RuntimeError) as error:
-                raise BrokenRunError(self.label, start, f"cannot be read: {error}") from error
+                raise BrokenRunError(self.label, start, stop, str(error)) from error
             at = into.stop
         return Reached.inside(
             (block,),

@@ -77,8 +77,7 @@ class CSRMatrix:
             data = self._data.reach(starts, stops)
             indices = self._indices.reach(starts, stops)
         except BrokenRunError as error:
-            after = int(np.searchsorted(stops, error.start, side="right"))
-            raise broken(error, rows[min(after, len(rows) - 1)]) from error
+            raise broken(error, rows[(stops > error.start) & (starts < error.stop)]) from error
         return CSRFetched(
             label=self.label,
             rows=rows,
@@ -106,7 +105,7 @@ class CSRMatrix:
             pairs = np.empty((len(rows), 2), dtype=np.int64)
             reached = indptr.reach(rows, rows + 2)
         except BrokenRunError as error:
-            raise broken(error, error.start) from error
+            raise broken(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
         kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
         starts = np.ascontiguousarray(pairs[:, 0])
         stops = np.ascontiguousarray(pairs[:, 1])
@@ -158,10 +157,8 @@ class DenseMatrix:
         try:
             values = self._values.reach(rows, rows + 1)
         except BrokenRunError as error:
-            raise broken(error, error.start) from error
-        return DenseFetched(
-            label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values
-        )
+            raise broken(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
+        return DenseFetched(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
 
     def __repr__(self) -> str:
         return f"<DenseMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"
@@ -289,9 +286,11 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
-def broken(error: BrokenRunError, row: int) -> CorruptDataError:
-    """Return what the user sees for a run that could not be read."""
-    return CorruptDataError(f"{error.label}: row {row} {error.reason}")
+def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> CorruptDataError:
+    """Return what the user sees for a run that could not be read, in which `rows` lie."""
+    first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
+    which = f"row {first}" if first == last else f"rows {first} to {last}"
+    return CorruptDataError(f"{error.label}: {which} cannot be read: {error.reason}")
 
 
 def _read_whole(array: StoredArray) -> MemoryArray:

@@ -86,7 +86,9 @@ class ZarrArray:
         self._name = name
         self._identity = file.identity(name)
         self.shape: tuple[int, ...] = array.shape
-        self.dtype: np.dtype[Any] = np.dtype(array.dtype).newbyteorder("=")
+        dtype = np.dtype(array.dtype)
+        # Types of strings have no byte order, and are refused where numbers are needed.
+        self.dtype: np.dtype[Any] = dtype.newbyteorder("=") if dtype.kind in "biufc" else dtype
         self._chunk = int(array.chunks[0]) if array.chunks else 1
 
     @property
@@ -108,7 +110,7 @@ class ZarrArray:
                 block[at : at + stop - start] = array[start:stop]
             # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
             except Exception as error:
-                raise BrokenRunError(self.label, start, f"cannot be read: {error}") from error
+                raise BrokenRunError(self.label, start, stop, str(error)) from error
             at += stop - start
         return Reached.inside(
             (block,),

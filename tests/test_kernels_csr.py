@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from dasksc.kernels import csr as kernels
+
+N_VARS = 37
+
+# The first of each pair is what the files hold, the second what the user asked for.
+VALUE_DTYPES = [
+    ("float32", "float32"),
+    ("float64", "float32"),
+    ("uint16", "float32"),
+    ("int64", "float64"),
+    ("bool", "float32"),
+    ("uint8", "int32"),
+    ("int8", "uint64"),
+    ("float32", "bool"),
+]
+INDEX_DTYPES = ["int32", "int64", "uint16", "uint32", "uint64", "int8"]
+
+
+def address(array: NDArray[Any]) -> int:
+    return array.ctypes.data
+
+
+class Rows:
+    """CSR rows at addresses, the matrix they stand for, and an order to gather them in."""
+
+    def __init__(self, *, data_dtype: str = "float32", index_dtype: str = "int32", n_rows: int = 23) -> None:
+        rng = np.random.default_rng(0)
+        matrix = sp.random_array((n_rows, N_VARS), density=0.3, rng=rng, format="csr")
+        matrix.data = rng.integers(1, 100, matrix.nnz).astype(data_dtype)
+        self.matrix = matrix
+        self.data = matrix.data
+        self.indices = matrix.indices.astype(index_dtype)
+        for array in (self.data, self.indices):
+            array.flags.writeable = False
+        starts = matrix.indptr[:-1].astype(np.int64)
+        self.lengths = np.diff(matrix.indptr).astype(np.int64)
+        self.data_at = (address(self.data) + starts * self.data.itemsize).astype(np.uint64)
+        self.indices_at = (address(self.indices) + starts * self.indices.itemsize).astype(np.uint64)
+        self.positions = rng.integers(0, n_rows, 2 * n_rows)
+        self.likes = (np.empty(0, self.data.dtype), np.empty(0, self.indices.dtype))
+
+    @property
+    def expected(self) -> NDArray[Any]:
+        return self.matrix.toarray()[self.positions]
+
+
+def garbage(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """An output array that shows every element that was not written."""
+    return np.full(shape, 77).astype(dtype)
+
+
+def lookup_of(columns: NDArray[np.int64]) -> NDArray[np.int32]:
+    lookup = np.full(N_VARS, -1, dtype=np.int32)
+    lookup[columns] = np.arange(len(columns))
+    return lookup
+
+
+COLUMNS = np.array([30, 2, 36, 0, 17])
+
+
+@pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
+def test_scattered_rows_equal_the_dense_matrix(stored: str, wanted: str) -> None:
+    rows = Rows(data_dtype=stored)
+    out = garbage((len(rows.positions), N_VARS), wanted)
+    bad = kernels.scatter_rows(rows.positions, rows.lengths, rows.data_at, rows.indices_at, N_VARS, out, *rows.likes)
+    assert bad == -1
+    np.testing.assert_array_equal(out, rows.expected.astype(wanted))
+
+
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+def test_scattered_rows_do_not_depend_on_the_type_of_the_indices(index_dtype: str) -> None:
+    rows = Rows(index_dtype=index_dtype)
+    out = garbage((len(rows.positions), N_VARS), "float32")
+    bad = kernels.scatter_rows(rows.positions, rows.lengths, rows.data_at, rows.indices_at, N_VARS, out, *rows.likes)
+    assert bad == -1
+    np.testing.assert_array_equal(out, rows.expected)
+
+
+@pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
+def test_scattered_columns_equal_the_columns_of_the_dense_matrix(stored: str, wanted: str) -> None:
+    rows = Rows(data_dtype=stored)
+    out = garbage((len(rows.positions), len(COLUMNS)), wanted)
+    bad = kernels.scatter_columns(
+        rows.positions, rows.lengths, rows.data_at, rows.indices_at, lookup_of(COLUMNS), out, *rows.likes
+    )
+    assert bad == -1
+    np.testing.assert_array_equal(out, rows.expected[:, COLUMNS].astype(wanted))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "index_dtype"),
+    [(*values, "int32") for values in VALUE_DTYPES] + [("float32", "float32", indices) for indices in INDEX_DTYPES],
+)
+def test_copied_csr_rows_equal_those_scipy_takes(stored: str, wanted: str, index_dtype: str) -> None:
+    rows = Rows(data_dtype=stored, index_dtype=index_dtype)
+    twin = rows.matrix[rows.positions]
+    indices, data = garbage((twin.nnz,), "int32"), garbage((twin.nnz,), wanted)
+    bad = kernels.copy_rows_csr(
+        rows.positions,
+        rows.lengths,
+        rows.data_at,
+        rows.indices_at,
+        N_VARS,
+        twin.indptr[:-1].astype(np.int64),
+        indices,
+        data,
+        *rows.likes,
+    )
+    assert bad == -1
+    np.testing.assert_array_equal(indices, twin.indices)
+    np.testing.assert_array_equal(data, twin.data.astype(wanted))
+
+
+def test_copied_csr_columns_equal_those_scipy_takes() -> None:
+    rows = Rows()
+    lookup = lookup_of(COLUMNS)
+    counts = garbage((len(rows.positions),), "int64")
+    assert kernels.count_columns(rows.positions, rows.lengths, rows.indices_at, lookup, counts, rows.likes[1]) == -1
+    np.testing.assert_array_equal(counts, (rows.expected[:, COLUMNS] != 0).sum(axis=1))
+    indptr = np.concatenate(([0], np.cumsum(counts)))
+    indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
+    bad = kernels.copy_columns_csr(
+        rows.positions,
+        rows.lengths,
+        rows.data_at,
+        rows.indices_at,
+        lookup,
+        indptr[:-1],
+        indices,
+        data,
+        *rows.likes,
+    )
+    assert bad == -1
+    got = sp.csr_array((data, indices, indptr), shape=(len(rows.positions), len(COLUMNS)))
+    np.testing.assert_array_equal(got.toarray(), rows.expected[:, COLUMNS])
+
+
+@pytest.mark.parametrize("wrong", [-1, N_VARS, 2**31 - 1])
+def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) -> None:
+    rows = Rows()
+    culprit = 5
+    assert rows.lengths[culprit]
+    indices = rows.indices.copy()
+    indices[rows.matrix.indptr[culprit + 1] - 1] = wrong
+    indices_at = rows.indices_at - np.uint64(address(rows.indices)) + np.uint64(address(indices))
+    positions = np.arange(len(rows.lengths))
+    n = len(positions)
+    everything = np.empty(int(rows.lengths.sum()), "int32"), np.empty(int(rows.lengths.sum()), "float32")
+    indptr = rows.matrix.indptr[:-1].astype(np.int64)
+    lookup = lookup_of(np.arange(N_VARS))
+    where = (positions, rows.lengths, rows.data_at, indices_at)
+    assert kernels.scatter_rows(*where, N_VARS, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
+    assert kernels.scatter_columns(*where, lookup, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
+    assert kernels.copy_rows_csr(*where, N_VARS, indptr, *everything, *rows.likes) == culprit
+    assert kernels.copy_columns_csr(*where, lookup, indptr, *everything, *rows.likes) == culprit
+    counts = np.empty(n, "int64")
+    assert kernels.count_columns(positions, rows.lengths, indices_at, lookup, counts, rows.likes[1]) == culprit
+
+
+def test_a_repeated_column_adds_up_as_in_scipy() -> None:
+    data, indices = np.array([1.0, 2.0, 4.0], "f4"), np.array([3, 0, 3], "i4")
+    out = garbage((1, 4), "float32")
+    where = (
+        np.array([0]),
+        np.array([3]),
+        np.array([address(data)], np.uint64),
+        np.array([address(indices)], np.uint64),
+    )
+    kernels.scatter_rows(*where, 4, out, data[:0], indices[:0])
+    np.testing.assert_array_equal(out, sp.csr_array((data, indices, np.array([0, 3])), shape=(1, 4)).toarray())
+
+
+@pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
+@pytest.mark.parametrize("shift", [0, 1, 3], ids="shifted by {} bytes".format)
+def test_dense_rows_are_copied_from_any_address(stored: str, wanted: str, shift: int) -> None:
+    rng = np.random.default_rng(0)
+    dense = rng.integers(0, 3, (11, N_VARS)).astype(stored)
+    memory = np.frombuffer(bytes(shift) + dense.tobytes(), dtype=np.uint8)
+    rows_at = (address(memory) + shift + np.arange(11) * dense.itemsize * N_VARS).astype(np.uint64)
+    positions = rng.integers(0, 11, 20)
+    out = garbage((20, N_VARS), wanted)
+    kernels.copy_rows(positions, rows_at, out, dense[:0, 0])
+    np.testing.assert_array_equal(out, dense[positions].astype(wanted))
+    out = garbage((20, len(COLUMNS)), wanted)
+    kernels.copy_columns(positions, rows_at, COLUMNS, out, dense[:0, 0])
+    np.testing.assert_array_equal(out, dense[positions][:, COLUMNS].astype(wanted))
+
+
+def test_squeezing_keeps_what_is_not_zero_nan_included() -> None:
+    dense = np.array([[0, 1, np.nan], [0, 0, 0], [2, 0, -0.0]], "f4")
+    counts = garbage((3,), "int64")
+    kernels.count_nonzeros(dense, counts)
+    np.testing.assert_array_equal(counts, [2, 0, 1])
+    indices, data = garbage((3,), "int32"), garbage((3,), "float32")
+    kernels.squeeze(dense, np.array([0, 2, 2]), indices, data)
+    np.testing.assert_array_equal(indices, [1, 2, 0])
+    np.testing.assert_array_equal(data, np.array([1, np.nan, 2], "f4"))
+
+
+@pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is the run with checked bounds")
+def test_every_kernel_keeps_within_its_arrays_when_bounds_are_checked() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float32 or repeated"],
+        env=os.environ | {"NUMBA_BOUNDSCHECK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,534 @@
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import zarr
+from numpy.typing import NDArray
+from recorders import recorded_reads
+
+from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.storage import Columns, Fetched, Matrix, as_matrix, open_matrix
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+real_files = pytest.mark.skipif(not SHARED.exists(), reason="the sample files are not on this machine")
+
+N_OBS, N_VARS = 97, 31
+
+
+def random_csr(*, dtype: str = "float32", seed: int = 0) -> sp.csr_matrix:
+    """A CSR matrix with an empty first, last and middle row."""
+    rng = np.random.default_rng(seed)
+    matrix = sp.random(N_OBS, N_VARS, density=0.2, random_state=rng, format="lil")
+    for row in (0, N_OBS // 2, N_OBS - 1):
+        matrix[row] = 0
+    matrix = sp.csr_matrix(matrix)
+    matrix.data = rng.integers(1, 50, matrix.nnz).astype(dtype)
+    return matrix
+
+
+def random_dense(*, dtype: str = "float32", seed: int = 1) -> NDArray[Any]:
+    return np.random.default_rng(seed).integers(0, 5, (N_OBS, N_VARS)).astype(dtype)
+
+
+def atlas() -> ad.AnnData:
+    counts = random_csr()
+    adata = ad.AnnData(X=counts, layers={"dense": random_dense(), "columns": counts.tocsc()})
+    adata.obsm["X_pca"] = random_dense(dtype="float64", seed=2)[:, :5]
+    adata.raw = adata
+    return adata
+
+
+KEYS = ["X", "raw/X", "layers/dense", "layers/columns", "obsm/X_pca"]
+
+
+def values_of(adata: ad.AnnData, key: str) -> NDArray[Any]:
+    if key == "raw/X":
+        value = adata.raw.X
+    elif key == "X":
+        value = adata.X
+    else:
+        group, _, name = key.partition("/")
+        value = getattr(adata, group)[name]
+    return densified(value) if sp.issparse(value) else np.asarray(value)
+
+
+def densified(matrix: Any) -> NDArray[Any]:
+    """What ``toarray`` returns, for float16 too."""
+    entries = matrix.tocoo()
+    dense = np.zeros(matrix.shape, dtype=matrix.dtype)
+    dense[entries.row, entries.col] = entries.data
+    return dense
+
+
+def write_h5ad(adata: ad.AnnData, path: Path, **kwargs: Any) -> Path:
+    path = path.with_suffix(".h5ad")
+    adata.write_h5ad(path, **kwargs)
+    return path
+
+
+def write_zarr(adata: ad.AnnData, path: Path, *, zarr_format: int, shards: bool = False) -> Path:
+    path = path.with_suffix(".zarr")
+    group = zarr.open_group(path, mode="w", zarr_format=zarr_format)
+
+    def write(func: Any, store: Any, k: str, elem: Any, dataset_kwargs: Any, iospec: Any) -> None:
+        matrix = isinstance(elem, np.ndarray) and elem.dtype.kind in "iuf" and elem.size > 100
+        kwargs = {}
+        if matrix or sp.issparse(elem):
+            # Small chunks, so that runs cross them.
+            kwargs = {"chunks": (10,) * getattr(elem, "ndim", 1)} if matrix else {"chunks": (10,)}
+            if shards:
+                kwargs["shards"] = tuple(4 * length for length in kwargs["chunks"])
+        func(store, k, elem, dataset_kwargs={**dataset_kwargs, **kwargs})
+
+    settings: dict[str, Any] = {"zarr_write_format": zarr_format}
+    if hasattr(ad.settings, "auto_shard_zarr_v3"):
+        settings["auto_shard_zarr_v3"] = False
+    with ad.settings.override(**settings):
+        ad.experimental.write_dispatched(group, "/", adata, write)
+    return path
+
+
+def write_zip(adata: ad.AnnData, path: Path) -> Path:
+    directory = write_zarr(adata, path, zarr_format=2)
+    zipped = path.with_suffix(".zarr.zip")
+    with zipfile.ZipFile(zipped, "w") as archive:
+        for file in sorted(directory.rglob("*")):
+            if file.is_file():
+                archive.write(file, file.relative_to(directory))
+    return zipped
+
+
+WRITERS: dict[str, Callable[[ad.AnnData, Path], Path]] = {
+    "h5ad": write_h5ad,
+    "gzip h5ad": lambda adata, path: write_h5ad(adata, path, compression="gzip"),
+    "lzf h5ad": lambda adata, path: write_h5ad(adata, path, compression="lzf"),
+    "zarr v2": lambda adata, path: write_zarr(adata, path, zarr_format=2),
+    "zarr v3": lambda adata, path: write_zarr(adata, path, zarr_format=3),
+    "sharded zarr v3": lambda adata, path: write_zarr(adata, path, zarr_format=3, shards=True),
+    "zipped zarr": write_zip,
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read neighbouring runs apart, as in a file that is larger than the gap worth reading over."""
+    monkeypatch.setattr("dasksc.storage.hdf5._GAP_BYTES", 8)
+    monkeypatch.setattr("dasksc.storage.zarr._GAP_BYTES", 8)
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WRITERS[request.param](atlas(), tmp_path_factory.mktemp("atlas") / "atlas")
+
+
+@pytest.fixture
+def h5ad(tmp_path: Path) -> Path:
+    return write_h5ad(atlas(), tmp_path / "atlas")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return write_zarr(atlas(), tmp_path / "atlas", zarr_format=3)
+
+
+def check_fetched(fetched: Fetched, expected: NDArray[Any]) -> None:
+    """Check every way of gathering from `fetched`, whose rows are those of `expected`."""
+    n_rows, n_vars = expected.shape
+    rng = np.random.default_rng(3)
+    assert fetched.shape == expected.shape
+    assert isinstance(fetched, Fetched)
+    every_other = Columns(positions=rng.permutation(n_vars)[::2], n_vars=n_vars)
+    for positions in (rng.permutation(n_rows), rng.integers(0, max(n_rows, 1), min(n_rows, 9))):
+        for columns in (None, every_other):
+            twin = expected[positions]
+            if columns is not None:
+                twin = twin[:, columns.positions]
+            for dtype in (expected.dtype, np.dtype("float32"), np.dtype("float16")):
+                out = np.full(twin.shape, 7, dtype=dtype)
+                fetched.gather(positions, out=out, columns=columns)
+                np.testing.assert_array_equal(out, twin.astype(dtype))
+            indptr, indices, data = fetched.gather_csr(positions, columns=columns)
+            assert (indptr.dtype, indices.dtype, data.dtype) == (np.int64, np.int32, expected.dtype)
+            assert len(indptr) == len(twin) + 1
+            got = np.zeros_like(twin)
+            got[np.repeat(np.arange(len(twin)), np.diff(indptr)), indices] = data
+            np.testing.assert_array_equal(got, twin)
+            *_, data = fetched.gather_csr(positions, columns=columns, dtype=np.dtype("float16"))
+            assert data.dtype == np.float16
+
+
+def check_matrix(matrix: Matrix, expected: NDArray[Any]) -> None:
+    assert isinstance(matrix, Matrix)
+    assert (matrix.shape, matrix.dtype) == (expected.shape, expected.dtype)
+    n_obs = len(expected)
+    rng = np.random.default_rng(4)
+    for rows in (
+        np.arange(n_obs),
+        np.sort(rng.integers(0, n_obs, 3 * n_obs)),
+        np.array([n_obs - 1]),
+        np.arange(0, n_obs, 7),
+        np.empty(0, dtype=np.int64),
+    ):
+        fetched = matrix.fetch(rows)
+        assert (fetched.dtype, fetched.layout) == (matrix.dtype, matrix.layout)
+        check_fetched(fetched, expected[rows])
+    check_fetched(fetched.compact(), expected[rows])
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_fetched_rows_equal_those_anndata_reads(written: Path, key: str) -> None:
+    check_matrix(open_matrix(written, key), values_of(atlas(), key))
+
+
+def test_a_matrix_and_what_it_fetched_read_the_same_after_pickling(written: Path) -> None:
+    rows = np.array([3, 4, 4, 50])
+    for key in KEYS:
+        expected = values_of(atlas(), key)[rows]
+        matrix = pickle.loads(pickle.dumps(open_matrix(written, key)))
+        fetched = matrix.fetch(rows)
+        check_fetched(fetched, expected)
+        check_fetched(fetched.compact(), expected)
+        check_fetched(pickle.loads(pickle.dumps(fetched)), expected)
+
+
+def test_a_matrix_that_has_read_pickles_small(h5ad: Path) -> None:
+    matrix = open_matrix(h5ad, "layers/columns")
+    matrix.fetch(np.arange(N_OBS))
+    assert len(pickle.dumps(matrix)) < 2_000
+
+
+def test_threads_fetch_and_gather_at_once(written: Path) -> None:
+    matrix = open_matrix(written, "X")
+    expected = values_of(atlas(), "X")
+    shared = matrix.fetch(np.arange(N_OBS))
+
+    def work(seed: int) -> None:
+        rows = np.sort(np.random.default_rng(seed).integers(0, N_OBS, 40))
+        out = np.empty((40, N_VARS), dtype=np.float32)
+        matrix.fetch(rows).gather(np.arange(40), out=out)
+        np.testing.assert_array_equal(out, expected[rows])
+        shared.gather(rows, out=out)
+        np.testing.assert_array_equal(out, expected[rows])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(16)))
+
+
+def _fetch_in_child(matrix: Matrix, rows: NDArray[np.int64], expected: NDArray[Any]) -> None:
+    out = np.empty(expected.shape, dtype=expected.dtype)
+    matrix.fetch(rows).gather(np.arange(len(rows)), out=out)
+    if not np.array_equal(out, expected):
+        sys.exit("the child read other values")
+
+
+def test_a_matrix_that_was_read_before_is_read_in_a_forked_child(written: Path) -> None:
+    rows = np.arange(0, N_OBS, 5)
+    matrix = open_matrix(written, "X")
+    matrix.fetch(rows)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_fetch_in_child, args=(matrix, rows, values_of(atlas(), "X")[rows]))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("key", ["X", "layers/dense"])
+def test_opening_reads_nothing_of_the_matrix(written: Path, key: str) -> None:
+    with recorded_reads() as reads:
+        open_matrix(written, key)
+    assert reads.of(key) == []
+
+
+def test_a_fetch_reads_the_wanted_rows_only(written: Path) -> None:
+    rows = np.array([3, 4, 4, 50])
+    wanted = int(np.diff(random_csr().indptr)[rows].sum())
+    matrix = open_matrix(written, "X")
+    with recorded_reads() as reads:
+        matrix.fetch(rows)
+    for name in ("data", "indices"):
+        assert reads.n_calls(f"X/{name}") == 1
+        assert reads.n_items(f"X/{name}") == wanted
+
+
+def test_a_long_indptr_is_never_read_whole(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dasksc.storage.matrices._INDPTR_KEPT_BYTES", 0)
+    matrix = open_matrix(written, "X")
+    rows = np.array([3, 4, 50])
+    with recorded_reads() as reads:
+        matrix.fetch(rows)
+    assert reads.n_items("X/indptr") == 6
+    check_matrix(matrix, values_of(atlas(), "X"))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float64"])
+@pytest.mark.parametrize("writer", ["h5ad", "zarr v3"])
+def test_every_numeric_dtype_reads_as_it_was_written(dtype: str, writer: str, tmp_path: Path) -> None:
+    adata = ad.AnnData(X=random_dense(dtype=dtype))
+    if dtype != "float16":  # scipy has no sparse float16
+        adata.layers["sparse"] = random_csr(dtype=dtype)
+    path = WRITERS[writer](adata, tmp_path / "atlas")
+    for key in ("X", *(f"layers/{name}" for name in adata.layers)):
+        check_matrix(open_matrix(path, key), values_of(adata, key))
+
+
+@pytest.mark.parametrize("index_dtype", ["uint16", "uint32", "int64", "uint64"])
+def test_indices_of_any_integer_type_are_read(index_dtype: str, h5ad: Path) -> None:
+    with h5py.File(h5ad, "r+") as file:
+        for name in ("indices", "indptr"):
+            values = file[f"X/{name}"][:]
+            del file[f"X/{name}"]
+            file[f"X/{name}"] = values.astype(index_dtype)
+    matrix = open_matrix(h5ad, "X")
+    check_matrix(matrix, values_of(atlas(), "X"))
+
+
+def test_big_endian_arrays_are_read(tmp_path: Path) -> None:
+    expected = random_dense(dtype="int32")
+    with h5py.File(tmp_path / "big.h5ad", "w") as file:
+        file["X"] = expected.astype(">i4")
+    zarr.open_group(tmp_path / "big.zarr", mode="w", zarr_format=2).create_array("X", data=expected.astype(">i4"))
+    for name in ("big.h5ad", "big.zarr"):
+        check_matrix(open_matrix(tmp_path / name, "X"), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (0, 0)])
+@pytest.mark.parametrize("writer", ["h5ad", "zarr v2", "zarr v3"])
+def test_matrices_without_rows_or_columns_are_read(shape: tuple[int, int], writer: str, tmp_path: Path) -> None:
+    adata = ad.AnnData(X=sp.csr_matrix(shape, dtype="float32"), layers={"dense": np.ones(shape, "float32")})
+    path = WRITERS[writer](adata, tmp_path / "atlas")
+    for key in ("X", "layers/dense"):
+        expected = values_of(adata, key)
+        matrix = open_matrix(path, key)
+        assert matrix.shape == shape
+        check_fetched(matrix.fetch(np.arange(shape[0])), expected)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x,
+        sp.csr_array,
+        lambda x: x.tocsc(),
+        lambda x: x.tocoo(),
+        lambda x: x.toarray(),
+        lambda x: np.asfortranarray(x.toarray()),
+        lambda x: x.toarray().astype(">f4"),
+        lambda x: x.toarray()[:, ::-1][:, ::-1],
+    ],
+    ids=["csr_matrix", "csr_array", "csc", "coo", "dense", "fortran", "big-endian", "strided"],
+)
+def test_arrays_in_memory_are_matrices_too(convert: Callable[[Any], Any]) -> None:
+    matrix = as_matrix(convert(random_csr()), "mine")
+    assert matrix.label == "mine"
+    check_matrix(matrix, random_csr().toarray())
+    check_matrix(pickle.loads(pickle.dumps(matrix)), random_csr().toarray())
+
+
+def test_arrays_in_memory_are_not_copied() -> None:
+    for array in (random_csr(), random_dense()):
+        assert as_matrix(array, "mine").fetch(np.arange(N_OBS)).nbytes == 0
+
+
+@pytest.mark.parametrize("array", [np.zeros(3), np.zeros((3, 3, 3)), np.array([["a"]]), np.zeros((2, 2), "complex64")])
+def test_what_is_not_a_matrix_of_numbers_is_refused(array: NDArray[Any]) -> None:
+    with pytest.raises(InputError, match="mine"):
+        as_matrix(array, "mine")
+
+
+def test_a_matrix_stored_by_columns_says_what_it_costs(h5ad: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dasksc"):
+        open_matrix(h5ad, "layers/columns")
+    (message,) = caplog.messages
+    assert "GB" in message
+    assert "tocsr()" in message
+
+
+def test_nothing_at_the_path(tmp_path: Path) -> None:
+    with pytest.raises(MissingPathError, match="there is nothing at"):
+        open_matrix(tmp_path / "none.h5ad", "X")
+
+
+def test_a_directory_that_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="not a Zarr store"):
+        open_matrix(tmp_path, "X")
+
+
+def test_a_file_that_is_no_store(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not an atlas")
+    with pytest.raises(StorageError, match="not an HDF5 file"):
+        open_matrix(path, "X")
+
+
+def test_a_missing_key_lists_those_there_are(written: Path) -> None:
+    with pytest.raises(MissingKeyError, match="layers/columns, layers/dense, obsm/X_pca") as caught:
+        open_matrix(written, "layers/spliced")
+    assert "'layers/spliced'" in str(caught.value)
+
+
+def test_a_group_that_is_no_matrix_is_refused(written: Path) -> None:
+    with pytest.raises(InputError, match="dataframe"):
+        open_matrix(written, "obs")
+
+
+def test_strings_are_refused(written: Path) -> None:
+    with pytest.raises(InputError, match="can be read"):
+        open_matrix(written, "obs/_index")
+
+
+def test_a_matrix_without_one_of_its_arrays_is_refused(h5ad: Path) -> None:
+    with h5py.File(h5ad, "r+") as file:
+        del file["X/indices"]
+    with pytest.raises(CorruptDataError, match="without its indices"):
+        open_matrix(h5ad, "X")
+
+
+def test_a_truncated_h5ad_is_refused(h5ad: Path) -> None:
+    whole = h5ad.read_bytes()
+    h5ad.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CorruptDataError, match="truncated"):
+        open_matrix(h5ad, "X")
+
+
+@pytest.mark.parametrize("change", ["replaced", "truncated", "removed"])
+def test_a_file_that_changed_since_it_was_opened_is_refused(h5ad: Path, change: str) -> None:
+    matrix = open_matrix(h5ad, "X")
+    matrix.fetch(np.arange(5))
+    if change == "replaced":
+        other = h5ad.with_name("other.h5ad")
+        write_h5ad(atlas()[:, ::-1].copy(), other)
+        other.rename(h5ad)
+    elif change == "truncated":
+        h5ad.write_bytes(h5ad.read_bytes()[:2000])
+    else:
+        h5ad.unlink()
+    with pytest.raises(CorruptDataError, match="since it was opened"):
+        matrix.fetch(np.arange(5))
+
+
+def test_a_zarr_store_that_was_replaced_is_refused(store: Path) -> None:
+    matrix = open_matrix(store, "X")
+    write_zarr(atlas()[:50].copy(), store, zarr_format=3)
+    with pytest.raises(CorruptDataError, match="since it was opened"):
+        matrix.fetch(np.arange(5))
+
+
+def test_a_broken_zarr_chunk_is_named_with_its_row(store: Path) -> None:
+    chunks = sorted((store / "X" / "data" / "c").iterdir(), key=lambda path: int(path.name))
+    chunks[4].write_bytes(b"not what was there")
+    matrix = open_matrix(store, "X")
+    matrix.fetch(np.array([1, 2]))
+    indptr = random_csr().indptr
+    row = int(np.searchsorted(indptr, 40, side="right")) - 1
+    with pytest.raises(CorruptDataError, match=rf"X/data: row {row} cannot be read"):
+        matrix.fetch(np.array([1, row]))
+
+
+@pytest.mark.parametrize("wrong", [N_VARS, -1, 2**31 - 1])
+def test_a_column_number_outside_the_matrix_is_named_with_its_row(h5ad: Path, wrong: int) -> None:
+    row = 20
+    with h5py.File(h5ad, "r+") as file:
+        file["X/indices"][file["X/indptr"][row]] = wrong
+    fetched = open_matrix(h5ad, "X").fetch(np.array([3, row, 40]))
+    columns = Columns(positions=np.arange(3), n_vars=N_VARS)
+    for use in (
+        lambda: fetched.gather(np.array([1]), out=np.empty((1, N_VARS))),
+        lambda: fetched.gather(np.array([1]), out=np.empty((1, 3)), columns=columns),
+        lambda: fetched.gather_csr(np.array([1])),
+        lambda: fetched.gather_csr(np.array([1]), columns=columns),
+        lambda: fetched.compact(),
+        lambda: pickle.dumps(fetched),
+    ):
+        with pytest.raises(CorruptDataError, match=rf"atlas.h5ad:/X/indices: row {row} has a column outside"):
+            use()
+    fetched.gather(np.array([0, 2]), out=np.empty((2, N_VARS)))
+
+
+@pytest.mark.parametrize("value", [0, -5, 10**6])
+def test_an_indptr_that_decreases_or_leaves_the_data_is_named_with_its_row(h5ad: Path, value: int) -> None:
+    with h5py.File(h5ad, "r+") as file:
+        file["X/indptr"][21] = value
+    matrix = open_matrix(h5ad, "X")
+    matrix.fetch(np.array([19, 22]))
+    with pytest.raises(CorruptDataError, match=r"atlas.h5ad:/X/indptr: row 20 "):
+        matrix.fetch(np.array([19, 20]))
+
+
+@pytest.mark.parametrize("name", ["indptr", "indices", "data"])
+def test_arrays_that_do_not_fit_each_other_are_refused(h5ad: Path, name: str) -> None:
+    with h5py.File(h5ad, "r+") as file:
+        values = file[f"X/{name}"][:-1]
+        del file[f"X/{name}"]
+        file[f"X/{name}"] = values
+    with pytest.raises(CorruptDataError, match="X"):
+        open_matrix(h5ad, "X")
+
+
+@pytest.mark.parametrize("rows", [[5, 4], [-1, 3], [N_OBS], [[1]], [0.5]])
+def test_rows_that_do_not_ascend_or_leave_the_matrix_are_refused(h5ad: Path, rows: list[Any]) -> None:
+    for key in ("X", "layers/dense", "layers/columns"):
+        with pytest.raises(InputError, match="rows must"):
+            open_matrix(h5ad, key).fetch(np.array(rows))
+
+
+def test_a_gather_that_does_not_fit_is_refused(h5ad: Path) -> None:
+    for key in ("X", "layers/dense"):
+        fetched = open_matrix(h5ad, key).fetch(np.arange(10))
+        with pytest.raises(InputError, match="out must"):
+            fetched.gather(np.arange(3), out=np.empty((2, N_VARS)))
+        with pytest.raises(InputError, match="out must"):
+            fetched.gather(np.arange(3), out=np.empty((N_VARS, 3)).T)
+        with pytest.raises(InputError, match="positions must"):
+            fetched.gather(np.array([10]), out=np.empty((1, N_VARS)))
+        columns = Columns(positions=np.arange(2), n_vars=3)
+        with pytest.raises(InputError, match="columns"):
+            fetched.gather(np.array([1]), out=np.empty((1, 2)), columns=columns)
+
+
+@pytest.mark.parametrize("positions", [[0, 0], [-1], [3]])
+def test_columns_that_repeat_or_leave_the_matrix_are_refused(positions: list[int]) -> None:
+    with pytest.raises(InputError):
+        Columns(positions=np.array(positions), n_vars=3)
+
+
+@real_files
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(SHARED)) for path in SHARED.rglob("*.h5ad")))
+def test_every_matrix_of_the_real_files_equals_what_anndata_reads(name: str) -> None:
+    path = SHARED / name
+    adata = ad.read_h5ad(path)
+    keys = ["X"] if adata.X is not None else []
+    keys += [f"layers/{key}" for key in adata.layers if key is not None]
+    keys += [f"obsm/{key}" for key, value in adata.obsm.items() if isinstance(value, np.ndarray | sp.spmatrix)]
+    keys += ["raw/X"] if adata.raw is not None else []
+    for key in keys:
+        check_matrix(open_matrix(path, key), values_of(adata, key))
+
+
+@real_files
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", ["v0.7.0", "v0.7.8"])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zipped", "unzipped"])
+def test_every_matrix_of_the_real_zarr_stores_equals_what_anndata_reads(
+    version: str, zipped: bool, tmp_path: Path
+) -> None:
+    archive = SHARED / "anndata-archives" / version / "adata.zarr.zip"
+    with zipfile.ZipFile(archive) as file:
+        file.extractall(tmp_path / "adata.zarr")
+    adata = ad.read_zarr(tmp_path / "adata.zarr")
+    path = archive if zipped else tmp_path / "adata.zarr"
+    for key in ("X", "raw/X", "layers/array", "layers/sparse", "obsm/array", "obsm/sparse"):
+        check_matrix(open_matrix(path, key), values_of(adata, key))
