@@ -16,24 +16,23 @@ from numbers import Integral
 from typing import Any
 
 import cloudpickle
-import dask
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
 from dask.array.chunk import getitem
 from dask.base import normalize_token, tokenize
-from dask.utils import format_bytes, parse_bytes
+from dask.utils import format_bytes
 from numpy.typing import NDArray
 
+from dasksc import config
 from dasksc.errors import InputError
 from dasksc.storage import Columns, Fetched, Matrix, as_matrix
+from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
 __all__ = ["DaskMatrix", "MatrixRows", "chunk_rows_for", "gather_block", "matrix_of", "row_bytes", "to_dask"]
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_CHUNK_BYTES = "64 MiB"
 
 # A CSR matrix that does not know how many values it stores is taken to hold this share of them.
 ASSUMED_DENSITY = 0.1
@@ -149,7 +148,7 @@ def gather_block(
 
 def chunk_rows_for(*matrices: Matrix) -> int:
     """Rows per chunk, so that a chunk of the widest matrix holds about ``dasksc.chunk-bytes``."""
-    budget = parse_bytes(dask.config.get("dasksc.chunk-bytes", DEFAULT_CHUNK_BYTES))
+    budget = config.get_bytes("chunk-bytes")
     return max(1, int(budget / max(row_bytes(matrix) for matrix in matrices)))
 
 
@@ -170,6 +169,7 @@ class DaskMatrix:
     def __init__(self, array: da.Array, label: str | None = None) -> None:
         self._array = array
         self._label = label or f"Dask array {array.name}"
+        self._layout = _layout_of(array)
         self._bounds = np.concatenate([[0], np.cumsum(array.chunks[0])]).astype(np.int64)
 
     @property
@@ -192,7 +192,7 @@ class DaskMatrix:
     @property
     def layout(self) -> Layout:
         """``"csr"`` if the array's meta is sparse, else ``"dense"``."""
-        return _layout_of(self._array)
+        return self._layout
 
     @property
     def label(self) -> str:
@@ -214,10 +214,10 @@ class DaskMatrix:
 
         Raises
         ------
-        IndexError
-            If any row lies outside [0, n_obs).
+        InputError
+            If rows do not ascend within [0, n_obs).
         """
-        check_rows(rows, self.shape[0], self.label)
+        rows = check_rows(self.label, self.shape[0], rows)
         kept = [
             self._block(number, rows[start:stop] - self._bounds[number])
             for number, start, stop in _runs_by_block(rows, self._bounds)
@@ -255,14 +255,17 @@ class MatrixRows:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Rows, columns."""
         return self.matrix.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """Type of the values."""
         return self.matrix.dtype
 
     @property
     def ndim(self) -> int:
+        """Two."""
         return 2
 
     def __len__(self) -> int:
@@ -343,16 +346,6 @@ def _as_range(index: Any) -> Any:
     return slice(index, index + 1 or None) if isinstance(index, Integral) else index
 
 
-def check_rows(rows: NDArray[np.int64], n_obs: int, label: str) -> None:
-    """Refuse rows that are not ascending or lie outside [0, n_obs)."""
-    if len(rows) == 0:
-        return
-    if rows[0] < 0 or rows[-1] >= n_obs:
-        raise IndexError(f"{label}: rows {rows[0]} to {rows[-1]} were asked for; it has {n_obs} rows")
-    if np.any(np.diff(rows) < 0):
-        raise IndexError(f"{label}: rows must ascend; got {rows}")
-
-
 def _runs_by_block(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
     """Each block that ascending `rows` touch: its number, and the half-open range of `rows` inside it."""
     cuts = np.searchsorted(rows, bounds)
@@ -379,15 +372,9 @@ def _as_layout(block: Any, layout: Layout) -> NDArray[Any] | sp.csr_matrix:
     return block.toarray() if sp.issparse(block) else np.asarray(block)
 
 
-def _stack(
-    blocks: list[Any], layout: Layout, n_columns: int, dtype: np.dtype[Any]
-) -> NDArray[Any] | sp.csr_matrix:
+def _stack(blocks: list[Any], layout: Layout, n_columns: int, dtype: np.dtype[Any]) -> NDArray[Any] | sp.csr_matrix:
     if not blocks:
-        return (
-            sp.csr_matrix((0, n_columns), dtype=dtype)
-            if layout == "csr"
-            else np.empty((0, n_columns), dtype=dtype)
-        )
+        return sp.csr_matrix((0, n_columns), dtype=dtype) if layout == "csr" else np.empty((0, n_columns), dtype=dtype)
     if len(blocks) == 1:
         return blocks[0]
     return sp.csr_matrix(sp.vstack(blocks, format="csr")) if layout == "csr" else np.concatenate(blocks)

@@ -67,7 +67,7 @@ def make_values(
     density: float = 0.3,
     seed: int = 0,
 ) -> sp.csr_matrix | NDArray[Any]:
-    """Counts of which no two nonzero ones are equal (up to the dtype), with an empty row and an empty column."""
+    """Counts, no two nonzero ones equal (as far as the dtype goes), with an empty row and an empty column."""
     rng = np.random.default_rng(seed)
     values = np.arange(1, n_obs * n_vars + 1).reshape(n_obs, n_vars).astype(dtype)
     values[rng.random(values.shape) >= density] = 0
@@ -77,7 +77,7 @@ def make_values(
 
 
 def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
-    """An obs table with a column of every kind that an AnnData file can hold, with and without missing values."""
+    """An obs table with a column of every kind that AnnData stores, with and without missing values."""
     rng = np.random.default_rng(seed)
     index = pd.Index([f"cell{i}" for i in range(n_obs)])
     missing = rng.random(n_obs) < 0.25
@@ -108,7 +108,7 @@ def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
 def make_adata(
     n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32
 ) -> ad.AnnData:
-    """An AnnData with obs of every kind, layers of both layouts, and obsm that are dense, sparse and a table."""
+    """An AnnData with obs of every kind, layers of both layouts, and obsm dense, sparse and a table."""
     obs = make_obs(n_obs)
     return ad.AnnData(
         X=make_values(n_obs, n_vars, layout=layout, dtype=dtype),
@@ -136,10 +136,11 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
         adata.write_h5ad(path)
         return path
     path = folder / f"{name}.{format}.zarr"
-    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=int(format[-1])):
+    with warnings.catch_warnings():
         # Of formats and defaults that are to come.
         warnings.simplefilter("ignore")
-        adata.write_zarr(path)
+        with ad.settings.override(zarr_write_format=int(format[-1])):
+            adata.write_zarr(path)
     return path
 
 

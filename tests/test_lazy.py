@@ -1,0 +1,303 @@
+"""A matrix as a Dask array and back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from dask.callbacks import Callback
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.lazy import DaskMatrix, chunk_rows_for, gather_block, matrix_of, to_dask
+from dasksc.storage import Fetched, Matrix, as_matrix, open_matrix
+from tests.data import LAYOUTS, dense, make_adata, make_values, write_store
+
+N_OBS, N_VARS = 60, 17
+
+
+@dataclass
+class Recorded:
+    """A matrix that records the rows of each fetch."""
+
+    inner: Matrix
+    fetches: list[list[int]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "layout", "label", "nnz"):
+            return getattr(self.inner, name)
+        raise AttributeError(name)
+
+    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+        self.fetches.append(rows.tolist())
+        return self.inner.fetch(rows)
+
+    def __dask_tokenize__(self) -> object:
+        return id(self)
+
+
+def recorded(layout: str, dtype: Any = np.float32) -> tuple[Recorded, NDArray[Any]]:
+    values = make_values(N_OBS, N_VARS, layout=layout, dtype=dtype)
+    return Recorded(as_matrix(values, "recorded:/X")), dense(values)
+
+
+def read(matrix: Matrix, rows: NDArray[np.int64]) -> NDArray[Any]:
+    return dense(gather_block(matrix.fetch(rows), np.arange(len(rows))))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint16"])
+def test_the_array_has_the_shape_dtype_meta_and_values_of_the_matrix(layout: str, dtype: str) -> None:
+    matrix, values = recorded(layout, dtype)
+    array = to_dask(matrix, chunk_rows=13)
+    assert array.shape == values.shape
+    assert array.dtype == values.dtype
+    assert array.chunks == ((13, 13, 13, 13, 8), (N_VARS,))
+    kind = sp.csr_matrix if layout == "csr" else np.ndarray
+    assert type(array._meta) is kind
+    computed = array.compute(scheduler="synchronous")
+    assert type(computed) is kind
+    assert computed.dtype == values.dtype
+    np.testing.assert_array_equal(dense(computed), values)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chunk_is_one_task_and_one_fetch_of_its_rows(layout: str) -> None:
+    matrix, _ = recorded(layout)
+    array = to_dask(matrix, chunk_rows=20)
+    assert matrix.fetches == []
+    # The matrix itself is one node of the graph, shared by the three tasks.
+    assert len(dict(array.dask)) == 3 + 1
+    array.blocks[1].compute(scheduler="synchronous")
+    assert matrix.fetches == [list(range(20, 40))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_slice_reads_its_own_rows_only(layout: str) -> None:
+    matrix, values = recorded(layout)
+    array = to_dask(matrix, chunk_rows=20)
+    np.testing.assert_array_equal(dense(array[:10].compute(scheduler="synchronous")), values[:10])
+    np.testing.assert_array_equal(dense(array[27:36:2, ::3].compute(scheduler="synchronous")), values[27:36:2, ::3])
+    assert matrix.fetches == [list(range(10)), list(range(27, 36, 2))]
+
+
+INDICES = [
+    (slice(None), slice(None)),
+    (slice(5, 50, 7), slice(None)),
+    (slice(None, None, -1), slice(2, 9)),
+    ([50, 3, 3, 21], slice(None)),
+    (slice(None), [5, 0, 16]),
+    (slice(None), [5, 5, 0]),
+    (slice(4, 4), slice(None)),
+    (np.arange(N_OBS) % 3 == 0, slice(None)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+def test_any_index_gives_what_it_gives_in_memory(layout: str, index: Any, chunk_rows: int) -> None:
+    matrix, values = recorded(layout)
+    array = to_dask(matrix, chunk_rows=chunk_rows)
+    got = array[index].compute(scheduler="synchronous")
+    np.testing.assert_array_equal(dense(got), values[index])
+
+
+@pytest.mark.parametrize("row", [0, 12, -1])
+def test_one_row_or_one_column_of_a_dense_array_is_one_dimensional(row: int) -> None:
+    matrix, values = recorded("dense")
+    array = to_dask(matrix, chunk_rows=7)
+    np.testing.assert_array_equal(array[row].compute(), values[row])
+    np.testing.assert_array_equal(array[:, 3].compute(), values[:, 3])
+    np.testing.assert_array_equal(array[row, 3:6].compute(), values[row, 3:6])
+
+
+def test_chunks_are_as_large_as_configured() -> None:
+    layer = as_matrix(np.zeros((100, 50), dtype=np.float32), "layers/x")
+    with dask.config.set({"dasksc.chunk-bytes": 10 * 50 * 4}):
+        assert to_dask(layer).chunks[0] == (10,) * 10
+    with dask.config.set({"dasksc.chunk-bytes": "1 B"}):
+        assert to_dask(layer).chunks[0] == (1,) * 100
+    assert to_dask(layer).chunks[0] == (100,)
+
+
+def test_sparse_chunks_are_sized_by_the_values_stored() -> None:
+    sparse = as_matrix(make_values(200, 50, layout="csr", density=0.02), "X")
+    full = as_matrix(make_values(200, 50, layout="csr", density=1), "X")
+    with dask.config.set({"dasksc.chunk-bytes": 2000}):
+        assert chunk_rows_for(sparse) > 5 * chunk_rows_for(full)
+        assert chunk_rows_for(sparse, full) == chunk_rows_for(full)
+
+
+def test_an_empty_matrix_has_one_empty_chunk() -> None:
+    for empty in (sp.csr_matrix((0, 5)), np.empty((0, 5))):
+        array = to_dask(as_matrix(empty, "X"))
+        assert array.shape == array.compute().shape == (0, 5)
+        assert matrix_of(array).shape == (0, 5)
+
+
+def test_a_chunk_of_no_rows_is_refused() -> None:
+    with pytest.raises(InputError, match="chunk_rows=0"):
+        to_dask(recorded("csr")[0], chunk_rows=0)
+
+
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_the_same_file_opened_twice_gives_the_same_keys(tmp_path: Path, format: str) -> None:
+    path = write_store(make_adata(), tmp_path, format)
+    names = [to_dask(open_matrix(path, key)).name for key in ("X", "X", "layers/counts")]
+    assert names[0] == names[1] != names[2]
+    assert names[0].startswith(f"dasksc-{path.name}:X-")
+
+
+def test_a_file_that_was_replaced_gives_other_keys(tmp_path: Path) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    before = to_dask(open_matrix(path, "X")).name
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert to_dask(open_matrix(path, "X")).name != before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_matrix_of_our_array_is_the_one_it_was_made_of(layout: str) -> None:
+    matrix, _ = recorded(layout)
+    assert matrix_of(to_dask(matrix)) is matrix
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_the_matrix_is_found_after_pickling(tmp_path: Path, dumps: Any) -> None:
+    adata = make_adata()
+    path = write_store(adata, tmp_path, "h5ad")
+    array = pickle.loads(dumps(to_dask(open_matrix(path, "X"))))
+    matrix = matrix_of(array)
+    assert not isinstance(matrix, DaskMatrix)
+    rows = np.array([3, 7, 7, 41])
+    np.testing.assert_array_equal(read(matrix, rows), dense(adata.X)[rows])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_elementwise_functions_keep_the_kind_of_chunk(layout: str) -> None:
+    matrix, values = recorded(layout)
+    logged = da.log1p(to_dask(matrix, chunk_rows=13))
+    assert isinstance(logged.compute(), sp.csr_matrix if layout == "csr" else np.ndarray)
+    np.testing.assert_array_equal(dense(logged.compute()), np.log1p(values))
+
+
+def computed_array(kind: str) -> tuple[da.Array, NDArray[Any]]:
+    """An array whose rows only computing its chunks can give."""
+    rng = np.random.default_rng(0)
+    values = np.where(rng.random((N_OBS, N_VARS)) < 0.3, rng.random((N_OBS, N_VARS)), 0)
+    array = da.from_array(values, chunks=(13, 5))
+    if kind == "dense":
+        return array, values
+    to = {"csr": sp.csr_matrix, "csr_array": sp.csr_array, "csc": sp.csc_matrix}[kind]
+    return array.map_blocks(to, meta=to((0, 0), dtype=float)), values
+
+
+@pytest.mark.parametrize("kind", ["dense", "csr", "csr_array", "csc"])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(st.integers(0, N_OBS - 1), max_size=40).map(sorted))
+def test_a_dask_matrix_gives_the_rows_of_the_computed_array(kind: str, rows: list[int]) -> None:
+    array, values = computed_array(kind)
+    matrix = DaskMatrix(array)
+    assert isinstance(matrix, Matrix)
+    assert matrix.shape == values.shape
+    assert matrix.dtype == values.dtype
+    assert matrix.layout == ("dense" if kind == "dense" else "csr")
+    taken = np.array(rows, dtype=np.int64)
+    fetched = matrix.fetch(taken)
+    assert fetched.shape == (len(rows), N_VARS)
+    assert fetched.layout == matrix.layout
+    np.testing.assert_array_equal(read(matrix, taken), values[taken])
+
+
+def test_a_dask_matrix_computes_only_the_chunks_that_the_rows_touch() -> None:
+    blocks = []
+
+    def seen(block: NDArray[Any], block_info: Any = None) -> NDArray[Any]:
+        blocks.append(block_info[0]["chunk-location"][0])
+        return block
+
+    array, _ = computed_array("dense")
+    matrix = DaskMatrix(array.map_blocks(seen, dtype=float, meta=np.empty((0, 0))))
+    matrix.fetch(np.array([0, 1, 27, 27, 30]))
+    # Four chunks of columns each.
+    assert sorted(blocks) == [0] * 4 + [2] * 4
+
+
+def test_a_dask_matrix_trusts_the_values_more_than_the_meta() -> None:
+    array, values = computed_array("dense")
+    # A map_blocks without meta= keeps that of its input.
+    lying = array.map_blocks(sp.csr_matrix, meta=np.empty((0, 0)))
+    np.testing.assert_array_equal(read(DaskMatrix(lying), np.arange(N_OBS)), values)
+
+
+def test_a_dask_matrix_pickles_with_the_lambdas_in_it() -> None:
+    array, values = computed_array("dense")
+    matrix = DaskMatrix(array.map_blocks(lambda block: block + 1))
+    again = pickle.loads(pickle.dumps(matrix))
+    rows = np.array([1, 50])
+    np.testing.assert_array_equal(read(again, rows), values[rows] + 1)
+    assert again.label == matrix.label
+
+
+def test_a_dask_matrix_reports_nothing_to_the_callbacks_of_the_computation_around_it() -> None:
+    array, _ = computed_array("dense")
+    matrix = DaskMatrix(array)
+    started = []
+    with Callback(start=started.append):
+        matrix.fetch(np.arange(10))
+    assert started == []
+
+
+@pytest.mark.parametrize("rows", [[-1, 3], [3, N_OBS], [5, 4]])
+def test_a_dask_matrix_refuses_rows_out_of_range_or_order(rows: list[int]) -> None:
+    with pytest.raises(InputError, match="rows"):
+        DaskMatrix(computed_array("dense")[0]).fetch(np.array(rows))
+
+
+def test_what_computing_whole_chunks_costs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    array, _ = computed_array("dense")
+    with caplog.at_level(logging.WARNING, logger="dasksc"):
+        assert isinstance(matrix_of(array), DaskMatrix)
+        matrix_of(array)
+    (record,) = caplog.records
+    assert array.name in record.getMessage()
+    assert "5 chunks, of up to 13 rows" in record.getMessage()
+
+
+def test_our_own_array_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    matrix_of(to_dask(recorded("csr")[0]))
+    assert caplog.records == []
+
+
+def test_unknown_chunk_sizes_are_refused_by_name() -> None:
+    array, _ = computed_array("dense")
+    unknown = array[array[:, 0] > 0]
+    with pytest.raises(InputError, match=unknown.name):
+        matrix_of(unknown)
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 2, 2)])
+def test_an_array_that_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]) -> None:
+    array = da.zeros(shape)
+    with pytest.raises(InputError, match=array.name):
+        matrix_of(array)
+
+
+def test_chunks_that_are_no_matrix_are_refused_by_name() -> None:
+    table = da.zeros((10, 2)).map_blocks(lambda block: block, meta=sp.coo_array((0, 0)))
+    table._meta = memoryview(b"")
+    with pytest.raises(InputError, match=r"builtins\.memoryview"):
+        matrix_of(table)
