@@ -23,7 +23,7 @@ from dasksc.errors import (
 if TYPE_CHECKING:
     from dasksc import experimental, transforms
     from dasksc.batch import Batch
-    from dasksc.collection import AnnDataView, open  # noqa: A004
+    from dasksc.collection import AnnDataView, open
     from dasksc.dataset import scDataset
     from dasksc.experimental import estimate_sample_size, suggest_parameters
     from dasksc.multiindexable import MultiIndexable

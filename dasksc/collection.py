@@ -27,14 +27,14 @@ from anndata.io import read_elem
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
-from dasksc.lazy import chunk_rows_for, gather_block, matrix_of, to_dask
+from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Matrix, as_matrix, open_matrix
 
 __all__ = ["AnnDataView", "encode_column", "open"]
 
 ACCEPTED = (
-    "the path of an .h5ad file, the path of a Zarr store (a directory), or an AnnData (in memory, backed, or of Dask "
-    "arrays)"
+    "the path of an .h5ad file, the path of a Zarr store (a directory), or an AnnData "
+    "(in memory, backed, or of Dask arrays)"
 )
 
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
@@ -77,7 +77,8 @@ def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = 
     if isinstance(data, str | os.PathLike):
         return _open_path(os.fspath(data), obs)
     raise InputError(
-        f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
+        f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; "
+        f"expected {ACCEPTED}"
     )
 
 
@@ -113,11 +114,11 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
         return codes, [False, True]
     if pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype):
         return _numbers(series), None
-    if pd.api.types.is_string_dtype(dtype) or dtype == object:
+    if pd.api.types.is_string_dtype(dtype) or pd.api.types.is_object_dtype(dtype):
         return _encode_objects(series)
     raise InputError(
-        f"obs column {series.name!r} has dtype {dtype}, which has no tensor form. Convert it to numbers, strings or "
-        "categories first."
+        f"obs column {series.name!r} has dtype {dtype}, which has no tensor form. "
+        "Convert it to numbers, strings or categories first."
     )
 
 
@@ -144,6 +145,12 @@ class AnnDataView:
         """The AnnData seen through this view."""
         return self._adata
 
+    @property
+    def X(self) -> Any:
+        """X as an array whose rows are read when it is indexed."""
+        array = self._adata.X
+        return MatrixRows(matrix=self._matrix("X", array)) if isinstance(array, da.Array) else array
+
     def __len__(self) -> int:
         return int(self._adata.n_obs)
 
@@ -158,6 +165,11 @@ class AnnDataView:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._adata!r}"
+
+    def _matrix(self, name: str, array: da.Array) -> Matrix:
+        if name not in self._matrices:
+            self._matrices[name] = matrix_of(array)
+        return self._matrices[name]
 
     def __getitem__(self, index: Any) -> AnnData:
         """Read rows into memory.
@@ -190,9 +202,7 @@ class AnnDataView:
 
         def read(name: str, array: Any) -> Any:
             if isinstance(array, da.Array) and array.ndim == 2:
-                if name not in self._matrices:
-                    self._matrices[name] = matrix_of(array)
-                return gather_block(self._matrices[name].fetch(unique), positions)
+                return gather_block(self._matrix(name, array).fetch(unique), positions)
             return _take(array, rows)
 
         obs = adata.obs.iloc[rows]
@@ -279,8 +289,8 @@ def _backed_x(path: str, adata: AnnData) -> da.Array | _Unwrapped | None:
     # AnnData keeps what a view selects in these; going by names would fail where they repeat.
     array = to_dask(stored.matrix)
     n_obs, n_vars = array.shape
-    array = array[np.arange(n_obs)[adata._oidx], :][:, np.arange(n_vars)[adata._vidx]]
-    return array
+    taken: da.Array = array[np.arange(n_obs)[adata._oidx], :][:, np.arange(n_vars)[adata._vidx]]
+    return taken
 
 
 def _lazy(array: Any, label: str) -> Any:
@@ -318,7 +328,8 @@ def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
             raise StorageError(
-                f"{path} holds no AnnData: it has no {' and no '.join(missing)}, only {sorted(root) or 'nothing'}"
+                f"{path} holds no AnnData: it has no {' and no '.join(missing)}, "
+                f"only {', '.join(sorted(root)) or 'nothing'}"
             )
         return _read_root(path, root, obs)
 
@@ -356,6 +367,8 @@ def _reading(path: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
         warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
+        # AnnData 0.13 asks pandas 3 for an option that is going away.
+        warnings.filterwarnings("ignore", message="The 'future.infer_string' option")
         try:
             yield
         except (StorageError, InputError):
@@ -459,7 +472,7 @@ def _column_order(stored: Any) -> list[str]:
 
 
 def _decode_old_categories(tables: list[pd.DataFrame], uns: dict[str, Any]) -> list[pd.DataFrame]:
-    """Before AnnData 0.7 a categorical was codes in the table and "<name>_categories" in uns; takes them out of uns."""
+    """Decode the categoricals of AnnData before 0.7: codes in the table, "<name>_categories" in uns."""
     suffix = "_categories"
     for key in [key for key in uns if key.endswith(suffix)]:
         name, categories = key.removesuffix(suffix), np.atleast_1d(uns[key])

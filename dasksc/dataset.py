@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
 
 
-class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
+class scDataset(IterableDataset[Any]):
     """Shuffled, weighted or class-balanced minibatches of an atlas on disk, as torch tensors.
 
     Parameters
@@ -173,15 +174,11 @@ class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
         self._progress = progress
         self._scheduler: Scheduler | Client | str | None = scheduler
         resolve_scheduler(scheduler)  # refuse a wrong one now
-        names = {
-            name: _names(name, value) for name, value in {"obs": obs, "layers": layers, "obsm": obsm}.items()
-        }
+        names = {name: _names(name, value) for name, value in {"obs": obs, "layers": layers, "obsm": obsm}.items()}
         if layout not in ("dense", "csr"):
             raise InputError(f"layout must be 'dense' or 'csr'; got {layout!r}")
         if not isinstance(strategy, SamplingStrategy):
-            raise InputError(
-                f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
-            )
+            raise InputError(f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}")
         for name in _HOOKS:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise InputError(f"{name} must be callable; got {getattr(self, name)!r}")
@@ -202,18 +199,19 @@ class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
 
         self._given_world = (rank, world_size)
         self._world: World | None = None
-        self._seed = None if seed is None else _seed(seed)
         self._agreement: Agreement | None = None
+        # Drawn here rather than when needed: forked DataLoader workers must find the same one.
+        self._seed_is_given = seed is not None
+        self._seed = secrets.randbits(63) if seed is None else _seed(seed)
         self._counter = EpochCounter()
         self._iteration = 0
         self._lock = threading.Lock()
         self._stats = EpochStats()
-        world = World.detect(rank, world_size)
-        # Later the group may be up that ranks agree through; a forked worker could not settle it.
-        if world.world_size == 1 or self._seed is not None or world.source == "torch.distributed":
-            if world.world_size > 1 or rank is not None:
-                self._settle()
-        self._plan_of(World() if self._world is None else self._world, epoch=0)  # refuse sizes that do not fit
+        found = World.detect(rank, world_size)
+        self._plan_of(found, epoch=0)  # refuse sizes that do not fit
+        # A world of one may yet become a larger one: the process group can be initialised later.
+        if found.world_size > 1 and (self._seed_is_given or found.source == "torch.distributed"):
+            self._settle()
 
     # --- The collection -----------------------------------------------------------------------------
 
@@ -319,7 +317,7 @@ class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
     def seed(self) -> int:
         """What everything random is keyed by."""
         self._settle()
-        return cast(int, self._seed)
+        return self._seed
 
     @property
     def projected_bytes(self) -> int | None:
@@ -373,13 +371,13 @@ class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
         if world is None:
             world = World.detect(*self._given_world)
             agreement = Agreement(world)
-            if self._seed is None:
-                if world.world_size > 1 and get_worker_info() is not None:
+            if world.world_size > 1 and not self._seed_is_given:
+                if get_worker_info() is not None:
                     raise InputError(
                         "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "
                         "len(dataset) once on every rank after init_process_group and before iterating"
                     )
-                self._seed = agreement.seed()
+                self._seed = agreement.seed(self._seed)
             self._agreement = agreement
             self._world = world
         return world
@@ -409,7 +407,7 @@ class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
             fetch_factor=self.fetch_factor,
             drop_last=self.drop_last,
             equal_ranks=self.equal_ranks,
-            seed=self._seed or 0,
+            seed=self._seed,
             epoch=epoch,
             rank=world.rank,
             world_size=world.world_size,
@@ -472,15 +470,15 @@ class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
             return self._gathered(plan, ks, key, n_threads)
         return self._indexed(plan, ks, key, n_threads)
 
-    def _describe(self, plan: EpochPlan) -> Callable[[int], str]:
+    def _describe(self, plan: EpochPlan, plans: dict[int, FetchPlan]) -> Callable[[int], str]:
         labels = [matrix.label for matrix in (self._matrices or {}).values()] or [self._name]
 
         def describe(k: int) -> str:
-            rows = plan.fetch(k).rows
-            return (
-                f"fetch {k} of {plan.n_fetches} (epoch {plan.epoch}, rank {plan.rank}, {len(rows)} rows from "
-                f"{rows[0]} to {rows[-1]}) of {', '.join(labels)}"
-            )
+            what = f"fetch {k} of {plan.n_fetches} (epoch {plan.epoch}, rank {plan.rank}"
+            if k in plans:  # else it is the plan itself that failed
+                rows = plans[k].rows
+                what += f", {len(rows)} rows from {rows[0]} to {rows[-1]}"
+            return f"{what}) of {', '.join(labels)}"
 
         return describe
 
@@ -505,7 +503,7 @@ class scDataset(IterableDataset[Any]):  # noqa: N801 - the name its users know
             depth=self._prefetch,
             max_bytes=self._memory_limit,
             argument=rows_of,
-            describe=self._describe(plan),
+            describe=self._describe(plan, plans),
             n_threads=n_threads,
         )
         return window, plans

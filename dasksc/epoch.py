@@ -51,12 +51,9 @@ class EpochCounter:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
-        try:
-            file = open(self._path, "r+")
-        except FileNotFoundError:
+        if not os.path.exists(self._path):
             self._make(self._next)
-            file = open(self._path, "r+")
-        with file:
+        with open(self._path, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             state = json.load(file)
             yield state

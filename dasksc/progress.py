@@ -108,8 +108,8 @@ def progress_bar(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[
     except ImportError as error:
         raise InputError("progress=True needs tqdm: pip install tqdm") from error
 
-    class Shown(tqdm):  # type: ignore[misc, type-arg]
-        def update(self, n: float | None = 1) -> bool | None:
+    class Shown(tqdm):
+        def update(self, n: float | None = 1) -> Any:
             figures = stats.report()
             self.set_postfix_str(
                 f"{figures['rows_per_s']:,.0f} cells/s, waited {figures['wait_share']:.0%}", refresh=False

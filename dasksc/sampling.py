@@ -85,7 +85,7 @@ def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) 
         How many keys.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch, int(purpose), *more))
-    return sequence.generate_state(n, np.uint64)
+    return sequence.generate_state(n, np.uint64).astype(np.uint64, copy=False)
 
 
 class Draw(Protocol):
@@ -297,7 +297,8 @@ def _split(counts: _Int64s, weights: NDArray[np.float64], rng: np.random.Generat
         levels.append(level[:, 0::2] + level[:, 1::2])
     split = np.asarray(counts, dtype=np.int64)[:, None]
     for level, parent in zip(levels[-2::-1], levels[:0:-1], strict=True):
-        parent = parent[:, : split.shape[1]]
+        n_parents = level.shape[1] // 2  # without the padding, on which nothing fell
+        parent, split = parent[:, :n_parents], split[:, :n_parents]
         share = np.divide(level[:, 0::2], parent, out=np.zeros_like(parent), where=parent > 0)
         left = rng.binomial(split, np.minimum(share, 1.0))
         children = np.empty((len(counts), 2 * split.shape[1]), dtype=np.int64)
@@ -577,7 +578,7 @@ class SamplingStrategy:
         Row numbers, kept sorted in ``_indices`` for the subclass to use.
     """
 
-    _shuffle_before_yield: bool | None = None
+    _shuffle_before_yield: ClassVar[bool | None] = None
     """Whether the rows of a fetch are permuted before they are cut into batches."""
     _indices: _Int64s | None = None
 
@@ -814,9 +815,7 @@ class BlockWeightedSampling(_BuiltIn):
         if self.weights is not None:
             weights = np.asarray(self.weights)
             if weights.ndim != 1 or not (np.issubdtype(weights.dtype, np.number) or weights.dtype == np.bool_):
-                raise InputError(
-                    f"weights must be one number per row; got {weights.dtype} of shape {weights.shape}"
-                )
+                raise InputError(f"weights must be one number per row; got {weights.dtype} of shape {weights.shape}")
             if np.issubdtype(weights.dtype, np.complexfloating):
                 raise InputError("weights must be real numbers; got complex ones")
             object.__setattr__(self, "weights", weights)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -160,17 +159,14 @@ class Agreement:
         store = distributed.distributed_c10d._get_default_store()
         return distributed.PrefixStore(f"dasksc/{self._ordinal}", store)
 
-    def seed(self) -> int:
-        """Return a random seed that all ranks share.
+    def seed(self, proposed: int) -> int:
+        """Return the seed that the first rank to ask proposed.
 
         Raises
         ------
         InputError
-            If there are several ranks and no process group through which to agree.
+            If there is no process group through which to agree.
         """
-        proposed = secrets.randbits(63)
-        if self._world.world_size == 1:
-            return proposed
         store = self._store()
         if store is None:
             raise InputError(

@@ -60,9 +60,7 @@ def count_codes(n, codes, lookup, out):
 
 
 @njit(nogil=True)
-def weighted_positions(
-    wanted, ends, segment, n, values, table, lookup, key, heavy, heavy_counts, out
-):
+def weighted_positions(wanted, ends, segment, n, values, table, lookup, key, heavy, heavy_counts, out):
     """Return which candidate each wanted draw fell on.
 
     The draws of an epoch stand in storage order; draw j belongs to the segment whose span of `ends`

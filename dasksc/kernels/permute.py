@@ -155,9 +155,7 @@ def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
 
 
 @njit(nogil=True)
-def deal(
-    start, block_size, rank, world_size, first, piece_round, piece, n_blocks, table, half_bits, round_keys, out
-):
+def deal(start, block_size, rank, world_size, first, piece_round, piece, n_blocks, table, half_bits, round_keys, out):
     """Write positions ``start ... start + len(out)`` of one rank's sequence of rows.
 
     The sequence is the rank's full blocks, one a round (order positions ``first + rank + k *
