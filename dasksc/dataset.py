@@ -159,16 +159,16 @@ class scDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         self.strategy = strategy
-        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.batch_size = _whole("batch_size", batch_size)
         self.drop_last = bool(drop_last)
         self.equal_ranks = bool(equal_ranks)
         self.fetch_callback = fetch_callback
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
         self.batch_transform = batch_transform
-        self._prefetch = _at_least_one("prefetch", config.get("prefetch") if prefetch is None else prefetch)
+        self._prefetch = _whole("prefetch", config.get("prefetch") if prefetch is None else prefetch)
         limit = config.get("memory-limit") if memory_limit is None else memory_limit
-        self._memory_limit = _at_least_one("memory_limit", int(parse_bytes(limit)))
+        self._memory_limit = _whole("memory_limit", int(parse_bytes(limit)))
         self._device = device
         self._pin_memory = pin_memory
         self._progress = progress
@@ -195,14 +195,14 @@ class scDataset(IterableDataset[Any]):
         self._row_bytes = self._projected_row_bytes()
         if fetch_factor is None:
             fetch_factor = self._fitting_fetch_factor()
-        self.fetch_factor = _at_least_one("fetch_factor", fetch_factor)
+        self.fetch_factor = _whole("fetch_factor", fetch_factor)
 
         self._given_world = (rank, world_size)
         self._world: World | None = None
         self._agreement: Agreement | None = None
         # Drawn here rather than when needed: forked DataLoader workers must find the same one.
         self._seed_is_given = seed is not None
-        self._seed = secrets.randbits(63) if seed is None else _seed(seed)
+        self._seed = secrets.randbits(63) if seed is None else _whole("seed", seed, 0, 2**64)
         self._counter = EpochCounter()
         self._iteration = 0
         self._lock = threading.Lock()
@@ -396,9 +396,7 @@ class scDataset(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`; those after it count on from there."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or not 0 <= epoch < 2**32:
-            raise InputError(f"epoch must be a whole number in [0, 2**32); got {epoch!r}")
-        self._counter.set(int(epoch))
+        self._counter.set(_whole("epoch", epoch, 0, 2**32))
 
     def _plan_of(self, world: World, epoch: int) -> EpochPlan:
         return EpochPlan(
@@ -674,16 +672,11 @@ def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
     return batch
 
 
-def _at_least_one(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1; got {value!r}")
+def _whole(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value < end:
+        span = f"of at least {low}" if end == 2**63 else f"in [{low}, 2**{end.bit_length() - 1})"
+        raise InputError(f"{name} must be a whole number {span}; got {value!r}")
     return int(value)
-
-
-def _seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-        raise InputError(f"seed must be a whole number in [0, 2**64) or None; got {seed!r}")
-    return int(seed)
 
 
 def _names(option: str, value: Any) -> list[str]:
