@@ -14,6 +14,8 @@ only where a Client is used).
 
 from __future__ import annotations
 
+import atexit
+import math
 import os
 import threading
 import weakref
@@ -51,6 +53,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+EXIT_WAIT_S = 10.0  # for running fetches, at the end of the interpreter
+
 
 class Promise(Protocol):
     """A fetch that was asked for: the part of `concurrent.futures.Future` that the window uses."""
@@ -65,13 +69,17 @@ class Promise(Protocol):
 class Runner(Protocol):
     """Something that runs fetches."""
 
+    @property
+    def needs_executors(self) -> bool:
+        """Whether it can close only while the executors of this process (of the standard library) work."""
+
     def submit(self, k: int) -> Any:
         """Ask for fetch `k`; returns a `Promise`."""
 
-    def close(self, pending: Sequence[Any], *, block: bool) -> None:
-        """Cancel the `pending` promises and let go of everything.
+    def close(self, pending: Sequence[Any], *, wait_s: float) -> None:
+        """Cancel the `pending` promises, let go of everything, and wait until nothing of it runs any more.
 
-        With `block`, return only when nothing of it runs any more. Called once.
+        Waits at most `wait_s` seconds. Called once.
         """
 
 
@@ -109,10 +117,19 @@ class _Flight:
         self.closed = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
+        # Handlers run last in, first out, so this one finds a Client still open.
+        atexit.register(self.close, wait_s=EXIT_WAIT_S)
+        if runner.needs_executors:
+            _to_close_early.add(self)
 
-    def close(self, *, block: bool) -> None:
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a copy in a forked child, whose threads and connections stayed in the parent."""
+        return self._pid != os.getpid()
+
+    def close(self, *, wait_s: float) -> None:
         """Let go of everything, once, in the process that made it."""
-        if self._pid != os.getpid():
+        if self.foreign:
             return
         with self.lock:
             if self.closed:
@@ -120,7 +137,23 @@ class _Flight:
             self.closed = True
             pending = [promise for _, promise in self.promises]
             self.promises.clear()
-        self.runner.close(pending, block=block)
+        self.runner.close(pending, wait_s=wait_s)
+        atexit.unregister(self.close)
+        _to_close_early.discard(self)
+
+
+# When the main thread ends, the executors of the standard library end before any handler of `atexit`
+# runs, and with them a Dask scheduler in this process. What depends on one is closed before that,
+# by the way that the executors use themselves; where Python has lost it, Dask logs an error or two.
+_to_close_early: set[_Flight] = set()
+
+
+def _close_early() -> None:
+    for flight in list(_to_close_early):
+        flight.close(wait_s=EXIT_WAIT_S)
+
+
+getattr(threading, "_register_atexit", atexit.register)(_close_early)
 
 
 class Window(Generic[T]):
@@ -202,7 +235,8 @@ class Window(Generic[T]):
                 self._depth = 0
         self._flight = _Flight(runner)
         # A collected window must not wait: the collector may run in any thread, one of its own too.
-        self._finalizer = weakref.finalize(self, self._flight.close, block=False)
+        self._finalizer = weakref.finalize(self, self._flight.close, wait_s=0.0)
+        self._finalizer.atexit = False
         try:
             self._fill(self._depth)
         except BaseException:
@@ -232,6 +266,8 @@ class Window(Generic[T]):
 
     def __next__(self) -> tuple[int, T]:
         flight = self._flight
+        if flight.foreign:
+            raise RuntimeError("This window was made before a fork. Make a new one in the child.")
         start = perf_counter()
         try:
             self._fill(max(1, self._depth))
@@ -248,6 +284,7 @@ class Window(Generic[T]):
                 raise self._fetch_error(k, error) from error
             finally:
                 self.stats.wait_s += perf_counter() - start
+                del promise  # it holds the error, whose traceback holds this frame
             with flight.lock:
                 if flight.closed:
                     raise StopIteration
@@ -261,7 +298,7 @@ class Window(Generic[T]):
 
     def close(self) -> None:
         """Cancel what is in flight and wait until nothing runs any more. Idempotent."""
-        self._flight.close(block=True)
+        self._flight.close(wait_s=math.inf)
         self._finalizer.detach()
 
     def __enter__(self) -> Self:

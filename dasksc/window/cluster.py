@@ -12,6 +12,7 @@ import concurrent.futures
 import logging
 import os
 import socket
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,11 +31,8 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
 _CLOSE_S = 30.0  # for results on their way when the window closes
 
-# Tasks of windows whose cluster lives in this process: nothing is pickled.
-_local_tasks: dict[str, Callable[[Any], Any]] = {}
 
-
-class TaskPlugin(WorkerPlugin):  # type: ignore[misc]
+class Carrier(WorkerPlugin):
     """Carries a window's task to every worker, also to one that joins later.
 
     A future that holds the task would do the same, but tasks that depend on a future are sent to the
@@ -42,19 +40,45 @@ class TaskPlugin(WorkerPlugin):  # type: ignore[misc]
     """
 
     def __init__(self, task: Callable[[Any], Any]) -> None:
-        self.task = task
+        self._task = task
+        self._lock = threading.Lock()
+        self._n_running = 0
+
+    def __reduce__(self) -> tuple[type[Carrier], tuple[Callable[[Any], Any]]]:
+        return Carrier, (self._task,)
+
+    def run(self, argument: Any) -> Timed:
+        """Run one fetch."""
+        with self._lock:
+            self._n_running += 1
+        try:
+            start = perf_counter()
+            result = self._task(argument)
+            return perf_counter() - start, result
+        finally:
+            with self._lock:
+                self._n_running -= 1
+
+    async def teardown(self, worker: object) -> None:
+        """Wait for the fetches that are running; Dask calls this when the window closes."""
+        while self._n_running:
+            await asyncio.sleep(0.005)
+
+
+# Carriers of the windows whose cluster lives in this process: nothing is pickled.
+_carriers: dict[str, Carrier] = {}
+
+
+class Stray:
+    """The result of a fetch whose window was closed before it began: of no use to anyone."""
 
 
 def run_fetch(token: str, argument: Any) -> Timed:
     """Run one fetch on a worker."""
-    start = perf_counter()
-    task = _local_tasks.get(token)
-    if task is None:
-        plugin = distributed.get_worker().plugins[token]
-        assert isinstance(plugin, TaskPlugin)
-        task = plugin.task
-    result = task(argument)
-    return perf_counter() - start, result
+    carrier = _carriers.get(token)
+    if carrier is None:
+        carrier = distributed.get_worker().plugins.get(token)
+    return (0.0, Stray()) if carrier is None else carrier.run(argument)
 
 
 class ClusterRunner:
@@ -79,10 +103,16 @@ class ClusterRunner:
         self._closed = False
         self._direct: asyncio.Task[bool] | None = None
         if self._in_process:
-            _local_tasks[self._token] = task
+            _carriers[self._token] = Carrier(task)
         else:
             _advise(client)
-            client.register_plugin(TaskPlugin(task), name=self._token)
+            client.register_plugin(Carrier(task), name=self._token)
+
+    @property
+    def needs_executors(self) -> bool:
+        """Whether the scheduler lives in this process."""
+        scheduler = getattr(self._client.cluster, "scheduler", None)
+        return self._in_process or isinstance(scheduler, distributed.Scheduler)
 
     def submit(self, k: int) -> concurrent.futures.Future[Timed]:
         """Send fetch `k`."""
@@ -98,33 +128,35 @@ class ClusterRunner:
         self._futures[k] = future
         return asyncio.run_coroutine_threadsafe(self._bring(k, future), _loop(self._client))
 
-    def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, block: bool) -> None:
-        """Release every future and forget the task."""
-        _local_tasks.pop(self._token, None)
+    def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float) -> None:
+        """Release every future and take the task back from the workers."""
+        carrier = _carriers.pop(self._token, None)
         loop = _loop(self._client)
         if self._client.status == "closed" or not loop.is_running():
             return
-        closing = asyncio.run_coroutine_threadsafe(self._close(pending), loop)
-        if block and not _runs_here(loop):
+        closing = asyncio.run_coroutine_threadsafe(self._close(pending, carrier), loop)
+        if wait_s > 0 and not _runs_here(loop):
             try:
-                closing.result(_CLOSE_S)
+                closing.result(min(wait_s, _CLOSE_S))
             except TimeoutError:
-                logger.warning("Results are still on their way %g s after their window was closed.", _CLOSE_S)
+                logger.warning("A fetch of a closed window still runs on the %s.", self._client.scheduler.address)
 
     async def _bring(self, k: int, future: Any) -> Timed:
         try:
             await future.exception()  # waits; whether it failed or was cancelled is told by gather
             if self._closed:
-                raise concurrent.futures.CancelledError
+                return 0.0, None
             self._arriving.add(k)
             timed: Timed = await self._client.gather(future, direct=await self._reachable())
+            if isinstance(timed[1], Stray) and not self._closed:
+                raise RuntimeError(f"a worker has lost the task of {self._name}")
             return timed
         finally:
             self._arriving.discard(k)
             self._futures.pop(k, None)
             future.release()
 
-    async def _close(self, pending: Sequence[concurrent.futures.Future[Timed]]) -> None:
+    async def _close(self, pending: Sequence[concurrent.futures.Future[Timed]], carrier: Carrier | None) -> None:
         self._closed = True
         # Cancelling a gather would cancel any other that the Client has merged it with, so
         # what is arriving arrives; the rest is woken by losing its future.
@@ -134,11 +166,13 @@ class ClusterRunner:
         arrivals = [asyncio.wrap_future(promise) for promise in pending]
         if arrivals:
             await asyncio.gather(*arrivals, return_exceptions=True)
-        if not self._in_process:
-            try:
-                await self._client.unregister_worker_plugin(self._token)
-            except (OSError, ValueError) as error:
-                logger.debug("The window's task was gone already: %s", error)
+        if carrier is not None:
+            await carrier.teardown(None)
+            return
+        try:
+            await self._client.unregister_worker_plugin(self._token)
+        except (OSError, ValueError) as error:
+            logger.debug("The task was gone already: %s", error)
 
     async def _reachable(self) -> bool:
         if self._in_process:

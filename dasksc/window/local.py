@@ -8,10 +8,10 @@ pool per calling thread.
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import functools
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -25,6 +25,8 @@ from dask.local import get_sync
 from dask.task_spec import Task
 
 __all__ = ["OnDemandRunner", "ThreadRunner"]
+
+logger = logging.getLogger(__name__)
 
 Timed = tuple[float, Any]  # seconds the fetch took, what it returned
 
@@ -42,7 +44,7 @@ class Diagnostics:
         self._callbacks = list(Callback.active)
         self._lock = threading.RLock()
         self._open = bool(self._callbacks)
-        if not self._callbacks:
+        if not self._open:
             return
         self._graph: dict[Any, Any] = {(name, k): Task((name, k), run, k) for k in ks}
         self._state: dict[str, Any] = {
@@ -56,21 +58,17 @@ class Diagnostics:
             "finished": set(),
             "released": set(),
         }
-        for start, *_ in self._callbacks:
-            if start:
-                start(self._graph)
-        for _, start_state, *_ in self._callbacks:
-            if start_state:
-                start_state(self._graph, self._state)
+        self._call(0, self._graph)
+        self._call(1, self._graph, self._state)
 
     def of_one_fetch(self) -> list[tuple[Any, ...]]:
         """Return the callbacks to give to the scheduler call that runs one fetch."""
-        return [(None, None, self._before, self._after, None)] if self._callbacks else []
+        return [(None, None, self._before, self._after, None)] if self._open else []
 
     def failed(self, key: Any) -> None:
         """Record that a fetch will not finish."""
-        if self._callbacks:
-            with self._lock:
+        with self._lock:
+            if self._open:
                 self._state["running"].discard(key)
 
     def finish(self) -> None:
@@ -80,32 +78,41 @@ class Diagnostics:
                 return
             self._open = False
             errored = len(self._state["finished"]) < len(self._graph)
-            for *_, finish in self._callbacks:
-                if finish:
-                    finish(self._graph, self._state, errored)
+            self._call(4, self._graph, self._state, errored)
 
     def _before(self, key: Any, _graph: Any, _state: Any) -> None:
         with self._lock:
             if self._open:
                 self._state["ready"].pop(key, None)
                 self._state["running"].add(key)
-                for _, _, before, _, _ in self._callbacks:
-                    if before:
-                        before(key, self._graph, self._state)
+                self._call(2, key, self._graph, self._state)
 
     def _after(self, key: Any, result: Any, _graph: Any, _state: Any, worker_id: Any) -> None:
         with self._lock:
             if self._open:
                 self._state["running"].discard(key)
                 self._state["finished"].add(key)
-                for _, _, _, after, _ in self._callbacks:
-                    if after:
-                        after(key, result, self._graph, self._state, worker_id)
+                self._call(3, key, result, self._graph, self._state, worker_id)
                 self._state["released"].add(key)
+
+    def _call(self, place: int, *args: Any) -> None:
+        """Call each callback's function for this occasion: start, start_state, pretask, posttask, finish."""
+        for callback in list(self._callbacks):
+            function = callback[place]
+            if function is None:
+                continue
+            try:
+                function(*args)
+            except Exception:
+                # A profiler that another computation has reset meanwhile must not end a training run.
+                logger.warning("The Dask callback %r failed; this epoch goes on without it.", function, exc_info=True)
+                self._callbacks.remove(callback)
 
 
 class _LocalRunner:
     """What both runners do with one fetch."""
+
+    needs_executors = False
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any]) -> None:
         self._name = name
@@ -148,7 +155,7 @@ class OnDemandRunner(_LocalRunner):
         """Promise fetch `k`."""
         return _OnDemand(lambda: self._fetch(k))
 
-    def close(self, pending: Sequence[_OnDemand], *, block: bool) -> None:
+    def close(self, pending: Sequence[_OnDemand], *, wait_s: float) -> None:
         """Tell the callbacks that nothing follows."""
         self._diagnostics.finish()
 
@@ -165,23 +172,26 @@ class ThreadRunner(_LocalRunner):
         """Start fetch `k` as soon as a thread is free."""
         return self._threads.submit(self._fetch, k)
 
-    def close(self, pending: Sequence[Future[Timed]], *, block: bool) -> None:
+    def close(self, pending: Sequence[Future[Timed]], *, wait_s: float) -> None:
         """Drop what has not started, wait for what has, and end the threads if no window needs them."""
+        deadline = perf_counter() + wait_s
         for future in pending:
             future.cancel()
-        block = block and not self._threads.is_current()
-        if block:
-            wait(pending)
-        self._threads.leave(self._member, block=block)
+        if wait_s > 0 and not self._threads.is_current():
+            # The waits below refuse infinity.
+            wait(pending, min(wait_s, threading.TIMEOUT_MAX))
+            self._threads.leave(self._member, deadline=deadline)
+        else:
+            self._threads.leave(self._member, deadline=0.0)
         self._diagnostics.finish()
 
 
 class _Threads:
     """An executor whose threads live only while some window uses it.
 
-    `concurrent.futures.ThreadPoolExecutor` would do but for the end of the interpreter, where it
-    runs all that is queued, however long, before any handler can cancel it. These threads are
-    daemons, and a handler at exit cancels the queue and waits a while for what is running.
+    `concurrent.futures.ThreadPoolExecutor` would do but for the end of the interpreter, which waits
+    for all its threads, and all that is queued, before any handler can cancel it. These threads are
+    daemons; windows that are still open then are closed by a handler that waits a while only.
     """
 
     _current: _Threads | None = None
@@ -212,8 +222,8 @@ class _Threads:
                 if not threads._stopped:
                     return threads
 
-    def leave(self, member: object, *, block: bool) -> None:
-        """End the threads if `member` was the last; `block` until they have ended."""
+    def leave(self, member: object, *, deadline: float) -> None:
+        """End the threads if `member` was the last; wait until they have ended or the deadline has passed."""
         with self._registry:
             self._members.discard(member)
             if self._members or self._stopped:
@@ -221,9 +231,9 @@ class _Threads:
             self._stopped = True
             for _ in self._threads:
                 self._queue.put(None)
-        if block:
-            for thread in self._threads:
-                thread.join()
+        for thread in self._threads:
+            if (left_s := deadline - perf_counter()) > 0:
+                thread.join(min(left_s, threading.TIMEOUT_MAX))
 
     def is_current(self) -> bool:
         """Whether the calling thread is one of these."""
@@ -262,28 +272,6 @@ class _Threads:
             with self._lock:
                 self._n_unfinished -= 1
 
-    def _abandon(self, timeout_s: float) -> None:
-        """Cancel all that is queued and wait a while for what is running."""
-        self._stopped = True
-        while True:
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if item is not None:
-                item[0].cancel()
-        for _ in self._threads:
-            self._queue.put(None)
-        deadline = perf_counter() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - perf_counter()))
-
-
-def _at_exit() -> None:
-    threads = _Threads._current
-    if threads is not None and threads._pid == os.getpid():
-        threads._abandon(timeout_s=10.0)
-
 
 def _after_fork() -> None:
     # A lock that another thread of the parent held at the fork would never be released here.
@@ -291,5 +279,4 @@ def _after_fork() -> None:
     _Threads._current = None
 
 
-atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)

@@ -196,8 +196,7 @@ def _connect(address: str) -> Client:
                 client = make(address, set_as_default=False)
             except (OSError, ValueError) as error:
                 raise InputError(
-                    f"scheduler={address!r} does not answer: {error}. "
-                    "Check the address, or use scheduler='threads'."
+                    f"scheduler={address!r} does not answer: {error}. Check the address, or use scheduler='threads'."
                 ) from error
             _clients[address] = client
         return client
