@@ -42,15 +42,16 @@ def main() -> None:
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    adata = dasksc.open(args.atlas, obs=[args.label])
     dataset = dasksc.scDataset(
-        args.atlas,
+        adata,
         dasksc.BlockShuffling(block_size=16),
         batch_size=args.batch_size,
         obs=[args.label],
         seed=0,
     )
     torch.manual_seed(0)
-    model = Classifier(dataset.n_vars, len(dataset.categories[args.label]))
+    model = Classifier(adata.n_vars, len(dataset.categories[args.label]))
     model = nn.DataParallel(model).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
