@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import collection as collections
 from dasksc import config, lazy
-from dasksc.batch import BatchMaker, run_ahead, torch_dtype
+from dasksc.batch import BatchMaker, Buffers, run_ahead, torch_dtype
 from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.multiindexable import count_rows, take_rows
@@ -288,6 +288,8 @@ class scDataset(IterableDataset[Any]):
             dtype=None if dtype is None else _value_dtype(dtype),
             columns=columns,
             only_x=not any(names.values()),
+            pinned=self._pin_memory,
+            buffers=Buffers(n_kept=config.get("batches-ahead")),
         )
 
     def _labels_of(self, key: str) -> Any:
