@@ -445,9 +445,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a synthetic single-cell atlas.")
     parser.add_argument("--cells", type=int, default=100_000, help="number of cells (default: 100,000)")
     parser.add_argument("--genes", type=int, default=20_000, help="number of genes (default: 20,000)")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="default: atlas.h5ad, or atlas.zarr with --zarr"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="default: atlas.h5ad, or atlas.zarr with --zarr")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compression", choices=["gzip", "lzf"], help="compress the h5ad's arrays")
     parser.add_argument("--dense", action="store_true", help="X as a dense array")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import dasksc
 
@@ -41,18 +39,15 @@ def train_epoch(model, optimizer, dataset, label, device) -> tuple[float, float,
     """Mean loss and accuracy over all ranks, and cells per second of all ranks together."""
     model.train()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, right answers, cells
-    show = dist.get_rank() == 0 and sys.stderr.isatty()
     start = time.perf_counter()
-    with tqdm(total=len(dataset), desc="training", unit=" batches", disable=not show) as bar:
-        for batch in dataset:
-            batch = batch.to(device, non_blocking=True)
-            scores = model(batch.X)
-            loss = cross_entropy(scores, batch.obs[label])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            sums += tally(loss, scores, batch.obs[label])
-            bar.update()
+    for batch in dataset:
+        batch = batch.to(device, non_blocking=True)
+        scores = model(batch.X)
+        loss = cross_entropy(scores, batch.obs[label])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sums += tally(loss, scores, batch.obs[label])
     dist.all_reduce(sums)
     loss, right, n_cells = sums.tolist()
     return loss / n_cells, right / n_cells, n_cells / (time.perf_counter() - start)
@@ -98,8 +93,9 @@ def main() -> None:
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # the same on every rank
     balanced = dasksc.ClassBalancedSampling(label_key=args.label, indices=np.flatnonzero(~held_out))
     every_cell = dasksc.Streaming(indices=np.flatnonzero(held_out))
-    common = {"batch_size": args.batch_size, "obs": [args.label], "seed": 0, "pin_memory": on_gpu}
-    training = dasksc.scDataset(adata, balanced, **common)
+    common = {"batch_size": args.batch_size, "fetch_factor": 64, "seed": 0, "obs": [args.label]}
+    common["pin_memory"] = on_gpu
+    training = dasksc.scDataset(adata, balanced, progress=dist.get_rank() == 0, **common)
     validation = dasksc.scDataset(adata, every_cell, equal_ranks=False, **common)
 
     torch.manual_seed(0)
