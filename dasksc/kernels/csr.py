@@ -28,8 +28,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from dasksc.kernels.compiled import kernel
 
 __all__ = [
     "copy_columns",
@@ -41,6 +43,7 @@ __all__ = [
     "scatter_columns",
     "scatter_rows",
     "squeeze",
+    "stitch",
 ]
 
 
@@ -58,7 +61,7 @@ def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
     return signature, codegen
 
 
-@njit(nogil=True)
+@kernel
 def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices):
     """Write CSR rows into `out`, dense, shape (n_rows, n_vars). Repeated columns add up, as in scipy."""
     n_columns = np.uint64(n_vars)
@@ -75,7 +78,7 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
     return -1
 
 
-@njit(nogil=True)
+@kernel
 def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_data, like_indices):
     """Write the kept columns of CSR rows into `out`, dense, shape (n_rows, n_kept)."""
     n_columns = np.uint64(len(lookup))
@@ -93,7 +96,7 @@ def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_d
     return -1
 
 
-@njit(nogil=True)
+@kernel
 def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices):
     """Write CSR rows into `indices` and `data`, row i at ``indptr[i]``."""
     n_columns = np.uint64(n_vars)
@@ -115,7 +118,7 @@ def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indic
     return -1
 
 
-@njit(nogil=True)
+@kernel
 def count_columns(positions, lengths, indices_at, lookup, counts, like_indices):
     """Count the kept nonzeros of each row into `counts`, shape (n_rows,)."""
     n_columns = np.uint64(len(lookup))
@@ -131,7 +134,7 @@ def count_columns(positions, lengths, indices_at, lookup, counts, like_indices):
     return -1
 
 
-@njit(nogil=True)
+@kernel
 def copy_columns_csr(positions, lengths, data_at, indices_at, lookup, indptr, indices, data, like_data, like_indices):
     """Write the kept columns of CSR rows, renumbered, row i at ``indptr[i]``; `count_columns` ran before."""
     n_columns = np.uint64(len(lookup))
@@ -150,7 +153,7 @@ def copy_columns_csr(positions, lengths, data_at, indices_at, lookup, indptr, in
     return -1
 
 
-@njit(nogil=True)
+@kernel
 def copy_rows(positions, rows_at, out, like):
     """Write dense rows into `out`, shape (n_rows, n_vars)."""
     for i in range(len(positions)):
@@ -160,7 +163,7 @@ def copy_rows(positions, rows_at, out, like):
             dense[k] = load(row_at, k, like)
 
 
-@njit(nogil=True)
+@kernel
 def copy_columns(positions, rows_at, columns, out, like):
     """Write the given columns of dense rows into `out`, shape (n_rows, n_kept)."""
     for i in range(len(positions)):
@@ -170,7 +173,7 @@ def copy_columns(positions, rows_at, columns, out, like):
             dense[k] = load(row_at, columns[k], like)
 
 
-@njit(nogil=True)
+@kernel
 def count_nonzeros(dense, counts):
     """Count what is not zero in each row of `dense` into `counts`; NaN is not zero."""
     for i in range(dense.shape[0]):
@@ -180,7 +183,7 @@ def count_nonzeros(dense, counts):
         counts[i] = count
 
 
-@njit(nogil=True)
+@kernel
 def squeeze(dense, indptr, indices, data):
     """Write what is not zero in `dense` into `indices` and `data`, row i at ``indptr[i]``."""
     for i in range(dense.shape[0]):
@@ -190,3 +193,28 @@ def squeeze(dense, indptr, indices, data):
                 indices[to] = k
                 data[to] = dense[i, k]
                 to += 1
+
+
+@kernel
+def stitch(starts, stops, firsts, ends, offsets, row_bytes, source, fill, out):
+    """Copy runs that cross extents of a file into `out`, one after the other.
+
+    Run i is ``[starts[i], stops[i])`` of an array whose rows of `row_bytes` lie in `source`, uint8: those of
+    extent e, ``[firsts[e], ends[e])``, from byte ``offsets[e]`` on, or nowhere if that is -1. There, `fill`,
+    the bytes of one element, is written.
+    """
+    to = 0
+    for i in range(len(starts)):
+        start = starts[i]
+        extent = np.searchsorted(firsts, start, side="right") - 1
+        while start < stops[i]:
+            n = (min(stops[i], ends[extent]) - start) * row_bytes
+            if offsets[extent] >= 0:
+                at = offsets[extent] + (start - firsts[extent]) * row_bytes
+                out[to : to + n] = source[at : at + n]
+            else:
+                for k in range(n):
+                    out[to + k] = fill[k % len(fill)]
+            to += n
+            start = ends[extent]
+            extent += 1

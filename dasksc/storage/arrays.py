@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dasksc.storage.reach import Reached
 
-__all__ = ["BrokenRunError", "MemoryArray", "StoredArray", "memory_dtype"]
+__all__ = ["BrokenRunError", "MemoryArray", "StoredArray", "UnknownLayoutError", "memory_dtype", "row_bytes"]
 
 
 class BrokenRunError(Exception):
@@ -31,6 +31,10 @@ class BrokenRunError(Exception):
         self.start = start
         self.stop = stop
         self.reason = reason
+
+
+class UnknownLayoutError(Exception):
+    """An array that only its own library can read; the message says why, as a clause."""
 
 
 class StoredArray(Protocol):

@@ -21,7 +21,15 @@ class FileIdentity:
     @classmethod
     def of(cls, path: str) -> FileIdentity:
         """Return the identity of the file at `path` now."""
-        status = os.stat(path)
+        return cls._from(path, os.stat(path))
+
+    @classmethod
+    def of_open(cls, path: str, descriptor: int) -> FileIdentity:
+        """Return the identity of the file that was opened at `path`, whatever is there now."""
+        return cls._from(path, os.fstat(descriptor))
+
+    @classmethod
+    def _from(cls, path: str, status: os.stat_result) -> FileIdentity:
         return cls(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def check(self) -> None:
@@ -36,6 +44,10 @@ class FileIdentity:
             now = FileIdentity.of(self.path)
         except OSError as error:
             raise CorruptDataError(f"{self.path} was removed since it was opened ({error})") from error
+        self.compare(now)
+
+    def compare(self, now: FileIdentity) -> None:
+        """Refuse `now` if it is another identity than this one."""
         if now != self:
             raise CorruptDataError(
                 f"{self.path} was replaced or changed since it was opened (it has {now.size} bytes now, "

@@ -13,8 +13,10 @@ import scipy.sparse as sp
 import zarr
 
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
-from dasksc.storage.arrays import MemoryArray, StoredArray
+from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError
+from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5 import H5Array, H5File
+from dasksc.storage.hdf5_layout import direct_array
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
 from dasksc.storage.zarr import ZarrArray, ZarrFile
@@ -24,7 +26,7 @@ __all__ = ["as_matrix", "open_matrix"]
 logger = logging.getLogger("dasksc.storage")
 
 
-def open_matrix(path: str | os.PathLike[str], key: str) -> Matrix:
+def open_matrix(path: str | os.PathLike[str], key: str, *, use_mmap: bool = True) -> Matrix:
     """Open one matrix of an AnnData file; no element of it is read.
 
     Parameters
@@ -33,6 +35,9 @@ def open_matrix(path: str | os.PathLike[str], key: str) -> Matrix:
         An ``.h5ad`` file, a Zarr directory, or a zipped Zarr directory.
     key
         Where the matrix is: ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"``, ``"raw/X"``.
+    use_mmap
+        Map uncompressed files of this machine into memory. It is the fastest way, but a file that is
+        truncated while it is being read kills the process.
 
     Returns
     -------
@@ -57,7 +62,7 @@ def open_matrix(path: str | os.PathLike[str], key: str) -> Matrix:
         raise MissingPathError(f"there is nothing at {path}")
     if os.path.isdir(path) or path.endswith(".zip"):
         return _open_zarr(path, key.strip("/"))
-    return _open_hdf5(path, key.strip("/"))
+    return _open_hdf5(path, key.strip("/"), use_mmap=use_mmap)
 
 
 def as_matrix(array: Any, label: str) -> Matrix:
@@ -94,12 +99,13 @@ def as_matrix(array: Any, label: str) -> Matrix:
     return csr_in_memory(array, label)
 
 
-def _open_hdf5(path: str, key: str) -> Matrix:
+def _open_hdf5(path: str, key: str, *, use_mmap: bool) -> Matrix:
     if not h5py.is_hdf5(path):
         raise StorageError(
             f"{path} is not an HDF5 file, and not a directory either. Give an .h5ad file or a Zarr directory."
         )
     file = H5File(path)
+    local = LocalFile(file.identity)
     root = file.open()
     name = _legacy_name(root, key)
     parent, _, last = name.rpartition("/")
@@ -116,8 +122,18 @@ def _open_hdf5(path: str, key: str) -> Matrix:
         attributes=dict(item.attrs),
         is_array=isinstance(item, h5py.Dataset),
         members=list(item) if isinstance(item, h5py.Group) else [],
-        array=lambda member: H5Array(file, f"{name}/{member}".rstrip("/")),
+        array=lambda member: _hdf5_array(file, f"{name}/{member}".rstrip("/"), local=local, use_mmap=use_mmap),
     )
+
+
+def _hdf5_array(file: H5File, name: str, *, local: LocalFile, use_mmap: bool) -> StoredArray:
+    """Return an array that is read without HDF5 if its layout is known, otherwise through h5py."""
+    array = H5Array(file, name)
+    try:
+        return direct_array(local, file.open()[name], label=array.label, use_mmap=use_mmap)
+    except UnknownLayoutError as reason:
+        _log_slow(array, "h5py", reason)
+        return array
 
 
 def _open_zarr(path: str, key: str) -> Matrix:
@@ -164,6 +180,10 @@ def _matrix(
     _check_numeric(data.dtype, label)
     kind = CSRMatrix if encoding.startswith("csr") else CSCMatrix
     return kind(label=label, shape=(n_obs, n_vars), indptr=indptr, indices=indices, data=data)
+
+
+def _log_slow(array: StoredArray, library: str, reason: UnknownLayoutError) -> None:
+    logger.info("%s is read through %s, which is slower: %s", array.label, library, reason)
 
 
 def _check_numeric(dtype: np.dtype[Any], label: str) -> None:

@@ -1,0 +1,124 @@
+"""Files read by byte ranges: mapped, or with ``pread``; nothing here knows a format.
+
+Neither way uses a shared file position, so a file opened before a fork is read on both sides of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError, StorageError
+from dasksc.storage.identity import FileIdentity
+from dasksc.storage.runs import merge
+
+__all__ = ["LocalFile", "can_map"]
+
+# Ranges closer than this are asked of the disk as one: it reads the gap in less time than another request takes.
+_ADVICE_GAP_BYTES = 32 * 2**10
+# Linux cuts a request for read-ahead to the largest transfer of the device, 1.25 MiB or more.
+_ADVICE_BYTES = 2**20
+
+# File systems of other machines, where a page fault waits for the network and a vanished file kills the process.
+_REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
+
+
+class LocalFile:
+    """One file, opened when it is first read; pickles without what it has open.
+
+    Parameters
+    ----------
+    identity
+        The file as it was when its manifest was made; it is refused when it changed.
+    """
+
+    def __init__(self, identity: FileIdentity) -> None:
+        self.identity = identity
+        self._descriptor: _Descriptor | None = None
+        self._mapped: NDArray[np.uint8] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"identity": self.identity, "_descriptor": None, "_mapped": None}
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return self.identity.path
+
+    def check(self) -> None:
+        """Refuse the file if it is not the one that was opened; see `FileIdentity.check`."""
+        self.identity.check()
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """Return the bytes of the file, shape (size,), read when they are touched."""
+        # Threads that race here map the file twice, which is harmless.
+        if self._mapped is None:
+            memory = mmap.mmap(self._number(), self.identity.size, access=mmap.ACCESS_READ)
+            self._mapped = np.frombuffer(memory, dtype=np.uint8)
+        return self._mapped
+
+    def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        """Ask the kernel to read byte ranges, ascending, into the page cache; does not wait for them."""
+        number = self._number()
+        starts, stops = merge(offsets, offsets + sizes, gap=_ADVICE_GAP_BYTES, chunk=1)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            for at in range(start, stop, _ADVICE_BYTES):
+                os.posix_fadvise(number, at, min(stop - at, _ADVICE_BYTES), os.POSIX_FADV_WILLNEED)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on.
+
+        Raises
+        ------
+        CorruptDataError
+            If the file ends before.
+        """
+        number = self._number()
+        done = 0
+        while done < len(into):
+            n = os.preadv(number, [into[done:]], offset + done)
+            if n == 0:
+                raise CorruptDataError(
+                    f"{self.path} ends at byte {offset + done}, where {len(into) - done} more belong"
+                )
+            done += n
+
+    def _number(self) -> int:
+        if self._descriptor is None:
+            try:
+                descriptor = _Descriptor(self.path)
+            except OSError as error:
+                raise StorageError(f"{self.path} cannot be opened: {error}") from error
+            self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
+            self._descriptor = descriptor
+        return self._descriptor.number
+
+
+class _Descriptor:
+    """An open file descriptor that closes when it is dropped."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+
+
+def can_map(path: str) -> bool:
+    """Return whether the file at `path` is on a file system of this machine."""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+            fields = [line.split(" ") for line in mounts]
+    except OSError:  # not Linux
+        return True
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for _, point, mount_kind, *_ in fields:
+        point = point.replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, mount_kind
+    return not kind.startswith(_REMOTE_KINDS)

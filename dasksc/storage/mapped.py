@@ -1,0 +1,122 @@
+"""Arrays that lie uncompressed in one file: mapped, and gathered from where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError
+from dasksc.kernels import csr as kernels
+from dasksc.storage.arrays import row_bytes
+from dasksc.storage.files import LocalFile
+from dasksc.storage.reach import Reached
+
+__all__ = ["Extents", "MappedArray"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extents:
+    """Where the rows of an array (elements, if it has one dimension) lie in a file.
+
+    Parameters
+    ----------
+    firsts
+        First row of each extent, shape (n_extents,), int64, ascending from 0; its rows reach to the next.
+    offsets
+        Byte at which each extent starts, shape (n_extents,), int64; -1 where nothing was ever written.
+    """
+
+    firsts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, *, firsts: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Extents:
+        """Return the extents, those joined that follow each other in the file."""
+        written = offsets >= 0
+        follows = (offsets[1:] == offsets[:-1] + (firsts[1:] - firsts[:-1]) * row_bytes) & written[:-1]
+        follows |= ~written[1:] & ~written[:-1]
+        keep = np.concatenate((np.ones(min(len(firsts), 1), dtype=bool), ~follows))
+        return cls(firsts=firsts[keep], offsets=offsets[keep])
+
+
+class MappedArray:
+    """An uncompressed array in a mapped file; only rows that cross extents are copied.
+
+    Parameters
+    ----------
+    label
+        What to call it in errors.
+    shape, dtype
+        As stored; native byte order.
+    file
+        The file it is in.
+    extents
+        Where in it.
+    fill
+        What is read where nothing was written, a scalar of `dtype`.
+
+    Raises
+    ------
+    CorruptDataError
+        If an extent ends beyond the file.
+    """
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        file: LocalFile,
+        extents: Extents,
+        fill: np.generic,
+    ) -> None:
+        self.label = label
+        self.shape = shape
+        self.dtype = dtype
+        self._file = file
+        self._extents = extents
+        self._fill = np.frombuffer(fill.tobytes(), dtype=np.uint8)
+        self._row_bytes = row_bytes(self)
+        ends = extents.offsets + np.diff(extents.firsts, append=shape[0]) * self._row_bytes
+        if len(ends) and ends[extents.offsets >= 0].max(initial=0) > file.identity.size:
+            raise CorruptDataError(
+                f"{label} ends at byte {ends.max()}, beyond the {file.identity.size} of the file: it is truncated. "
+                "Copy or download it again."
+            )
+
+    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+        """Address runs inside the map, after asking for the pages they lie in."""
+        self._file.check()
+        firsts, extents = self._extents.firsts, self._extents.offsets
+        sizes = (stops - starts) * self._row_bytes
+        filled = sizes > 0
+        which = np.searchsorted(firsts, starts, side="right") - 1
+        ends = np.append(firsts[1:], self.shape[0])
+        offsets = np.zeros(len(starts), dtype=np.int64)
+        inside = filled.copy()
+        inside[filled] = (stops[filled] <= ends[which[filled]]) & (extents[which[filled]] >= 0)
+        within = which[inside]
+        offsets[inside] = extents[within] + (starts[inside] - firsts[within]) * self._row_bytes
+        source = self._file.mapped() if filled.any() else np.empty(0, dtype=np.uint8)
+        crossing = np.flatnonzero(filled & ~inside)
+        copies = np.empty(int(sizes[crossing].sum()), dtype=np.uint8)
+        if inside.any():
+            order = np.argsort(offsets[inside], kind="stable")
+            self._file.advise(offsets[inside][order], sizes[inside][order])
+        if len(crossing):
+            offsets[crossing] = np.cumsum(sizes[crossing]) - sizes[crossing]
+            kernels.stitch(
+                starts[crossing], stops[crossing], firsts, ends, extents, self._row_bytes, source, self._fill, copies
+            )
+        return Reached.inside(
+            (source, copies),
+            dtype=self.dtype,
+            which=(filled & ~inside).astype(np.int64),
+            offsets=offsets,
+            sizes=sizes,
+            held_bytes=copies.nbytes,
+        )
