@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import below, stream, uniform
 
 __all__ = ["count_codes", "gumbel_keys", "segment_sums", "select_quotas", "weighted_positions"]
 
 
-@njit(nogil=True)
+@kernel
 def _weight_at(i, values, table, lookup):
     if values.shape[0] == 0:
         return 1.0
@@ -29,7 +29,7 @@ def _weight_at(i, values, table, lookup):
     return table[code] if code >= 0 else 0.0
 
 
-@njit(nogil=True)
+@kernel
 def segment_sums(n, segment, values, table, lookup, out):
     """Sum the weights of each run of `segment` candidates into `out`, float64.
 
@@ -46,7 +46,7 @@ def segment_sums(n, segment, values, table, lookup, out):
     return -1
 
 
-@njit(nogil=True)
+@kernel
 def count_codes(n, codes, lookup, out):
     """Count the candidates of each code into `out`, int64; returns how many have none (negative)."""
     missing = 0
@@ -59,7 +59,7 @@ def count_codes(n, codes, lookup, out):
     return missing
 
 
-@njit(nogil=True)
+@kernel
 def weighted_positions(wanted, ends, segment, n, values, table, lookup, key, heavy, heavy_counts, out):
     """Return which candidate each wanted draw fell on.
 
@@ -129,7 +129,7 @@ def weighted_positions(wanted, ends, segment, n, values, table, lookup, key, hea
         out[w] = current * segment + row
 
 
-@njit(nogil=True)
+@kernel
 def gumbel_keys(n, values, table, lookup, key, out):
     """Write a random key per candidate whose k largest are k draws without replacement by weight.
 
@@ -147,7 +147,7 @@ def gumbel_keys(n, values, table, lookup, key, out):
             out[i] = -math.inf
 
 
-@njit(nogil=True)
+@kernel
 def select_quotas(n, codes, lookup, quotas, counts, key, out):
     """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class, uniformly, in storage order.
 

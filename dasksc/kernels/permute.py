@@ -16,7 +16,8 @@ network is always an even permutation and mixes poorly for tiny n, so small n us
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from dasksc.kernels.compiled import kernel
 
 __all__ = [
     "N_ROUNDS",
@@ -46,7 +47,7 @@ _U32 = np.uint64(32)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 
 
-@njit(nogil=True)
+@kernel
 def mix(x):
     """Mix a 64-bit word: a bijection in which every input bit reaches every output bit."""
     x = (x ^ (x >> _U30)) * _MIX_1
@@ -54,25 +55,25 @@ def mix(x):
     return x ^ (x >> _U31)
 
 
-@njit(nogil=True)
+@kernel
 def bits(key, counter):
     """Return 64 random bits for a uint64 `key` and a counter."""
     return mix(key + (np.uint64(counter) + _U1) * _GOLDEN)
 
 
-@njit(nogil=True)
+@kernel
 def uniform(key, counter):
     """Return a float64 in [0, 1) with 53 random bits."""
     return np.float64(bits(key, counter) >> _U11) * (1.0 / 9007199254740992.0)
 
 
-@njit(nogil=True)
+@kernel
 def stream(key, number):
     """Return the key of one of many independent streams under a uint64 `key`."""
     return mix(key ^ mix(np.uint64(number)))
 
 
-@njit(nogil=True)
+@kernel
 def below(key, counter, n):
     """Return an integer in [0, n), exactly uniform, for 0 < n < 2**32.
 
@@ -97,7 +98,7 @@ def below(key, counter, n):
         attempt += 1
 
 
-@njit(nogil=True)
+@kernel
 def shuffle(key, out):
     """Fill `out`, shape (n,), n < 2**32, with a keyed uniform permutation of ``range(n)``: Fisher-Yates."""
     n = out.shape[0]
@@ -108,7 +109,7 @@ def shuffle(key, out):
         out[i], out[j] = out[j], out[i]
 
 
-@njit(nogil=True)
+@kernel
 def permuted(position, n, half_bits, round_keys):
     """Return where a keyed permutation of ``range(n)`` sends `position`.
 
@@ -137,7 +138,7 @@ def permuted(position, n, half_bits, round_keys):
             return np.int64(x)
 
 
-@njit(nogil=True)
+@kernel
 def _block_at(position, n_blocks, table, half_bits, round_keys):
     # One order, three ways to hold it: a table, the network, or (neither given) storage order.
     if table.shape[0] > 0:
@@ -147,14 +148,14 @@ def _block_at(position, n_blocks, table, half_bits, round_keys):
     return np.int64(position)
 
 
-@njit(nogil=True)
+@kernel
 def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
     """Write the block at each of `positions` of the order into `out`; both shape (k,), int64."""
     for i in range(positions.shape[0]):
         out[i] = _block_at(positions[i], n_blocks, table, half_bits, round_keys)
 
 
-@njit(nogil=True)
+@kernel
 def deal(start, block_size, rank, world_size, first, piece_round, piece, n_blocks, table, half_bits, round_keys, out):
     """Write positions ``start ... start + len(out)`` of one rank's sequence of rows.
 
