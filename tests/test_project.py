@@ -42,7 +42,9 @@ def test_conda_and_pip_ask_for_the_same_packages_and_bounds():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["name"] == "dasksc"
     assert environment["channels"] == ["conda-forge", "nodefaults"]
-    lines = [line for line in environment["dependencies"] if isinstance(line, str) and line != "pip"]
+    *lines, from_pip = (line for line in environment["dependencies"] if line != "pip")
+    assert from_pip["pip"].pop() == "--editable ."
+    lines += from_pip["pip"]  # what conda-forge does not have
     conda = {match[1]: match[2] for match in (re.fullmatch(r"([\w-]+)(.*)", line) for line in lines) if match}
     pip = {name: bound for ours, bound in declared().items() for name in CONDA_NAMES.get(ours, [ours])}
     assert conda == pip
