@@ -28,7 +28,7 @@ __all__ = ["kernel"]
 logger = logging.getLogger(__name__)
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function for each set of argument types it meets: serial, nogil, kept on disk."""
     dispatcher: Any = njit(nogil=True)(function)
     if config.DISABLE_JIT:
@@ -49,7 +49,7 @@ def _source_digest() -> str:
     return state.hexdigest()
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._cache_file = _CacheFiles(self._cache_path, self._impl.filename_base)
