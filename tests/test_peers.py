@@ -32,8 +32,7 @@ def dasksc_epoch(rank: int, epoch: int) -> Rows:
 
 def scdataset_epoch(rank: int, epoch: int) -> Rows:
     scdataset = pytest.importorskip("scdataset")
-    loader = scdataset.scDataset(cells(), scdataset.BlockShuffling(), BATCH, rank=rank, world_size=N_RANKS, seed=0)
-    loader.set_epoch(epoch)
+    loader = scdataset.scDataset(cells(), scdataset.BlockShuffling(), BATCH, rank=rank, world_size=N_RANKS, seed=epoch)
     return [batch.ravel().tolist() for batch in loader]
 
 
