@@ -77,8 +77,7 @@ def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = 
     if isinstance(data, str | os.PathLike):
         return _open_path(os.fspath(data), obs)
     raise InputError(
-        f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; "
-        f"expected {ACCEPTED}"
+        f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
     )
 
 
@@ -270,8 +269,8 @@ def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
 
 
 def _layers(adata: AnnData) -> dict[str, Any]:
-    # From AnnData 0.13 on, layers[None] is X.
-    return {name: array for name, array in adata.layers.items() if name is not None}
+    # From AnnData 0.13 on, layers[None] is X, which a backed file need not have.
+    return {name: adata.layers[name] for name in adata.layers if name is not None}
 
 
 def _in_memory(table: Any) -> pd.DataFrame:
@@ -544,9 +543,7 @@ def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str) -> l
     missing = [name for name in wanted if name not in known]
     if missing:
         near = {name: difflib.get_close_matches(str(name), known, n=3) for name in missing}
-        hints = "; ".join(
-            f"{name!r}, near {', '.join(map(repr, found))}" for name, found in near.items() if found
-        )
+        hints = "; ".join(f"{name!r}, near {', '.join(map(repr, found))}" for name, found in near.items() if found)
         raise MissingKeyError(
             f"obs of {where} has no column {', '.join(map(repr, missing))}"
             + (f" ({hints})" if hints else "")
@@ -573,9 +570,7 @@ def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
         rows = names.get_indexer_for(values)
         if len(rows) != len(values) or (rows < 0).any():
             missing = [name for name in values if name not in names]
-            raise MissingKeyError(
-                f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; use numbers"
-            )
+            raise MissingKeyError(f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; use numbers")
         return np.asarray(rows, dtype=np.int64)
     if values.dtype.kind not in "iu":
         raise InputError(f"rows must be integers, a boolean mask or names; got {values.dtype}")

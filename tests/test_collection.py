@@ -1,0 +1,624 @@
+"""Opening atlases, encoding obs columns, and the view that hooks get."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import dask
+import dask.array as da
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scanpy as sc
+import scipy.sparse as sp
+import zarr
+from anndata.io import sparse_dataset
+
+import dasksc
+from dasksc.collection import AnnDataView, encode_column
+from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.lazy import DaskMatrix, matrix_of
+from tests.data import (
+    FORMATS,
+    LAYOUTS,
+    SAMPLE_FILES,
+    SAMPLE_ZARRS,
+    dense,
+    make_adata,
+    sample,
+    unpacked_sample,
+    write_store,
+)
+from tests.recorders import recorded_reads
+
+# What AnnData 0.13 asks of pandas 3 when it subsets.
+pytestmark = pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")
+
+ALIGNED = ("layers", "obsm", "obsp", "varm", "varp")
+
+
+def computed(array: Any) -> Any:
+    return array.compute(scheduler="synchronous") if isinstance(array, da.Array) else array
+
+
+def assert_same(got: ad.AnnData, expected: ad.AnnData) -> None:
+    """Every part of `got`, computed, is that of `expected`."""
+    assert got.shape == expected.shape
+    if expected.X is None:
+        assert got.X is None
+    else:
+        assert isinstance(got.X, da.Array)
+        assert got.X.dtype == expected.X.dtype
+        np.testing.assert_array_equal(dense(computed(got.X)), dense(expected.X))
+    pd.testing.assert_frame_equal(got.obs, expected.obs)
+    pd.testing.assert_frame_equal(got.var, expected.var)
+    assert set(got.uns) == set(expected.uns)
+    for part in ALIGNED:
+        ours, theirs = dict(getattr(got, part)), dict(getattr(expected, part))
+        assert set(ours) - {None} == set(theirs) - {None}
+        for name in set(theirs) - {None}:
+            if isinstance(theirs[name], pd.DataFrame):
+                pd.testing.assert_frame_equal(ours[name], theirs[name])
+                continue
+            if part in ("layers", "obsm"):
+                assert isinstance(ours[name], da.Array)
+            np.testing.assert_array_equal(dense(computed(ours[name])), dense(theirs[name]))
+    assert (got.raw is None) == (expected.raw is None)
+    if expected.raw is not None:
+        assert isinstance(got.raw.X, da.Array)
+        np.testing.assert_array_equal(dense(computed(got.raw.X)), dense(expected.raw.X))
+        pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)
+        assert set(got.raw.varm) == set(expected.raw.varm)
+
+
+def read_by_anndata(path: Path) -> ad.AnnData:
+    return ad.read_h5ad(path) if path.suffix == ".h5ad" else ad.read_zarr(path)
+
+
+def old_format(test: Any) -> Any:
+    """For reading old files with AnnData itself, which warns of every element; `dasksc.open` does not."""
+    for message in ("Moving element from", ".*was written with", "Element .* was written"):
+        test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
+    return test
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_store_opens_with_everything_in_it(tmp_path: Path, format: str, layout: str) -> None:
+    adata = make_adata(layout=layout)
+    adata.raw = adata
+    path = write_store(adata, tmp_path, format)
+    opened = dasksc.open(path)
+    assert_same(opened, read_by_anndata(path))
+    assert_same(dasksc.open(str(path)), read_by_anndata(path))
+    assert all(isinstance(array, da.Array) for array in opened.obsp.values())
+    assert isinstance(opened.obsm["table"], pd.DataFrame)
+
+
+@old_format
+@pytest.mark.parametrize("name", SAMPLE_FILES + SAMPLE_ZARRS)
+def test_a_file_of_any_anndata_version_opens_as_anndata_reads_it(name: str, tmp_path: Path) -> None:
+    path = sample(name) if name.endswith(".h5ad") else unpacked_sample(name, tmp_path)
+    assert_same(dasksc.open(path), read_by_anndata(path))
+
+
+@pytest.mark.parametrize("name", SAMPLE_FILES + SAMPLE_ZARRS)
+def test_an_old_file_opens_without_warnings(name: str, tmp_path: Path) -> None:
+    dasksc.open(sample(name) if name.endswith(".h5ad") else unpacked_sample(name, tmp_path))
+
+
+@old_format
+@pytest.mark.parametrize("name", SAMPLE_FILES)
+def test_backed_and_in_memory_objects_open_to_the_same(name: str) -> None:
+    expected = ad.read_h5ad(sample(name))
+    backed = ad.read_h5ad(sample(name), backed="r")
+    assert_same(dasksc.open(backed), expected)
+    backed.file.close()
+    assert_same(dasksc.open(expected), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opening_reads_nothing_of_the_matrices(tmp_path: Path, format: str, layout: str) -> None:
+    adata = make_adata(layout=layout)
+    adata.raw = adata
+    path = write_store(adata, tmp_path, format)
+    with recorded_reads() as reads:
+        opened = dasksc.open(path)
+        repr(opened)
+        da.log1p(opened.X)
+    for name in ("X", "layers", "raw/X", "obsm/X_pca", "obsm/sparse", "obsp"):
+        assert not reads.of(f"{name}/"), name
+    assert not reads.reached
+    assert reads.of("obs/")
+    with recorded_reads() as reads:
+        opened.X[:3].compute(scheduler="synchronous")
+    assert reads.reached
+    assert not reads.of("layers/")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_only_the_obs_columns_asked_for_are_read(tmp_path: Path, format: str) -> None:
+    adata = make_adata()
+    path = write_store(adata, tmp_path, format)
+    with recorded_reads() as reads:
+        opened = dasksc.open(path, obs=["float32", "cell_type"])
+    assert list(opened.obs.columns) == ["float32", "cell_type"]
+    pd.testing.assert_frame_equal(opened.obs, read_by_anndata(path).obs[["float32", "cell_type"]])
+    assert reads.of("obs/float32")
+    assert not reads.of("obs/text")
+    assert not reads.of("obs/int64")
+    assert dasksc.open(path, obs=[]).obs.shape == (adata.n_obs, 0)
+    assert list(dasksc.open(path, obs=["flag", "flag"]).obs.columns) == ["flag"]
+
+
+@pytest.mark.parametrize("name", ["anndata-archives/v0.5.0/adata.h5ad", "anndata-archives/v0.7.8/adata.h5ad"])
+@old_format
+def test_obs_columns_can_be_chosen_from_old_files(name: str) -> None:
+    expected = ad.read_h5ad(sample(name)).obs
+    columns = [expected.columns[2], expected.columns[0]]
+    pd.testing.assert_frame_equal(dasksc.open(sample(name), obs=columns).obs, expected[columns])
+
+
+def test_obs_columns_can_be_chosen_from_an_anndata() -> None:
+    adata = make_adata()
+    opened = dasksc.open(adata, obs=["flag"])
+    assert list(opened.obs.columns) == ["flag"]
+    assert "text" in adata.obs
+
+
+@pytest.mark.parametrize("given", ["path", "memory"])
+def test_an_unknown_obs_column_is_refused_with_the_nearest_names(tmp_path: Path, given: str) -> None:
+    adata = make_adata()
+    data = adata if given == "memory" else write_store(adata, tmp_path, "h5ad")
+    with pytest.raises(MissingKeyError, match=r"'cell_typ'.*near 'cell_type'"):
+        dasksc.open(data, obs=["flag", "cell_typ"])
+
+
+def test_one_obs_name_outside_a_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"obs=\['cell_type'\]"):
+        dasksc.open(make_adata(), obs="cell_type")
+
+
+def test_arrays_in_memory_are_shared_not_copied() -> None:
+    adata = make_adata(layout="dense")
+    opened = dasksc.open(adata)
+    adata.X[7] = 99
+    adata.obsm["X_pca"][7] = 98
+    assert (opened.X[7].compute() == 99).all()
+    assert (opened.obsm["X_pca"][7].compute() == 98).all()
+    assert opened.obsp["neighbours"] is adata.obsp["neighbours"]
+
+
+def test_edits_of_obs_stay_with_the_object_opened_and_the_other_way_round() -> None:
+    adata = make_adata()
+    opened = dasksc.open(adata)
+    opened.obs["new"] = 1
+    assert "new" not in adata.obs
+
+
+def test_a_backed_object_keeps_its_own_obs_and_var(tmp_path: Path) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    backed = ad.read_h5ad(path, backed="r")
+    backed.obs["fold"] = np.arange(backed.n_obs) % 3
+    backed.var["kept"] = True
+    backed.layers["scaled"][0] = -1
+    opened = dasksc.open(backed)
+    backed.file.close()
+    np.testing.assert_array_equal(opened.obs["fold"], np.arange(60) % 3)
+    assert opened.var["kept"].all()
+    assert (computed(opened.layers["scaled"])[0] == -1).all()
+    np.testing.assert_array_equal(dense(computed(opened.X)), dense(make_adata().X))
+    assert not isinstance(matrix_of(opened.X), DaskMatrix)
+
+
+@pytest.mark.parametrize("index", [np.arange(60) % 2 == 0, slice(10, 30), [5, 2, 40]])
+def test_a_view_of_a_backed_object_opens_with_its_rows_and_columns(tmp_path: Path, index: Any) -> None:
+    adata = make_adata()
+    adata.raw = adata
+    backed = ad.read_h5ad(write_store(adata, tmp_path, "h5ad"), backed="r")
+    opened = dasksc.open(backed[index, 3:9])
+    expected = adata[index, 3:9]
+    np.testing.assert_array_equal(dense(computed(opened.X)), dense(expected.X))
+    assert list(opened.obs_names) == list(expected.obs_names)
+    np.testing.assert_array_equal(dense(computed(opened.layers["counts"])), dense(expected.layers["counts"]))
+    backed.file.close()
+
+
+def test_a_view_in_memory_opens_with_its_rows() -> None:
+    adata = make_adata()
+    view = adata[adata.obs["cell_type"] == "B cell"]
+    opened = dasksc.open(view)
+    assert not opened.is_view
+    assert_same(opened, view.copy())
+
+
+def test_an_anndata_of_dask_arrays_keeps_them() -> None:
+    lazy = dasksc.open(make_adata())
+    lazy.X = da.log1p(lazy.X)
+    again = dasksc.open(lazy)
+    assert again.X is lazy.X
+    assert again.layers["counts"].name == lazy.layers["counts"].name
+    pd.testing.assert_frame_equal(again.obs, lazy.obs)
+
+
+def test_stored_arrays_inside_an_anndata_are_read_by_our_readers(tmp_path: Path) -> None:
+    adata = make_adata()
+    h5ad, store = write_store(adata, tmp_path, "h5ad"), write_store(adata, tmp_path, "zarr3")
+    with h5py.File(h5ad) as file:
+        group = zarr.open_group(store, mode="r")
+        lazy = ad.AnnData(
+            X=sparse_dataset(file["X"]),
+            layers={"zarr": sparse_dataset(group["X"])},
+            obsm={"h5": file["layers/scaled"], "zarr": group["layers/scaled"]},
+        )
+        opened = dasksc.open(lazy)
+    for array in (opened.X, opened.layers["zarr"]):
+        assert not isinstance(matrix_of(array), DaskMatrix)
+        np.testing.assert_array_equal(dense(computed(array)), dense(adata.X))
+    for array in opened.obsm.values():
+        np.testing.assert_array_equal(computed(array), adata.layers["scaled"])
+
+
+def test_a_zarr_array_outside_a_local_directory_is_refused() -> None:
+    array = zarr.create_array(zarr.storage.MemoryStore(), shape=(4, 3), dtype="float32")
+    with pytest.raises(InputError, match="local directory"):
+        dasksc.open(ad.AnnData(X=array))
+
+
+def test_an_anndata_without_x_opens(tmp_path: Path) -> None:
+    adata = ad.AnnData(obs=make_adata().obs, layers={"counts": make_adata().layers["counts"]})
+    for data in (adata, write_store(adata, tmp_path, "h5ad")):
+        opened = dasksc.open(data)
+        assert opened.X is None
+        np.testing.assert_array_equal(dense(computed(opened.layers["counts"])), dense(adata.layers["counts"]))
+
+
+def test_obsm_entries_that_are_no_matrices_are_read(tmp_path: Path) -> None:
+    adata = make_adata()
+    adata.obsm["images"] = np.arange(60 * 4 * 2).reshape(60, 4, 2)
+    for data in (adata, write_store(adata, tmp_path, "h5ad")):
+        opened = dasksc.open(data)
+        np.testing.assert_array_equal(opened.obsm["images"], adata.obsm["images"])
+        np.testing.assert_array_equal(AnnDataView(opened)[[5, 6]].obsm["images"], adata.obsm["images"][[5, 6]])
+
+
+def test_x_and_layers_have_the_same_row_chunks() -> None:
+    with dask.config.set({"dasksc.chunk-bytes": 2000}):
+        opened = dasksc.open(make_adata())
+    chunks = [opened.X.chunks, opened.layers["counts"].chunks, opened.layers["scaled"].chunks]
+    assert chunks[0] == chunks[1] == chunks[2]
+    assert len(chunks[0][0]) > 1
+
+
+def test_a_file_can_be_opened_from_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adata = make_adata()
+    write_store(adata, tmp_path, "h5ad")
+    monkeypatch.chdir(tmp_path)
+    opened = dasksc.open("atlas.h5ad")
+    monkeypatch.chdir("/")
+    np.testing.assert_array_equal(dense(computed(opened.X)), dense(adata.X))
+
+
+def test_a_missing_path_is_refused_with_its_neighbours(tmp_path: Path) -> None:
+    write_store(make_adata(), tmp_path, "h5ad")
+    with pytest.raises(MissingPathError, match=r"atlsa\.h5ad; near it: atlas\.h5ad"):
+        dasksc.open(tmp_path / "atlsa.h5ad")
+    with pytest.raises(FileNotFoundError, match=r"nor is .* a directory"):
+        dasksc.open(tmp_path / "nowhere" / "atlas.h5ad")
+
+
+def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="not a Zarr group"):
+        dasksc.open(tmp_path)
+
+
+def test_a_store_that_is_no_anndata_is_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["matrix"] = np.zeros((3, 3))
+    zarr.create_group(tmp_path / "other.zarr").create_array("matrix", shape=(3, 3), dtype="f4")
+    for name in ("other.h5", "other.zarr"):
+        with pytest.raises(StorageError, match="no obs and no var, only matrix"):
+            dasksc.open(tmp_path / name)
+
+
+@pytest.mark.parametrize("kept", [0.95, 0.5, 0.01])
+def test_a_truncated_h5ad_is_refused(tmp_path: Path, kept: float) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(CorruptDataError, match=r"atlas\.h5ad is truncated"):
+        dasksc.open(path)
+
+
+def test_a_file_that_is_no_hdf5_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cells.csv").write_text("gene1,gene2\n1,2\n")
+    with zipfile.ZipFile(tmp_path / "atlas.zarr.zip", "w") as archive:
+        archive.writestr("zarr.json", "{}")
+    (tmp_path / "empty.h5ad").write_bytes(b"")
+    for name in ("cells.csv", "atlas.zarr.zip", "empty.h5ad"):
+        with pytest.raises(CorruptDataError, match="is not an HDF5 file"):
+            dasksc.open(tmp_path / name)
+
+
+def test_an_obs_that_lacks_a_column_it_lists_is_refused(tmp_path: Path) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file:
+        del file["obs/flag"]
+    with pytest.raises(StorageError, match=r"atlas\.h5ad cannot be read"):
+        dasksc.open(path)
+
+
+def test_parts_of_unequal_length_are_refused(tmp_path: Path) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file:
+        del file["obsm/X_pca"]
+        file["obsm/X_pca"] = np.zeros((59, 2))
+    with pytest.raises(StorageError, match=r"atlas\.h5ad cannot be read as AnnData"):
+        dasksc.open(path)
+
+
+@pytest.mark.parametrize("data", [None, 3, np.zeros((3, 3)), da.zeros((3, 3)), ["a.h5ad"]])
+def test_other_types_are_refused_and_what_is_accepted_is_said(data: Any) -> None:
+    with pytest.raises(InputError, match=r"cannot open an object of type .*expected the path of an \.h5ad"):
+        dasksc.open(data)
+
+
+def test_a_url_is_refused() -> None:
+    with pytest.raises(InputError, match="is a URL"):
+        dasksc.open("s3://bucket/atlas.zarr")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Some cells have zero counts")
+def test_scanpy_normalizes_and_logs_lazily(tmp_path: Path, layout: str) -> None:
+    adata = make_adata(layout=layout)
+    with dask.config.set({"dasksc.chunk-bytes": 2000}):
+        lazy = dasksc.open(write_store(adata, tmp_path, "h5ad"))
+    with recorded_reads() as reads:
+        sc.pp.normalize_total(lazy, target_sum=1e4)
+        sc.pp.log1p(lazy)
+    assert not reads.reached
+    sc.pp.normalize_total(adata, target_sum=1e4)
+    sc.pp.log1p(adata)
+    assert len(lazy.X.chunks[0]) > 1
+    assert isinstance(computed(lazy.X), sp.csr_matrix if layout == "csr" else np.ndarray)
+    np.testing.assert_allclose(dense(computed(lazy.X)), dense(adata.X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scanpy_sums_over_cells_genes_and_groups_lazily(tmp_path: Path, layout: str) -> None:
+    adata = make_adata(layout=layout)
+    with dask.config.set({"dasksc.chunk-bytes": 2000}):
+        lazy = dasksc.open(write_store(adata, tmp_path, "h5ad"))
+    for data in (lazy, adata):
+        sc.pp.calculate_qc_metrics(data, inplace=True, percent_top=None)
+    for table, names in (("obs", ["total_counts", "n_genes_by_counts"]), ("var", ["total_counts"])):
+        for name in names:
+            np.testing.assert_allclose(computed(getattr(lazy, table)[name]), getattr(adata, table)[name], rtol=1e-6)
+    try:
+        groups = sc.get.aggregate(lazy, "cell_type", "sum")
+    except NotImplementedError:
+        pytest.skip("this scanpy aggregates no Dask arrays")
+    expected = sc.get.aggregate(adata, "cell_type", "sum")
+    np.testing.assert_allclose(dense(computed(groups.layers["sum"])), dense(expected.layers["sum"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_taken_from_a_lazy_anndata_are_right(layout: str) -> None:
+    adata = make_adata(layout=layout)
+    mask = (adata.obs["cell_type"] == "T cell").to_numpy()
+    view = dasksc.open(adata)[mask, 2:11]
+    np.testing.assert_array_equal(dense(computed(view.X)), dense(adata.X)[mask, 2:11])
+    rows = np.array([0, 3, 3, 9])
+    taken = matrix_of(view.X).fetch(rows)
+    out = np.empty((4, 9), dtype=np.float32)
+    taken.gather(np.arange(4), out=out)
+    np.testing.assert_array_equal(out, dense(adata.X)[mask, 2:11][rows])
+
+
+def encoded(values: Any) -> tuple[list[Any], Any, str]:
+    array, labels = encode_column(pd.Series(values, name="column"))
+    return array.tolist(), labels, str(array.dtype)
+
+
+@pytest.mark.parametrize(
+    ("values", "codes", "labels", "dtype"),
+    [
+        (pd.Categorical(["b", "a", None, "b"], categories=["b", "c", "a"]), [0, 2, -1, 0], ["b", "c", "a"], "int64"),
+        (pd.Categorical([3, 1, 3]), [1, 0, 1], [1, 3], "int64"),
+        (pd.Categorical([True, False]), [1, 0], [False, True], "int64"),
+        (["b", "a", "b"], [1, 0, 1], ["a", "b"], "int64"),
+        (np.array(["b", None, "a", np.nan], dtype=object), [1, -1, 0, -1], ["a", "b"], "int64"),
+        (pd.array(["b", None, "a"], dtype="string"), [1, -1, 0], ["a", "b"], "int64"),
+        (np.array([None, None], dtype=object), [-1, -1], [], "int64"),
+        ([True, False], [True, False], None, "bool"),
+        (np.array([True, False], dtype=object), [True, False], None, "bool"),
+        (pd.array([True, False], dtype="boolean"), [True, False], None, "bool"),
+        (pd.array([True, None, False], dtype="boolean"), [1, -1, 0], [False, True], "int64"),
+        (np.array([True, None], dtype=object), [1, -1], [False, True], "int64"),
+        (np.array([1, -2], dtype=np.int8), [1, -2], None, "int8"),
+        (np.array([1, 2], dtype=np.uint16), [1, 2], None, "uint16"),
+        (np.array([1, 2], dtype=">i4"), [1, 2], None, "int32"),
+        (np.array([1.5, 2], dtype=np.float32), [1.5, 2], None, "float32"),
+        (pd.array([1, 2], dtype="Int32"), [1, 2], None, "int32"),
+        (pd.array([1.5, 2], dtype="Float32"), [1.5, 2], None, "float32"),
+        (pd.arrays.SparseArray([0, 0, 2]), [0, 0, 2], None, "int64"),
+        (np.array([1, 2], dtype=object), [1, 2], None, "int64"),
+    ],
+)  # fmt: skip
+def test_a_column_is_encoded(values: Any, codes: list[Any], labels: Any, dtype: str) -> None:
+    assert encoded(values) == (codes, labels, dtype)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pd.array([1, None, 3], dtype="Int64"),
+        pd.array([1, None, 3], dtype="Float32"),
+        np.array([1, None, 3], dtype=object),
+        np.array([1.0, np.nan, 3.0]),
+    ],
+)
+def test_missing_numbers_become_nan(values: Any) -> None:
+    array, labels = encode_column(pd.Series(values))
+    assert array.dtype == np.float64
+    assert labels is None
+    np.testing.assert_array_equal(array, [1, np.nan, 3])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pd.to_datetime(["2020-01-01", "2021-01-01"]),
+        pd.to_timedelta(["1s", "2s"]),
+        np.array([1j, 2j]),
+        np.array(["a", 1], dtype=object),
+        np.array([[1], [2]], dtype=object).tolist(),
+    ],
+)
+def test_a_column_without_tensor_form_is_refused_by_name(values: Any) -> None:
+    with pytest.raises(InputError, match="'column'"):
+        encode_column(pd.Series(values, name="column"))
+
+
+def assert_same_table(got: pd.DataFrame, expected: pd.DataFrame) -> None:
+    """The same values; AnnData drops the categories that no row has."""
+    pd.testing.assert_frame_equal(got, expected, check_categorical=False)
+    assert [str(value) for value in got.to_numpy().ravel()] == [str(value) for value in expected.to_numpy().ravel()]
+
+
+def test_the_rows_of_a_view_keep_all_categories_so_that_codes_mean_the_same_in_every_fetch() -> None:
+    adata = make_adata()
+    view = AnnDataView(dasksc.open(adata))
+    for rows in ([0], [1, 2]):
+        assert list(view[rows].obs["cell_type"].cat.categories) == list(adata.obs["cell_type"].cat.categories)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_view_reads_rows_into_memory_as_anndata_takes_them(tmp_path: Path, layout: str, format: str) -> None:
+    adata = make_adata(layout=layout)
+    path = write_store(adata, tmp_path, format)
+    view = AnnDataView(dasksc.open(path))
+    rows = np.array([2, 17, 40, 41])
+    got, expected = view[rows], read_by_anndata(path)[rows].copy()
+    assert isinstance(got, ad.AnnData)
+    assert not got.is_view
+    assert isinstance(got.X, sp.csr_matrix if layout == "csr" else np.ndarray)
+    assert got.X.dtype == expected.X.dtype
+    np.testing.assert_array_equal(dense(got.X), dense(expected.X))
+    assert_same_table(got.obs, expected.obs)
+    assert_same_table(got.var, expected.var)
+    for part in ("layers", "obsm"):
+        ours, theirs = getattr(got, part), getattr(expected, part)
+        assert set(ours) - {None} == set(theirs) - {None}
+        for name in set(theirs) - {None}:
+            if isinstance(theirs[name], pd.DataFrame):
+                assert_same_table(ours[name], theirs[name])
+            else:
+                np.testing.assert_array_equal(dense(ours[name]), dense(theirs[name]))
+    np.testing.assert_array_equal(got.varm["loadings"], expected.varm["loadings"])
+    assert dict(got.uns) == {"source": "made up"}
+
+
+def test_rows_may_repeat_and_come_in_any_order_without_a_warning() -> None:
+    adata = make_adata()
+    rows = [40, 3, 3, 0, 40]
+    got = AnnDataView(dasksc.open(adata))[rows]
+    np.testing.assert_array_equal(dense(got.X), dense(adata.X)[rows])
+    assert list(got.obs_names) == [f"cell{row}" for row in rows]
+    assert list(got.obsm["table"].index) == [f"cell{row}" for row in rows]
+    np.testing.assert_array_equal(got.obs["int64"], adata.obs["int64"].iloc[rows])
+
+
+def test_a_view_reads_each_matrix_once(tmp_path: Path) -> None:
+    opened = dasksc.open(write_store(make_adata(), tmp_path, "h5ad"))
+    view = AnnDataView(opened)
+    view[[0]]
+    with recorded_reads() as reads:
+        view[np.array([1, 20, 20, 59])]
+    for name in ("X/data", "X/indices", "layers/counts/data", "layers/scaled", "obsm/X_pca", "obsm/sparse/data"):
+        assert reads.n_calls(name) == 1, name
+    assert reads.n_items("layers/scaled") == 3
+    assert not reads.of("obsp")
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (slice(10, 20, 3), [10, 13, 16, 19]),
+        (np.arange(60) % 20 == 0, [0, 20, 40]),
+        (pd.Series(np.arange(60) % 20 == 0), [0, 20, 40]),
+        ([-1, 0], [59, 0]),
+        (7, [7]),
+        (np.int32(7), [7]),
+        (["cell5", "cell1"], [5, 1]),
+        ("cell5", [5]),
+        ([], []),
+        (slice(0, 0), []),
+        (np.array([3, 4], dtype=np.uint8), [3, 4]),
+    ],
+)
+def test_a_view_takes_every_kind_of_index(index: Any, rows: list[int]) -> None:
+    adata = make_adata()
+    got = AnnDataView(dasksc.open(adata))[index]
+    assert list(got.obs_names) == [f"cell{row}" for row in rows]
+    np.testing.assert_array_equal(dense(got.X), dense(adata.X)[rows])
+
+
+def test_a_view_takes_a_second_index_for_columns() -> None:
+    adata = make_adata()
+    got = AnnDataView(dasksc.open(adata))[[4, 2], ["gene3", "gene0"]]
+    assert list(got.var_names) == ["gene3", "gene0"]
+    np.testing.assert_array_equal(dense(got.X), dense(adata.X)[[4, 2]][:, [3, 0]])
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        ([60], IndexError),
+        ([-61], IndexError),
+        (np.ones(59, dtype=bool), IndexError),
+        (["cell5", "nobody"], MissingKeyError),
+        ([0.5], InputError),
+        ([[1, 2]], InputError),
+    ],
+)
+def test_a_view_refuses_rows_that_are_not_there(index: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        AnnDataView(dasksc.open(make_adata()))[index]
+
+
+def test_a_view_looks_like_its_anndata() -> None:
+    opened = dasksc.open(make_adata())
+    view = AnnDataView(opened)
+    assert len(view) == view.n_obs == 60
+    assert view.shape == (60, 17)
+    assert view.obs is opened.obs
+    assert list(view.var_names) == list(opened.var_names)
+    assert view.X.shape == opened.X.shape
+    assert view.adata is opened
+    with pytest.raises(AttributeError):
+        _ = view.nothing_of_the_kind
+
+
+def test_a_view_pickles(tmp_path: Path) -> None:
+    adata = make_adata()
+    view = AnnDataView(dasksc.open(write_store(adata, tmp_path, "h5ad")))
+    again = pickle.loads(pickle.dumps(view))
+    np.testing.assert_array_equal(dense(again[[3, 9]].X), dense(adata.X)[[3, 9]])
+
+
+def test_a_file_replaced_after_opening_is_noticed_when_it_is_read(tmp_path: Path) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    opened = dasksc.open(path)
+    shutil.copy(write_store(make_adata(50), tmp_path, "h5ad", "other"), path)
+    with pytest.raises(CorruptDataError, match=r"atlas\.h5ad"):
+        AnnDataView(opened)[[1]]
