@@ -7,6 +7,7 @@ round sees the same machine, the same page cache and compiled code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,12 @@ def measure(
     consume
         Reads a batch and returns a number; None only takes it.
     """
-    n_rows, next_check, checksum = 0, fetch_rows, 0.0
+    n_rows, checksum = 0, 0.0
     cpu_start, start = time.process_time(), time.perf_counter()
     finished = False
     while not finished:
         batches = epoch()
+        next_check = n_rows + fetch_rows
         for batch in batches:
             n_rows += batch.shape[0]
             if consume is not None:
@@ -78,9 +79,7 @@ def measure(
         close = getattr(batches, "close", None)
         if close is not None:
             close()
-    return Measurement(
-        n_rows=n_rows, elapsed_s=elapsed_s, cpu_s=time.process_time() - cpu_start, checksum=checksum
-    )
+    return Measurement(n_rows=n_rows, elapsed_s=elapsed_s, cpu_s=time.process_time() - cpu_start, checksum=checksum)
 
 
 def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: dict[str, Any]) -> None:
@@ -163,7 +162,12 @@ class Contender:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -173,14 +177,16 @@ class Contender:
 
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
         """Let it measure once, while everything else waits."""
-        self._process.stdin.write(json.dumps({"seconds": seconds, "consume": consume}) + "\n")
-        self._process.stdin.flush()
+        # A process that has ended is noticed when it does not answer.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"seconds": seconds, "consume": consume}) + "\n")
+            self._process.stdin.flush()
         return self._read()
 
     def _read(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()
+            self.close()
             raise ContenderError(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
         return json.loads(line)
 
@@ -209,7 +215,7 @@ def compete(
     A contender that cannot start, or fails, is left out with a line that says why.
     """
     results: dict[str, Result] = {}
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         running: dict[str, Contender] = {}
         for start in contenders:
             try:
@@ -222,7 +228,8 @@ def compete(
             results[contender.name] = Result(name=contender.name, cold_start=contender.cold_start)
         for i in range(rounds):
             names = list(running)
-            for name in names[i % len(names) :] + names[: i % len(names)]:
+            turn = i % max(len(names), 1)
+            for name in names[turn:] + names[:turn]:
                 produced = running[name].run(seconds=seconds, consume=False)
                 consumed = running[name].run(seconds=seconds, consume=True)
                 results[name].produced.append(produced["rows_per_s"])

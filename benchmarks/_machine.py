@@ -37,9 +37,7 @@ def disk_bytes_per_s(path: Path, n_bytes: int = 1 << 30) -> float | None:
         return None
     try:
         with mmap.mmap(-1, _PIECE_BYTES) as aligned:
-            elapsed = _seconds(
-                lambda: [os.preadv(fd, [aligned], offset) for offset in range(0, n_bytes, _PIECE_BYTES)]
-            )
+            elapsed = _seconds(lambda: [os.preadv(fd, [aligned], offset) for offset in range(0, n_bytes, _PIECE_BYTES)])
     except OSError:
         return None
     finally:

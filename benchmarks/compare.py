@@ -11,16 +11,17 @@ every batch. The page cache is warmed first; compilation is excluded and the col
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import _machine
+from _atlas import add_options, atlas
 from _contenders import CONTENDERS
 from _harness import Contender, Result, compete, median_and_spread
 
@@ -30,9 +31,7 @@ BASELINE = "scDataset"
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the comparison that the command line asks for; return what was written as JSON."""
-    options = _parser().parse_args(arguments)
-    if options.fetch % options.batch or options.fetch % options.block:
-        raise SystemExit(f"--fetch {options.fetch} must be a multiple of --batch and of --block")
+    options = main_options(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     spec = prepare(options)
     chosen = options.contenders or [name for name in CONTENDERS if runs(name, options)]
@@ -74,12 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
-def _parser() -> argparse.ArgumentParser:
+def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--atlas", type=Path, help="an AnnData file; default: one is made in --work")
-    parser.add_argument("--cells", type=int, default=200_000, help="cells of the atlas that is made")
-    parser.add_argument("--genes", type=int, default=20_000, help="genes of the atlas that is made")
-    parser.add_argument("--files", choices=["h5ad", "gzip", "zarr"], default="h5ad", help="how it is stored")
+    add_options(parser, cells=200_000)
     parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="what batches are")
     parser.add_argument("--block", type=int, default=64, help="contiguous rows")
     parser.add_argument("--batch", type=int, default=64, help="rows of a batch")
@@ -89,22 +86,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before the first round")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dasksc-benchmarks")
     parser.add_argument("--out", type=Path, help="where to write .json and .png")
-    return parser
+    options = parser.parse_args(arguments)
+    if options.fetch % options.batch or options.fetch % options.block:
+        parser.error(f"--fetch {options.fetch} must be a multiple of --batch and of --block")
+    return options
 
 
 def runs(name: str, options: argparse.Namespace) -> bool:
     """Whether a contender takes part when none were named."""
     if name.startswith("annbatch"):
         return options.peer_python is not None
+    if name.startswith("scDataset") and importlib.util.find_spec("scdataset") is None:
+        return False
     return options.layout == "dense" or name != "scDataset per fetch"
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
     """Make the files that the contenders read, where they are not there yet, and describe the task."""
-    made = partial(_make_atlas, options)
-    path = options.atlas or made(options.files)
+    path = atlas(options)
     spec = {
         "path": str(path),
         **{key: getattr(options, key) for key in ("layout", "block", "batch", "fetch")},
@@ -112,10 +112,10 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     spec["n_rows"], spec["n_vars"], spec["nnz"] = _shape(path)
     if options.peer_python is not None:
         if options.atlas is None:
-            spec["zarr_path"] = str(made("zarr"))
+            spec["zarr_path"] = str(atlas(options, "zarr"))
         elif path.suffix == ".zarr":
             spec["zarr_path"] = str(path)
-        h5ad = path if path.suffix == ".h5ad" else made("h5ad")
+        h5ad = path if path.suffix == ".h5ad" else atlas(options, "h5ad")
         own = options.work / f"{h5ad.stem}-{h5ad.stat().st_mtime_ns:x}-annbatch.zarr"
         spec |= {"h5ad_path": str(h5ad), "annbatch_path": str(own)}
         if not own.exists():
@@ -130,18 +130,6 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
             )
             partial_path.rename(own)
     return spec
-
-
-def _make_atlas(options: argparse.Namespace, files: str) -> Path:
-    suffix = {"h5ad": ".h5ad", "gzip": "-gzip.h5ad", "zarr": ".zarr"}[files]
-    path = options.work / f"atlas-{options.cells}x{options.genes}{suffix}"
-    if not path.exists():
-        print(f"writing {path}")
-        command = [sys.executable, str(HERE.parent / "examples" / "make_atlas.py"), "--out", str(path)]
-        command += ["--cells", str(options.cells), "--genes", str(options.genes)]
-        command += {"gzip": ["--compression", "gzip"]}.get(files, [])
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    return path
 
 
 def _shape(path: Path) -> tuple[int, int, int]:
@@ -222,10 +210,9 @@ def _rate(result: dict[str, Any], kind: str) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw the consumed rates as bars, with the range over the rounds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
 
     results = sorted(report["results"], key=lambda result: result["consumed"])
     names = [result["name"] for result in results]

@@ -336,9 +336,7 @@ def test_weights_computed_from_obs(adata):
 
 def test_weighted_sampling_without_replacement_in_rounds():
     weights = np.where(LABELS == "NK", 1.0, 0.0)
-    strategy = BlockWeightedSampling(
-        weights=weights, total_size=60, replace=False, sampling_size=15, block_size=4
-    )
+    strategy = BlockWeightedSampling(weights=weights, total_size=60, replace=False, sampling_size=15, block_size=4)
     rows = rows_of(scDataset(counts(), strategy, batch_size=15, seed=0))
     assert len(rows) == 60
     assert set(LABELS[rows]) == {"NK"}
@@ -388,9 +386,7 @@ def test_streaming_with_shuffle_permutes_within_fetches_only():
 STRATEGIES = {
     "Streaming": Streaming(),
     "BlockShuffling": BlockShuffling(block_size=8),
-    "BlockWeightedSampling": BlockWeightedSampling(
-        weights=np.linspace(1, 3, N_OBS), total_size=N_OBS, block_size=8
-    ),
+    "BlockWeightedSampling": BlockWeightedSampling(weights=np.linspace(1, 3, N_OBS), total_size=N_OBS, block_size=8),
     "ClassBalancedSampling": ClassBalancedSampling(LABELS, total_size=N_OBS, block_size=8),
 }
 
@@ -399,9 +395,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_four_strategies_under_manual_ranks_share_out_what_one_rank_draws(name, world_size):
     def dataset(rank, world_size):
-        return scDataset(
-            counts(), STRATEGIES[name], BATCH, FETCH_FACTOR, rank=rank, world_size=world_size, seed=7
-        )
+        return scDataset(counts(), STRATEGIES[name], BATCH, FETCH_FACTOR, rank=rank, world_size=world_size, seed=7)
 
     ranks = [list(dataset(rank, world_size)) for rank in range(world_size)]
     # 600 rows deal out evenly to 2, 3 and 4 ranks, so nothing is repeated.
@@ -551,7 +545,7 @@ def test_a_training_loop_under_data_parallel_learns_the_labels(adata):
     ids=["batch_size", "fetch_factor"],
 )
 def test_sizes_that_are_not_positive_are_value_errors(program):
-    with pytest.raises(ValueError, match="batch_size|fetch_factor"):
+    with pytest.raises(ValueError, match=r"batch_size|fetch_factor"):
         program()
 
 
@@ -560,11 +554,12 @@ def test_every_public_name_is_found_where_it_was():
     import dasksc.experimental
     import dasksc.transforms
 
-    for name in (
-        "scDataset SamplingStrategy Streaming BlockShuffling BlockWeightedSampling ClassBalancedSampling "
-        "MultiIndexable suggest_parameters estimate_sample_size adata_to_mindex hf_tahoe_to_tensor "
-        "bionemo_to_tensor"
-    ).split():
+    names = """
+        scDataset SamplingStrategy Streaming BlockShuffling BlockWeightedSampling ClassBalancedSampling
+        MultiIndexable suggest_parameters estimate_sample_size adata_to_mindex hf_tahoe_to_tensor
+        bionemo_to_tensor
+    """
+    for name in names.split():
         assert callable(getattr(dasksc, name)), name
         assert name in dasksc.__all__
     for name in ("suggest_parameters", "estimate_sample_size"):

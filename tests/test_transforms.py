@@ -38,23 +38,25 @@ def make_adata(X: object) -> ad.AnnData:
 @pytest.fixture(params=["dense", "csr", "dask", "backed csr", "backed dense", "view of backed", "collection"])
 def adata(request, tmp_path):
     X = dense_counts()
-    if request.param == "dense":
-        return make_adata(X)
-    if request.param == "csr":
-        return make_adata(sp.csr_matrix(X))
-    if request.param == "dask":
-        return make_adata(da.from_array(X, chunks=(8, -1)))
     path = tmp_path / "cells.h5ad"
     make_adata(X if request.param == "backed dense" else sp.csr_matrix(X)).write_h5ad(path)
     backed = ad.read_h5ad(path, backed="r")
-    request.addfinalizer(backed.file.close)
-    if request.param == "view of backed":
-        return backed[np.arange(N_OBS)]
-    if request.param == "collection":
-        experimental = pytest.importorskip("anndata.experimental")
-        parts = [make_adata(X)[:9], make_adata(X)[9:]]
-        return experimental.AnnCollection(parts, join_vars="inner")[np.arange(N_OBS)]
-    return backed
+    match request.param:
+        case "dense":
+            yield make_adata(X)
+        case "csr":
+            yield make_adata(sp.csr_matrix(X))
+        case "dask":
+            yield make_adata(da.from_array(X, chunks=(8, -1)))
+        case "view of backed":
+            yield backed[np.arange(N_OBS)]
+        case "collection":
+            experimental = pytest.importorskip("anndata.experimental")
+            parts = [make_adata(X)[:9], make_adata(X)[9:]]
+            yield experimental.AnnCollection(parts, join_vars="inner")[np.arange(N_OBS)]
+        case _:
+            yield backed
+    backed.file.close()
 
 
 def test_adata_to_mindex_gives_dense_x_and_the_columns_asked_for(adata):
@@ -87,7 +89,7 @@ def test_fetch_transform_adata_with_columns_is_indexed_together(adata):
 
 @pytest.mark.parametrize("transform", [adata_to_mindex, fetch_transform_adata])
 def test_an_unknown_column_is_named_beside_those_there_are(transform):
-    with pytest.raises(MissingKeyError, match="no column 'celltype'; it has .*cell_type"):
+    with pytest.raises(MissingKeyError, match=r"no column 'celltype'; it has .*cell_type"):
         transform(make_adata(dense_counts()), columns=["celltype"])
 
 
@@ -150,9 +152,7 @@ def bionemo(monkeypatch):
         rows = np.concatenate([np.full(len(columns), i) for i, (_, columns) in enumerate(cells)])
         values = np.concatenate([values for values, _ in cells])
         columns = np.concatenate([columns for _, columns in cells])
-        return torch.sparse_coo_tensor(
-            np.stack([rows, columns]), values, (len(cells), N_VARS), check_invariants=True
-        )
+        return torch.sparse_coo_tensor(np.stack([rows, columns]), values, (len(cells), N_VARS), check_invariants=True)
 
     names = ["bionemo", "bionemo.scdl", "bionemo.scdl.util", "bionemo.scdl.util.torch_dataloader_utils"]
     for name in names:

@@ -1,0 +1,110 @@
+#!/usr/bin/env python
+"""Is the anonymous memory of an epoch what was projected, and does it stay so?
+
+    python benchmarks/memory.py --cells 100000 --epochs 5
+
+Samples RssAnon of the process (mapped file pages do not count) during whole epochs. The peak of each, beyond
+what the process held before the first (Python, torch, compiled kernels, the tables of the atlas),
+must stay under ``dataset.projected_bytes``, and the last may not exceed the first by more than a tenth of
+that. Exits with 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anndata
+import numpy as np
+import scipy.sparse as sp
+from _atlas import add_options, atlas
+from _machine import rss_anon_bytes
+
+import dasksc
+
+MIB = 1 << 20
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the command line says; return the peaks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=100_000)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--fetch", type=int, default=16_384)
+    parser.add_argument("--layout", choices=["dense", "csr"], default="dense")
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args(arguments)
+    sizes = {"batch_size": options.batch, "fetch_factor": options.fetch // options.batch}
+    path = atlas(options)
+
+    compile_kernels(layout=options.layout)
+    dataset = dasksc.scDataset(
+        path,
+        dasksc.BlockShuffling(block_size=options.block),
+        **sizes,
+        layout=options.layout,
+        obs=["cell_type"],
+        rank=0,
+        world_size=1,
+        seed=0,
+    )
+    before = rss_anon_bytes()
+    peaks = []
+    for epoch in range(options.epochs):
+        with peak_of_rss_anon() as peak:
+            for _ in dataset:
+                pass
+        peaks.append(peak[0] - before)
+        print(f"epoch {epoch}: peak {peaks[-1] / MIB:,.0f} MiB beyond the {before / MIB:,.0f} MiB before")
+    projected = dataset.projected_bytes
+    growth = peaks[-1] - peaks[0]
+    is_ok = max(peaks) <= projected and growth <= 0.1 * projected
+    print(
+        f"projected {projected / MIB:,.0f} MiB, peak {max(peaks) / MIB:,.0f} MiB, growth over "
+        f"{options.epochs} epochs {growth / MIB:,.0f} MiB: {'as promised' if is_ok else 'NOT as promised'}"
+    )
+    report = {"before": before, "peaks": peaks, "projected": projected, "is_ok": is_ok}
+    print(json.dumps(report))
+    return report
+
+
+def compile_kernels(*, layout: str) -> None:
+    """Iterate a few cells, so that what compiling takes is not counted as the atlas's."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "few.h5ad"
+        X = sp.random(64, 32, density=0.2, format="csr", dtype=np.float32, random_state=0)
+        anndata.AnnData(X=X).write_h5ad(path)
+        few = dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, layout=layout, rank=0, world_size=1, seed=0)
+        for _ in few:
+            pass
+
+
+@contextmanager
+def peak_of_rss_anon(every_s: float = 0.005) -> Iterator[list[int]]:
+    """Sample this process's anonymous memory; the list holds the highest so far, in bytes."""
+    peak = [rss_anon_bytes()]
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(every_s):
+            peak[0] = max(peak[0], rss_anon_bytes())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        sampler.join()
+
+
+if __name__ == "__main__":
+    sys.exit(not main()["is_ok"])

@@ -1,0 +1,214 @@
+"""The benchmarks run, tiny; what they measure here means nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+CELLS, GENES = 1500, 200
+SIZES = ["--block", "16", "--batch", "32", "--fetch", "512"]
+PEER_PYTHON = os.environ.get("DASKSC_PEER_PYTHON")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder where the atlases are made once."""
+    return tmp_path_factory.mktemp("benchmarks")
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def run(program: str, work: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / program), "--work", str(work), *options]
+    command += ["--cells", str(CELLS), "--genes", str(GENES)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("files", "layout"), [("gzip", "dense"), ("zarr", "csr")])
+def test_compare_writes_a_table_json_and_a_picture(work, tmp_path, files, layout):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "results" / "compare"
+    contenders = ["dasksc threads", "anndata backed"]
+    done = run(
+        "compare.py",
+        work,
+        *SIZES,
+        *("--files", files, "--layout", layout, "--rounds", "1", "--seconds", "0.05", "--warm-up", "0"),
+        *("--out", str(out), "--contenders", *contenders),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert {result["name"] for result in report["results"]} == set(contenders), done.stdout
+    assert (report["n_rows"], report["n_vars"], report["fetch"]) == (CELLS, GENES, 512)
+    for result in report["results"]:
+        assert result["produced"] > 0
+        assert result["consumed"] > 0
+        assert result["cold_start"]["shape"] == [32, GENES]
+        assert result["cold_start"]["dtype"] == "torch.float32"
+        assert f"| {result['name']} |" in done.stdout
+    assert report["limits"]["memcpy_cells_per_s"] > 0
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_refuses_sizes_that_do_not_fit(work):
+    done = run("compare.py", work, "--block", "48", "--batch", "32", "--fetch", "512")
+    assert done.returncode != 0
+    assert "--fetch 512 must be a multiple of --batch and of --block" in done.stderr
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("dasksc threads", "dense"),
+        ("dasksc threads", "csr"),
+        ("dasksc synchronous", "dense"),
+        ("dasksc client", "dense"),
+        ("scDataset", "dense"),
+        ("scDataset", "csr"),
+        ("scDataset per fetch", "dense"),
+        ("annbatch own store", "dense"),
+        ("annbatch own store", "csr"),
+        ("annbatch AnnData zarr", "dense"),
+        ("anndata backed", "dense"),
+        ("anndata backed", "csr"),
+    ],
+)
+def test_every_contender_hands_over_every_value_once_an_epoch(work, tmp_path, name, layout):
+    from _harness import Contender
+    from compare import main_options, prepare
+
+    if name.startswith("scDataset"):
+        pytest.importorskip("scdataset")
+    python, more = sys.executable, []
+    if name.startswith("annbatch"):
+        if PEER_PYTHON is None:
+            pytest.skip("DASKSC_PEER_PYTHON names no interpreter with annbatch")
+        python, more = PEER_PYTHON, ["--peer-python", PEER_PYTHON]
+    options = [*SIZES, "--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), "--layout", layout]
+    spec = prepare(main_options([*options, *more]))
+    with Contender(
+        name, python=python, script=BENCHMARKS / "_contenders.py", spec=spec, log=tmp_path / "log"
+    ) as contender:
+        epoch = contender.run(seconds=0, consume=True)
+    total = ad.read_h5ad(spec["path"]).X.sum(dtype=np.float64)
+    assert epoch["n_rows"] == CELLS
+    assert epoch["checksum"] == pytest.approx(total, rel=1e-5)
+
+
+def test_overlap_prints_the_ratio_and_exits_by_it(work):
+    done = run("overlap.py", work, *SIZES, "--rounds", "1")
+    report = last_json(done)
+    assert report["n_batches"] == -(-CELLS // 32)
+    assert done.returncode == (report["ratio"] > 1.25)
+    [only] = report["rounds"]
+    assert only["ratio"] == only["both_s"] / max(only["loading_s"], only["stepping_s"])
+
+
+def test_memory_prints_every_peak_and_exits_by_the_projection(work):
+    done = run("memory.py", work, *SIZES, "--epochs", "2")
+    report = last_json(done)
+    assert len(report["peaks"]) == 2
+    assert report["before"] > 0
+    assert report["projected"] > 0
+    assert done.returncode == (not report["is_ok"])
+
+
+class Clock:
+    """Time that passes only when a batch is made."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize(
+    ("seconds", "n_rows"),
+    [
+        (0, 100),  # one epoch
+        (1, 40),  # a fetch of 40 rows takes 4 s: the first end of a fetch is past
+        (5, 80),
+        (9, 100),  # the epoch ends before the third fetch does
+        (11, 140),  # into the second epoch
+    ],
+)
+def test_measure_counts_whole_fetches_and_goes_on_with_the_next_epoch(monkeypatch, seconds, n_rows):
+    import _harness
+
+    clock = Clock()
+    closed = []
+    monkeypatch.setattr(_harness.time, "perf_counter", clock)
+
+    def epoch():
+        try:
+            for _ in range(10):
+                clock.now += 1
+                yield np.ones(10)
+        finally:
+            closed.append(clock.now)
+
+    result = _harness.measure(epoch, seconds=seconds, fetch_rows=40, consume=lambda batch: batch.sum())
+    assert (result.n_rows, result.checksum) == (n_rows, n_rows)
+    assert result.elapsed_s == n_rows / 10
+    assert result.rows_per_s == 10
+    assert closed[-1] == clock.now
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_contender_that_fails_is_left_out_and_said_so(tmp_path):
+    from _harness import Contender, compete
+
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('no such loader')")
+    said = []
+    results = compete(
+        [lambda: Contender("broken", python=sys.executable, script=script, spec={}, log=tmp_path / "broken.log")],
+        rounds=1,
+        seconds=1,
+        warm_up_s=0,
+        say=said.append,
+    )
+    assert results == []
+    assert "broken ended" in said[0]
+    assert "no such loader" in said[0]
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_machine_is_measured(tmp_path):
+    import _machine
+
+    file = tmp_path / "data"
+    file.write_bytes(bytes(1 << 24))
+    assert _machine.size_bytes(tmp_path) == 1 << 24
+    assert _machine.memcpy_bytes_per_s(1 << 20, repeats=1) > 0
+    disk = _machine.disk_bytes_per_s(file)
+    assert disk is None or disk > 0
+    assert _machine.rss_anon_bytes() > 1 << 20
+    _machine.read_through(tmp_path)
