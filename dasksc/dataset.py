@@ -442,26 +442,26 @@ class scDataset(IterableDataset[Any]):
         agreement = self._agreement if worker is None else None
         iteration = self._iteration
         self._iteration += 1
-        if agreement is not None and world.world_size > 1:
+        if agreement is not None:
             agreement.begin(iteration, epoch, self.fingerprint)
         ks = range(first, plan.n_fetches, n_workers)
         batches = self._batches(plan, ks, world, n_workers)
-        n_yielded = 0
+        n_batches = _n_batches(plan, ks)
         self._stats = stats = EpochStats(plan)
         try:
-            with progress_bar(stats, n_batches=_n_batches(plan, ks), shown=self._progress and first == 0) as bar:
+            with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
-                    n_yielded += 1
                     bar.update()
                     yield batch
-                    if n_yielded == 1 and agreement is not None:
-                        agreement.go_on(iteration, n_yielded)
+                    if stats.n_batches == 1 and agreement is not None:
+                        agreement.go_on(iteration, 1)
         finally:
             batches.close()
-            if agreement is not None and world.world_size > 1:
-                disagreement = agreement.end(iteration, n_yielded)
-                if disagreement is not None:
-                    logger.warning("%s", disagreement)
+            if agreement is not None:
+                if stats.n_batches < n_batches:
+                    agreement.leave(iteration, stats.n_batches)
+                else:
+                    agreement.finish(iteration)
 
     def _batches(self, plan: EpochPlan, ks: range, world: World, n_workers: int) -> Generator[Any, None, None]:
         n_threads = default_threads(local_world_size=world.local_world_size, n_workers=n_workers)

@@ -201,31 +201,43 @@ class Agreement:
             )
 
     def go_on(self, iteration: int, n_batches: int) -> None:
-        """Check, having yielded `n_batches`, that no other rank has left this iteration before.
+        """Check, having yielded `n_batches`, that no other rank has given this iteration up by then.
 
         Raises
         ------
         RankMismatchError
             If one has: its epochs are now shifted against this rank's.
         """
-        store = self._store()
-        if store is None or not store.check([f"end/{iteration}"]):
-            return
-        rank, n = store.get(f"end/{iteration}").decode().split()
-        if int(n) <= n_batches:
-            raise self._shifted(iteration, rank, int(n), n_batches + 1)
+        left = self._left(iteration)
+        if left is not None and left[1] <= n_batches:
+            raise self._shifted(iteration, *left, f"goes on after {n_batches}")
 
-    def end(self, iteration: int, n_batches: int) -> RankMismatchError | None:
-        """Say after how many batches this rank left its n-th iteration; return a disagreement, if any."""
+    def leave(self, iteration: int, n_batches: int) -> None:
+        """Say that this rank gives its iteration up after `n_batches`; warn if another did elsewhere."""
         store = self._store()
         if store is None:
-            return None
-        rank, n = store.compare_set(f"end/{iteration}", "", f"{self._world.rank} {n_batches}").decode().split()
-        return None if int(n) == n_batches else self._shifted(iteration, rank, int(n), n_batches)
+            return
+        rank, n = store.compare_set(f"left/{iteration}", "", f"{self._world.rank} {n_batches}").decode().split()
+        if int(n) != n_batches:
+            logger.warning("%s", self._shifted(iteration, int(rank), int(n), f"left it after {n_batches}"))
 
-    def _shifted(self, iteration: int, rank: str, n: int, mine: int) -> RankMismatchError:
+    def finish(self, iteration: int) -> None:
+        """Warn, at the end of an iteration, if another rank has given it up."""
+        left = self._left(iteration)
+        if left is not None:
+            logger.warning("%s", self._shifted(iteration, *left, "read it to its end"))
+
+    def _left(self, iteration: int) -> tuple[int, int] | None:
+        """The rank that gave an iteration up first, and after how many batches."""
+        store = self._store()
+        if store is None or not store.check([f"left/{iteration}"]):
+            return None
+        rank, n = store.get(f"left/{iteration}").decode().split()
+        return int(rank), int(n)
+
+    def _shifted(self, iteration: int, rank: int, n: int, what_this_did: str) -> RankMismatchError:
         return RankMismatchError(
-            f"rank {rank} left its iteration {iteration} after {n} batches, rank {self._world.rank} is at batch {mine} "
-            "of it: their epochs no longer match. To look at a batch on one rank alone, make a data set with "
-            "rank=0, world_size=1 for it; otherwise take the same number of batches on every rank"
+            f"rank {rank} left its iteration {iteration} after {n} batches; rank {self._world.rank} {what_this_did}: "
+            "the epochs of these ranks no longer match. To look at a batch on one rank alone, make a data set with "
+            "rank=0, world_size=1 for it; otherwise take equally many batches on every rank"
         )
