@@ -301,6 +301,15 @@ def test_an_error_comes_at_its_turn_and_says_what_failed(any_scheduler: Any) -> 
     assert eventually(lambda: nothing_is_left(any_scheduler))
 
 
+def test_an_error_of_the_argument_comes_at_its_turn_too(any_scheduler: Any) -> None:
+    window = Window(double, range(9), name="w", depth=8, scheduler=any_scheduler, argument={0: 5, 1: 6}.__getitem__)
+    assert next(window) == (0, 10)
+    assert next(window) == (1, 12)
+    with pytest.raises(FetchError, match=r"fetch 2 failed.*KeyError"):
+        next(window)
+    assert eventually(lambda: nothing_is_left(any_scheduler))
+
+
 def test_an_interrupt_in_the_asking_thread_is_not_wrapped() -> None:
     def interrupt(k: int) -> int:
         raise KeyboardInterrupt
@@ -478,9 +487,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["'threads'", "'synchronous'", "cluster(processes=False)", "cluster(processes=True)"]
+    ("scheduler", "keep"),
+    [
+        ("'threads'", "window"),
+        ("'threads'", "iterator in a generator"),
+        ("'synchronous'", "window"),
+        ("cluster(processes=False)", "window"),
+        ("cluster(processes=True)", "iterator in a generator"),
+    ],
 )
-@pytest.mark.parametrize("keep", ["window", "iterator in a generator"])
 def test_the_interpreter_can_exit_in_the_middle_of_an_epoch(scheduler: str, keep: str) -> None:
     done = run_script(
         f"""
@@ -512,6 +527,26 @@ time.sleep(0.1)
 """
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [("'threads'", "20"), ("cluster(processes=False)", "FetchError")])
+def test_a_thread_that_outlives_the_main_thread_gets_all_or_an_error(scheduler: str, expected: str) -> None:
+    # The executors that a Dask scheduler in this process needs end with the main thread; ours do not.
+    done = run_script(
+        f"""
+def consume():
+    try:
+        print(len(list(window)))
+    except Exception as error:
+        print(type(error).__name__)
+if __name__ == "__main__":
+    window = Window(slow, range(20), name="w", depth=2, scheduler={scheduler})
+    threading.Thread(target=consume).start()
+"""
+    )
+    assert done.stderr == ""
+    assert done.stdout == f"{expected}\n"
+    assert done.returncode == 0
 
 
 def test_importing_the_window_does_not_import_distributed() -> None:
@@ -562,7 +597,7 @@ def test_a_forked_child_leaves_its_parents_window_alone(here: Any) -> None:
     def check() -> bool:
         try:
             next(window)
-        except RuntimeError as error:
+        except FetchError as error:
             window.close()
             return "fork" in str(error)
         return False
@@ -740,6 +775,22 @@ def test_a_large_task_is_sent_once_and_not_with_every_fetch(process_client: dist
     assert CountsPickling.n_pickled == 1
     assert len(sent) == 12
     assert max(sent) < 10_000
+
+
+def test_a_worker_that_leaves_while_the_task_is_sent_does_not_matter(
+    process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = process_client.register_plugin
+    failures = [OSError("a worker has closed its connection")]
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return register(*args, **kwargs)
+
+    monkeypatch.setattr(process_client, "register_plugin", fail_once)
+    assert len(list(Window(double, range(4), name="w", depth=2, scheduler=process_client))) == 4
+    assert eventually(lambda: nothing_is_left(process_client))
 
 
 def test_fetches_spread_over_all_workers(process_client: distributed.Client) -> None:

@@ -21,7 +21,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Integral
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
@@ -54,6 +56,7 @@ __all__ = [
 T = TypeVar("T")
 
 EXIT_WAIT_S = 10.0  # for running fetches, at the end of the interpreter
+_EXITING = "The interpreter is exiting, and the fetches have been cancelled."
 
 
 class Promise(Protocol):
@@ -115,10 +118,11 @@ class _Flight:
         self.runner = runner
         self.promises: deque[tuple[int, Promise]] = deque()
         self.closed = False
+        self.reason: str | None = None
         self.lock = threading.RLock()
         self._pid = os.getpid()
         # Handlers run last in, first out, so this one finds a Client still open.
-        atexit.register(self.close, wait_s=EXIT_WAIT_S)
+        atexit.register(self.close, wait_s=EXIT_WAIT_S, reason=_EXITING)
         if runner.needs_executors:
             _to_close_early.add(self)
 
@@ -127,14 +131,15 @@ class _Flight:
         """Whether this is a copy in a forked child, whose threads and connections stayed in the parent."""
         return self._pid != os.getpid()
 
-    def close(self, *, wait_s: float) -> None:
-        """Let go of everything, once, in the process that made it."""
+    def close(self, *, wait_s: float, reason: str | None = None) -> None:
+        """Let go of everything, once, in the process that made it; whoever iterates on is told the reason."""
         if self.foreign:
             return
         with self.lock:
             if self.closed:
                 return
             self.closed = True
+            self.reason = reason
             pending = [promise for _, promise in self.promises]
             self.promises.clear()
         self.runner.close(pending, wait_s=wait_s)
@@ -150,7 +155,7 @@ _to_close_early: set[_Flight] = set()
 
 def _close_early() -> None:
     for flight in list(_to_close_early):
-        flight.close(wait_s=EXIT_WAIT_S)
+        flight.close(wait_s=EXIT_WAIT_S, reason=_EXITING)
 
 
 getattr(threading, "_register_atexit", atexit.register)(_close_early)
@@ -267,34 +272,47 @@ class Window(Generic[T]):
     def __next__(self) -> tuple[int, T]:
         flight = self._flight
         if flight.foreign:
-            raise RuntimeError("This window was made before a fork. Make a new one in the child.")
+            raise FetchError("This window was made before a fork. Make a new one in the child.")
         start = perf_counter()
         try:
             self._fill(max(1, self._depth))
-            try:
-                k, promise = flight.promises[0]
-            except IndexError:
-                self.close()
-                raise StopIteration from None
-            try:
-                fetch_s, result = promise.result()
-            except Exception as error:
-                if flight.closed:
-                    raise StopIteration from None
-                raise self._fetch_error(k, error) from error
-            finally:
-                self.stats.wait_s += perf_counter() - start
-                del promise  # it holds the error, whose traceback holds this frame
-            with flight.lock:
-                if flight.closed:
-                    raise StopIteration
-                flight.promises.popleft()
-            self._count(fetch_s, result)
+            k, result = self._take()
             self._fill(self._depth)
             return k, result
         except BaseException:
             self.close()
             raise
+        finally:
+            self.stats.wait_s += perf_counter() - start
+
+    def _take(self) -> tuple[int, T]:
+        flight = self._flight
+        try:
+            k, promise = flight.promises[0]
+        except IndexError:
+            raise self._end() from None
+        try:
+            fetch_s, result = promise.result()
+        except Exception as error:
+            if flight.closed:
+                raise self._end() from None
+            raise self._fetch_error(k, error) from error
+        finally:
+            del promise  # it holds the error, whose traceback holds this frame
+        with flight.lock:
+            if flight.closed:
+                raise self._end()
+            flight.promises.popleft()
+        n_bytes = _n_bytes(result)
+        self._largest = max(n_bytes, self._largest or 0)
+        self.stats.n_done += 1
+        self.stats.fetch_s += fetch_s
+        self.stats.n_bytes += n_bytes
+        return k, result
+
+    def _end(self) -> Exception:
+        reason = self._flight.reason
+        return StopIteration() if reason is None else FetchError(reason)
 
     def close(self) -> None:
         """Cancel what is in flight and wait until nothing runs any more. Idempotent."""
@@ -320,8 +338,15 @@ class Window(Generic[T]):
                 k = self._next_k
                 if flight.closed or k is None or len(flight.promises) >= depth or not self._fits():
                     return
-                flight.promises.append((k, flight.runner.submit(k)))
-                self._next_k = next(self._ks, None)
+                try:
+                    promise = flight.runner.submit(k)
+                    self._next_k = next(self._ks, None)
+                except Exception as error:
+                    # Told at its turn, like any other failure; the results before it are good.
+                    promise = Future()
+                    promise.set_exception(error)
+                    self._next_k = None
+                flight.promises.append((k, promise))
                 self.stats.n_submitted += 1
 
     def _fits(self) -> bool:
@@ -340,14 +365,6 @@ class Window(Generic[T]):
             held_bytes += n_bytes
             self._largest = max(n_bytes, self._largest or 0)
         return self._largest is not None and held_bytes + (n_running + 1) * self._largest <= self._max_bytes
-
-    def _count(self, fetch_s: float, result: T) -> None:
-        n_bytes = _n_bytes(result)
-        self._largest = max(n_bytes, self._largest or 0)
-        stats = self.stats
-        stats.n_done += 1
-        stats.fetch_s += fetch_s
-        stats.n_bytes += n_bytes
 
     def _fetch_error(self, k: int, error: BaseException) -> FetchError:
         what = f"fetch {k}" if self._describe is None else self._describe(k)
@@ -368,4 +385,4 @@ class _Composed(Generic[T]):
 
 def _n_bytes(result: object) -> int:
     n_bytes = getattr(result, "nbytes", None)
-    return n_bytes if isinstance(n_bytes, int) else int(sizeof(result))
+    return int(n_bytes if isinstance(n_bytes, Integral) else sizeof(result))

@@ -106,7 +106,7 @@ class ClusterRunner:
             _carriers[self._token] = Carrier(task)
         else:
             _advise(client)
-            client.register_plugin(Carrier(task), name=self._token)
+            _send(client, self._token, Carrier(task))
 
     @property
     def needs_executors(self) -> bool:
@@ -138,8 +138,11 @@ class ClusterRunner:
         if wait_s > 0 and not _runs_here(loop):
             try:
                 closing.result(min(wait_s, _CLOSE_S))
+            except concurrent.futures.CancelledError:
+                logger.debug("The Client was closed at the same time.")
             except TimeoutError:
-                logger.warning("A fetch of a closed window still runs on the %s.", self._client.scheduler.address)
+                address = self._client.scheduler.address
+                logger.warning("A fetch of a closed window still runs on the cluster of %s.", address)
 
     async def _bring(self, k: int, future: Any) -> Timed:
         try:
@@ -169,6 +172,8 @@ class ClusterRunner:
         if carrier is not None:
             await carrier.teardown(None)
             return
+        if self._client.status != "running":  # nobody to tell; a reconnection takes half a minute to fail
+            return
         try:
             await self._client.unregister_worker_plugin(self._token)
         except (OSError, ValueError) as error:
@@ -180,6 +185,15 @@ class ClusterRunner:
         if self._direct is None:
             self._direct = asyncio.ensure_future(_workers_are_reachable(self._client))
         return await asyncio.shield(self._direct)
+
+
+def _send(client: Any, token: str, carrier: Carrier) -> None:
+    """Give the task to every worker; once more if a worker leaves just then, which fails the call."""
+    try:
+        client.register_plugin(carrier, name=token)
+    except OSError as error:
+        logger.info("Sending the task again, as a worker has left: %s", error)
+        client.register_plugin(carrier, name=token)
 
 
 def _loop(client: Any) -> asyncio.AbstractEventLoop:
@@ -234,8 +248,8 @@ def _advise(client: Any) -> None:
     if not workers or not all(_is_here(str(worker.get("host"))) for worker in workers.values()):
         return
     here = _where()
-    places = client.run(_where).values()
-    if all(host == here[0] and pid != here[1] for host, pid in places):
+    places = client.run(_where, on_error="ignore").values()
+    if places and all(host == here[0] and pid != here[1] for host, pid in places):
         logger.warning(
             "The Dask workers at %s are other processes on this very machine: every result is copied "
             "through a socket. scheduler='threads', or LocalCluster(processes=False), is faster.",

@@ -174,16 +174,15 @@ class ThreadRunner(_LocalRunner):
 
     def close(self, pending: Sequence[Future[Timed]], *, wait_s: float) -> None:
         """Drop what has not started, wait for what has, and end the threads if no window needs them."""
-        deadline = perf_counter() + wait_s
+        deadline = perf_counter() + (0.0 if self._threads.is_current() else wait_s)
         for future in pending:
             future.cancel()
-        if wait_s > 0 and not self._threads.is_current():
-            # The waits below refuse infinity.
-            wait(pending, min(wait_s, threading.TIMEOUT_MAX))
+        try:
+            # The waits of the standard library refuse infinity.
+            wait(pending, min(max(0.0, deadline - perf_counter()), threading.TIMEOUT_MAX))
+        finally:
             self._threads.leave(self._member, deadline=deadline)
-        else:
-            self._threads.leave(self._member, deadline=0.0)
-        self._diagnostics.finish()
+            self._diagnostics.finish()
 
 
 class _Threads:

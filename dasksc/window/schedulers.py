@@ -212,6 +212,7 @@ def _close_clients() -> None:
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
+    _before_fork.update(_clients.values())
     distributed = sys.modules.get("distributed")
     if distributed is not None and hasattr(distributed, "Client"):
         _before_fork.update(getattr(distributed.Client, "_instances", ()))
