@@ -1,0 +1,109 @@
+"""README.md does what it says: its programs run, its commands and links exist."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from make_atlas import make_atlas
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[re.Match[str]]:
+    return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
+
+
+def test_its_programs_run_from_top_to_bottom(tmp_path):
+    make_atlas(tmp_path / "atlas.h5ad", 2_000, 300)
+    text = (ROOT / "README.md").read_text()
+    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the README's
+    assert blocks(ROOT / "README.md", "python")
+    lines = program.split("\n")
+    for block in blocks(ROOT / "README.md", "python"):
+        first = text.count("\n", 0, block.start(2))
+        code = block[2].split("\n")
+        lines[first : first + len(code)] = code
+    (tmp_path / "README.py").write_text("\n".join(lines))
+    done = subprocess.run(
+        [sys.executable, "README.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert "sparse_csr torch.Size([64, 100])" in done.stdout
+    assert "watch at http" in done.stdout
+
+
+def test_the_ten_lines_are_ten():
+    (program, *_) = blocks(ROOT / "README.md", "python")
+    imports, rest = program[2].split("\n\n")
+    assert all(line.startswith("import ") for line in imports.splitlines())
+    assert len(rest.splitlines()) == 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_programs_in_every_page_are_python(page):
+    for block in blocks(page, "python"):
+        ast.parse(block[2])
+
+
+def shell_lines() -> list[str]:
+    return [
+        line.split("#")[0].strip()
+        for page in PAGES
+        for block in blocks(page, "bash")
+        for line in block[2].splitlines()
+        if line.split("#")[0].strip()
+    ]
+
+
+@pytest.mark.parametrize("line", shell_lines())
+def test_shell_commands_name_what_is_there(line):
+    words = shlex.split(line)
+    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd"}
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+    if words[0] == "torchrun":
+        assert shutil.which("torchrun") or (Path(sys.executable).parent / "torchrun").exists()
+    for word in words:
+        if word.endswith((".py", ".yml", ".toml")):
+            assert (ROOT / word).is_file(), word
+        if match := re.fullmatch(r"\.\[([\w,]+)\]", word):
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(match[1].split(",")) <= set(extras)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_options_it_names_exist():
+    helped = subprocess.run(
+        [sys.executable, ROOT / "examples" / "make_atlas.py", "--help"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    options = re.findall(r"make_atlas\.py ([^`]*)`", (ROOT / "README.md").read_text())
+    assert options
+    for option in re.findall(r"--\w+", " ".join(options)):
+        assert option in helped
