@@ -56,7 +56,6 @@ __all__ = [
 T = TypeVar("T")
 
 EXIT_WAIT_S = 10.0  # for running fetches, at the end of the interpreter
-_EXITING = "The interpreter is exiting, and the fetches have been cancelled."
 
 
 class Promise(Protocol):
@@ -79,10 +78,10 @@ class Runner(Protocol):
     def submit(self, k: int) -> Any:
         """Ask for fetch `k`; returns a `Promise`."""
 
-    def close(self, pending: Sequence[Any], *, wait_s: float) -> None:
+    def close(self, pending: Sequence[Any], *, wait_s: float, exiting: bool) -> None:
         """Cancel the `pending` promises, let go of everything, and wait until nothing of it runs any more.
 
-        Waits at most `wait_s` seconds. Called once.
+        Waits at most `wait_s` seconds. `exiting` says that the interpreter is about to. Called once.
         """
 
 
@@ -118,11 +117,11 @@ class _Flight:
         self.runner = runner
         self.promises: deque[tuple[int, Promise]] = deque()
         self.closed = False
-        self.reason: str | None = None
+        self.exiting = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
         # Handlers run last in, first out, so this one finds a Client still open.
-        atexit.register(self.close, wait_s=EXIT_WAIT_S, reason=_EXITING)
+        atexit.register(self.close, wait_s=EXIT_WAIT_S, exiting=True)
         if runner.needs_executors:
             _to_close_early.add(self)
 
@@ -131,18 +130,18 @@ class _Flight:
         """Whether this is a copy in a forked child, whose threads and connections stayed in the parent."""
         return self._pid != os.getpid()
 
-    def close(self, *, wait_s: float, reason: str | None = None) -> None:
-        """Let go of everything, once, in the process that made it; whoever iterates on is told the reason."""
+    def close(self, *, wait_s: float, exiting: bool = False) -> None:
+        """Let go of everything, once, in the process that made it."""
         if self.foreign:
             return
         with self.lock:
             if self.closed:
                 return
             self.closed = True
-            self.reason = reason
+            self.exiting = exiting
             pending = [promise for _, promise in self.promises]
             self.promises.clear()
-        self.runner.close(pending, wait_s=wait_s)
+        self.runner.close(pending, wait_s=wait_s, exiting=exiting)
         atexit.unregister(self.close)
         _to_close_early.discard(self)
 
@@ -155,7 +154,7 @@ _to_close_early: set[_Flight] = set()
 
 def _close_early() -> None:
     for flight in list(_to_close_early):
-        flight.close(wait_s=EXIT_WAIT_S, reason=_EXITING)
+        flight.close(wait_s=EXIT_WAIT_S, exiting=True)
 
 
 getattr(threading, "_register_atexit", atexit.register)(_close_early)
@@ -311,8 +310,9 @@ class Window(Generic[T]):
         return k, result
 
     def _end(self) -> Exception:
-        reason = self._flight.reason
-        return StopIteration() if reason is None else FetchError(reason)
+        if self._flight.exiting:  # not the end of the epoch, for a thread that outlives the main thread
+            return FetchError("The interpreter is exiting, and the fetches have been cancelled.")
+        return StopIteration()
 
     def close(self) -> None:
         """Cancel what is in flight and wait until nothing runs any more. Idempotent."""

@@ -111,8 +111,7 @@ class ClusterRunner:
     @property
     def needs_executors(self) -> bool:
         """Whether the scheduler lives in this process."""
-        scheduler = getattr(self._client.cluster, "scheduler", None)
-        return self._in_process or isinstance(scheduler, distributed.Scheduler)
+        return self._in_process or self._local_scheduler() is not None
 
     def submit(self, k: int) -> concurrent.futures.Future[Timed]:
         """Send fetch `k`."""
@@ -128,13 +127,13 @@ class ClusterRunner:
         self._futures[k] = future
         return asyncio.run_coroutine_threadsafe(self._bring(k, future), _loop(self._client))
 
-    def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float) -> None:
+    def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Release every future and take the task back from the workers."""
         carrier = _carriers.pop(self._token, None)
         loop = _loop(self._client)
         if self._client.status == "closed" or not loop.is_running():
             return
-        closing = asyncio.run_coroutine_threadsafe(self._close(pending, carrier), loop)
+        closing = asyncio.run_coroutine_threadsafe(self._close(pending, carrier, exiting=exiting), loop)
         if wait_s > 0 and not _runs_here(loop):
             try:
                 closing.result(min(wait_s, _CLOSE_S))
@@ -159,25 +158,48 @@ class ClusterRunner:
             self._futures.pop(k, None)
             future.release()
 
-    async def _close(self, pending: Sequence[concurrent.futures.Future[Timed]], carrier: Carrier | None) -> None:
+    async def _close(
+        self,
+        pending: Sequence[concurrent.futures.Future[Timed]],
+        carrier: Carrier | None,
+        *,
+        exiting: bool,
+    ) -> None:
         self._closed = True
+        if exiting and self.needs_executors:
+            # A scheduler that is about to lose its executors must have nothing of ours left to do.
+            # Without the task, what has not begun ends at once.
+            await self._take_task_back(carrier)
+            await _ended(pending)
+            await self._forgotten()
+            return
         # Cancelling a gather would cancel any other that the Client has merged it with, so
         # what is arriving arrives; the rest is woken by losing its future.
         for k, future in list(self._futures.items()):
             if k not in self._arriving:
                 future.release()
-        arrivals = [asyncio.wrap_future(promise) for promise in pending]
-        if arrivals:
-            await asyncio.gather(*arrivals, return_exceptions=True)
+        await _ended(pending)
+        await self._take_task_back(carrier)
+
+    async def _take_task_back(self, carrier: Carrier | None) -> None:
         if carrier is not None:
             await carrier.teardown(None)
-            return
-        if self._client.status != "running":  # nobody to tell; a reconnection takes half a minute to fail
-            return
-        try:
-            await self._client.unregister_worker_plugin(self._token)
-        except (OSError, ValueError) as error:
-            logger.debug("The task was gone already: %s", error)
+        elif self._client.status == "running":  # else nobody to tell; to reconnect takes half a minute to fail
+            try:
+                await self._client.unregister_worker_plugin(self._token)
+            except (OSError, ValueError) as error:
+                logger.debug("The task was gone already: %s", error)
+
+    async def _forgotten(self) -> None:
+        scheduler = self._local_scheduler()
+        while scheduler is not None and any(
+            isinstance(key, tuple) and key[0] == self._name for key in list(scheduler.tasks)
+        ):
+            await asyncio.sleep(0.005)
+
+    def _local_scheduler(self) -> Any:
+        scheduler = getattr(self._client.cluster, "scheduler", None)
+        return scheduler if isinstance(scheduler, distributed.Scheduler) else None
 
     async def _reachable(self) -> bool:
         if self._in_process:
@@ -185,6 +207,10 @@ class ClusterRunner:
         if self._direct is None:
             self._direct = asyncio.ensure_future(_workers_are_reachable(self._client))
         return await asyncio.shield(self._direct)
+
+
+async def _ended(promises: Sequence[concurrent.futures.Future[Timed]]) -> None:
+    await asyncio.gather(*map(asyncio.wrap_future, promises), return_exceptions=True)
 
 
 def _send(client: Any, token: str, carrier: Carrier) -> None:

@@ -155,7 +155,7 @@ class OnDemandRunner(_LocalRunner):
         """Promise fetch `k`."""
         return _OnDemand(lambda: self._fetch(k))
 
-    def close(self, pending: Sequence[_OnDemand], *, wait_s: float) -> None:
+    def close(self, pending: Sequence[_OnDemand], *, wait_s: float, exiting: bool) -> None:
         """Tell the callbacks that nothing follows."""
         self._diagnostics.finish()
 
@@ -172,7 +172,7 @@ class ThreadRunner(_LocalRunner):
         """Start fetch `k` as soon as a thread is free."""
         return self._threads.submit(self._fetch, k)
 
-    def close(self, pending: Sequence[Future[Timed]], *, wait_s: float) -> None:
+    def close(self, pending: Sequence[Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Drop what has not started, wait for what has, and end the threads if no window needs them."""
         deadline = perf_counter() + (0.0 if self._threads.is_current() else wait_s)
         for future in pending:
