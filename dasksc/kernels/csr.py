@@ -99,22 +99,27 @@ def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_d
 @kernel
 def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices):
     """Write CSR rows into `indices` and `data`, row i at ``indptr[i]``."""
-    n_columns = np.uint64(n_vars)
     for i in range(len(positions)):
         row = positions[i]
         n = lengths[row]
+        if n == 0:
+            continue
+        columns_at = indices_at[row]
+        values_at = data_at[row]
         row_indices = indices[indptr[i] : indptr[i] + n]
         row_data = data[indptr[i] : indptr[i] + n]
         # Two plain passes, which vectorise; the check of the columns rides on the first.
-        largest = np.uint64(0)
+        smallest = load(columns_at, 0, like_indices)
+        largest = smallest
         for k in range(n):
-            column = load(indices_at[row], k, like_indices)
-            largest = max(largest, np.uint64(column))
+            column = load(columns_at, k, like_indices)
+            smallest = min(smallest, column)
+            largest = max(largest, column)
             row_indices[k] = column
-        if n > 0 and largest >= n_columns:
+        if smallest < 0 or largest >= n_vars:
             return row
         for k in range(n):
-            row_data[k] = load(data_at[row], k, like_data)
+            row_data[k] = load(values_at, k, like_data)
     return -1
 
 

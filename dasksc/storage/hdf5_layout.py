@@ -48,7 +48,6 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
     layout = plist.get_layout()
     fill = np.zeros(1, dtype=dtype)
     plist.get_fill_value(fill)
-    n_rows = dataset.shape[0]
     stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
     if layout == h5py.h5d.CONTIGUOUS:
         offset = dataset.id.get_offset()
