@@ -544,7 +544,8 @@ if __name__ == "__main__":
     threading.Thread(target=consume).start()
 """
     )
-    assert done.stderr == ""
+    if scheduler == "'threads'":
+        assert done.stderr == ""  # a Dask scheduler may log that it can start no more threads
     assert done.stdout == f"{expected}\n"
     assert done.returncode == 0
 
