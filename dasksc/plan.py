@@ -18,6 +18,10 @@ its piece before the same round. So ranks differ by at most one row, whatever th
 
 A rank's sequence is then cut into fetches, each of which is read sorted and permuted in memory, and
 fetches into batches.
+
+An epoch may be read in stretches, by other numbers of ranks or in batches of another size. What one
+stretch leaves unread is dealt again to the next: the full blocks that nobody has touched are a range
+of the order, as at first, and everything else joins what is left over.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.sampling import BlockOrder, Draw, Purpose, Sampler, epoch_keys
 
-__all__ = ["EpochPlan", "FetchPlan"]
+__all__ = ["EpochPlan", "FetchPlan", "Stretch"]
 
 _Int64s = NDArray[np.int64]
 
@@ -71,6 +75,33 @@ class FetchPlan:
         return self.order[i * self.batch_size : (i + 1) * self.batch_size]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A part of an epoch that has been read: by how many ranks, in what sizes, how many batches each."""
+
+    world_size: int
+    batch_size: int
+    fetch_factor: int
+    n_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deal:
+    """What is dealt to the ranks.
+
+    Parameters
+    ----------
+    first, n_full
+        The range of the order whose full blocks are dealt.
+    rest
+        Positions, in storage order, of all other rows that are, shape (n_rest,), int64.
+    """
+
+    first: int
+    n_full: int
+    rest: _Int64s
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
     """One rank's plan of one epoch.
@@ -92,6 +123,8 @@ class EpochPlan:
         What everything random is keyed by.
     rank, world_size
         Whose part this is.
+    consumed
+        Stretches of the epoch that were read before; this plan is of the rest.
     """
 
     sampler: Sampler
@@ -103,6 +136,7 @@ class EpochPlan:
     epoch: int = 0
     rank: int = 0
     world_size: int = 1
+    consumed: tuple[Stretch, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "fetch_factor", "world_size"):
@@ -116,12 +150,17 @@ class EpochPlan:
         if not 0 <= self.epoch < 2**32:
             raise InputError(f"epoch must lie in [0, 2**32); got {self.epoch}")
 
-    # --- Sizes: closed forms, nothing is drawn for them ---
+    # --- Sizes: closed forms, nothing is drawn for them unless a part of the epoch was read before ---
 
     @property
     def n_rows(self) -> int:
         """Rows of the epoch over all ranks, before any are repeated or left out."""
         return self.sampler.n_rows
+
+    @property
+    def n_dealt(self) -> int:
+        """Rows of the epoch that had not been read before."""
+        return self._deal.n_full * self.block_size + len(self._deal.rest)
 
     @property
     def fetch_rows(self) -> int:
@@ -131,16 +170,20 @@ class EpochPlan:
     @property
     def block_size(self) -> int:
         """Rows dealt to a rank as one."""
-        return self.sampler.block_size or self.fetch_rows
+        if self.sampler.block_size is not None:
+            return self.sampler.block_size
+        if self.consumed:
+            return self.consumed[0].batch_size * self.consumed[0].fetch_factor
+        return self.fetch_rows
 
     @property
     def _n_rounds(self) -> int:
-        return self.n_rows // self.block_size // self.world_size
+        return self._deal.n_full // self.world_size
 
     @property
     def _n_left(self) -> int:
         """Rows that do not make a full round."""
-        return self.n_rows - self._n_rounds * self.world_size * self.block_size
+        return self.n_dealt - self._n_rounds * self.world_size * self.block_size
 
     def _n_piece(self, rank: int) -> int:
         """Rows of a rank's piece of what is left, padding included."""
@@ -181,7 +224,7 @@ class EpochPlan:
 
     @property
     def n_dropped(self) -> int:
-        """Rows of the epoch that no rank yields."""
+        """Rows dealt that no rank yields."""
         if not self.drop_last:
             return 0
         n_larger = self._n_left % self.world_size
@@ -189,7 +232,7 @@ class EpochPlan:
             yielded = self.world_size * self._n_yielded(0)
         else:
             yielded = n_larger * self._n_yielded(0) + (self.world_size - n_larger) * self._n_yielded(n_larger)
-        return self.n_rows - yielded
+        return self.n_dealt - yielded
 
     # --- What is drawn, in which order, and the piece of this rank ---
 
@@ -205,8 +248,31 @@ class EpochPlan:
         return BlockOrder.shuffled(n_full, self.seed, self.epoch)
 
     @cached_property
+    def _deal(self) -> _Deal:
+        if not self.consumed:
+            n_full = self.n_rows // self.block_size
+            return _Deal(
+                first=0, n_full=n_full, rest=np.arange(n_full * self.block_size, self.n_rows, dtype=np.int64)
+            )
+        *before, last = self.consumed
+        plan = dataclasses.replace(
+            self,
+            consumed=tuple(before),
+            rank=0,
+            world_size=last.world_size,
+            batch_size=last.batch_size,
+            fetch_factor=last.fetch_factor,
+        )
+        return plan._after(last.n_batches)
+
+    def _keys(self, purpose: Purpose, n: int) -> NDArray[np.uint64]:
+        """Return keys that differ from one stretch of an epoch to the next."""
+        stretch = (len(self.consumed),) if self.consumed else ()
+        return epoch_keys(self.seed, self.epoch, purpose, *stretch, n=n)
+
+    @cached_property
     def _deal_keys(self) -> NDArray[np.uint64]:
-        return epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=2)
+        return self._keys(Purpose.DEAL, 2)
 
     @property
     def _piece_round(self) -> int:
@@ -231,12 +297,14 @@ class EpochPlan:
         if not len(left):
             return left
         left %= self._n_left
-        first = self._n_rounds * self.world_size
-        n_full = self.n_rows // self.block_size
+        deal = self._deal
+        n_full = deal.n_full - self._n_rounds * self.world_size
         block, within = np.divmod(left, self.block_size)
-        is_full = first + block < n_full
-        piece = first * self.block_size + left  # right for the short block, which is last in storage too
-        piece[is_full] = self._order.at(first + block[is_full]) * self.block_size + within[is_full]
+        is_full = block < n_full
+        piece = np.empty_like(left)
+        blocks = self._order.at(deal.first + deal.n_full - n_full + block[is_full])
+        piece[is_full] = blocks * self.block_size + within[is_full]
+        piece[~is_full] = deal.rest[left[~is_full] - n_full * self.block_size]
         return piece
 
     def _positions(self, start: int, stop: int) -> _Int64s:
@@ -248,7 +316,7 @@ class EpochPlan:
             self.block_size,
             self.rank,
             self.world_size,
-            0,
+            self._deal.first,
             self._piece_round,
             self._piece,
             order.n_blocks,
@@ -271,26 +339,29 @@ class EpochPlan:
         """
         if not 0 <= k < self.n_fetches:
             raise IndexError(f"fetch {k} of {self.n_fetches}")
+        _, rows, order = self._fetch(k)
+        return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
+
+    def _fetch(self, k: int) -> tuple[_Int64s, _Int64s, _Int64s]:
+        """Return a fetch's positions in storage order, its ascending rows, and the order of yielding."""
         start = k * self.fetch_rows
         # The last fetch holds its dropped rows too: which of them are dropped is then random.
         stop = min(start + self.fetch_rows, self._n_sequence(self.rank))
         n_yielded = min(stop, self.n_rank_rows) - start
-        rows = self._draw.rows(self._positions(start, stop))
-        n = len(rows)
+        positions = self._positions(start, stop)
         if self.sampler.shuffle_rows:
-            order = np.empty(n, dtype=np.int64)
-            key = epoch_keys(self.seed, self.epoch, Purpose.FETCHES)[0]
-            permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)
-            rows = np.sort(rows)
-        elif np.all(rows[:-1] <= rows[1:]):
-            order = np.arange(n, dtype=np.int64)
-        else:
+            positions.sort()
+        rows = self._draw.rows(positions)
+        order = np.arange(len(rows), dtype=np.int64)
+        if np.any(rows[1:] < rows[:-1]):
             # A user's own order: read sorted, yielded as given.
             by_row = np.argsort(rows, kind="stable")
-            rows = rows[by_row]
-            order = np.empty(n, dtype=np.int64)
-            order[by_row] = np.arange(n, dtype=np.int64)
-        return FetchPlan(number=k, rows=rows, order=order[:n_yielded], batch_size=self.batch_size)
+            positions, rows = positions[by_row], rows[by_row]
+            order[by_row] = np.arange(len(rows), dtype=np.int64)
+        if self.sampler.shuffle_rows:
+            key = self._keys(Purpose.FETCHES, 1)[0]
+            permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)
+        return positions, rows, order[:n_yielded]
 
     def batch_rows(self, i: int) -> _Int64s:
         """Return the row numbers of the rank's batch `i`, in the order they are yielded."""
@@ -302,14 +373,101 @@ class EpochPlan:
     def of_rank(self, rank: int) -> EpochPlan:
         """Return the plan of another rank of the same epoch, sharing what both have derived."""
         other = dataclasses.replace(self, rank=rank)
-        for name in ("_draw", "_order", "_deal_keys"):
+        for name in ("_draw", "_order", "_deal", "_deal_keys"):
             other.__dict__[name] = getattr(self, name)
         return other
+
+    # --- What remains of an epoch that was left in the middle ---
+
+    def _after(self, n_batches: int) -> _Deal:
+        """Return what is left to deal when every rank has yielded `n_batches`."""
+        plans = [self.of_rank(rank) for rank in range(self.world_size)]
+        unread = [plan._unread(n_batches * self.batch_size) for plan in plans]
+        rest = [loose for _, _, loose in unread]
+        # Rounds that no rank has touched stay a range of the order.
+        first = max(plan._rounds_begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
+        end = min(plan._rounds_ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
+        if first >= end or not self.sampler.shuffle_blocks:
+            first = end = 0
+        for plan, (start, stop, _) in zip(plans, unread, strict=True):
+            for low, high in plan._outside(start, stop, first, end):
+                rest.append(plan._positions(low, high))
+                if plan._is_padded and low <= plan._padding < high:
+                    rest[-1] = np.delete(rest[-1], plan._padding - low)
+        positions = np.concatenate(rest)
+        if not self.sampler.shuffle_blocks:
+            positions.sort()
+        return _Deal(
+            first=self._deal.first + first * self.world_size,
+            n_full=(end - first) * self.world_size,
+            rest=positions,
+        )
+
+    def _unread(self, n_done: int) -> tuple[int, int, _Int64s]:
+        """Return the range of the rank's sequence in fetches not begun, and what is unread in others.
+
+        The latter are positions in storage order: of the fetch that was left in the middle, and of a
+        last fetch some of whose rows are dropped, wherever they lie in it.
+        """
+        k, n_within = divmod(min(n_done, self.n_rank_rows), self.fetch_rows)
+        start, stop = k * self.fetch_rows, self.n_rank_rows
+        loose = [np.empty(0, dtype=np.int64)]
+
+        def loosen(fetch: int, skipped: int) -> None:
+            positions, _, order = self._fetch(fetch)
+            loose.append(positions[order[skipped:]])
+
+        if n_within:
+            loosen(k, n_within)
+            start += self.fetch_rows
+        if self._n_sequence(self.rank) > stop and stop % self.fetch_rows:
+            last = self.n_fetches - 1
+            if last * self.fetch_rows >= start:
+                loosen(last, 0)
+            stop = last * self.fetch_rows
+        found = np.concatenate(loose)
+        if self._is_padded:
+            found = found[found != self._piece[-1]]
+        return start, max(start, stop), found
+
+    @property
+    def _is_padded(self) -> bool:
+        """Whether this rank's piece ends in a row that is another rank's too."""
+        return self.n_padded > 0 and self.rank >= self._n_left % self.world_size
+
+    @property
+    def _padding(self) -> int:
+        """Where in the rank's sequence that row stands."""
+        return self._piece_round * self.block_size + len(self._piece) - 1
+
+    def _rounds_begun(self, place: int) -> int:
+        """Return how many rounds begin before a place of the rank's sequence."""
+        before = self._piece_round * self.block_size
+        if place <= before:
+            return -(-place // self.block_size)
+        return max(self._piece_round, -(-(place - len(self._piece)) // self.block_size))
+
+    def _rounds_ended(self, place: int) -> int:
+        """Return how many rounds end at or before a place of the rank's sequence."""
+        ended = (place - len(self._piece)) // self.block_size
+        return ended if ended > self._piece_round else min(self._piece_round, place // self.block_size)
+
+    def _outside(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the parts of a range of the rank's sequence that lie outside rounds ``first ... end``."""
+        if first == end:
+            return [(start, stop)]
+        where, n_piece = self._piece_round, len(self._piece)
+        begin = first * self.block_size + (n_piece if first >= where else 0)
+        finish = end * self.block_size + (n_piece if end > where else 0)
+        spans = [(start, begin), (finish, stop)]
+        if first < where < end:
+            spans.append((where * self.block_size, where * self.block_size + n_piece))
+        return spans
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks: equal digests, equal batches."""
         state = hashlib.blake2b(digest_size=16)
-        sizes = (self.n_rows, self.batch_size, self.fetch_factor, self.drop_last, self.equal_ranks)
+        sizes = (self.n_rows, self.batch_size, self.fetch_factor, self.drop_last, self.equal_ranks, self.consumed)
         state.update(repr((self.seed, self.epoch, self.world_size, *sizes)).encode())
         state.update(self.sampler.digest().encode())
         state.update(self._draw.digest())
