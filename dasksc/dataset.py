@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -29,7 +30,7 @@ from dasksc.batch import BatchMaker, Buffers, run_ahead, torch_dtype
 from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.multiindexable import count_rows, take_rows
-from dasksc.plan import EpochPlan, FetchPlan
+from dasksc.plan import EpochPlan, FetchPlan, Stretch
 from dasksc.progress import EpochStats, progress_bar
 from dasksc.sampling import Sampler, SamplingStrategy, bind
 from dasksc.storage import Columns, Layout, Matrix
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["scDataset"]
 
 logger = logging.getLogger(__name__)
+
+_STATE_VERSION = 1
 
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
 
@@ -205,6 +208,9 @@ class scDataset(IterableDataset[Any]):
         self._seed = secrets.randbits(63) if seed is None else _whole("seed", seed, 0, 2**64)
         self._counter = EpochCounter()
         self._iteration = 0
+        # Epoch and stretches read of it: where this process is, and where it is to go on.
+        self._place: tuple[int, tuple[Stretch, ...]] | None = None
+        self._resume: tuple[int, tuple[Stretch, ...]] | None = None
         self._lock = threading.Lock()
         self._stats = EpochStats()
         found = World.detect(rank, world_size)
@@ -399,8 +405,9 @@ class scDataset(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`; those after it count on from there."""
         self._counter.set(_whole("epoch", epoch, 0, 2**32))
+        self._place = self._resume
 
-    def _plan_of(self, world: World, epoch: int) -> EpochPlan:
+    def _plan_of(self, world: World, epoch: int, consumed: tuple[Stretch, ...] = ()) -> EpochPlan:
         return EpochPlan(
             sampler=self._sampler,
             batch_size=self.batch_size,
@@ -411,6 +418,7 @@ class scDataset(IterableDataset[Any]):
             epoch=epoch,
             rank=world.rank,
             world_size=world.world_size,
+            consumed=consumed,
         )
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
@@ -420,12 +428,103 @@ class scDataset(IterableDataset[Any]):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What ranks compare: a digest of shapes, types, the strategy with its arrays, and the sizes."""
+        """What ranks compare: a digest of shapes, types, the strategy with its arrays, the sizes and the seed."""
+        sizes = (self.batch_size, self.fetch_factor, self.seed)
+        return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a state to be resumed from; never paths or times."""
         matrices = self._matrices or {}
-        described = [(name, matrix.shape, str(matrix.dtype)) for name, matrix in matrices.items()]
-        sizes = (self._n_obs, self.batch_size, self.fetch_factor, self.drop_last, self.equal_ranks, self.seed)
-        text = repr((described, sizes, self._sampler.digest()))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return {
+            "n_obs": self._n_obs,
+            "matrices": {name: [*matrix.shape, str(matrix.dtype)] for name, matrix in matrices.items()},
+            "strategy": f"{type(self.strategy).__name__} {self._sampler.digest()}",
+            "drop_last": self.drop_last,
+            "equal_ranks": self.equal_ranks,
+        }
+
+    # --- State ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in its epochs the data set is, from which `load_state_dict` continues.
+
+        The state is the same on every rank when all have yielded equally many batches, and holds plain
+        numbers and strings. Inside a DataLoader worker it is the worker's own. In a process whose
+        DataLoader workers do the reading it tells whole epochs only.
+
+        Returns
+        -------
+        dict
+            ``version``, ``seed``, ``epoch``, ``fingerprint`` (what must match) and ``consumed``: for each
+            stretch of the epoch its world size, batch size, fetch factor and batches per rank.
+        """
+        self._settle()
+        epoch, consumed = self._place or (self._counter.peek(), ())
+        state = {
+            "version": _STATE_VERSION,
+            "seed": self.seed,
+            "epoch": epoch,
+            "fingerprint": dict(self._identity),
+            "consumed": [dataclasses.astuple(stretch) for stretch in consumed],
+        }
+        worker = get_worker_info()
+        if worker is not None:
+            state["worker"] = (worker.id, worker.num_workers)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state` at the next iteration, with the very next batch.
+
+        Another world size, batch size or fetch size deals what is left of the epoch again: every row of
+        the epoch is still yielded exactly once, up to padding, and what was dropped stays dropped.
+
+        Raises
+        ------
+        InputError
+            If the state is of other data, another strategy or seed; says what differs.
+        """
+        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+            version = state.get("version") if isinstance(state, dict) else state
+            raise InputError(f"this is no state of version {_STATE_VERSION} of a dasksc.scDataset; got {version!r}")
+        differing = [
+            f"{name} is {self._identity[name]!r} and was {state['fingerprint'].get(name)!r}"
+            for name in self._identity
+            if self._identity[name] != state["fingerprint"].get(name)
+        ]
+        if self._seed_is_given and self._seed != state["seed"]:
+            differing.append(f"seed is {self._seed} and was {state['seed']}")
+        if differing:
+            raise InputError(
+                f"the state does not fit this data set: {'; '.join(differing)}. Make the data set as it was made when "
+                "the state was taken; rank, world size, batch size and fetch size may differ"
+            )
+        consumed = tuple(
+            Stretch(
+                **dict(zip(("world_size", "batch_size", "fetch_factor", "n_batches"), map(int, stretch), strict=True))
+            )
+            for stretch in state["consumed"]
+        )
+        worker = get_worker_info()
+        if tuple(state.get("worker", ())) != (() if worker is None else (worker.id, worker.num_workers)):
+            raise InputError("a state taken inside DataLoader workers fits the same number of workers only")
+        world = self._settle()
+        last = consumed[-1] if consumed else None
+        if worker is not None and last is not None and not self._goes_on(last, world):
+            raise InputError(
+                "inside DataLoader workers an epoch goes on with the same world, batch and fetch size only: it was "
+                f"read as {last}"
+            )
+        # Agreed on or not, the seed is the one that the state's batches came from.
+        self._seed, self._seed_is_given = int(state["seed"]), True
+        self.__dict__.pop("fingerprint", None)
+        self._place = self._resume = (int(state["epoch"]), consumed)
+        self._counter.set(int(state["epoch"]))
+
+    def _goes_on(self, stretch: Stretch, world: World) -> bool:
+        """Whether a stretch was read as this data set reads, so that its next batch is simply the next."""
+        sizes = (world.world_size, self.batch_size, self.fetch_factor)
+        return (stretch.world_size, stretch.batch_size, stretch.fetch_factor) == sizes
 
     # --- Iterating ------------------------------------------------------------------------------------
 
@@ -437,7 +536,8 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.advance()
         else:
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
-        plan = self._plan_of(world, epoch)
+        consumed, n_done = self._resumed(epoch, world)
+        plan = self._plan_of(world, epoch, consumed)
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         agreement = self._agreement if worker is None else None
         iteration = self._iteration
@@ -445,16 +545,24 @@ class scDataset(IterableDataset[Any]):
         if agreement is not None:
             agreement.begin(iteration, epoch, self.fingerprint)
         ks = range(first, plan.n_fetches, n_workers)
-        batches = self._batches(plan, ks, world, n_workers)
-        n_batches = _n_batches(plan, ks)
-        self._stats = stats = EpochStats(plan)
+        n_batches = _n_batches(plan, ks) - n_done
+        batches = self._batches(plan, ks, n_done, world, n_workers)
+        self._stats = stats = EpochStats(plan, n_done)
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
                     bar.update()
+                    stretch = Stretch(
+                        world_size=world.world_size,
+                        batch_size=self.batch_size,
+                        fetch_factor=self.fetch_factor,
+                        n_batches=n_done + stats.n_batches,
+                    )
+                    self._place = epoch, (*consumed, stretch)
                     yield batch
                     if stats.n_batches == 1 and agreement is not None:
                         agreement.go_on(iteration, 1)
+            self._place = epoch + 1, ()
         finally:
             batches.close()
             if agreement is not None:
@@ -463,12 +571,30 @@ class scDataset(IterableDataset[Any]):
                 else:
                     agreement.finish(iteration)
 
-    def _batches(self, plan: EpochPlan, ks: range, world: World, n_workers: int) -> Generator[Any, None, None]:
+    def _resumed(self, epoch: int, world: World) -> tuple[tuple[Stretch, ...], int]:
+        """Return what was read of an epoch in other ways, and how many batches in this one."""
+        resume, self._resume = self._resume, None
+        if resume is None:
+            return (), 0
+        if resume[0] != epoch:
+            logger.warning("the state that was loaded is of epoch %d; epoch %d begins at its start", resume[0], epoch)
+            return (), 0
+        consumed = resume[1]
+        if consumed and self._goes_on(consumed[-1], world):
+            return consumed[:-1], consumed[-1].n_batches
+        return consumed, 0
+
+    def _batches(
+        self, plan: EpochPlan, ks: range, n_done: int, world: World, n_workers: int
+    ) -> Generator[Any, None, None]:
+        """Yield the batches of the fetches `ks` but for the first `n_done`."""
+        ks = ks[n_done // plan.fetch_factor :]
+        n_skipped = n_done % plan.fetch_factor
         n_threads = default_threads(local_world_size=world.local_world_size, n_workers=n_workers)
         key = f"dasksc-fetch-{self._name}-e{plan.epoch}-r{plan.rank}"
         if self._matrices is not None and self._maker is not None:
-            return self._gathered(plan, ks, key, n_threads)
-        return self._indexed(plan, ks, key, n_threads)
+            return self._gathered(plan, ks, n_skipped, key, n_threads)
+        return self._indexed(plan, ks, n_skipped, key, n_threads)
 
     def _describe(self, plan: EpochPlan, plans: dict[int, FetchPlan]) -> Callable[[int], str]:
         labels = [matrix.label for matrix in (self._matrices or {}).values()] or [self._name]
@@ -508,7 +634,9 @@ class scDataset(IterableDataset[Any]):
         )
         return window, plans
 
-    def _gathered(self, plan: EpochPlan, ks: range, key: str, n_threads: int) -> Generator[Any, None, None]:
+    def _gathered(
+        self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int
+    ) -> Generator[Any, None, None]:
         """Batches gathered straight from fetched matrices."""
         maker = cast(BatchMaker, self._maker)
         task = FetchMatrices(cast(dict[str, Matrix], self._matrices))
@@ -519,7 +647,7 @@ class scDataset(IterableDataset[Any]):
             nonlocal left_in_fetch
             for k, fetched in window:
                 fetch = plans.pop(k)
-                for i in range(fetch.n_batches):
+                for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
                     left_in_fetch = fetch.n_batches - i - 1
                     yield functools.partial(maker.make, fetched, fetch.rows, fetch.batch(i))
                 del fetched
@@ -534,13 +662,15 @@ class scDataset(IterableDataset[Any]):
             ):
                 yield self._placed(batch)
 
-    def _indexed(self, plan: EpochPlan, ks: range, key: str, n_threads: int) -> Generator[Any, None, None]:
+    def _indexed(
+        self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int
+    ) -> Generator[Any, None, None]:
         """Batches of a collection that is read by indexing, or through hooks."""
         window, plans = self._window(self._read, plan, ks, key, n_threads, in_process=True)
         with window:
             for k, data in window:
                 fetch = plans.pop(k)
-                for i in range(fetch.n_batches):
+                for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
                     with self._lock, _noting(f"in batch {k * plan.fetch_factor + i} of {plan.n_batches}", plan):
                         if self.batch_callback is not None:
                             batch = self.batch_callback(data, fetch.batch(i))

@@ -22,10 +22,13 @@ class EpochStats:
     ----------
     plan
         Of the epoch; None before any has begun.
+    n_done
+        Batches of the plan that were yielded before.
     """
 
-    def __init__(self, plan: EpochPlan | None = None) -> None:
+    def __init__(self, plan: EpochPlan | None = None, n_done: int = 0) -> None:
         self.plan = plan
+        self._n_done = n_done
         self.n_batches = 0
         self.n_rows = 0
         self.wait_s = 0.0
@@ -44,7 +47,7 @@ class EpochStats:
             self._latest = perf_counter()
             self.wait_s += self._latest - asked
             self.n_batches += 1
-            self.n_rows += self._rows_of(self.n_batches - 1)
+            self.n_rows += self._rows_of(self._n_done + self.n_batches - 1)
             yield batch
 
     def _rows_of(self, batch: int) -> int:

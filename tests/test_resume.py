@@ -1,0 +1,230 @@
+"""Going on in the middle of an epoch: in the same way, on other ranks, in other sizes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from dasksc import (
+    BlockShuffling,
+    BlockWeightedSampling,
+    ClassBalancedSampling,
+    InputError,
+    SamplingStrategy,
+    Streaming,
+    scDataset,
+)
+from dasksc.plan import EpochPlan, Stretch
+from dasksc.sampling import bind
+
+
+class Backwards(SamplingStrategy):
+    """A user's strategy, in an order of its own."""
+
+    def get_len(self, data_collection):
+        return len(data_collection)
+
+    def get_indices(self, data_collection, seed=None, rng=None):
+        return np.arange(len(data_collection))[::-1]
+
+
+LABELS = np.repeat([0, 1, 2], [60, 30, 13])
+STRATEGIES = [
+    Streaming(),
+    Streaming(shuffle=True),
+    BlockShuffling(4),
+    BlockShuffling(4, drop_last=True),
+    BlockWeightedSampling(4, weights=np.arange(103)),
+    BlockWeightedSampling(4, weights=np.arange(103), total_size=40, replace=False),
+    ClassBalancedSampling(LABELS, 4),
+    Backwards(),
+]
+
+
+def dataset(n: int = 103, strategy: SamplingStrategy = STRATEGIES[2], batch_size: int = 5, **options) -> scDataset:
+    options = {"fetch_factor": 3, "seed": 7, "scheduler": "synchronous", **options}
+    return scDataset(np.arange(n), strategy, batch_size, **options)
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
+def test_every_step_of_an_epoch_goes_on_with_the_very_next_batch(strategy, drop_last):
+    unbroken = [batch.tolist() for batch in dataset(strategy=strategy, drop_last=drop_last)]
+    for step in range(len(unbroken) + 1):
+        before = dataset(strategy=strategy, drop_last=drop_last)
+        iterator = iter(before)
+        head = [batch.tolist() for batch in islice(iterator, step)]
+        state = through_json(before.state_dict())
+        after = dataset(strategy=strategy, drop_last=drop_last)
+        after.load_state_dict(state)
+        assert len(after) == len(unbroken)
+        tail = [batch.tolist() for batch in after]
+        assert head + tail == unbroken
+
+
+def test_after_a_resumed_epoch_the_epochs_go_on_as_if_never_broken():
+    unbroken = dataset()
+    epochs = [[batch.tolist() for batch in unbroken] for _ in range(3)]
+    broken = dataset()
+    iterator = iter(broken)
+    list(islice(iterator, 4))
+    again = dataset(seed=None)
+    again.load_state_dict(through_json(broken.state_dict()))
+    assert [[batch.tolist() for batch in again] for _ in range(3)] == [epochs[0][4:], *epochs[1:]]
+    assert again.state_dict()["epoch"] == 3
+
+
+def test_a_state_taken_between_epochs_begins_the_next():
+    one = dataset()
+    list(one)
+    state = through_json(one.state_dict())
+    assert (state["epoch"], state["consumed"]) == (1, [])
+    other = dataset()
+    other.load_state_dict(state)
+    assert [b.tolist() for b in other] == [b.tolist() for b in one]
+
+
+def test_an_iteration_that_was_left_can_still_be_saved_and_gone_on_with():
+    one = dataset()
+    for i, _ in enumerate(one):
+        if i == 3:
+            break
+    other = dataset()
+    other.load_state_dict(through_json(one.state_dict()))
+    assert [b.tolist() for b in other] == [b.tolist() for b in dataset()][4:]
+
+
+def test_loading_then_iter_then_set_epoch_then_next_keeps_the_place():
+    # The order in which Lightning restores a loader.
+    one = dataset()
+    iterator = iter(one)
+    list(islice(iterator, 4))
+    other = dataset()
+    other.load_state_dict(one.state_dict())
+    resumed = iter(other)
+    other.set_epoch(0)
+    assert next(resumed).tolist() == next(iterator).tolist()
+
+
+def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
+    one = dataset()
+    list(islice(iter(one), 4))
+    other = dataset()
+    other.load_state_dict(one.state_dict())
+    other.set_epoch(5)
+    fresh = dataset()
+    fresh.set_epoch(5)
+    assert [b.tolist() for b in other] == [b.tolist() for b in fresh]
+    assert "epoch 5 begins at its start" in caplog.text
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_stretches_of_an_epoch_cover_it_exactly(data):
+    n = data.draw(st.sampled_from([1, 2, 5, 50, 103]), label="n")
+    any_size = [s for s in STRATEGIES if isinstance(s, Streaming | BlockShuffling | Backwards)]
+    strategy = data.draw(st.sampled_from(STRATEGIES if n == 103 else any_size), label="strategy")
+    drop_last, equal_ranks = data.draw(st.booleans(), label="drop_last"), data.draw(st.booleans(), label="equal_ranks")
+    sampler = bind(strategy, range(n), n, lambda key: None)
+    one_by_one = EpochPlan(sampler=sampler, batch_size=1, seed=3)
+    whole = Counter(np.concatenate([one_by_one.fetch(k).rows for k in range(one_by_one.n_fetches)] or [[]]).tolist())
+    consumed: list[Stretch] = []
+    seen: Counter[int] = Counter()
+    n_padded = 0
+    for stretch in range(3):
+        world_size = data.draw(st.integers(1, 4), label="world_size")
+        first = EpochPlan(
+            sampler=sampler,
+            batch_size=data.draw(st.sampled_from([1, 3, 7]), label="batch_size"),
+            fetch_factor=data.draw(st.sampled_from([1, 2, 8]), label="fetch_factor"),
+            drop_last=drop_last,
+            equal_ranks=equal_ranks,
+            seed=3,
+            world_size=world_size,
+            consumed=tuple(consumed),
+        )
+        plans = [first.of_rank(rank) for rank in range(world_size)]
+        fewest = min(plan.n_batches for plan in plans)
+        n_batches = fewest if stretch == 2 else data.draw(st.integers(0, fewest), label="n_batches")
+        for plan in plans:
+            taken = plan.n_batches if stretch == 2 else n_batches
+            for i in range(taken):
+                seen.update(plan.batch_rows(i).tolist())
+        n_padded += first.n_padded
+        consumed.append(
+            Stretch(
+                world_size=world_size,
+                batch_size=first.batch_size,
+                fetch_factor=first.fetch_factor,
+                n_batches=n_batches,
+            )
+        )
+    assert sum((seen - whole).values()) <= n_padded
+    if not drop_last:
+        assert not whole - seen
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4), (4, 1), (2, 2)])
+def test_a_data_set_goes_on_with_other_ranks_and_sizes(before, after):
+    seen = []
+    for rank in range(before):
+        one = dataset(rank=rank, world_size=before)
+        seen += np.concatenate(list(islice(iter(one), 2))).tolist()
+    states = []
+    for rank in range(before):
+        one = dataset(rank=rank, world_size=before)
+        list(islice(iter(one), 2))
+        states.append(through_json(one.state_dict()))
+    assert states == states[:1] * before
+    rest = []
+    for rank in range(after):
+        other = dataset(rank=rank, world_size=after, batch_size=4, fetch_factor=2, equal_ranks=True)
+        other.load_state_dict(states[0])
+        rest.append(np.concatenate(list(other)))
+    assert len({len(rows) for rows in rest}) == 1
+    everything = seen + np.concatenate(rest).tolist()
+    assert set(everything) == set(range(103))
+    assert len(everything) <= 103 + after
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"n": 104}, "n_obs is 104 and was 103"),
+        ({"strategy": BlockShuffling(5)}, "strategy is 'BlockShuffling"),
+        ({"seed": 8}, "seed is 8 and was 7"),
+        ({"drop_last": True}, "drop_last is True and was False"),
+        ({"equal_ranks": False}, "equal_ranks is False and was True"),
+    ],
+)
+def test_a_state_of_something_else_is_refused_and_what_differs_is_named(change, named):
+    state = dataset().state_dict()
+    with pytest.raises(InputError, match=named):
+        dataset(**change).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 99}, None])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(InputError, match="no state of version 1"):
+        dataset().load_state_dict(state)
+
+
+def test_a_loader_without_workers_passes_the_state_through():
+    one = dataset()
+    iterator = iter(DataLoader(one, batch_size=None))
+    head = [next(iterator).tolist() for _ in range(3)]
+    other = dataset()
+    other.load_state_dict(one.state_dict())
+    tail = [batch.tolist() for batch in DataLoader(other, batch_size=None)]
+    assert head + tail == [batch.tolist() for batch in dataset()]
