@@ -1,0 +1,305 @@
+"""The keyed generator and permutations.
+
+Statistical tests have fixed keys, so they always give the same answer; `ERROR` is the chance that a
+perfect generator would have failed one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+
+from dasksc.kernels import permute
+
+ERROR = 1e-4
+UINT64 = st.integers(0, 2**64 - 1)
+SIZES = [1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 1023, 1024, 1025]
+NO_TABLE = np.empty(0, dtype=np.int64)
+
+
+def keys_of(number: int, n: int = permute.N_ROUNDS) -> NDArray[np.uint64]:
+    return np.random.SeedSequence(number).generate_state(n, np.uint64)
+
+
+def half_bits_of(n: int) -> int:
+    """Bits of each half of the smallest network over `n`."""
+    return max(1, -(-(n - 1).bit_length() // 2))
+
+
+def network(n: int, number: int, positions: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Where the Feistel network sends `positions` (default: all) of ``range(n)``."""
+    positions = np.arange(n, dtype=np.int64) if positions is None else positions
+    out = np.empty(len(positions), dtype=np.int64)
+    permute.permuted_many(positions, n, NO_TABLE, half_bits_of(n), keys_of(number), out)
+    return out
+
+
+def table(n: int, number: int) -> NDArray[np.int64]:
+    out = np.empty(n, dtype=np.int64)
+    permute.shuffle(keys_of(number, 1)[0], out)
+    return out
+
+
+def assert_uniform(counts: Any, expected: Any = None) -> None:
+    assert stats.chisquare(counts, expected).pvalue > ERROR
+
+
+# --- The generator ----------------------------------------------------------------------------------
+
+
+def test_bits_are_those_of_splitmix64() -> None:
+    # The first outputs of the published generator seeded with 0, and with 1234567.
+    zero = [int(permute.bits(np.uint64(0), i)) for i in range(3)]
+    assert zero == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert int(permute.bits(np.uint64(1234567), 0)) == 6457827717110365317
+
+
+@settings(deadline=None)
+@given(UINT64, st.integers(0, 2**40))
+def test_twin_of_bits_and_streams(key: int, counter: int) -> None:
+    assert int(permute.bits(np.uint64(key), counter)) == twins.bits(key, counter)
+    assert permute.uniform(np.uint64(key), counter) == twins.uniform(key, counter)
+    assert int(permute.stream(np.uint64(key), counter)) == twins.stream(key, counter)
+
+
+@settings(deadline=None)
+@given(UINT64, st.integers(0, 2**40), st.integers(1, 2**32 - 1) | st.integers(1, 10))
+def test_twin_of_below(key: int, counter: int, n: int) -> None:
+    value = int(permute.below(np.uint64(key), counter, n))
+    assert value == twins.below(key, counter, n)
+    assert 0 <= value < n
+
+
+def test_twin_of_below_where_most_words_are_rejected() -> None:
+    # Just above half of 2**32 nearly every other half-word is rejected: one draw in four needs spare words.
+    n = 2**31 + 1
+    assert [int(permute.below(np.uint64(5), i, n)) for i in range(500)] == [twins.below(5, i, n) for i in range(500)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 1000, 3 * 2**30])
+def test_below_is_uniform(n: int) -> None:
+    draws = np.array([permute.below(np.uint64(11), i, n) for i in range(30_000)])
+    bins = min(n, 1000)
+    assert_uniform(np.bincount(draws * bins // n, minlength=bins))
+
+
+def test_bits_of_neighbouring_keys_and_counters_do_not_correlate() -> None:
+    # Each pair's words differ in 32 of 64 bits on average; 10^4 pairs give a mean within 5 sigma of 0.04.
+    base = [int(permute.bits(np.uint64(k), 3)) for k in range(10_001)]
+    by_counter = [int(permute.bits(np.uint64(3), c)) for c in range(10_001)]
+    by_stream = [int(permute.stream(np.uint64(3), c)) for c in range(10_001)]
+    for words in (base, by_counter, by_stream):
+        distance = np.mean([(a ^ b).bit_count() for a, b in pairwise(words)])
+        assert abs(distance - 32) < 5 * 4 / np.sqrt(10_000)
+
+
+# --- Tables -----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(UINT64, st.integers(0, 200))
+def test_twin_of_shuffle(key: int, n: int) -> None:
+    out = np.empty(n, dtype=np.int64)
+    permute.shuffle(np.uint64(key), out)
+    assert out.tolist() == twins.shuffled(key, n)
+
+
+@pytest.mark.parametrize("n", [*SIZES, 65_536])
+def test_a_table_is_a_permutation(n: int) -> None:
+    np.testing.assert_array_equal(np.sort(table(n, 1)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_every_order_of_a_small_table_is_as_likely(n: int) -> None:
+    orders = {order: i for i, order in enumerate(permutations(range(n)))}
+    keys = keys_of(n, 24_000)
+    seen = np.zeros(len(orders), dtype=np.int64)
+    out = np.empty(n, dtype=np.int64)
+    for key in keys:
+        permute.shuffle(key, out)
+        seen[orders[tuple(out.tolist())]] += 1
+    assert_uniform(seen)
+
+
+def n_cycles(order: NDArray[np.int64]) -> int:
+    following = order.tolist()
+    seen = bytearray(len(following))
+    cycles = 0
+    for start in range(len(following)):
+        if not seen[start]:
+            cycles += 1
+            while not seen[start]:
+                seen[start] = 1
+                start = following[start]
+    return cycles
+
+
+@pytest.mark.parametrize("n", [31, 32, 33, 500])
+def test_tables_have_the_cycles_and_parity_of_random_permutations(n: int) -> None:
+    # Cycles of a random permutation: mean H_n, variance H_n - sum 1/k^2. Odd and even ones are as many.
+    counts = np.array([n_cycles(table(n, seed)) for seed in range(1500)])
+    inverse = 1 / np.arange(1, n + 1)
+    sigma = np.sqrt((inverse.sum() - (inverse**2).sum()) / len(counts))
+    assert abs(counts.mean() - inverse.sum()) < stats.norm.isf(ERROR / 2) * sigma
+    assert_uniform(np.bincount((n - counts) % 2, minlength=2))
+
+
+# --- The network ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [*SIZES, 65_535, 65_537, 131_071, 131_073, 262_145])
+def test_the_network_is_a_permutation(n: int) -> None:
+    np.testing.assert_array_equal(np.sort(network(n, 7)), np.arange(n))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**40), st.integers(0, 2**32), st.data())
+def test_twin_of_the_network(n: int, number: int, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, n - 1))
+    keys = keys_of(number)
+    value = int(permute.permuted(position, n, half_bits_of(n), keys))
+    assert value == twins.permuted(position, n, half_bits_of(n), [int(key) for key in keys])
+    assert 0 <= value < n
+
+
+LARGE = [65_537, 2**17 - 1, 2**17 + 1, 10**7]
+
+
+@pytest.mark.parametrize("n", LARGE)
+def test_the_network_sends_any_position_anywhere(n: int) -> None:
+    # Over many keys the images of the first, a middle and the last position, each in 50 equal bins.
+    positions = np.array([0, n // 2, n - 1])
+    images = np.array([network(n, number, positions) for number in range(5_000)])
+    for column in images.T:
+        assert_uniform(np.bincount(column * 50 // n, minlength=50))
+
+
+@pytest.mark.parametrize("n", LARGE)
+@pytest.mark.parametrize("step", [1, 2, 64, 256])
+def test_the_network_scatters_neighbours(n: int, step: int) -> None:
+    positions = np.arange(60_000, dtype=np.int64)
+    images = network(n, 3, positions)
+    nexts = network(n, 3, (positions + step) % n)
+    # Where the image of a neighbour lies does not depend on where the first one's does.
+    pairs = np.bincount((images * 20 // n) * 20 + nexts * 20 // n, minlength=400)
+    assert stats.chi2_contingency(pairs.reshape(20, 20)).pvalue > ERROR
+    assert_uniform(np.bincount((nexts - images) % n * 100 // n, minlength=100))
+
+
+@pytest.mark.parametrize("n", LARGE)
+def test_the_network_has_no_serial_correlation(n: int) -> None:
+    images = network(n, 5, np.arange(60_000, dtype=np.int64)).astype(float)
+    limit = stats.norm.isf(ERROR / 2) / np.sqrt(len(images))
+    for lag in (1, 2, 3, 10, 64, 1000):
+        assert abs(np.corrcoef(images[:-lag], images[lag:])[0, 1]) < limit
+
+
+@pytest.mark.parametrize("n", LARGE)
+def test_the_network_rises_and_falls_in_runs_as_chance_does(n: int) -> None:
+    # Runs up and down of m random values: mean (2m - 1) / 3, variance (16m - 29) / 90.
+    images = network(n, 9, np.arange(60_000, dtype=np.int64))
+    rising = np.diff(images) > 0
+    runs = 1 + np.count_nonzero(rising[1:] != rising[:-1])
+    m = len(images)
+    assert abs(runs - (2 * m - 1) / 3) < stats.norm.isf(ERROR / 2) * np.sqrt((16 * m - 29) / 90)
+
+
+@pytest.mark.parametrize("n", [65_537, 2**17 - 1])
+def test_the_network_has_about_as_many_cycles_as_a_random_permutation(n: int) -> None:
+    counts = np.array([n_cycles(network(n, seed)) for seed in range(20)])
+    inverse = 1 / np.arange(1, n + 1)
+    sigma = np.sqrt((inverse.sum() - (inverse**2).sum()) / len(counts))
+    assert abs(counts.mean() - inverse.sum()) < stats.norm.isf(ERROR / 2) * sigma
+
+
+def test_networks_of_different_keys_agree_no_more_than_chance() -> None:
+    # Two independent permutations have Poisson(1) positions in common.
+    n = 65_537
+    orders = [network(n, number) for number in range(30)]
+    common = [np.count_nonzero(a == b) for i, a in enumerate(orders) for b in orders[:i]]
+    observed = np.bincount(np.minimum(common, 4), minlength=5)
+    expected = np.append(stats.poisson.pmf(range(4), 1), stats.poisson.sf(3, 1)) * len(common)
+    assert_uniform(observed, expected)
+
+
+# --- Dealing ----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    block_size=st.integers(1, 9),
+    rank=st.integers(0, 3),
+    more_ranks=st.integers(1, 4),
+    n_rounds=st.integers(0, 6),
+    n_piece=st.integers(0, 12),
+    how=st.sampled_from(["storage", "table", "network"]),
+    data=st.data(),
+)
+def test_twin_of_deal(
+    block_size: int, rank: int, more_ranks: int, n_rounds: int, n_piece: int, how: str, data: st.DataObject
+) -> None:
+    world_size = rank + more_ranks
+    n_blocks = max(1, n_rounds * world_size)
+    keys = keys_of(3)
+    order = {"storage": np.arange(n_blocks), "table": table(n_blocks, 1), "network": network(n_blocks, 3)}[how]
+    piece_round = data.draw(st.integers(0, n_rounds))
+    piece = np.arange(1000, 1000 + n_piece, dtype=np.int64)
+    blocks = order[rank : n_rounds * world_size : world_size]
+    rows = [list(range(block * block_size, (block + 1) * block_size)) for block in blocks]
+    sequence = [row for rows_of in [*rows[:piece_round], piece.tolist(), *rows[piece_round:]] for row in rows_of]
+
+    start = data.draw(st.integers(0, len(sequence)))
+    stop = data.draw(st.integers(start, len(sequence)))
+    out = np.empty(stop - start, dtype=np.int64)
+    permute.deal(
+        start,
+        block_size,
+        rank,
+        world_size,
+        0,
+        piece_round,
+        piece,
+        n_blocks,
+        order if how == "table" else NO_TABLE,
+        half_bits_of(n_blocks) if how == "network" else 0,
+        keys,
+        out,
+    )
+    assert out.tolist() == sequence[start:stop]
+
+
+# --- As they are used -------------------------------------------------------------------------------
+
+
+def test_kernels_give_the_same_in_many_threads_at_once() -> None:
+    expected = [(table(5_000, i), network(70_000, i)) for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        tables = list(pool.map(lambda i: table(5_000, i % 8), range(64)))
+        networks = list(pool.map(lambda i: network(70_000, i % 8), range(64)))
+    for i in range(64):
+        np.testing.assert_array_equal(tables[i], expected[i % 8][0])
+        np.testing.assert_array_equal(networks[i], expected[i % 8][1])
+
+
+@pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is the run with checked bounds")
+def test_kernels_keep_within_their_arrays_when_bounds_are_checked() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "twin or permutation"],
+        env=os.environ | {"NUMBA_BOUNDSCHECK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
