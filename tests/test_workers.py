@@ -1,0 +1,197 @@
+"""Epochs across DataLoader workers of every kind."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from dasksc import BlockShuffling, Streaming, scDataset
+from tests.data import make_adata, write_store
+
+N_OBS = 203
+
+pytestmark = [
+    # More workers than this machine has cores, and forks of a process with threads, are what is tested.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+def dataset(path, **options) -> scDataset:
+    options = {"batch_size": 8, "fetch_factor": 2, "seed": 5, "obs": ["cell_type"], **options}
+    return scDataset(path, BlockShuffling(4), **options)
+
+
+def rows(batches) -> list[tuple[int, ...]]:
+    return [tuple(batch.index.tolist()) for batch in batches]
+
+
+@pytest.fixture(scope="module")
+def epochs(path) -> list[list[tuple[int, ...]]]:
+    """Batches of the first epochs, read without workers."""
+    one = dataset(path)
+    return [rows(one) for _ in range(3)]
+
+
+def test_epochs_differ_and_the_same_seed_gives_them_again(path, epochs):
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    for epoch in epochs:
+        assert sorted(row for batch in epoch for row in batch) == list(range(N_OBS))
+    again = dataset(path)
+    assert [rows(again) for _ in range(3)] == epochs
+    other = dataset(path, seed=6)
+    assert rows(other) != epochs[0]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_workers_read_the_same_epochs_as_none_do(path, epochs, start, persistent):
+    one = dataset(path)
+    loader = DataLoader(
+        one, batch_size=None, num_workers=2, multiprocessing_context=start, persistent_workers=persistent
+    )
+    assert len(loader) == len(epochs[0])
+    for epoch in epochs:
+        batches = rows(loader)
+        assert len(batches) == len(loader)
+        assert sorted(batches) == sorted(epoch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3, 5])
+def test_the_set_of_batches_does_not_depend_on_the_number_of_workers(path, epochs, num_workers):
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
+    assert sorted(rows(loader)) == sorted(epochs[0])
+    assert sorted(rows(loader)) == sorted(epochs[1])
+
+
+def test_more_workers_than_fetches_leave_some_idle(path):
+    one = dataset(path, fetch_factor=16)
+    loader = DataLoader(one, batch_size=None, num_workers=4)
+    batches = rows(loader)
+    assert len(batches) == len(loader) == len(one)
+    assert sorted(row for batch in batches for row in batch) == list(range(N_OBS))
+
+
+def test_fifty_epochs_of_short_lived_workers_are_all_different():
+    one = scDataset(np.arange(40), BlockShuffling(1), batch_size=8, fetch_factor=2, seed=0)
+    loader = DataLoader(one, batch_size=None, num_workers=2)
+    epochs = {tuple(np.concatenate(list(loader)).tolist()) for _ in range(50)}
+    assert len(epochs) == 50
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_is_left_early_counts(path, epochs, num_workers):
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
+    for _ in loader:
+        break
+    assert sorted(rows(loader)) == sorted(epochs[1])
+
+
+def test_an_iterator_that_is_never_asked_counts_for_nothing(path, epochs):
+    one = dataset(path)
+    iter(one)
+    assert rows(one) == epochs[0]
+
+
+def test_reseeding_torch_before_every_epoch_repeats_no_epoch(path, epochs):
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=2)
+    for epoch in epochs:
+        torch.manual_seed(0)
+        assert sorted(rows(loader)) == sorted(epoch)
+
+
+def test_two_passes_at_once_read_two_epochs(path, epochs):
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=2)
+    pairs = list(zip(loader, loader, strict=True))
+    assert sorted(rows(first for first, _ in pairs)) == sorted(epochs[0])
+    assert sorted(rows(second for _, second in pairs)) == sorted(epochs[1])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_set_epoch_says_which_epoch_is_next(path, epochs, num_workers):
+    one = dataset(path)
+    loader = DataLoader(one, batch_size=None, num_workers=num_workers)
+    one.set_epoch(2)
+    assert sorted(rows(loader)) == sorted(epochs[2])
+    one.set_epoch(0)
+    assert sorted(rows(loader)) == sorted(epochs[0])
+    assert sorted(rows(loader)) == sorted(epochs[1])
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_a_data_set_that_was_read_in_the_parent_does_not_hang_forked_workers(path, epochs, scheduler):
+    one = dataset(path, scheduler=scheduler)
+    assert rows(one) == epochs[0]
+    half = iter(one)
+    list(islice(half, 3))
+    loader = DataLoader(one, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+    assert sorted(rows(loader)) == sorted(epochs[2])
+    assert len(list(half)) == len(one) - 3
+
+
+def test_ranks_times_workers_cover_an_epoch_once(path):
+    everything = []
+    for rank in range(2):
+        one = dataset(path, rank=rank, world_size=2)
+        loader = DataLoader(one, batch_size=None, num_workers=2)
+        batches = rows(loader)
+        assert len(batches) == len(loader)
+        everything += [row for batch in batches for row in batch]
+    assert set(everything) == set(range(N_OBS))
+    assert len(everything) == N_OBS + dataset(path, rank=0, world_size=2).plan(0).n_padded
+
+
+def test_hooks_that_are_lambdas_reach_spawned_workers(path):
+    scale = 3
+    one = scDataset(
+        path,
+        Streaming(),
+        batch_size=16,
+        fetch_factor=2,
+        seed=0,
+        fetch_transform=lambda adata: torch.from_numpy(adata.X.toarray()) * scale,
+        batch_transform=lambda batch: batch.sum(),
+    )
+    loader = DataLoader(one, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    expected = make_adata(N_OBS).X.sum(dtype=np.float64) * scale
+    assert sum(batch.double().item() for batch in loader) == pytest.approx(expected, rel=1e-5)
+
+
+def test_copies_share_one_count_of_epochs_and_survive_each_other(path, epochs):
+    one = dataset(path)
+    copies = [copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
+    assert rows(one) == epochs[0]
+    assert rows(copies[1]) == epochs[1]
+    assert rows(copies[2]) == epochs[2]
+    del one, copies[0]
+    assert len(rows(copies[1])) == len(epochs[0])
+
+
+def test_the_file_that_counts_epochs_goes_with_its_data_set(path):
+    one = dataset(path)
+    file = one._counter._path
+    assert os.path.exists(file)
+    list(DataLoader(one, batch_size=None, num_workers=2))
+    assert os.path.exists(file)
+    del one
+    assert not os.path.exists(file)
+
+
+def test_the_loader_keeps_a_batch_a_batch(path):
+    for num_workers in (0, 2):
+        batch = next(iter(DataLoader(dataset(path), batch_size=None, num_workers=num_workers)))
+        assert type(batch).__name__ == "Batch"
+        assert batch.X.shape == (8, 17)
+        assert batch.obs["cell_type"].dtype == torch.int64
