@@ -13,6 +13,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +38,13 @@ ACCEPTED = (
     "(in memory, backed, or of Dask arrays)"
 )
 
+# What `open` was told, for every matrix that it opens, however deep in the file.
+_may_map: ContextVar[bool] = ContextVar("may_map", default=True)
+
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
-def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = None) -> AnnData:
+def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = None, mmap: bool = True) -> AnnData:
     """Open an atlas lazily.
 
     Parameters
@@ -51,6 +55,9 @@ def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = 
         else, with your edits, from the object), or of Dask arrays already.
     obs
         The obs columns to read. Default: all of them.
+    mmap
+        Whether uncompressed files of this machine may be mapped into memory. It is the fastest way to read
+        them, but a file that is truncated while it is read ends the process; False raises an error then.
 
     Returns
     -------
@@ -72,10 +79,14 @@ def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = 
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
-    if isinstance(data, AnnData):
-        return _open_anndata(data, obs)
-    if isinstance(data, str | os.PathLike):
-        return _open_path(os.fspath(data), obs)
+    token = _may_map.set(mmap)
+    try:
+        if isinstance(data, AnnData):
+            return _open_anndata(data, obs)
+        if isinstance(data, str | os.PathLike):
+            return _open_path(os.fspath(data), obs)
+    finally:
+        _may_map.reset(token)
     raise InputError(
         f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
     )
@@ -236,7 +247,7 @@ class _Unwrapped:
 
 
 def _stored(path: str, key: str) -> _Unwrapped:
-    return _Unwrapped(matrix=open_matrix(path, key.strip("/")))
+    return _Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=_may_map.get()))
 
 
 def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:

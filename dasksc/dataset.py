@@ -106,7 +106,8 @@ class scDataset(IterableDataset[Any]):
     memory_limit
         Bytes of fetches held at once, such as ``"2GiB"``; never less than one fetch.
     mmap
-        Whether local files may be memory-mapped. False also reads a file safely that others truncate.
+        Whether local files may be memory-mapped; see `dasksc.open`, where it belongs for an AnnData that is
+        open already.
     device
         Where batches are put; default: left on the CPU.
     pin_memory
@@ -192,7 +193,8 @@ class scDataset(IterableDataset[Any]):
         self._maker: BatchMaker | None = None
         self.categories: dict[str, list[Any]] = {}
         options = {**names, "genes": genes, "layout": layout if layout != "dense" else None}
-        self._adopt(data_collection, names, genes, layout, dtype, {k: v for k, v in options.items() if _given(v)})
+        given = {name: value for name, value in options.items() if _given(value)}
+        self._adopt(data_collection, names, genes, layout, dtype, given, mmap)
         self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
 
         self._row_bytes = self._projected_row_bytes()
@@ -229,6 +231,7 @@ class scDataset(IterableDataset[Any]):
         layout: Layout,
         dtype: Any,
         options: dict[str, Any],
+        mmap: bool,
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
         if isinstance(data, str | os.PathLike):
@@ -238,11 +241,13 @@ class scDataset(IterableDataset[Any]):
             if label_key is not None and label_key not in wanted:
                 wanted.append(label_key)
             # Hooks see every column; without them only what is asked for is read.
-            data = collections.open(data, obs=None if self._hooked else wanted)
+            data = collections.open(data, obs=None if self._hooked else wanted, mmap=mmap)
         elif isinstance(data, AnnData):
             if data.filename is not None:
                 self._name = Path(data.filename).stem
-            data = collections.open(data)
+            if not mmap and not data.isbacked and isinstance(data.X, da.Array):
+                raise InputError("mmap=False comes too late for an AnnData that is open; give it to dasksc.open")
+            data = collections.open(data, mmap=mmap)
         is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
         if options and (self._hooked or not is_ours):
             why = "hooks say what is yielded" if self._hooked else f"a {type(data).__name__} is read by indexing"
@@ -473,7 +478,7 @@ class scDataset(IterableDataset[Any]):
             state["worker"] = (worker.id, worker.num_workers)
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Continue from `state` at the next iteration, with the very next batch.
 
         Another world size, batch size or fetch size deals what is left of the epoch again: every row of
