@@ -1,0 +1,621 @@
+"""Array code that treats every row alone, run on the rows taken instead of on whole chunks.
+
+For ``da.log1p(X * s)`` the rows wanted of the result need the same rows of X and of s, nothing else.
+`compile_rows` walks the graph of an array from each of its row chunks down to the stored matrices and
+turns it into nodes that know which of their own rows each row needs:
+
+- `Read`: rows (and columns) of a stored matrix;
+- `Take`: some rows of a node, in some order: a getitem task;
+- `Concat`: the rows of several nodes one after another;
+- `Apply`: any other task, whose row i comes from row i of each of its inputs.
+
+A fetch asks the nodes what rows they need, reads each matrix once, and computes from the leaves up.
+
+That a graph has this shape follows from the indices of Dask's blockwise layers and from block numbers.
+That a *function* treats every row alone cannot be read off a graph. Functions of the libraries that
+array code is made of are believed, all others need `row_local`; and before the first row is served,
+both kinds are tried on made-up rows, together and one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import scipy.sparse as sp
+from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, convert_legacy_graph
+from dask.array import chunk
+from dask.array._shuffle import _getitem as shuffle_getitem
+from dask.array._shuffle import concatenate_arrays
+from dask.array.core import concatenate_shaped, getter, getter_inline, getter_nofancy
+from dask.base import tokenize
+from dask.blockwise import Blockwise
+from dask.utils import ensure_dict
+from numpy.typing import NDArray
+
+from dasksc.lazy.computed import DaskMatrix, as_layout, runs_by_block, stack
+from dasksc.lazy.leaf import MatrixRows, gather_block
+from dasksc.storage import Columns, Fetched, Matrix, as_matrix
+from dasksc.storage.matrices import check_rows
+
+__all__ = ["NotRowLocalError", "RowLocalMatrix", "row_local"]
+
+logger = logging.getLogger(__name__)
+
+# Libraries whose functions, where they meet a block, are array code. A function of theirs that mixes rows
+# (a sort down the columns) is found out by the trial.
+BELIEVED = frozenset(
+    [
+        "_operator",
+        "anndata",
+        "builtins",
+        "cytoolz",
+        "dask",
+        "fast_array_utils",
+        "numba",
+        "numpy",
+        "operator",
+        "scanpy",
+        "scipy",
+        "toolz",
+    ]
+)
+
+GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy)
+
+# Made-up rows of the trial.
+N_TRIED = 6
+
+Key = Any
+Rows = range | NDArray[np.int64]
+
+
+class NotRowLocalError(Exception):
+    """Why an array cannot be computed row by row; never leaves this package."""
+
+
+class row_local:
+    """Declare that a function of blocks computes every row from that row alone.
+
+    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row; without the declaration whole
+    chunks are computed, since nothing else can tell what `f` does.
+
+    Parameters
+    ----------
+    function
+        Called with blocks of any number of rows; row i of its result may depend on row i of its
+        arguments and on nothing that differs between calls.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+    def __dask_tokenize__(self) -> object:
+        return ("dasksc.row_local", tokenize(self.function))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.function,)
+
+
+class RowLocalMatrix(DaskMatrix):
+    """Rows of a Dask array whose every row comes from single rows of stored matrices.
+
+    Parameters
+    ----------
+    array
+        Two-dimensional, with known chunk sizes.
+    label
+        What to call it in errors. Default: the array's name.
+
+    Raises
+    ------
+    NotRowLocalError
+        If the graph of the array combines rows, or a function in it is not known to leave them alone.
+    """
+
+    def __init__(self, array: da.Array, label: str | None = None) -> None:
+        super().__init__(array, label)
+        self._blocks = _Compiler(array).blocks()
+        self._tried = False
+        self._believed = True
+        self._lock = threading.Lock()
+
+    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+        """Read the rows that `rows` need, once from each stored matrix, and compute on those.
+
+        Parameters
+        ----------
+        rows
+            Ascending row numbers, shape (n_rows,), int64; repeats allowed.
+
+        Returns
+        -------
+        Fetched
+            Position i is ``rows[i]``; held in memory.
+
+        Raises
+        ------
+        InputError
+            If rows do not ascend within [0, n_obs).
+        """
+        rows = check_rows(self.label, self.shape[0], rows)
+        if len(rows) and not self._rows_are_independent(int(rows[0])):
+            return super().fetch(rows)
+        wanted = [
+            (self._blocks[number], rows[start:stop] - self._bounds[number])
+            for number, start, stop in runs_by_block(rows, self._bounds)
+        ]
+        run = _Run.reading(wanted)
+        blocks = [_joined(columns, need, run, self) for columns, need in wanted]
+        block = stack(blocks, self.layout, self.shape[1], self.dtype)
+        return as_matrix(block, self.label).fetch(np.arange(len(rows), dtype=np.int64))
+
+    def _rows_are_independent(self, row: int) -> bool:
+        """Try the functions in the block of `row`, once in each process."""
+        with self._lock:
+            if not self._tried:
+                number = int(np.searchsorted(self._bounds, row, side="right")) - 1
+                reason = self._trial(number)
+                if reason is not None:
+                    logger.warning(
+                        "%s: the functions in its graph were believed to treat every row alone, but %s. Its row "
+                        "chunks are computed whole.",
+                        self.label,
+                        reason,
+                    )
+                self._believed, self._tried = reason is None, True
+        return self._believed
+
+    def _trial(self, number: int) -> str | None:
+        """What shows that the rows of a block are not independent, if anything does."""
+        nodes = self._blocks[number]
+        n_rows = int(self._bounds[number + 1] - self._bounds[number])
+        generator = np.random.default_rng(0)
+        together = np.sort(generator.choice(n_rows, size=min(n_rows, N_TRIED), replace=False))
+        run = _Run.made_up([(nodes, together)])
+
+        def computed(need: NDArray[np.int64]) -> NDArray[Any]:
+            with np.errstate(all="ignore"):
+                values = as_layout(_joined(nodes, need, run, self), "dense")
+            return np.asarray(values)
+
+        try:
+            expected = computed(together)
+            if expected.shape != (len(together), self.shape[1]):
+                return f"{len(together)} made-up rows gave an array of shape {expected.shape}"
+            for places in ([i] for i in range(len(together))):
+                if not _equal(computed(together[places]), expected[places]):
+                    return "a made-up row gave other values alone than among others"
+            if not _equal(computed(together[::-1].copy()), expected[::-1]):
+                return "made-up rows gave other values in another order"
+        except Exception as error:  # whatever a function raises on rows that it was not written for
+            return f"made-up rows made one raise {error!r}"
+        return None
+
+
+def _joined(columns: list[Node], need: NDArray[np.int64], run: _Run, matrix: DaskMatrix) -> Any:
+    """The rows `need` of one row chunk, whose column chunks are `columns`."""
+    parts = [as_layout(run.value(node, need), matrix.layout) for node in columns]
+    if len(parts) == 1:
+        return parts[0]
+    return sp.csr_matrix(sp.hstack(parts, format="csr")) if matrix.layout == "csr" else np.hstack(parts)
+
+
+def _equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+# Nodes: `n_rows` is how many rows a node has; the demand for its rows goes down, their values come up.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """Rows of a stored matrix."""
+
+    matrix: Matrix
+    rows: Rows
+    # Which columns, or all.
+    columns: NDArray[np.int64] | None = None
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rows)
+
+    def demand(self, need: NDArray[np.int64], run: _Run) -> None:
+        run.needs.setdefault(id(self.matrix), (self.matrix, []))[1].append(_chosen(self.rows, need))
+
+    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
+        rows, fetched = run.fetched[id(self.matrix)]
+        positions = np.searchsorted(rows, _chosen(self.rows, need))
+        n_vars = self.matrix.shape[1]
+        if self.columns is None:
+            return gather_block(fetched, positions)
+        if len(np.unique(self.columns)) < len(self.columns):
+            return gather_block(fetched, positions)[:, self.columns]
+        return gather_block(fetched, positions, columns=Columns(positions=self.columns, n_vars=n_vars))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Take:
+    """Some rows of a node, and what else a getitem does to them."""
+
+    child: Node
+    rows: Rows
+    rest: tuple[Any, ...] = ()
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rows)
+
+    def demand(self, need: NDArray[np.int64], run: _Run) -> None:
+        run.demand(self.child, self._chosen(need, run))
+
+    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
+        taken = run.value(self.child, self._chosen(need, run))
+        return taken[(slice(None), *self.rest)] if self.rest else taken
+
+    def _chosen(self, need: NDArray[np.int64], run: _Run) -> NDArray[np.int64]:
+        # The very same need, where the rows are all rows, so that what is computed for it is found again.
+        if isinstance(self.rows, range) and self.rows == range(self.child.n_rows):
+            return need
+        chosen: NDArray[np.int64] = run.kept(("take", id(self), id(need)), lambda: _chosen(self.rows, need), need)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Concat:
+    """The rows of several nodes, one after another."""
+
+    children: tuple[Node, ...]
+    bounds: NDArray[np.int64]
+
+    @property
+    def n_rows(self) -> int:
+        return int(self.bounds[-1])
+
+    def demand(self, need: NDArray[np.int64], run: _Run) -> None:
+        for child, _, rows in self._parts(need, run):
+            run.demand(child, rows)
+
+    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
+        parts = self._parts(need, run)
+        blocks = [run.value(child, rows) for child, _, rows in parts]
+        order = np.argsort(np.concatenate([places for _, places, _ in parts]), kind="stable")
+        whole = sp.vstack(blocks, format="csr") if any(map(sp.issparse, blocks)) else np.concatenate(blocks)
+        return whole[order]
+
+    def _parts(self, need: NDArray[np.int64], run: _Run) -> list[tuple[Node, NDArray[np.int64], NDArray[np.int64]]]:
+        parts: list[tuple[Node, NDArray[np.int64], NDArray[np.int64]]] = run.kept(
+            ("concat", id(self), id(need)), lambda: list(self._split(need)), need
+        )
+        return parts
+
+    def _split(self, need: NDArray[np.int64]) -> Iterator[tuple[Node, NDArray[np.int64], NDArray[np.int64]]]:
+        which = np.searchsorted(self.bounds, need, side="right") - 1
+        # Without rows to take, the first child says what no rows look like.
+        for number in np.unique(which).tolist() or [0]:
+            places = np.flatnonzero(which == number)
+            yield self.children[number], places, need[places] - self.bounds[number]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apply:
+    """A task on the same rows of all its inputs."""
+
+    task: GraphNode
+    inputs: Mapping[Key, Node]
+    # Inputs that no stored matrix is behind, and whether their rows are the rows of the block.
+    constants: Mapping[Key, bool]
+    graph: Graph
+    n_rows: int
+
+    def demand(self, need: NDArray[np.int64], run: _Run) -> None:
+        for child in self.inputs.values():
+            run.demand(child, need)
+
+    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
+        values = {key: run.value(child, need) for key, child in self.inputs.items()}
+        for key, aligned in self.constants.items():
+            constant = self.graph.constant(key, run if aligned else None)
+            # One row for all is broadcast.
+            if aligned and constant.shape[0] == self.n_rows:
+                constant = constant[need]
+            values[key] = constant
+        return self.task(values)
+
+
+Node = Read | Take | Concat | Apply
+
+
+def _chosen(rows: Rows, need: NDArray[np.int64]) -> NDArray[np.int64]:
+    return rows.start + rows.step * need if isinstance(rows, range) else rows[need]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One fetch: what is needed of each matrix, what was read of it, and what was computed."""
+
+    needs: dict[int, tuple[Matrix, list[NDArray[np.int64]]]] = field(default_factory=dict)
+    fetched: dict[int, tuple[NDArray[np.int64], Fetched]] = field(default_factory=dict)
+    memory: dict[Key, Any] = field(default_factory=dict)
+
+    @classmethod
+    def reading(cls, wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> _Run:
+        """Fetch what `wanted` needs: one fetch of each matrix."""
+        return cls._started(wanted, lambda matrix, rows: matrix.fetch(rows))
+
+    @classmethod
+    def made_up(cls, wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> _Run:
+        """Make up what `wanted` needs, reading nothing."""
+        return cls._started(wanted, _made_up)
+
+    @classmethod
+    def _started(
+        cls,
+        wanted: list[tuple[list[Node], NDArray[np.int64]]],
+        fetch: Callable[[Matrix, NDArray[np.int64]], Fetched],
+    ) -> _Run:
+        run = cls()
+        for nodes, need in wanted:
+            for node in nodes:
+                run.demand(node, need)
+        for key, (matrix, parts) in run.needs.items():
+            rows = np.unique(np.concatenate(parts))
+            run.fetched[key] = rows, fetch(matrix, rows)
+        return run
+
+    def demand(self, node: Node, need: NDArray[np.int64]) -> None:
+        """Note what `need` of `node` comes down to; once where it is used twice."""
+        self.kept(("demand", id(node), id(need)), lambda: node.demand(need, self), need)
+
+    def value(self, node: Node, need: NDArray[np.int64]) -> Any:
+        """Compute `need` of `node`; once where it is used twice."""
+        return self.kept(("value", id(node), id(need)), lambda: node.value(need, self), need)
+
+    def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
+        """Compute once; `alive` are the objects whose ids are in the key."""
+        if key not in self.memory:
+            self.memory[key] = compute(), alive
+        return self.memory[key][0]
+
+
+def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
+    """Rows unlike each other in scale and in sparsity, within the range of any dtype."""
+    generator = np.random.default_rng(len(rows))
+    scale = 1 + np.arange(len(rows)) * 100 // max(1, len(rows))
+    share = np.linspace(0.8, 0.2, len(rows))
+    shape = (len(rows), matrix.shape[1])
+    values = 1 + (generator.random(shape) * scale[:, None]).astype(np.int8)
+    values[generator.random(shape) >= share[:, None]] = 0
+    block = values.astype(matrix.dtype)
+    made_up = as_matrix(sp.csr_matrix(block) if matrix.layout == "csr" else block, f"made-up rows for {matrix.label}")
+    return made_up.fetch(np.arange(len(rows), dtype=np.int64))
+
+
+class Graph:
+    """The tasks of an array, all layers together.
+
+    Parameters
+    ----------
+    array
+        The array.
+    """
+
+    def __init__(self, array: da.Array) -> None:
+        self.layers = array.dask.layers
+        self.nodes: dict[Key, GraphNode] = convert_legacy_graph(ensure_dict(array.dask))
+        self._reaches: dict[Key, bool] = {}
+        self._constants: dict[Key, Any] = {}
+
+    def reaches(self, key: Key) -> bool:
+        """Whether a stored matrix is behind a key."""
+        # Without recursion, since graphs may be deeper than Python's stack.
+        todo = [key]
+        while todo:
+            current = todo[-1]
+            node = self.nodes[current]
+            unknown = [dep for dep in node.dependencies if dep not in self._reaches]
+            if current in self._reaches or not unknown:
+                ours = isinstance(node, DataNode) and isinstance(node.value, MatrixRows)
+                self._reaches[current] = ours or any(self._reaches[dep] for dep in node.dependencies)
+                todo.pop()
+            else:
+                todo.extend(unknown)
+        return self._reaches[key]
+
+    def constant(self, key: Key, run: _Run | None) -> Any:
+        """Compute a key that no stored matrix is behind; kept for this run, or, without one, for good."""
+        if run is not None:
+            return run.kept(("constant", key), lambda: self._computed(key))
+        if key not in self._constants:
+            self._constants[key] = self._computed(key)
+        return self._constants[key]
+
+    def _computed(self, key: Key) -> Any:
+        values: dict[Key, Any] = {}
+        todo = [key]
+        while todo:
+            node = self.nodes[todo[-1]]
+            unknown = [dep for dep in node.dependencies if dep not in values]
+            if unknown:
+                todo.extend(unknown)
+                continue
+            values[todo.pop()] = node({dep: values[dep] for dep in node.dependencies})
+        return values[key]
+
+
+class _Compiler:
+    """Turns the graph of an array into nodes, or raises `NotRowLocalError`."""
+
+    def __init__(self, array: da.Array) -> None:
+        self._array = array
+        self._graph = Graph(array)
+        self._nodes: dict[Key, Node] = {}
+        self._trusted: set[int] = set()
+
+    def blocks(self) -> list[list[Node]]:
+        """The nodes of every row chunk, one for each chunk of columns."""
+        n_row_chunks, n_column_chunks = self._array.numblocks
+        blocks = []
+        for i in range(n_row_chunks):
+            nodes = [self._node((self._array.name, i, j)) for j in range(n_column_chunks)]
+            for node in nodes:
+                if node.n_rows != self._array.chunks[0][i]:
+                    raise NotRowLocalError(f"its row chunk {i} is made of {node.n_rows} rows")
+            blocks.append(nodes)
+        return blocks
+
+    def _node(self, key: Key) -> Node:
+        if key not in self._nodes:
+            if not self._graph.reaches(key):
+                raise NotRowLocalError(f"{_name(key)!r} comes from no array that dasksc opened")
+            self._nodes[key] = self._compiled(key, self._graph.nodes[key])
+        return self._nodes[key]
+
+    def _compiled(self, key: Key, node: GraphNode) -> Node:
+        if isinstance(node, Alias):
+            return self._node(node.target)
+        if isinstance(node, DataNode) and isinstance(node.value, MatrixRows):
+            return Read(node.value.matrix, range(node.value.shape[0]))
+        if not isinstance(node, Task):
+            raise NotRowLocalError(f"layer {_name(key)!r} holds a {type(node).__name__}")
+        if node.func in GETITEMS and isinstance(node.args[0], TaskRef):
+            return self._taken(key, node.args[0].key, self._literal(key, node.args[1]))
+        if node.func is shuffle_getitem:
+            return self._taken(key, node.args[0].key, self._literal(key, node.args[1])[1])
+        if node.func is concatenate_arrays:
+            blocks, sorter, axis = node.args
+            if axis == 0:
+                whole = self._concatenated([self._node(ref.key) for ref in blocks.args])
+                order = np.argsort(self._literal(key, sorter)[1])
+                return Take(whole, order.astype(np.int64))
+        if node.func is concatenate_shaped:
+            pieces, shape = node.args
+            keys = _keys(pieces)
+            if len(keys) == shape[0] > 1:
+                return self._concatenated([self._node(piece) for piece in keys])
+        return self._applied(key, node)
+
+    def _literal(self, key: Key, value: Any) -> Any:
+        """A value in the graph: itself, or behind a reference to one."""
+        if isinstance(value, TaskRef):
+            value = self._graph.nodes[value.key]
+        if isinstance(value, GraphNode):
+            if value.dependencies:
+                raise NotRowLocalError(f"layer {_name(key)!r} takes rows that are computed")
+            return value({}) if not isinstance(value, DataNode) else value.value
+        return value
+
+    def _taken(self, key: Key, source: Key, index: Any) -> Node:
+        child = self._node(source)
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if isinstance(first, slice):
+            rows: Rows = range(child.n_rows)[first]
+        elif isinstance(first, list | np.ndarray) and np.ndim(first) == 1:
+            rows = np.arange(child.n_rows, dtype=np.int64)[first]
+        else:
+            raise NotRowLocalError(f"layer {_name(key)!r} indexes rows with {first!r}")
+        whole = not rest or (isinstance(rest[0], slice) and rest[0] == slice(None))
+        known = isinstance(rest[0], slice | list | np.ndarray) if rest else True
+        if not isinstance(child, Read) or len(rest) > 1 or not known:
+            return Take(child, rows, tuple(rest))
+        rows = child.rows[first] if isinstance(first, slice) else _chosen(child.rows, np.asarray(rows))
+        if whole:
+            return Read(child.matrix, rows, child.columns)
+        every = np.arange(child.matrix.shape[1], dtype=np.int64)
+        columns = (every if child.columns is None else child.columns)[rest[0]]
+        return Read(child.matrix, rows, None if np.array_equal(columns, every) else columns)
+
+    def _concatenated(self, children: list[Node]) -> Node:
+        bounds = np.cumsum([0, *(child.n_rows for child in children)]).astype(np.int64)
+        return Concat(tuple(children), bounds)
+
+    def _applied(self, key: Key, task: Task) -> Node:
+        self._check_functions(key, task)
+        aligned = self._alignment(key, task)
+        inputs = {dep: self._node(dep) for dep in task.dependencies if self._graph.reaches(dep)}
+        constants = {dep: aligned[dep] for dep in task.dependencies if dep not in inputs}
+        lengths = {node.n_rows for node in inputs.values()}
+        if not all(aligned[dep] for dep in inputs) or len(lengths) != 1:
+            raise NotRowLocalError(f"layer {_name(key)!r} combines rows with other rows")
+        return Apply(task, inputs, constants, self._graph, lengths.pop())
+
+    def _alignment(self, key: Key, task: Task) -> dict[Key, bool]:
+        """Which inputs of a task have the rows of its result."""
+        layer = self._graph.layers.get(_name(key))
+        if isinstance(layer, Blockwise):
+            return self._blockwise_alignment(key, task, layer)
+        # Elsewhere block numbers tell: the same block of rows in, the same block of rows out.
+        aligned = {}
+        for dep in task.dependencies:
+            same = isinstance(dep, tuple) and isinstance(key, tuple) and dep[1:2] == key[1:2] != ()
+            if not same or not self._graph.reaches(dep):
+                raise NotRowLocalError(f"layer {_name(key)!r} combines chunks of rows")
+            aligned[dep] = True
+        return aligned
+
+    def _blockwise_alignment(self, key: Key, task: Task, layer: Blockwise) -> dict[Key, bool]:
+        if layer.io_deps:
+            raise NotRowLocalError(f"layer {_name(key)!r} is told where its block lies (block_info or block_id)")
+        if not layer.output_indices or layer.output_indices[0] in layer.new_axes:
+            raise NotRowLocalError(f"layer {_name(key)!r} keeps no rows")
+        row = layer.output_indices[0]
+        by_name: dict[Key, bool] = {}
+        for name, indices in layer.indices:
+            name = name.key if isinstance(name, TaskRef) else name
+            places = [place for place, index in enumerate(indices or ()) if index == row]
+            if places not in ([], [0]) or by_name.setdefault(name, bool(places)) != bool(places):
+                raise NotRowLocalError(f"layer {_name(key)!r} turns rows into columns")
+        return {dep: by_name.get(dep, by_name.get(_name(dep), False)) for dep in task.dependencies}
+
+    def _check_functions(self, key: Key, task: Task) -> None:
+        for function in _functions((task.func, task.args, task.kwargs)):
+            if isinstance(function, row_local):
+                continue
+            module = getattr(function, "__module__", None) or type(function).__module__
+            if module.split(".")[0] not in BELIEVED:
+                raise NotRowLocalError(
+                    f"layer {_name(key)!r} applies {getattr(function, '__qualname__', function)!r}, and only you "
+                    "know whether it treats every row alone; if so, say dasksc.row_local(function)"
+                )
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """Every function in a task, also inside partial and composed ones."""
+    if isinstance(value, functools.partial):
+        yield from _functions((value.func, value.args, value.keywords))
+    elif isinstance(value, Task):
+        yield from _functions((value.func, value.args, value.kwargs))
+    elif isinstance(value, DataNode):
+        yield from _functions(value.value)
+    elif isinstance(value, Mapping):
+        yield from _functions(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _functions(part)
+    elif hasattr(value, "first") and hasattr(value, "funcs"):  # toolz.compose
+        yield from _functions((value.first, value.funcs))
+    elif callable(value):
+        yield value
+
+
+def _keys(value: Any) -> list[Key]:
+    """The keys in a list of references, whichever way Dask writes it."""
+    parts = value.args if isinstance(value, Task) else value
+    return [part.target if isinstance(part, Alias) else part.key for part in parts if isinstance(part, TaskRef | Alias)]
+
+
+def _name(key: Key) -> str:
+    return str(key[0] if isinstance(key, tuple) else key)

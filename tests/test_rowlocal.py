@@ -1,0 +1,195 @@
+"""Array code that treats every row alone runs on the rows taken; the rest is found out."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import scanpy as sc
+import scipy.sparse as sp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import dasksc
+from dasksc.lazy import DaskMatrix, RowLocalMatrix, gather_block, matrix_of, row_local, to_dask
+from dasksc.storage import as_matrix
+from tests.data import LAYOUTS, dense, make_adata, make_values, write_store
+from tests.recorders import recorded_reads
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated"),
+    pytest.mark.filterwarnings("ignore:Some cells have zero counts"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
+]
+
+N_OBS, N_VARS = 60, 17
+SIZES = np.arange(1.0, N_OBS + 1)
+
+
+def leaf(layout: str, chunk_rows: int = 13) -> da.Array:
+    return to_dask(as_matrix(make_values(N_OBS, N_VARS, layout=layout), "X"), chunk_rows=chunk_rows)
+
+
+def normalized(array: da.Array) -> da.Array:
+    adata = ad.AnnData(array)
+    sc.pp.normalize_total(adata, target_sum=1e4)
+    sc.pp.log1p(adata)
+    return adata.X
+
+
+def doubled(block: Any) -> Any:
+    return block * 2
+
+
+ANY_LAYOUT: dict[str, Callable[[da.Array], da.Array]] = {
+    "log1p": da.log1p,
+    "normalize_total and log1p": normalized,
+    "genes": lambda x: x[:, [5, 1, 3]],
+    "genes twice": lambda x: x[:, [5, 5, 3]],
+    "a slice of genes": lambda x: x[:, 2:9][:, ::2],
+    "astype": lambda x: x.astype("float64"),
+    "a run of rows": lambda x: x[5:50],
+    "every third row, backwards": lambda x: x[::-3],
+    "rows in any order, repeated": lambda x: x[np.array([3, 50, 2, 40, 3] * 5)],
+    "a mask": lambda x: da.log1p(x[np.arange(N_OBS) % 3 == 0])[:, [3, 1]],
+    "rows of rows": lambda x: da.log1p(x[np.arange(50, 5, -1)])[10:30],
+    "concatenated rows": lambda x: da.concatenate([x[:13], da.log1p(x[20:])]),
+    "other chunks": lambda x: da.log1p(x).rechunk((7, N_VARS)),
+    "row_local": lambda x: x.map_blocks(row_local(doubled)),
+    "a function of numpy": lambda x: x.map_blocks(np.log1p),
+    "a view of an AnnData": lambda x: ad.AnnData(x)[np.arange(N_OBS) % 2 == 0, 3:9].X,
+}
+
+DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
+    "row factors": lambda x: da.log1p(x * da.from_array(SIZES[:, None], chunks=(13, 1))),
+    "row factors in other chunks": lambda x: x * da.from_array(SIZES[:, None], chunks=(20, 1)),
+    "gene weights": lambda x: x * da.from_array(np.arange(1.0, N_VARS + 1), chunks=5) + 1,
+    "gene weights as one row": lambda x: x * da.from_array(np.arange(1.0, N_VARS + 1)[None], chunks=5),
+    "shares": lambda x: x / x.sum(axis=1, keepdims=True),
+    "two matrices": lambda x: x + to_dask(as_matrix(np.arange(1.0 * N_OBS * N_VARS).reshape(N_OBS, -1), "Y")),
+    "a matrix and itself, rows apart": lambda x: x[:50] - x[10:],
+    "chunks of columns": lambda x: da.log1p(x.rechunk((13, 5))),
+    "where and clip": lambda x: da.where(x > 3, x, -1).clip(0, 50),
+    "where rows are as many as genes": lambda x: x[:N_VARS].rechunk((N_VARS, N_VARS)) * np.arange(N_VARS),
+}
+
+LOCAL = [(layout, name) for layout in LAYOUTS for name in ANY_LAYOUT] + [("dense", name) for name in DENSE_ONLY]
+
+
+def rows_of(matrix: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
+    return dense(gather_block(matrix.fetch(rows), np.arange(len(rows))))
+
+
+@pytest.fixture(scope="module", params=LOCAL, ids=[f"{layout}: {name}" for layout, name in LOCAL])
+def local(request: pytest.FixtureRequest) -> tuple[Any, NDArray[Any]]:
+    layout, name = request.param
+    array = (ANY_LAYOUT | DENSE_ONLY)[name](leaf(layout))
+    return matrix_of(array), dense(array.compute(scheduler="synchronous"))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(draws=st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
+def test_rows_of_row_local_code_are_those_of_the_computed_array(
+    local: tuple[Any, NDArray[Any]], draws: list[float]
+) -> None:
+    matrix, values = local
+    assert type(matrix) is RowLocalMatrix
+    rows = np.sort((np.array(draws) * len(values)).astype(np.int64))
+    fetched = matrix.fetch(rows)
+    assert fetched.dtype == values.dtype
+    np.testing.assert_allclose(rows_of(matrix, rows), values[rows], rtol=1e-6)
+    assert matrix._believed
+
+
+MIXING: dict[str, Callable[[da.Array], da.Array]] = {
+    "the mean over rows": lambda x: x - x.mean(axis=0),
+    "the largest value": lambda x: x / x.max(),
+    "a lambda": lambda x: x.map_blocks(lambda block: block + 1),
+    "block_info": lambda x: x.map_blocks(row_local(with_block_info), dtype=x.dtype),
+    "transposed": lambda x: x.T,
+    "no matrix of ours": lambda x: da.from_array(np.arange(12.0).reshape(4, 3), chunks=2),
+    "sorted columns": lambda x: x.map_blocks(np.sort, axis=0),
+    "sums down the columns": lambda x: x.map_blocks(np.cumsum, axis=0),
+    "a row_local that is not": lambda x: x.map_blocks(row_local(lambda block: block - block.mean(axis=0))),
+}
+
+
+def with_block_info(block: Any, block_info: Any = None) -> Any:
+    return block + block_info[0]["chunk-location"][0]
+
+
+@pytest.mark.parametrize("chunk_rows", [13, 100])
+@pytest.mark.parametrize("name", MIXING)
+def test_code_that_mixes_rows_is_computed_by_whole_chunks_and_still_right(
+    name: str, chunk_rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    array = MIXING[name](leaf("dense", chunk_rows))
+    values = array.compute(scheduler="synchronous")
+    rows = np.sort(np.random.default_rng(0).integers(0, len(values), 12))
+    np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows], rtol=1e-6)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+
+
+def test_the_warning_names_the_layer_and_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    array = leaf("csr").map_blocks(doubled)
+    assert type(matrix_of(array)) is DaskMatrix
+    (record,) = caplog.records
+    assert f"layer {array.name!r} applies 'doubled'" in record.getMessage()
+    assert "dasksc.row_local" in record.getMessage()
+
+
+def test_nothing_is_warned_of_when_code_is_row_local(caplog: pytest.LogCaptureFixture) -> None:
+    rows_of(matrix_of(normalized(leaf("csr"))), np.arange(5))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_the_rows_needed_are_read_and_each_matrix_once(tmp_path: Path, layout: str) -> None:
+    with dask.config.set({"dasksc.chunk-bytes": 2000}):
+        adata = dasksc.open(write_store(make_adata(layout=layout), tmp_path, "h5ad"))
+    with recorded_reads() as reads:
+        sc.pp.normalize_total(adata, target_sum=1e4)
+        sc.pp.log1p(adata)
+        matrix = matrix_of(adata[np.arange(N_OBS) % 2 == 0].X)
+    assert not reads.reached
+    with recorded_reads() as reads:
+        matrix.fetch(np.array([0, 3, 3, 28]))
+    stored = [reach for reach in reads.reached if reach.label.startswith(f"{tmp_path}")]
+    # Three rows, once: the trial before them makes its rows up.
+    values = [reach for reach in stored if reach.label.endswith("X/data" if layout == "csr" else "X")]
+    assert [reach.n_runs for reach in values] == [3]
+
+
+def test_a_row_local_matrix_pickles_and_keeps_what_it_compiled_in_a_process() -> None:
+    array = leaf("csr").map_blocks(row_local(lambda block: block * 2))
+    matrix = matrix_of(array)
+    first, second = (pickle.loads(pickle.dumps(matrix)) for _ in range(2))
+    assert type(first) is RowLocalMatrix
+    assert first is second
+    rows = np.array([1, 30])
+    np.testing.assert_array_equal(rows_of(first, rows), dense(array.compute())[rows])
+
+
+def test_no_rows_give_no_rows() -> None:
+    for layout in LAYOUTS:
+        fetched = matrix_of(da.log1p(leaf(layout))).fetch(np.empty(0, dtype=np.int64))
+        assert fetched.shape == (0, N_VARS)
+
+
+def test_row_local_leaves_the_function_as_it_is() -> None:
+    marked = row_local(doubled)
+    assert marked(3) == 6
+    assert marked.__name__ == "doubled"
+    assert leaf("csr").map_blocks(marked).name == leaf("csr").map_blocks(row_local(doubled)).name
+    assert pickle.loads(pickle.dumps(marked))(4) == 8
+    assert isinstance(leaf("csr").map_blocks(marked).compute(), sp.csr_matrix)
