@@ -6,15 +6,18 @@ from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
-from dasksc.storage.arrays import UnknownLayoutError
+from dasksc.storage.arrays import StoredArray, UnknownLayoutError
+from dasksc.storage.chunked import ChunkedArray, TableChunks
+from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, codec_of_config
 from dasksc.storage.files import LocalFile, can_map
-from dasksc.storage.mapped import Extents, MappedArray
+from dasksc.storage.plain import Extents, PlainArray
 
 __all__ = ["direct_array"]
 
 
-def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> MappedArray:
+def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
     """Return a dataset as an array that is read without HDF5.
 
     Parameters
@@ -48,36 +51,76 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
     layout = plist.get_layout()
     fill = np.zeros(1, dtype=dtype)
     plist.get_fill_value(fill)
-    stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
+    if layout == h5py.h5d.CHUNKED and (plist.get_nfilters() or dataset.chunks[1:] != dataset.shape[1:]):
+        chain = Chain(
+            codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
+        )
+        offsets, sizes, skipped = _chunk_table(dataset)
+        return ChunkedArray(
+            label=label,
+            shape=dataset.shape,
+            chunk_shape=dataset.chunks,
+            chain=chain,
+            source=TableChunks(file, offsets=offsets, sizes=sizes, skipped=skipped),
+            fill=fill[0],
+        )
     if layout == h5py.h5d.CONTIGUOUS:
         offset = dataset.id.get_offset()
-        extents = Extents(
-            firsts=np.zeros(1, dtype=np.int64), offsets=np.array([-1 if offset is None else offset], dtype=np.int64)
-        )
+        firsts, offsets = np.zeros(1, dtype=np.int64), np.array([-1 if offset is None else offset], dtype=np.int64)
     elif layout == h5py.h5d.CHUNKED:
-        if plist.get_nfilters():
-            raise UnknownLayoutError("it is compressed")
-        if dataset.chunks[1:] != dataset.shape[1:]:
-            raise UnknownLayoutError("its rows are cut into several chunks")
-        extents = _chunk_extents(dataset, stride)
+        offsets, _, _ = _chunk_table(dataset)
+        firsts = np.arange(len(offsets), dtype=np.int64) * dataset.chunks[0]
     else:
         raise UnknownLayoutError("it is stored in its own header")
-    if not use_mmap or not can_map(file.path):
-        raise UnknownLayoutError("the file is not to be mapped")
-    return MappedArray(label=label, shape=dataset.shape, dtype=dtype, file=file, extents=extents, fill=fill[0])
+    stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
+    return PlainArray(
+        label=label,
+        shape=dataset.shape,
+        dtype=dtype,
+        file=file,
+        extents=Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride),
+        fill=fill[0],
+        use_mmap=use_mmap and can_map(file.path),
+    )
 
 
-def _chunk_extents(dataset: h5py.Dataset, stride: int) -> Extents:
-    length = dataset.chunks[0]
-    n_chunks = -(-dataset.shape[0] // length)
+def _chunk_table(dataset: h5py.Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
+    """Return offset (-1 where none was written), size and filter mask of each chunk, by row-major number."""
+    grid = tuple(-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True))
+    n_chunks = int(np.prod(grid, dtype=np.int64))
     offsets = np.full(n_chunks, -1, dtype=np.int64)
+    sizes = np.zeros(n_chunks, dtype=np.int64)
+    skipped = np.zeros(n_chunks, dtype=np.uint32)
 
     def note(chunk: Any) -> None:
-        # Chunks beyond the end stay in the file when a dataset is made shorter.
-        if chunk.chunk_offset[0] < dataset.shape[0]:
-            offsets[chunk.chunk_offset[0] // length] = chunk.byte_offset
+        number = 0
+        for at, length, n in zip(chunk.chunk_offset, dataset_chunks, grid, strict=True):
+            if at // length >= n:  # left in the file when the dataset was made shorter
+                return
+            number = number * n + at // length
+        offsets[number] = chunk.byte_offset
+        sizes[number] = chunk.size
+        skipped[number] = chunk.filter_mask
 
-    if dataset.size:
+    dataset_chunks = dataset.chunks
+    if n_chunks:
         dataset.id.chunk_iter(note)
-    firsts = np.arange(n_chunks, dtype=np.int64) * length
-    return Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride)
+    return offsets, sizes, skipped
+
+
+def _codec(filter_info: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype[Any]) -> Codec:
+    number, _, _, name = filter_info
+    match number:
+        case h5py.h5z.FILTER_DEFLATE:
+            return Deflate(wbits=15)
+        case h5py.h5z.FILTER_SHUFFLE:
+            return codec_of_config({"id": "shuffle", "elementsize": dtype.itemsize})
+        case h5py.h5z.FILTER_FLETCHER32:
+            return codec_of_config({"id": "fletcher32"})
+        case 32001:
+            return codec_of_config({"id": "blosc"})
+        case 32004:
+            return H5Lz4()
+        case 32015:
+            return codec_of_config({"id": "zstd"})
+    raise UnknownLayoutError(f"its filter {name.decode(errors='replace') or number} is not known")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["locate", "merge"]
+__all__ = ["cut", "locate", "merge"]
 
 
 def merge(
@@ -67,3 +67,28 @@ def locate(
     covering = np.searchsorted(run_starts, starts[filled], side="right") - 1
     offsets[filled] = before[covering] + starts[filled] - run_starts[covering]
     return offsets
+
+
+def cut(
+    starts: NDArray[np.int64], stops: NDArray[np.int64], *, chunk: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut runs where chunks meet.
+
+    Parameters
+    ----------
+    starts, stops
+        Disjoint runs, ascending, none empty.
+    chunk
+        Length of a chunk.
+
+    Returns
+    -------
+    tuple
+        ``(chunks, starts, stops)`` of the pieces, ascending; `chunks` are the numbers of their chunks.
+    """
+    first = starts // chunk
+    n_pieces = (stops - 1) // chunk - first + 1
+    run = np.repeat(np.arange(len(starts)), n_pieces)
+    before = np.cumsum(n_pieces) - n_pieces
+    chunks = first[run] + np.arange(len(run)) - before[run]
+    return chunks, np.maximum(starts[run], chunks * chunk), np.minimum(stops[run], (chunks + 1) * chunk)

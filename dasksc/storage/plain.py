@@ -1,4 +1,4 @@
-"""Arrays that lie uncompressed in one file: mapped, and gathered from where they lie."""
+"""Arrays that lie uncompressed in one file: mapped, and gathered from where they lie, or read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import row_bytes
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
+from dasksc.storage.runs import locate, merge
 
-__all__ = ["Extents", "MappedArray"]
+__all__ = ["Extents", "PlainArray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,8 +43,10 @@ class Extents:
         return cls(firsts=firsts[keep], offsets=offsets[keep])
 
 
-class MappedArray:
-    """An uncompressed array in a mapped file; only rows that cross extents are copied.
+class PlainArray:
+    """An uncompressed array in one file.
+
+    Mapped, only rows that cross extents are copied; otherwise the wanted rows are read.
 
     Parameters
     ----------
@@ -57,6 +60,8 @@ class MappedArray:
         Where in it.
     fill
         What is read where nothing was written, a scalar of `dtype`.
+    use_mmap
+        Whether to map the file.
 
     Raises
     ------
@@ -73,6 +78,7 @@ class MappedArray:
         file: LocalFile,
         extents: Extents,
         fill: np.generic,
+        use_mmap: bool,
     ) -> None:
         self.label = label
         self.shape = shape
@@ -81,6 +87,7 @@ class MappedArray:
         self._extents = extents
         self._fill = np.frombuffer(fill.tobytes(), dtype=np.uint8)
         self._row_bytes = row_bytes(self)
+        self._use_mmap = use_mmap
         ends = extents.offsets + np.diff(extents.firsts, append=shape[0]) * self._row_bytes
         if len(ends) and ends[extents.offsets >= 0].max(initial=0) > file.identity.size:
             raise CorruptDataError(
@@ -89,8 +96,11 @@ class MappedArray:
             )
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Address runs inside the map, after asking for the pages they lie in."""
+        """Address runs inside the map, after asking for the pages they lie in, or read them."""
         self._file.check()
+        return self._reach_mapped(starts, stops) if self._use_mmap else self._reach_read(starts, stops)
+
+    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         firsts, extents = self._extents.firsts, self._extents.offsets
         sizes = (stops - starts) * self._row_bytes
         filled = sizes > 0
@@ -120,3 +130,41 @@ class MappedArray:
             sizes=sizes,
             held_bytes=copies.nbytes,
         )
+
+    def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+        run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
+        block = np.empty(int((run_stops - run_starts).sum()) * self._row_bytes, dtype=np.uint8)
+        view = memoryview(block)
+        at = 0
+        for offset, size in self._ranges(run_starts, run_stops):
+            into = view[at : at + size]
+            if offset >= 0:
+                self._file.read(offset, into)
+            else:
+                block[at : at + size] = np.tile(self._fill, size // len(self._fill))
+            at += size
+        return Reached.inside(
+            (block,),
+            dtype=self.dtype,
+            which=0,
+            offsets=locate(starts, stops, run_starts, run_stops) * self._row_bytes,
+            sizes=(stops - starts) * self._row_bytes,
+            held_bytes=block.nbytes,
+        )
+
+    def _ranges(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return offset (-1 where nothing was written) and size in bytes of the runs, cut at extents."""
+        firsts, offsets = self._extents.firsts, self._extents.offsets
+        begins = np.union1d(starts, firsts)
+        run = np.searchsorted(starts, begins, side="right") - 1
+        begins, run = begins[run >= 0], run[run >= 0]
+        wanted = begins < stops[run]
+        begins, run = begins[wanted], run[wanted]
+        extent = np.searchsorted(firsts, begins, side="right") - 1
+        ends = np.minimum(np.append(firsts[1:], self.shape[0])[extent], stops[run])
+        at = np.where(offsets[extent] < 0, -1, offsets[extent] + (begins - firsts[extent]) * self._row_bytes)
+        sizes = (ends - begins) * self._row_bytes
+        written = at >= 0
+        order = np.argsort(at[written], kind="stable")
+        self._file.advise(at[written][order], sizes[written][order])
+        return list(zip(at.tolist(), sizes.tolist(), strict=True))
