@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import google_crc32c
-import numcodecs
+import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 

@@ -13,10 +13,10 @@ import scipy.sparse as sp
 import zarr
 
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.storage import hdf5_layout, zarr_layout
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5 import H5Array, H5File
-from dasksc.storage.hdf5_layout import direct_array
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
 from dasksc.storage.zarr import ZarrArray, ZarrFile
@@ -130,7 +130,7 @@ def _hdf5_array(file: H5File, name: str, *, local: LocalFile, use_mmap: bool) ->
     """Return an array that is read without HDF5 if its layout is known, otherwise through h5py."""
     array = H5Array(file, name)
     try:
-        return direct_array(local, file.open()[name], label=array.label, use_mmap=use_mmap)
+        return hdf5_layout.direct_array(local, file.open()[name], label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         _log_slow(array, "h5py", reason)
         return array
@@ -147,8 +147,18 @@ def _open_zarr(path: str, key: str) -> Matrix:
         attributes=dict(item.attrs),
         is_array=isinstance(item, zarr.Array),
         members=list(item.keys()) if isinstance(item, zarr.Group) else [],
-        array=lambda member: ZarrArray(file, f"{key}/{member}".rstrip("/")),
+        array=lambda member: _zarr_array(file, f"{key}/{member}".rstrip("/")),
     )
+
+
+def _zarr_array(file: ZarrFile, name: str) -> StoredArray:
+    """Return an array that is read without zarr-python if its layout is known, otherwise through it."""
+    array = ZarrArray(file, name)
+    try:
+        return zarr_layout.direct_array(os.path.join(file.path, name), label=array.label)
+    except UnknownLayoutError as reason:
+        _log_slow(array, "zarr-python", reason)
+        return array
 
 
 def _matrix(

@@ -134,7 +134,7 @@ class PlainArray:
     def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         block = np.empty(int((run_stops - run_starts).sum()) * self._row_bytes, dtype=np.uint8)
-        view = memoryview(block)
+        view = block.data
         at = 0
         for offset, size in self._ranges(run_starts, run_stops):
             into = view[at : at + size]

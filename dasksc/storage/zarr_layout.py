@@ -1,0 +1,348 @@
+"""Where the chunks of a Zarr array lie in a directory, so that they can be read without zarr-python."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError
+from dasksc.storage.arrays import StoredArray, UnknownLayoutError
+from dasksc.storage.chunked import ChunkedArray, ChunkSource
+from dasksc.storage.codecs import Chain, Codec, Crc32c, codec_of_config
+from dasksc.storage.files import LocalFile
+from dasksc.storage.identity import FileIdentity
+
+__all__ = ["direct_array"]
+
+_NUMBERS = frozenset(
+    {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
+)
+# What a shard's index holds for a chunk that was never written.
+_NEVER = 2**64 - 1
+
+
+def direct_array(directory: str, *, label: str) -> StoredArray:
+    """Return a Zarr array as one that is read without zarr-python.
+
+    Parameters
+    ----------
+    directory
+        The directory of the array, with its ``zarr.json`` or ``.zarray``.
+    label
+        What to call it in errors.
+
+    Raises
+    ------
+    UnknownLayoutError
+        If it must be read through zarr-python.
+    """
+    for name, layout_of in (("zarr.json", _layout_v3), (".zarray", _layout_v2)):
+        path = os.path.join(directory, name)
+        if os.path.exists(path):
+            identity = FileIdentity.of(path)
+            with open(path, "rb") as file:
+                try:
+                    layout = layout_of(json.load(file))
+                except (KeyError, TypeError, ValueError) as error:
+                    raise UnknownLayoutError(f"its metadata is not understood ({error!r})") from error
+            keys = Keys(directory=directory, prefix=layout.prefix, separator=layout.separator, metadata=identity)
+            source: ChunkSource
+            if layout.shard_shape is None:
+                source = FileChunks(keys, grid=_grid(layout.shape, layout.chunk_shape))
+            else:
+                source = ShardChunks(keys, layout=layout)
+            return ChunkedArray(
+                label=label,
+                shape=layout.shape,
+                chunk_shape=layout.chunk_shape,
+                chain=layout.chain,
+                source=source,
+                fill=layout.fill,
+            )
+    raise UnknownLayoutError("it has no metadata in a directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """What the metadata of a Zarr array say.
+
+    Parameters
+    ----------
+    shape, chunk_shape
+        Lengths of the array, and of what is decoded at once.
+    shard_shape
+        Lengths of what is stored in one file, if that holds several chunks.
+    chain
+        How a chunk is decoded.
+    fill
+        What is read where nothing was written.
+    prefix, separator
+        What the keys of stored objects begin with, and what is between their numbers.
+    index_checksum, index_first
+        Whether a shard's index ends in a CRC32C, and whether it is at the start of the shard.
+    """
+
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    shard_shape: tuple[int, ...] | None
+    chain: Chain
+    fill: Any
+    prefix: str
+    separator: str
+    index_checksum: bool = False
+    index_first: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (1, 2) or len(self.chunk_shape) != len(self.shape) or min(self.chunk_shape) < 1:
+            raise UnknownLayoutError(f"its shape is {self.shape} in chunks of {self.chunk_shape}")
+
+
+def _layout_v3(metadata: dict[str, Any]) -> Layout:
+    if metadata["node_type"] != "array" or metadata.get("storage_transformers"):
+        raise UnknownLayoutError("it is no plain array")
+    if metadata["data_type"] not in _NUMBERS:
+        raise UnknownLayoutError(f"its type is {metadata['data_type']!r}")
+    dtype = np.dtype(metadata["data_type"])
+    grid, encoding = metadata["chunk_grid"], metadata["chunk_key_encoding"]
+    if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
+        raise UnknownLayoutError(f"its chunks are laid out by {grid['name']!r} and {encoding['name']!r}")
+    v2_keys = encoding["name"] == "v2"
+    separator = encoding.get("configuration", {}).get("separator", "." if v2_keys else "/")
+    shape = tuple(metadata["shape"])
+    chunk_shape = tuple(grid["configuration"]["chunk_shape"])
+    shard_shape = None
+    codecs = metadata["codecs"]
+    index_checksum = index_first = False
+    if codecs[0]["name"] == "sharding_indexed":
+        if len(codecs) > 1:
+            raise UnknownLayoutError("its shards are encoded as a whole")
+        sharding = codecs[0]["configuration"]
+        index_codecs = [codec["name"] for codec in sharding["index_codecs"]]
+        if index_codecs not in (["bytes"], ["bytes", "crc32c"]) or not _is_little(sharding["index_codecs"][0]):
+            raise UnknownLayoutError(f"the index of its shards is encoded by {index_codecs}")
+        index_checksum = len(index_codecs) == 2
+        index_first = sharding.get("index_location", "end") == "start"
+        shard_shape, chunk_shape = chunk_shape, tuple(sharding["chunk_shape"])
+        codecs = sharding["codecs"]
+    return Layout(
+        shape=shape,
+        chunk_shape=chunk_shape,
+        shard_shape=shard_shape,
+        chain=_chain_v3(codecs, dtype),
+        fill=_fill(metadata["fill_value"], dtype),
+        prefix="" if v2_keys else f"c{separator}",
+        separator=separator,
+        index_checksum=index_checksum,
+        index_first=index_first,
+    )
+
+
+def _layout_v2(metadata: dict[str, Any]) -> Layout:
+    if not isinstance(metadata["dtype"], str):
+        raise UnknownLayoutError("its type is compound")
+    dtype = np.dtype(metadata["dtype"])
+    if dtype.name not in _NUMBERS:
+        raise UnknownLayoutError(f"its type is {dtype!r}")
+    if metadata.get("order", "C") != "C" and len(metadata["shape"]) > 1:
+        raise UnknownLayoutError("it is stored column by column")
+    configs = [*(metadata.get("filters") or ()), *filter(None, (metadata.get("compressor"),))]
+    return Layout(
+        shape=tuple(metadata["shape"]),
+        chunk_shape=tuple(metadata["chunks"]),
+        shard_shape=None,
+        chain=Chain(codecs=tuple(codec_of_config(config) for config in configs), dtype=dtype),
+        fill=_fill(metadata["fill_value"], dtype),
+        prefix="",
+        separator=metadata.get("dimension_separator", "."),
+    )
+
+
+def _chain_v3(codecs: list[dict[str, Any]], dtype: np.dtype[Any]) -> Chain:
+    first, *rest = codecs
+    if first["name"] != "bytes":
+        raise UnknownLayoutError(f"its codec {first['name']!r} is not known")
+    if not _is_little(first):
+        dtype = dtype.newbyteorder(">")
+    return Chain(codecs=tuple(_codec_v3(codec) for codec in rest), dtype=dtype)
+
+
+def _codec_v3(codec: dict[str, Any]) -> Codec:
+    name, configuration = codec["name"], dict(codec.get("configuration") or {})
+    if name == "zstd":
+        configuration = {"level": configuration.get("level", 0)}
+    elif name == "blosc":
+        # How it was compressed is in each chunk's own header.
+        configuration = {}
+    elif name.startswith("numcodecs."):
+        name = name.removeprefix("numcodecs.")
+    elif name not in ("gzip", "crc32c"):
+        raise UnknownLayoutError(f"its codec {name!r} is not known")
+    return codec_of_config({"id": name} | configuration)
+
+
+def _is_little(codec: dict[str, Any]) -> bool:
+    return bool((codec.get("configuration") or {}).get("endian", "little") == "little")
+
+
+def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
+    if value is None:
+        value = 0
+    if isinstance(value, str) and (dtype.kind != "f" or value not in ("NaN", "Infinity", "-Infinity")):
+        raise UnknownLayoutError(f"its fill value is {value!r}")
+    number = float(value) if isinstance(value, str) else value
+    return np.array(number).astype(dtype.newbyteorder("="))[()]
+
+
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-n // length) for n, length in zip(shape, chunk_shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Where the stored objects of an array are.
+
+    Parameters
+    ----------
+    directory
+        The array's directory.
+    prefix, separator
+        What keys begin with, and what is between their numbers.
+    metadata
+        The file with the array's metadata, by which a replaced array is known.
+    """
+
+    directory: str
+    prefix: str
+    separator: str
+    metadata: FileIdentity
+
+    def path(self, numbers: tuple[int, ...]) -> str:
+        """Return the file of the object at these numbers of the grid."""
+        return f"{self.directory}/{self.prefix}{self.separator.join(map(str, numbers))}"
+
+
+class FileChunks:
+    """Chunks of which each is a file.
+
+    Parameters
+    ----------
+    keys
+        Where they are.
+    grid
+        How many there are along each axis.
+    """
+
+    def __init__(self, keys: Keys, *, grid: tuple[int, ...]) -> None:
+        self._keys = keys
+        self._grid = grid
+
+    def check(self) -> None:
+        """Refuse an array that was replaced."""
+        self._keys.metadata.check()
+
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
+        """Yield the chunks; see `ChunkSource.read`."""
+        for at in _unravel(numbers, self._grid):
+            try:
+                with open(self._keys.path(at), "rb", buffering=0) as file:
+                    yield file.read(), 0
+            except FileNotFoundError:
+                yield None, 0
+
+
+class ShardChunks:
+    """Chunks of which many are in a file, behind an index.
+
+    Parameters
+    ----------
+    keys
+        Where the files are.
+    layout
+        What the metadata say; it has a `shard_shape`.
+    """
+
+    def __init__(self, keys: Keys, *, layout: Layout) -> None:
+        assert layout.shard_shape is not None
+        self._keys = keys
+        self._grid = _grid(layout.shape, layout.chunk_shape)
+        self._per_shard = tuple(
+            shard // chunk for shard, chunk in zip(layout.shard_shape, layout.chunk_shape, strict=True)
+        )
+        self._layout = layout
+        self._shards: dict[tuple[int, ...], _Shard | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_shards": {}}
+
+    def check(self) -> None:
+        """Refuse an array that was replaced."""
+        self._keys.metadata.check()
+
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
+        """Yield the chunks; see `ChunkSource.read`."""
+        current: tuple[int, ...] | None = None
+        shard: _Shard | None = None
+        file: LocalFile | None = None
+        for at in _unravel(numbers, self._grid):
+            shard_at = tuple(i // n for i, n in zip(at, self._per_shard, strict=True))
+            if shard_at != current:
+                current, shard = shard_at, self._shard(shard_at)
+                # Opened anew for each fetch: an atlas may have more shards than a process may have files.
+                file = None if shard is None else LocalFile(shard.identity)
+            number = 0
+            for i, n in zip(at, self._per_shard, strict=True):
+                number = number * n + i % n
+            if shard is None or file is None or shard.offsets[number] == _NEVER:
+                yield None, 0
+                continue
+            offset, size = int(shard.offsets[number]), int(shard.sizes[number])
+            if offset + size > shard.identity.size:
+                raise CorruptDataError(f"{shard.identity.path}: a chunk ends at byte {offset + size}, beyond the file")
+            into = bytearray(size)
+            file.read(offset, memoryview(into))
+            yield into, 0
+
+    def _shard(self, at: tuple[int, ...]) -> _Shard | None:
+        """Return a shard's index, read once in a process; None if the shard was never written."""
+        if at not in self._shards:
+            path = self._keys.path(at)
+            try:
+                identity = FileIdentity.of(path)
+            except FileNotFoundError:
+                self._shards[at] = None
+            else:
+                self._shards[at] = self._read_index(identity)
+        return self._shards[at]
+
+    def _read_index(self, identity: FileIdentity) -> _Shard:
+        n_chunks = int(np.prod(self._per_shard))
+        n_bytes = 16 * n_chunks + 4 * self._layout.index_checksum
+        data: Any = bytearray(n_bytes)
+        if identity.size < n_bytes:
+            raise CorruptDataError(f"{identity.path} is truncated: it has no room for the index of its chunks")
+        offset = 0 if self._layout.index_first else identity.size - n_bytes
+        LocalFile(identity).read(offset, memoryview(data))
+        if self._layout.index_checksum:
+            try:
+                data = Crc32c().decode(data, n_bytes)
+            except ValueError as error:
+                raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
+        table = np.frombuffer(data, dtype="<u8").reshape(n_chunks, 2)
+        return _Shard(identity=identity, offsets=table[:, 0].copy(), sizes=table[:, 1].copy())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shard:
+    identity: FileIdentity
+    offsets: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+
+
+def _unravel(numbers: NDArray[np.int64], grid: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(zip(*(axis.tolist() for axis in np.unravel_index(numbers, grid)), strict=True))
