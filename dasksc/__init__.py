@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dasksc.collection import AnnDataView, open
     from dasksc.dataset import scDataset
     from dasksc.experimental import estimate_sample_size, suggest_parameters
+    from dasksc.lazy import row_local
     from dasksc.multiindexable import MultiIndexable
     from dasksc.plan import EpochPlan
     from dasksc.sampling import (
@@ -61,6 +62,7 @@ _HOMES = {
     "fetch_transform_adata": "dasksc.transforms",
     "hf_tahoe_to_tensor": "dasksc.transforms",
     "open": "dasksc.collection",
+    "row_local": "dasksc.lazy",
     "scDataset": "dasksc.dataset",
     "suggest_parameters": "dasksc.experimental",
 }
@@ -92,6 +94,7 @@ __all__ = [
     "fetch_transform_adata",
     "hf_tahoe_to_tensor",
     "open",
+    "row_local",
     "scDataset",
     "suggest_parameters",
     "transforms",
