@@ -195,6 +195,16 @@ def test_a_dataset_over_normalized_x_yields_the_normalized_rows(tmp_path: Path, 
         np.testing.assert_allclose(batch.X.numpy(), 2 * dense(adata.X)[batch.index.numpy()], rtol=1e-5)
 
 
+@pytest.mark.parametrize("n_layers", [220, 500])
+def test_a_graph_deeper_than_the_stack_is_computed_by_whole_chunks(n_layers: int) -> None:
+    array = leaf("dense")
+    values = array.compute()
+    for _ in range(n_layers):
+        array = array + 1
+    rows = np.array([3, 40])
+    np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows] + n_layers)
+
+
 def test_no_rows_give_no_rows() -> None:
     for layout in LAYOUTS:
         fetched = matrix_of(da.log1p(leaf(layout))).fetch(np.empty(0, dtype=np.int64))

@@ -127,7 +127,11 @@ class RowLocalMatrix(DaskMatrix):
 
     def __init__(self, array: da.Array, label: str | None = None) -> None:
         super().__init__(array, label)
-        self._blocks = _Compiler(array).blocks()
+        try:
+            self._blocks = _Compiler(array).blocks()
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Whole chunks are right for any graph, also for one that is not written as expected here.
+            raise NotRowLocalError(f"its graph could not be followed ({error!r})") from error
         self._tried = False
         self._believed = True
         self._lock = threading.Lock()
@@ -184,7 +188,6 @@ class RowLocalMatrix(DaskMatrix):
         n_rows = int(self._bounds[number + 1] - self._bounds[number])
         generator = np.random.default_rng(0)
         together = np.sort(generator.choice(n_rows, size=min(n_rows, N_TRIED), replace=False))
-        run = _Run.made_up([(nodes, together)])
 
         def computed(need: NDArray[np.int64]) -> NDArray[Any]:
             with np.errstate(all="ignore"):
@@ -192,6 +195,7 @@ class RowLocalMatrix(DaskMatrix):
             return np.asarray(values)
 
         try:
+            run = _Run.made_up([(nodes, together)])
             expected = computed(together)
             if expected.shape != (len(together), self.shape[1]):
                 return f"{len(together)} made-up rows gave an array of shape {expected.shape}"
