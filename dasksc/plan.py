@@ -30,6 +30,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,14 +142,12 @@ class EpochPlan:
     def __post_init__(self) -> None:
         for name in ("batch_size", "fetch_factor", "world_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            if not _is_whole(value) or value < 1:
                 raise InputError(f"{name} must be a whole number of at least 1; got {value!r}")
-        if not 0 <= self.rank < self.world_size:
-            raise InputError(f"rank must lie in [0, world_size={self.world_size}); got {self.rank}")
-        if not 0 <= self.seed < 2**64:
-            raise InputError(f"seed must lie in [0, 2**64); got {self.seed}")
-        if not 0 <= self.epoch < 2**32:
-            raise InputError(f"epoch must lie in [0, 2**32); got {self.epoch}")
+        for name, end in (("rank", self.world_size), ("seed", 2**64), ("epoch", 2**32)):
+            value = getattr(self, name)
+            if not _is_whole(value) or not 0 <= value < end:
+                raise InputError(f"{name} must be a whole number in [0, {end}); got {value!r}")
 
     # --- Sizes: closed forms, nothing is drawn for them unless a part of the epoch was read before ---
 
@@ -472,3 +471,7 @@ class EpochPlan:
         state.update(self.sampler.digest().encode())
         state.update(self._draw.digest())
         return state.hexdigest()
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -705,6 +705,9 @@ def _positive(name: str, value: Any) -> int:
 class Streaming(_BuiltIn):
     """Every row once, in storage order.
 
+    Since that order is kept, the rows that ``drop_last`` leaves out of an epoch are always those at the
+    end, with `shuffle` too.
+
     Parameters
     ----------
     indices

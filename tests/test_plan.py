@@ -1,0 +1,448 @@
+"""Plans of epochs: what every rank reads, for any sizes.
+
+Statistical tests have fixed seeds, so they always give the same answer; `ERROR` is the chance that a
+perfect generator would have failed one of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+
+import dasksc
+from dasksc import EpochPlan
+from dasksc.sampling import BlockOrder, bind
+
+ERROR = 1e-4
+
+
+class Backwards(dasksc.SamplingStrategy):
+    """A user's strategy: every other row, from the last to the first."""
+
+    def get_len(self, data_collection: Any) -> int:
+        return -(-len(data_collection) // 2)
+
+    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> NDArray[np.int64]:
+        return np.arange(len(data_collection))[::-2]
+
+
+class Shuffled(dasksc.SamplingStrategy):
+    """A user's strategy that draws an order of its own."""
+
+    def get_len(self, data_collection: Any) -> int:
+        return len(data_collection)
+
+    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> NDArray[np.int64]:
+        return np.random.default_rng(seed).permutation(len(data_collection))
+
+
+def strategy_of(name: str, n: int, block_size: int) -> dasksc.SamplingStrategy:
+    return {
+        "streaming": lambda: dasksc.Streaming(),
+        "streaming shuffled": lambda: dasksc.Streaming(shuffle=True),
+        "blocks": lambda: dasksc.BlockShuffling(block_size),
+        "blocks without the short one": lambda: dasksc.BlockShuffling(block_size, drop_last=True),
+        "blocks of a subset": lambda: dasksc.BlockShuffling(block_size, indices=slice(None, None, 3)),
+        "weighted": lambda: dasksc.BlockWeightedSampling(block_size, weights=1.0 + np.arange(n) % 3),
+        "weighted, no replacement": lambda: dasksc.BlockWeightedSampling(
+            block_size, weights=1.0 + np.arange(n) % 3, total_size=max(1, n // 2), replace=False
+        ),
+        "balanced": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size),
+        "balanced, no replacement": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size, replace=False),
+        "user": Backwards,
+        "user shuffled": Shuffled,
+    }[name]()
+
+
+WITHOUT_ROWS = ["streaming", "streaming shuffled", "blocks", "blocks without the short one", "user", "user shuffled"]
+ALL = [
+    *WITHOUT_ROWS,
+    "blocks of a subset",
+    "weighted",
+    "weighted, no replacement",
+    "balanced",
+    "balanced, no replacement",
+]
+SHUFFLED = ["blocks", "user shuffled"]
+
+
+def plan_of(strategy: dasksc.SamplingStrategy, n: int, **options: Any) -> EpochPlan:
+    return EpochPlan(sampler=bind(strategy, range(n), n, lambda key: None), **{"batch_size": 4, **options})
+
+
+def ranks_of(plan: EpochPlan) -> list[EpochPlan]:
+    return [plan.of_rank(rank) for rank in range(plan.world_size)]
+
+
+def batches_of(plan: EpochPlan) -> list[NDArray[np.int64]]:
+    fetches = [plan.fetch(k) for k in range(plan.n_fetches)]
+    return [fetch.rows[fetch.batch(i)] for fetch in fetches for i in range(fetch.n_batches)]
+
+
+def yielded_by(plan: EpochPlan) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *batches_of(plan)])
+
+
+def drawn_in(plan: EpochPlan) -> NDArray[np.int64]:
+    """All rows of the epoch, in storage order of the draws."""
+    return plan.sampler.draw(plan.seed, plan.epoch).rows(np.arange(plan.n_rows, dtype=np.int64))
+
+
+SIZES = {
+    "name": st.sampled_from(ALL),
+    "n": st.integers(1, 400),
+    "world_size": st.integers(1, 9),
+    "block_size": st.integers(1, 20),
+    "batch_size": st.integers(1, 20),
+    "fetch_factor": st.integers(1, 6),
+    "drop_last": st.booleans(),
+    "equal_ranks": st.booleans(),
+    "seed": st.integers(0, 2**64 - 1),
+    "epoch": st.integers(0, 2**32 - 1),
+}
+
+
+@settings(deadline=None, max_examples=400)
+@given(**SIZES)
+def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
+    name: str, n: int, block_size: int, **sizes: Any
+) -> None:
+    plan = plan_of(strategy_of(name, n, block_size), n, **sizes)
+    ranks = ranks_of(plan)
+    rows = [yielded_by(rank) for rank in ranks]
+    times = np.bincount(np.concatenate(rows), minlength=n)
+    drawn = np.bincount(drawn_in(plan), minlength=n)
+    assert drawn.sum() == plan.n_rows
+
+    assert np.maximum(times - drawn, 0).sum() == plan.n_padded
+    assert np.maximum(drawn - times, 0).sum() == plan.n_dropped
+    assert plan.n_padded < plan.world_size
+    if not plan.drop_last:
+        assert plan.n_dropped == 0
+    if not plan.equal_ranks or plan.drop_last:
+        assert plan.n_padded == 0
+    if plan.drop_last:
+        # Each rank loses less than a batch, and together with that at most one row a rank that does not divide.
+        assert plan.n_dropped < plan.world_size * plan.batch_size + plan.world_size
+
+
+@settings(deadline=None, max_examples=200)
+@given(**SIZES)
+def test_what_is_promised_of_batches_is_what_is_yielded(name: str, n: int, block_size: int, **sizes: Any) -> None:
+    ranks = ranks_of(plan_of(strategy_of(name, n, block_size), n, **sizes))
+    lengths = [[len(batch) for batch in batches_of(rank)] for rank in ranks]
+    for rank, of_rank in zip(ranks, lengths, strict=True):
+        assert len(of_rank) == rank.n_batches
+        assert sum(of_rank) == rank.n_rank_rows
+        assert all(length == rank.batch_size for length in of_rank[:-1])
+        if of_rank:
+            assert of_rank[-1] == rank.batch_size if rank.drop_last else 1 <= of_rank[-1] <= rank.batch_size
+    if sizes["equal_ranks"]:
+        assert all(of_rank == lengths[0] for of_rank in lengths)
+    else:
+        counts = [rank.n_batches for rank in ranks]
+        assert max(counts) - min(counts) <= 1
+        if not sizes["drop_last"]:
+            totals = [rank.n_rank_rows for rank in ranks]
+            assert max(totals) - min(totals) <= 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(**SIZES)
+def test_any_fetch_is_the_same_computed_alone_elsewhere(name: str, n: int, block_size: int, **sizes: Any) -> None:
+    for rank in range(sizes["world_size"]):
+        here = plan_of(strategy_of(name, n, block_size), n, rank=rank, **sizes)
+        for k in reversed(range(here.n_fetches)):
+            fetch = here.fetch(k)
+            alone = plan_of(strategy_of(name, n, block_size), n, rank=rank, **sizes).fetch(k)
+            np.testing.assert_array_equal(alone.rows, fetch.rows)
+            np.testing.assert_array_equal(alone.order, fetch.order)
+            assert np.all(np.diff(fetch.rows) >= 0)
+            assert len(np.unique(fetch.order)) == len(fetch.order) <= len(fetch.rows)
+            assert len(fetch.rows) <= here.fetch_rows
+        batches = batches_of(here)
+        for i in {0, here.n_batches // 2, here.n_batches - 1} if batches else ():
+            np.testing.assert_array_equal(here.batch_rows(i), batches[i])
+        np.testing.assert_array_equal(yielded_by(pickle.loads(pickle.dumps(here))), yielded_by(here))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(SHUFFLED),
+    n=st.integers(8, 60),
+    world_size=st.integers(1, 4),
+    block_size=st.integers(1, 12),
+    batch_size=st.integers(1, 8),
+    fetch_factor=st.integers(1, 3),
+    equal_ranks=st.booleans(),
+)
+def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size: int, **sizes: Any) -> None:
+    # A row is left out of an epoch with a probability of at most 7/8; that all of 50 leave it out: 0.1%.
+    seen: set[int] = set()
+    for epoch in range(50):
+        plan = plan_of(strategy_of(name, n, block_size), n, drop_last=True, seed=1, epoch=epoch, **sizes)
+        assume(plan.n_dropped * 2 <= n)
+        seen |= {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
+    assert seen == set(range(n))
+
+
+@pytest.mark.parametrize("block_size", [4, 7, 50])
+def test_no_row_is_left_out_for_ever_by_a_dropped_short_block(block_size: int) -> None:
+    n = 95
+    seen = np.zeros(n, dtype=np.int64)
+    for epoch in range(50):
+        plan = plan_of(dasksc.BlockShuffling(block_size, drop_last=True), n, epoch=epoch)
+        assert plan.n_rows == n // block_size * block_size
+        seen[yielded_by(plan)] += 1
+    assert seen.min() > 0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_streaming_drops_its_end(shuffle: bool) -> None:
+    plan = plan_of(dasksc.Streaming(shuffle=shuffle), 103, batch_size=10, drop_last=True, fetch_factor=2)
+    np.testing.assert_array_equal(np.sort(yielded_by(plan)), np.arange(100))
+
+
+@pytest.mark.parametrize("equal_ranks", [True, False])
+def test_streaming_yields_storage_order(equal_ranks: bool) -> None:
+    for n in (0, 1, 5, 100, 103):
+        plan = plan_of(dasksc.Streaming(), n, batch_size=10, fetch_factor=2, equal_ranks=equal_ranks, epoch=3)
+        np.testing.assert_array_equal(yielded_by(plan), np.arange(n))
+
+
+def test_streaming_shuffles_inside_fetches_only() -> None:
+    plan = plan_of(dasksc.Streaming(shuffle=True), 100, batch_size=5, fetch_factor=4)
+    for k in range(plan.n_fetches):
+        fetch = plan.fetch(k)
+        np.testing.assert_array_equal(fetch.rows, np.arange(20 * k, 20 * (k + 1)))
+        assert np.any(fetch.order != np.arange(20))
+
+
+def test_a_users_order_is_read_sorted_and_yielded_as_given() -> None:
+    plan = plan_of(Backwards(), 50, batch_size=5, fetch_factor=2)
+    np.testing.assert_array_equal(plan.fetch(0).rows, np.arange(31, 50, 2))
+    np.testing.assert_array_equal(yielded_by(plan), np.arange(50)[::-2])
+
+
+# --- Particular sizes -------------------------------------------------------------------------------
+
+
+def test_ranks_with_less_than_a_fetch_each_share_evenly() -> None:
+    # 1,000 rows are fewer than the 2,048 of one fetch: dealt by fetches, one rank would get them all.
+    ranks = ranks_of(plan_of(dasksc.BlockShuffling(8), 1000, batch_size=128, world_size=4))
+    assert [rank.n_batches for rank in ranks] == [2, 2, 2, 2]
+    assert [rank.n_rank_rows for rank in ranks] == [250] * 4
+    assert set(np.concatenate([yielded_by(rank) for rank in ranks])) == set(range(1000))
+    streaming = ranks_of(plan_of(dasksc.Streaming(), 1000, batch_size=128, world_size=4))
+    assert [rank.n_batches for rank in streaming] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROWS)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("equal_ranks", [False, True])
+def test_an_epoch_without_rows_has_no_batches(name: str, drop_last: bool, equal_ranks: bool) -> None:
+    plan = plan_of(strategy_of(name, 0, 4), 0, world_size=3, drop_last=drop_last, equal_ranks=equal_ranks)
+    assert (plan.n_rows, plan.n_batches, plan.n_fetches, plan.n_padded, plan.n_dropped) == (0, 0, 0, 0, 0)
+    with pytest.raises(IndexError, match="fetch 0 of 0"):
+        plan.fetch(0)
+
+
+def test_one_row_for_many_ranks_is_repeated_or_given_to_one_or_dropped() -> None:
+    def counts(**options: Any) -> list[int]:
+        return [
+            len(yielded_by(rank)) for rank in ranks_of(plan_of(dasksc.BlockShuffling(), 1, world_size=4, **options))
+        ]
+
+    assert counts() == [1, 1, 1, 1]
+    assert counts(equal_ranks=False) == [1, 0, 0, 0]
+    assert counts(drop_last=True) == [0, 0, 0, 0]
+
+
+def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
+    plan = plan_of(dasksc.BlockShuffling(), 100, batch_size=10, fetch_factor=2)
+    for k in (-1, 5):
+        with pytest.raises(IndexError, match=f"fetch {k} of 5"):
+            plan.fetch(k)
+    for i in (-1, 10):
+        with pytest.raises(IndexError, match=f"batch {i} of 10"):
+            plan.batch_rows(i)
+
+
+# --- Who gets what ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [64, 67])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_single_rows_are_dealt_round_robin(n: int, world_size: int) -> None:
+    order = BlockOrder.shuffled(n, seed=5, epoch=2).at(np.arange(n))
+    n_rounds, n_left = divmod(n, world_size)
+    left = set(order[n_rounds * world_size :].tolist())
+    for rank in ranks_of(plan_of(dasksc.BlockShuffling(1), n, seed=5, epoch=2, world_size=world_size)):
+        dealt = set(order[rank.rank : n_rounds * world_size : world_size].tolist())
+        rows = set(yielded_by(rank).tolist())
+        assert dealt <= rows
+        assert len(rows - dealt) == (n_left > 0)
+        assert rows - dealt <= left
+
+
+def test_full_blocks_stay_whole() -> None:
+    block_size, n, world_size = 8, 1003, 3
+    order = BlockOrder.shuffled(n // block_size, seed=0, epoch=0).at(np.arange(n // block_size))
+    n_rounds = n // block_size // world_size
+    for rank in ranks_of(plan_of(dasksc.BlockShuffling(block_size), n, world_size=world_size)):
+        rows = set(yielded_by(rank).tolist())
+        for block in order[rank.rank : n_rounds * world_size : world_size]:
+            assert set(range(block * block_size, (block + 1) * block_size)) <= rows
+
+
+def test_rows_are_mixed_within_their_fetch_uniformly() -> None:
+    # Where in its fetch the row read first is yielded: 32 places, 2,000 epochs.
+    places = [
+        int(
+            np.flatnonzero(
+                plan_of(dasksc.BlockShuffling(4), 64, batch_size=8, fetch_factor=4, epoch=e).fetch(1).order == 0
+            )[0]
+        )
+        for e in range(2000)
+    ]
+    assert stats.chisquare(np.bincount(places, minlength=32)).pvalue > ERROR
+
+
+def test_no_row_is_always_early_or_late() -> None:
+    # The rows that do not make a full round (here 8 to 10) come anywhere in the epoch, too.
+    firsts = []
+    for epoch in range(1000):
+        rows = yielded_by(plan_of(dasksc.BlockShuffling(4), 11, batch_size=1, fetch_factor=1, epoch=epoch))
+        firsts.append(int(np.flatnonzero(rows == 10)[0]))
+    # The short block before, between or after the two full ones.
+    assert stats.chisquare(np.bincount(np.searchsorted([3, 7], firsts), minlength=3)).pvalue > ERROR
+
+
+# --- Keys -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("streaming", "user")])
+def test_epochs_and_seeds_differ_and_come_again(name: str) -> None:
+    n = 300
+    ways = [(0, 0), (0, 1), (1, 0), (1, 1), (2**64 - 1, 0), (0, 2**32 - 1)]
+    plans = [plan_of(strategy_of(name, n, 4), n, seed=seed, epoch=epoch) for seed, epoch in ways]
+    sequences = [tuple(yielded_by(plan).tolist()) for plan in plans]
+    assert len(set(sequences)) == len(ways)
+    assert len({plan.digest() for plan in plans}) == len(ways)
+    again = plan_of(strategy_of(name, n, 4), n, seed=0, epoch=1)
+    assert tuple(yielded_by(again).tolist()) == sequences[1]
+    assert again.digest() == plans[1].digest()
+
+
+def test_the_digest_covers_every_rank_and_all_sizes() -> None:
+    plan = plan_of(dasksc.BlockShuffling(4), 100, world_size=3)
+    assert {rank.digest() for rank in ranks_of(plan)} == {plan.digest()}
+    others = [
+        plan_of(dasksc.BlockShuffling(5), 100, world_size=3),
+        plan_of(dasksc.BlockShuffling(4), 101, world_size=3),
+        plan_of(dasksc.BlockShuffling(4, indices=np.arange(0, 200, 2)), 200, world_size=3),
+        plan_of(dasksc.BlockShuffling(4), 100, world_size=2),
+        plan_of(dasksc.BlockShuffling(4), 100, world_size=3, batch_size=5),
+        plan_of(dasksc.BlockShuffling(4), 100, world_size=3, fetch_factor=5),
+        plan_of(dasksc.BlockShuffling(4), 100, world_size=3, drop_last=True),
+        plan_of(dasksc.BlockShuffling(4), 100, world_size=3, equal_ranks=False),
+    ]
+    assert plan.digest() not in {other.digest() for other in others}
+
+
+def test_consecutive_epochs_share_no_more_neighbours_than_chance() -> None:
+    # Blocks at the same place of two epochs' orders: Poisson(1) of them.
+    n, epochs = 2000, 60
+    orders = [BlockOrder.shuffled(n, seed=3, epoch=epoch).at(np.arange(n)) for epoch in range(epochs)]
+    common = [np.count_nonzero(a == b) for i, a in enumerate(orders) for b in orders[:i]]
+    observed = np.bincount(np.minimum(common, 4), minlength=5)
+    expected = np.append(stats.poisson.pmf(range(4), 1), stats.poisson.sf(3, 1)) * len(common)
+    assert stats.chisquare(observed, expected).pvalue > ERROR
+
+
+# Plans of blocks are the same on every platform and with every version of every library.
+GOLDEN: dict[str, tuple[dasksc.SamplingStrategy, int, dict[str, int], list[int]]] = {
+    "a table of blocks": (
+        dasksc.BlockShuffling(8),
+        1003,
+        {"batch_size": 16},
+        [94, 510, 663, 184, 751, 999, 835, 216],
+    ),
+    "the third of four ranks": (
+        dasksc.BlockShuffling(8),
+        1003,
+        {"batch_size": 16, "rank": 2, "world_size": 4},
+        [638, 487, 818, 821, 371, 582, 578, 714],
+    ),
+    "single rows": (
+        dasksc.BlockShuffling(1),
+        5000,
+        {"batch_size": 64},
+        [246, 3757, 1433, 1380, 2794, 1550, 128, 4415],
+    ),
+    "a network over 10^8 rows": (
+        dasksc.BlockShuffling(64),
+        10**8,
+        {"batch_size": 64, "fetch_factor": 256, "rank": 3, "world_size": 8},
+        [83938986, 34193174, 52406491, 52701522, 27213776, 54370487, 7413573, 673821],
+    ),
+    "a network over 10^9 single rows": (
+        dasksc.BlockShuffling(1),
+        10**9,
+        {"batch_size": 64, "rank": 1023, "world_size": 1024},
+        [948492930, 907852021, 589472010, 823371769, 7283376, 71456601, 133670612, 231022511],
+    ),
+    "a short block dropped": (
+        dasksc.BlockShuffling(10, drop_last=True),
+        1003,
+        {"batch_size": 16},
+        [156, 551, 734, 254, 855, 847, 859, 279],
+    ),
+    "rows shuffled inside fetches": (
+        dasksc.Streaming(shuffle=True),
+        1003,
+        {"batch_size": 16},
+        [46, 158, 191, 64, 962, 1002, 966, 827],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_plans_of_blocks_are_the_same_everywhere(case: str) -> None:
+    strategy, n, options, expected = GOLDEN[case]
+    plan = plan_of(strategy, n, seed=7, epoch=2, **options)
+    first, last = plan.batch_rows(0), plan.batch_rows(plan.n_batches - 1)
+    assert [*first[:4], *last[:4]] == expected
+
+
+# --- What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1; got 0"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number"),
+        ({"batch_size": True}, "batch_size must be a whole number"),
+        ({"fetch_factor": 0}, "fetch_factor must be a whole number"),
+        ({"world_size": 0}, "world_size must be a whole number"),
+        ({"rank": 2, "world_size": 2}, r"rank must be a whole number in \[0, 2\); got 2"),
+        ({"rank": -1}, "rank must be a whole number"),
+        ({"rank": 0.5}, "rank must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"seed": 2**64}, "seed must be a whole number"),
+        ({"seed": "7"}, "seed must be a whole number"),
+        ({"epoch": -1}, "epoch must be a whole number"),
+        ({"epoch": 2**32}, "epoch must be a whole number"),
+    ],
+)
+def test_sizes_that_make_no_plan_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(dasksc.InputError, match=message):
+        plan_of(dasksc.BlockShuffling(), 10, **options)
