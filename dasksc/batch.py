@@ -19,8 +19,11 @@ from dasksc.window.tasks import FetchedMatrices
 
 __all__ = ["Batch", "BatchMaker", "run_ahead"]
 
-# Said once per process by torch when the first sparse CSR tensor is made; it is no news to its users.
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+# Torch says once per process, at the first sparse CSR tensor, that these are in beta: no news to those who
+# ask for them, and an error in the middle of an epoch where warnings are errors. So it is said here, unheard.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
 
 T = TypeVar("T")
 

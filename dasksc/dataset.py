@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import collection as collections
 from dasksc import config, lazy
-from dasksc.batch import BatchMaker, Buffers, run_ahead, torch_dtype
+from dasksc.batch import Batch, BatchMaker, Buffers, run_ahead, torch_dtype
 from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.multiindexable import count_rows, take_rows
@@ -36,7 +36,7 @@ from dasksc.sampling import Sampler, SamplingStrategy, bind
 from dasksc.storage import Columns, Layout, Matrix
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
-from dasksc.window.tasks import FetchMatrices
+from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from dasksc.world import Agreement, World
 
 if TYPE_CHECKING:
@@ -648,13 +648,17 @@ class scDataset(IterableDataset[Any]):
         window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
         left_in_fetch = 0
 
+        def make(fetched: FetchedMatrices, fetch: FetchPlan, i: int) -> torch.Tensor | Batch:
+            with _noting(fetch.number * plan.fetch_factor + i, plan):
+                return maker.make(fetched, fetch.rows, fetch.batch(i))
+
         def jobs() -> Iterator[Callable[[], Any]]:
             nonlocal left_in_fetch
             for k, fetched in window:
                 fetch = plans.pop(k)
                 for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
                     left_in_fetch = fetch.n_batches - i - 1
-                    yield functools.partial(maker.make, fetched, fetch.rows, fetch.batch(i))
+                    yield functools.partial(make, fetched, fetch, i)
                 del fetched
 
         synchronous = window.scheduler.kind == "synchronous"
@@ -676,7 +680,7 @@ class scDataset(IterableDataset[Any]):
             for k, data in window:
                 fetch = plans.pop(k)
                 for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
-                    with self._lock, _noting(f"in batch {k * plan.fetch_factor + i} of {plan.n_batches}", plan):
+                    with self._lock, _noting(k * plan.fetch_factor + i, plan):
                         if self.batch_callback is not None:
                             batch = self.batch_callback(data, fetch.batch(i))
                         else:
@@ -789,12 +793,14 @@ def _n_batches(plan: EpochPlan, ks: range) -> int:
 
 
 @contextmanager
-def _noting(where: str, plan: EpochPlan) -> Iterator[None]:
-    """Add to any error raised inside where in the epoch it happened."""
+def _noting(batch: int, plan: EpochPlan) -> Iterator[None]:
+    """Add to any error raised inside in which batch it happened."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"{where} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size})")
+        error.add_note(
+            f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size})"
+        )
         raise
 
 

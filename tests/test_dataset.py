@@ -1,0 +1,478 @@
+"""What a data set yields: the right values, in every layout, from every collection, on every scheduler."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from itertools import islice
+from pathlib import Path
+
+import anndata as ad
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from distributed import Client
+
+import dasksc
+from dasksc import Batch, BlockShuffling, CorruptDataError, FetchError, Streaming, scDataset
+from tests.data import FORMATS, LAYOUTS, dense, make_adata, write_store
+
+N_OBS = 203
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def adata():
+    return make_adata(N_OBS)
+
+
+@pytest.fixture(scope="module")
+def path(adata, tmp_path_factory):
+    return write_store(adata, tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+@pytest.fixture(scope="module")
+def client():
+    with Client(processes=False, n_workers=1, threads_per_worker=2, dashboard_address=":0") as client:
+        yield client
+
+
+def dataset(data, **options) -> scDataset:
+    options = {"strategy": BlockShuffling(4), "batch_size": 16, "fetch_factor": 3, "seed": 1, **options}
+    return scDataset(data, **options)
+
+
+# --- Values -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("stored", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_batch_holds_the_rows_its_index_names(tmp_path, format, stored, layout):
+    adata = make_adata(N_OBS, layout=stored)
+    one = dataset(
+        write_store(adata, tmp_path, format),
+        layout=layout,
+        obs=["cell_type", "cell_type_missing", "flag", "text", "float32", "int64"],
+        layers=["counts", "scaled"],
+        obsm=["X_pca", "sparse"],
+    )
+    seen = []
+    for batch in one:
+        rows = batch.index.numpy()
+        seen += rows.tolist()
+        is_csr = layout == "csr"
+        for tensor, expected in [
+            (batch.X, adata.X),
+            (batch.layers["counts"], adata.layers["counts"]),
+            (batch.layers["scaled"], adata.layers["scaled"]),
+        ]:
+            assert tensor.dtype == torch.float32
+            assert (tensor.layout == torch.sparse_csr) is is_csr
+            values = tensor.to_dense() if is_csr else tensor
+            np.testing.assert_array_equal(values.numpy(), dense(expected)[rows].astype(np.float32))
+        for name in ("X_pca", "sparse"):
+            np.testing.assert_array_equal(batch.obsm[name].numpy(), dense(adata.obsm[name])[rows])
+        for name in ("cell_type", "cell_type_missing"):
+            assert batch.obs[name].dtype == torch.int64
+            assert batch.obs[name].tolist() == adata.obs[name].cat.codes.to_numpy()[rows].tolist()
+        assert batch.obs["flag"].dtype == torch.bool
+        for name in ("flag", "float32", "int64"):
+            assert batch.obs[name].tolist() == adata.obs[name].to_numpy()[rows].tolist()
+        labels = one.categories["text"]
+        assert [labels[code] for code in batch.obs["text"].tolist()] == adata.obs["text"].iloc[rows].tolist()
+    assert sorted(seen) == list(range(N_OBS))
+    assert one.categories["cell_type"] == list(adata.obs["cell_type"].cat.categories)
+    assert (adata.obs["cell_type_missing"].cat.codes == -1).any()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda adata, path: adata,
+        lambda adata, path: path,
+        lambda adata, path: str(path),
+        lambda adata, path: dasksc.open(path),
+        lambda adata, path: ad.read_h5ad(path, backed="r"),
+        lambda adata, path: dasksc.open(path).X,
+        lambda adata, path: da.from_array(adata.X.toarray(), chunks=(50, 17)),
+        lambda adata, path: adata[adata.obs_names],
+    ],
+    ids=["in memory", "path", "string", "opened", "backed", "our Dask array", "any Dask array", "view"],
+)
+def test_every_kind_of_collection_gives_the_same_batches(adata, path, source):
+    expected = [adata.X[rows].toarray() for rows in _batch_rows(dataset(path))]
+    batches = list(dataset(source(adata, path)))
+    assert all(type(batch) is torch.Tensor for batch in batches)
+    assert len(batches) == len(expected)
+    for batch, values in zip(batches, expected, strict=True):
+        np.testing.assert_array_equal(batch.numpy(), values)
+
+
+def _batch_rows(one: scDataset) -> list[np.ndarray]:
+    plan = one.plan(0)
+    return [plan.batch_rows(i) for i in range(plan.n_batches)]
+
+
+def test_every_scheduler_gives_the_same_batches(path, client):
+    reference = list(dataset(path, obs=["cell_type"], scheduler="synchronous"))
+    for scheduler in ("threads", client, None):
+        batches = list(dataset(path, obs=["cell_type"], scheduler=scheduler))
+        assert len(batches) == len(reference)
+        for batch, expected in zip(batches, reference, strict=True):
+            assert torch.equal(batch.index, expected.index)
+            assert torch.equal(batch.X, expected.X)
+            assert torch.equal(batch.obs["cell_type"], expected.obs["cell_type"])
+
+
+def test_an_active_client_runs_the_fetches_and_keeps_nothing(path, client):
+    keys = []
+    scheduler = client.cluster.scheduler
+    one = dataset(path)
+    for _ in one:
+        keys += [key for key in scheduler.tasks if "dasksc-fetch" in str(key)]
+    assert any("-e0-r0" in str(key) for key in keys)
+    client.sync(_settled, scheduler)
+    assert not [key for key in scheduler.tasks if "dasksc" in str(key)]
+
+
+async def _settled(scheduler) -> None:
+    import asyncio
+
+    for _ in range(100):
+        if not any("dasksc" in str(key) for key in scheduler.tasks):
+            return
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize(
+    "genes",
+    [["gene3", "gene0", "gene16"], np.array([3, 0, 16]), np.arange(17) % 3 == 1, slice(2, 9)],
+    ids=["names", "positions", "mask", "slice"],
+)
+def test_genes_keeps_columns_in_the_order_asked_for(adata, path, genes, layout):
+    kept = {"gene3": [3, 0, 16]}.get(genes[0]) if isinstance(genes, list) else np.arange(17)[genes]
+    one = dataset(path, genes=genes, layout=layout, layers=["scaled"])
+    for batch in one:
+        rows = batch.index.numpy()
+        for tensor, expected in ((batch.X, adata.X), (batch.layers["scaled"], adata.layers["scaled"])):
+            np.testing.assert_array_equal(tensor.to_dense().numpy(), dense(expected)[rows][:, kept].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(None, torch.float32), ("float64", torch.float64), (torch.float16, torch.float16), (np.int32, torch.int32)],
+)
+def test_dtype_is_that_of_the_values(adata, path, dtype, expected):
+    for layout in ("dense", "csr"):
+        batch = next(iter(dataset(path, dtype=dtype, layout=layout, strategy=Streaming())))
+        assert batch.dtype == expected
+        stored = adata.X[:16].toarray().astype(torch.empty(0, dtype=expected).numpy().dtype)
+        np.testing.assert_array_equal(batch.to_dense().numpy(), stored)
+
+
+def test_dtype_none_keeps_the_type_of_each_matrix(path):
+    batch = next(iter(dataset(path, dtype=None, layers=["counts", "scaled"])))
+    assert batch.layers["counts"].dtype == torch.int32
+    assert batch.layers["scaled"].dtype == torch.float64
+
+
+def test_batches_that_are_kept_keep_their_values(adata, path):
+    one = dataset(path, batch_size=4, fetch_factor=2)
+    rows = _batch_rows(one)
+    kept, views, arrays = [], [], []
+    for i, batch in enumerate(one):
+        (kept, views, arrays)[i % 3].append((rows[i], (batch, batch[1:], batch.numpy())[i % 3]))
+        del batch
+    gc.collect()
+    for which, values in [*kept, *((w[1:], v) for w, v in views), *arrays]:
+        np.testing.assert_array_equal(np.asarray(values), adata.X[which].toarray())
+
+
+def test_the_memory_of_dropped_batches_is_used_again(path):
+    one = dataset(path, batch_size=8)
+    addresses = [batch.data_ptr() for batch in one]
+    assert len(set(addresses)) < len(addresses)
+
+
+# --- Batch ------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_a_dict_with_attributes_that_moves_and_pickles_as_one(path):
+    batch = next(iter(dataset(path, obs=["flag"], obsm=["X_pca"])))
+    assert isinstance(batch, Batch)
+    assert isinstance(batch, dict)
+    assert batch.X is batch["X"]
+    assert list(batch) == ["X", "obs", "layers", "obsm", "index"]
+    for moved in (batch.to("cpu"), batch.to("cpu", non_blocking=True), pickle.loads(pickle.dumps(batch))):
+        assert isinstance(moved, Batch)
+        assert torch.equal(moved.X, batch.X)
+        assert torch.equal(moved.obsm["X_pca"], batch.obsm["X_pca"])
+    on_meta = batch.to("meta")
+    assert on_meta.obs["flag"].device.type == "meta"
+    with pytest.raises(AttributeError, match="has X, obs, layers, obsm, index, but no 'labels'"):
+        batch.labels  # noqa: B018
+    assert isinstance(Batch(batch.items()), Batch)
+
+
+# --- Hooks ------------------------------------------------------------------------------------------
+
+
+def test_hooks_run_in_order_and_one_at_a_time(path):
+    running, calls = threading.Lock(), []
+
+    def hook(name, function):
+        def call(*arguments):
+            assert running.acquire(blocking=False), "two hooks at once"
+            try:
+                calls.append(name)
+                return function(*arguments)
+            finally:
+                running.release()
+
+        return call
+
+    one = dataset(
+        path,
+        fetch_callback=hook("fetch_callback", lambda data, rows: (np.diff(rows) >= 0).all() and data[rows]),
+        fetch_transform=hook("fetch_transform", lambda adata: adata.X.toarray()),
+        batch_callback=hook("batch_callback", lambda values, positions: values[positions]),
+        batch_transform=hook("batch_transform", torch.from_numpy),
+        prefetch=3,
+    )
+    batches = list(one)
+    assert sum(map(len, batches)) == N_OBS
+    assert calls[:2] == ["fetch_callback", "fetch_transform"]
+    assert calls.count("fetch_callback") == calls.count("fetch_transform") == one.plan(0).n_fetches
+    assert calls.count("batch_callback") == calls.count("batch_transform") == len(one)
+
+
+def test_without_a_fetch_callback_hooks_get_an_anndata(adata, path):
+    for batch in dataset(path, batch_transform=lambda batch: batch):
+        assert isinstance(batch, ad.AnnData)
+        np.testing.assert_array_equal(dense(batch.X), adata[batch.obs_names].X.toarray())
+
+
+def test_an_error_in_a_batch_hook_says_in_which_batch(path):
+    def broken(batch):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        list(dataset(path, batch_transform=broken))
+    assert caught.value.__notes__ == ["in batch 0 of 13 (epoch 0, rank 0 of 1)"]
+
+
+def test_an_error_in_a_fetch_reaches_the_loop_with_file_fetch_and_rows(path):
+    def broken(data, rows):
+        if 150 in rows:
+            raise ZeroDivisionError("mine")
+        return data[rows].X.toarray()
+
+    one = dataset(path, strategy=Streaming(), fetch_callback=broken)
+    before: list[object] = []
+    with pytest.raises(
+        FetchError, match=r"fetch 3 of 5 \(epoch 0, rank 0, 48 rows from 144 to 191\) of atlas"
+    ) as caught:
+        before.extend(one)
+    assert len(before) == 9  # all of the fetches before
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_damaged_matrix_is_named_in_the_loop(tmp_path):
+    import h5py
+
+    path = write_store(make_adata(N_OBS), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file:
+        file["X/indices"][500] = 10_000
+    with pytest.raises(CorruptDataError, match=r"atlas\.h5ad:/X/indices: row \d+ has a column outside") as caught:
+        list(dataset(path))
+    assert any("of 13 (epoch 0, rank 0 of 1)" in note for note in caught.value.__notes__)
+
+
+# --- Leaving early ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["break", "close", "exception", "drop"])
+def test_however_the_loop_ends_no_thread_stays(path, how):
+    before = set(threading.enumerate())
+    one = dataset(path, batch_size=2, fetch_factor=2, scheduler="threads")
+    iterator = iter(one)
+    next(iterator)
+    if how == "break":
+        for _ in one:
+            break
+    elif how == "exception":
+        with pytest.raises(ZeroDivisionError):
+            _divide_by_zero(one)
+    iterator.close()
+    del iterator
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)
+    assert set(threading.enumerate()) == before
+
+
+def _divide_by_zero(batches) -> None:
+    for batch in batches:
+        batch.shape[0] // 0
+
+
+LEAVING = """
+import os, signal, sys, threading
+import numpy as np
+import dasksc
+dataset = dasksc.scDataset(sys.argv[1], dasksc.BlockShuffling(4), batch_size=2, fetch_factor=2, seed=0)
+iterator = iter(dataset)
+next(iterator)
+if sys.argv[2] == "interrupt":
+    try:
+        for i, batch in enumerate(dataset):
+            if i == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(len(list(dataset)), len(dataset))
+print(dataset._counter._path)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "interrupt"])
+def test_an_interpreter_can_end_in_the_middle_of_an_epoch(path, how):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, str(path), how],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    *lines, counter = done.stdout.splitlines()
+    assert not os.path.exists(counter)
+    if how == "interrupt":
+        assert lines == ["interrupted", "102 102"]
+
+
+# --- Lengths, epochs and accounts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("equal_ranks", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+def test_len_is_what_is_yielded_on_every_rank(path, world_size, equal_ranks, drop_last):
+    for rank in range(world_size):
+        one = dataset(
+            path,
+            rank=rank,
+            world_size=world_size,
+            equal_ranks=equal_ranks,
+            drop_last=drop_last,
+            scheduler="synchronous",
+        )
+        assert len(list(one)) == len(one)
+
+
+def test_stats_add_up(path):
+    one = dataset(path, rank=0, world_size=2)
+    n_rows = sum(len(batch) for batch in one)
+    stats = one.stats()
+    assert stats["n_rows"] == n_rows == 102
+    assert stats["n_batches"] == len(one)
+    assert (stats["epoch"], stats["n_padded"], stats["n_dropped"]) == (0, 1, 0)
+    assert 0 <= stats["wait_share"] <= 1
+    assert 0 <= stats["wait_s"] <= stats["elapsed_s"]
+    assert stats["rows_per_s"] == pytest.approx(n_rows / stats["elapsed_s"])
+
+
+def test_progress_shows_a_bar_that_counts_batches(path, capfd):
+    one = dataset(path, progress=True)
+    list(one)
+    shown = capfd.readouterr().err
+    assert "epoch 0" in shown
+    assert "13/13" in shown
+    assert "waited" in shown
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
+    one = dataset(path, layout=layout, genes=["gene2", "gene5"], rank=1, world_size=2)
+    array = one.to_dask()
+    assert array.shape == (one.plan(0).n_rank_rows, 2)
+    assert array.chunks[0] == (48, 48, 6)
+    computed = array.compute()
+    assert sp.issparse(computed) is (layout == "csr")
+    expected = np.concatenate([batch.to_dense().numpy() for batch in one])
+    np.testing.assert_array_equal(dense(computed), expected)
+    assert array.dtype == expected.dtype
+
+
+def test_fetch_factor_none_fits_the_memory_limit(path):
+    small = dataset(path, fetch_factor=None, memory_limit="200kB")
+    large = dataset(path, fetch_factor=None, memory_limit="2MB")
+    assert 1 <= small.fetch_factor < large.fetch_factor
+    assert small.projected_bytes <= 200_000
+    assert large.projected_bytes <= 2_000_000
+    assert sum(len(batch) for batch in large) == N_OBS
+
+
+def test_a_data_set_can_be_asked_for_a_few_batches_and_then_for_an_epoch(path):
+    one = dataset(path)
+    first = [batch.clone() for batch in islice(one, 2)]
+    assert len(first) == 2
+    assert len(list(one)) == len(one)
+
+
+# --- Laziness ---------------------------------------------------------------------------------------
+
+
+def test_nothing_of_x_is_read_before_the_first_batch_and_then_only_its_fetch(path, monkeypatch):
+    from dasksc.storage.matrices import CSRMatrix
+
+    fetches = []
+    fetch = CSRMatrix.fetch
+
+    def recorded(self, rows):
+        fetches.append((self.label, len(rows)))
+        return fetch(self, rows)
+
+    monkeypatch.setattr(CSRMatrix, "fetch", recorded)
+    adata = dasksc.open(path)
+    one = scDataset(adata, BlockShuffling(4), batch_size=16, fetch_factor=3, seed=1, scheduler="synchronous")
+    assert len(one) == 13
+    assert fetches == []
+    iterator = iter(one)
+    next(iterator)
+    assert fetches == [(f"{path}:/X", 48)]
+    list(islice(iterator, 2))
+    assert len(fetches) == 1
+    next(iterator)
+    assert len(fetches) == 2
+    iterator.close()
+
+
+def test_a_world_that_changes_after_it_was_settled_is_an_error(path, monkeypatch):
+    one = dataset(path)
+    assert len(one) == 13
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(dasksc.InputError, match="settled as rank 0 of 1"):
+        next(iter(one))
+
+
+def test_the_environment_says_which_rank_this_is(path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one = dataset(path)
+    assert (one.rank, one.world_size) == (1, 2)
+    alone = dataset(path, rank=0, world_size=1)
+    assert (alone.rank, alone.world_size) == (0, 1)
+    with pytest.raises(dasksc.InputError, match="Pass seed="):
+        len(dataset(path, seed=None))
