@@ -865,7 +865,7 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
         wanted = np.flatnonzero(wanted)
     elif not np.issubdtype(wanted.dtype, np.integer):
         position = {name: i for i, name in enumerate(var_names)}
-        wanted = np.array([position[_known("var_names", name, position)] for name in wanted], dtype=np.int64)
+        wanted = np.array([position[_known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64)
     if not len(wanted):
         raise InputError("genes leave no column; give at least one")
     return Columns(wanted.astype(np.int64), n_vars)

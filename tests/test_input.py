@@ -1,0 +1,173 @@
+"""Bad input: a clear error before any data moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import dasksc
+from dasksc import (
+    BlockShuffling,
+    BlockWeightedSampling,
+    ClassBalancedSampling,
+    CorruptDataError,
+    InputError,
+    MissingKeyError,
+    MissingPathError,
+    StorageError,
+    Streaming,
+    scDataset,
+)
+from tests.data import make_adata, write_store
+from tests.recorders import recorded_reads
+
+N_OBS = 60
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+def refuse(error, match, data, strategy=None, batch_size=8, **options):
+    """Making the data set raises `error`, reading nothing of any matrix."""
+    with recorded_reads() as reads, pytest.raises(error, match=match):
+        scDataset(data, strategy or Streaming(), batch_size, seed=0, **options)
+    assert not reads.of("X/")
+    assert not reads.of("layers/")
+
+
+def test_a_missing_path(path):
+    refuse(MissingPathError, r"nothing at .*missing\.h5ad", path.with_name("missing.h5ad"))
+
+
+def test_a_misspelt_path_is_told_what_lies_near(path):
+    refuse(MissingPathError, "near it: atlas.h5ad", path.with_name("atlass.h5ad"))
+
+
+def test_a_directory_that_is_no_store(tmp_path):
+    refuse(StorageError, "not a Zarr group", tmp_path)
+
+
+def test_a_truncated_file(path, tmp_path):
+    truncated = tmp_path / "truncated.h5ad"
+    truncated.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refuse(CorruptDataError, "truncated", truncated)
+
+
+def test_a_file_of_another_kind(tmp_path):
+    table = tmp_path / "cells.csv"
+    table.write_text("a,b\n1,2\n")
+    refuse(StorageError, "not an HDF5 file", table)
+
+
+def test_an_object_without_a_length():
+    refuse(InputError, "no len", iter([1, 2]))
+
+
+@pytest.mark.parametrize("name", ["batch_size", "fetch_factor", "prefetch"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
+def test_sizes_that_are_no_whole_numbers(path, name, value):
+    refuse(InputError, f"{name} must be a whole number of at least 1; got {value!r}", path, **{name: value})
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, 2**64])
+def test_seeds_out_of_range(path, seed):
+    with pytest.raises(InputError, match=r"seed must be a whole number in \[0, 2\*\*64\)"):
+        scDataset(path, Streaming(), 8, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"obs": ["cell_typ"]}, "cell_type"),
+        ({"layers": ["count"]}, "layers has no 'count'; did you mean 'counts'"),
+        ({"obsm": ["pca"]}, "obsm has no 'pca'"),
+        ({"genes": ["gene0", "gen1"]}, "var_names has no 'gen1'; did you mean 'gene1"),
+        ({"strategy": ClassBalancedSampling(label_key="celltype")}, "cell_type"),
+    ],
+)
+def test_names_that_the_data_does_not_have(path, options, match):
+    refuse(MissingKeyError, match, path, **options)
+
+
+@pytest.mark.parametrize("name", ["obs", "layers", "obsm", "genes"])
+def test_a_string_where_a_list_belongs(path, name):
+    refuse(InputError, rf"{name}='flag' is a string; give a list", path, **{name: "flag"})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"layout": "coo"}, "layout must be 'dense' or 'csr'"),
+        ({"dtype": "str"}, "dtype='str'"),
+        ({"dtype": "float99"}, "dtype='float99'"),
+        ({"scheduler": "processes"}, "scheduler='processes'"),
+        ({"genes": np.ones(3, dtype=bool)}, r"mask of shape \(3,\) for 17 columns"),
+        ({"genes": []}, "genes leave no column"),
+        ({"genes": [0, 0]}, "twice"),
+        ({"genes": [99]}, r"\[0, 17\)"),
+        ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
+        ({"memory_limit": "1kB", "fetch_factor": None}, "memory_limit=1000 bytes cannot hold batches of 8 rows"),
+        ({"fetch_transform": 3}, "fetch_transform must be callable"),
+        ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks say"),
+        ({"rank": 2, "world_size": 2}, r"rank must lie in \[0, world_size\)"),
+        ({"rank": 0, "world_size": 0}, "world_size=0"),
+        ({"rank": "0", "world_size": 1}, "rank must be a whole number"),
+    ],
+)
+def test_options_that_make_no_sense(path, options, match):
+    refuse(InputError, match, path, **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "match"),
+    [
+        (lambda: BlockShuffling(0), "block_size must be a whole number"),
+        (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights has 59 entries; expected 60"),
+        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; that of row 0 is not"),
+        (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "positive, finite sum; it is 0.0"),
+        (lambda: BlockWeightedSampling(weights=np.full(N_OBS, np.nan)), "finite"),
+        (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "only 60 have a positive weight"),
+        (lambda: ClassBalancedSampling(np.zeros(7)), "labels has 7 entries; expected 60"),
+        (lambda: ClassBalancedSampling(np.zeros(N_OBS), smoothing=2), r"smoothing must lie in \[0, 1\]; got 2"),
+        (lambda: ClassBalancedSampling(), "give either labels="),
+        (lambda: Streaming(indices=[0, N_OBS]), "indices hold 60, but the collection has rows 0 to 59"),
+        (lambda: Streaming(indices=np.ones(3, dtype=bool)), "boolean mask of 3 entries"),
+        (lambda: Streaming(indices=[0.5]), "row numbers, a slice or a boolean mask"),
+    ],
+)
+def test_strategies_that_do_not_fit(path, strategy, match):
+    with recorded_reads() as reads, pytest.raises(InputError, match=match):
+        scDataset(path, strategy(), 8, seed=0)
+    assert not reads.of("X/")
+
+
+def test_a_strategy_that_is_none(path):
+    with pytest.raises(InputError, match="such as dasksc.BlockShuffling"):
+        scDataset(path, "shuffle", 8)
+
+
+def test_an_anndata_without_x():
+    adata = make_adata(N_OBS)
+    adata.X = None
+    with pytest.raises(InputError, match="no X"):
+        scDataset(adata, Streaming(), 8)
+
+
+def test_columns_of_a_collection_that_is_read_by_indexing():
+    refuse(InputError, "obs= cannot be used here: a ndarray is read by indexing", np.ones((9, 2)), obs=["cell_type"])
+
+
+def test_mapping_cannot_be_switched_off_after_opening(path):
+    refuse(InputError, "give it to dasksc.open", dasksc.open(path), mmap=False)
+    one = scDataset(dasksc.open(path, mmap=False), Streaming(), 8, seed=0)
+    assert sum(map(len, one)) == N_OBS
+
+
+def test_errors_are_of_the_builtin_kinds_too():
+    assert issubclass(InputError, ValueError)
+    assert issubclass(MissingKeyError, KeyError)
+    assert issubclass(MissingPathError, FileNotFoundError)
+    assert issubclass(dasksc.FetchError, RuntimeError)
+    assert str(MissingKeyError("a sentence")) == "a sentence"

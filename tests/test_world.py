@@ -1,0 +1,81 @@
+"""Which rank this is."""
+
+from __future__ import annotations
+
+import pytest
+
+from dasksc import InputError, World
+
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
+    *("MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_NTASKS_PER_NODE", "MASTER_ADDR"),
+)
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "world_size", "local"),
+    [
+        # Nothing set: alone.
+        ({}, 0, 1, 1),
+        # torchrun, two nodes of two.
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 3, 4, 2),
+        # Half of what torchrun sets is not torchrun.
+        ({"RANK": "3"}, 0, 1, 1),
+        # mpirun of Open MPI.
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            *(1, 2, 2),
+        ),
+        # mpirun of MPICH and Intel MPI.
+        ({"PMI_RANK": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}, 1, 8, 4),
+        # horovodrun, which may use mpirun underneath.
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}, 1, 2, 1),
+        # srun.
+        (SLURM, 3, 4, 1),
+        # One task of an sbatch script: no rank of anything.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 0, 1, 1),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 0, 1, 1),
+        # srun torchrun: torchrun started this process.
+        ({**SLURM, "RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 0, 16, 4),
+        # Kubeflow sets its own, mpirun inside it another: the first of the list wins.
+        ({"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "5"}, 1, 2, 1),
+        # Spawned by hand on one machine.
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, 1, 2, 2),
+    ],
+)
+def test_launchers_are_known_by_what_they_set(monkeypatch, environment, rank, world_size, local):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    world = World.detect()
+    assert (world.rank, world.world_size, world.local_world_size) == (rank, world_size, local)
+
+
+def test_arguments_win_and_can_opt_out(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert World.detect(0, 1).world_size == 1
+    assert (World.detect(rank=1).rank, World.detect(rank=1).world_size) == (1, 4)
+    assert World.detect(world_size=8).rank == 3
+
+
+def test_what_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="RANK='first' and WORLD_SIZE='4' must be whole numbers"):
+        World.detect()
+
+
+def test_a_rank_beyond_the_world_names_where_it_came_from(monkeypatch):
+    monkeypatch.setenv("RANK", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match=r"rank=4 and world_size=4 \(from RANK/WORLD_SIZE\)"):
+        World.detect()
