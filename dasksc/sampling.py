@@ -129,11 +129,25 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The rows a strategy may draw: a range, or a sorted array."""
+    """The rows a strategy may draw: a range, or a sorted array.
+
+    Parameters
+    ----------
+    n
+        How many.
+    start
+        The first row of a range.
+    array
+        The rows in ascending order, shape (n,), int64; None for a range.
+    given
+        Which of the entries the user gave each candidate was, shape (n,), int64; None if they were
+        given in ascending order.
+    """
 
     n: int
     start: int = 0
     array: _Int64s | None = None
+    given: _Int64s | None = None
 
     @classmethod
     def of(cls, indices: Any, n_obs: int) -> Candidates:
@@ -161,23 +175,38 @@ class Candidates:
             array = _EMPTY_INTS
         elif not np.issubdtype(array.dtype, np.integer):
             raise InputError(f"indices must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
-        rows = np.sort(array).astype(np.int64, copy=False)
-        if len(rows) and (rows[0] < 0 or rows[-1] >= n_obs):
-            wrong = rows[0] if rows[0] < 0 else rows[-1]
+        given = None
+        if np.any(array[1:] < array[:-1]):
+            given = np.argsort(array, kind="stable")
+            array = array[given]
+        if len(array) and (array[0] < 0 or array[-1] >= n_obs):
+            wrong = array[0] if array[0] < 0 else array[-1]
             raise InputError(f"indices hold {wrong}, but the collection has rows 0 to {n_obs - 1}")
-        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and np.all(np.diff(rows) == 1):
-            return cls(n=len(rows), start=int(rows[0]))
+        if len(array) and int(array[-1]) - int(array[0]) == len(array) - 1 and np.all(array[1:] > array[:-1]):
+            return cls(n=len(array), start=int(array[0]), given=given)
+        rows = array.astype(np.int64)
         rows.flags.writeable = False
-        return cls(n=len(rows), array=rows)
+        return cls(n=len(rows), array=rows, given=given)
 
-    @property
-    def lookup(self) -> _Int64s:
-        """The row of each candidate as the kernels want it: empty for all rows from 0."""
-        if self.array is not None:
-            return self.array
-        if self.start == 0:
-            return _EMPTY_INTS
-        return np.arange(self.start, self.start + self.n, dtype=np.int64)
+    def entries(self, name: str, values: NDArray[Any], n_obs: int) -> tuple[NDArray[Any], _Int64s]:
+        """Return `values`, one per row of the collection or per entry given, as the kernels want them.
+
+        Returns
+        -------
+        values, lookup
+            Candidate i's value is ``values[lookup[i]]``, or ``values[i]`` where `lookup` is empty. Copies
+            only values given in another order than the rows'.
+        """
+        if len(values) == n_obs:
+            if self.array is None:
+                return values[self.start : self.start + self.n], _EMPTY_INTS
+            return values, self.array
+        if len(values) == self.n:
+            return (values if self.given is None else values[self.given]), _EMPTY_INTS
+        expected = f"{n_obs} (one per row)"
+        if self.n != n_obs:
+            expected += f" or {self.n} (one per entry of indices)"
+        raise InputError(f"{name} has {len(values)} entries; expected {expected}")
 
     def rows(self, positions: _Int64s) -> _Int64s:
         """Return the row number of each candidate position."""
@@ -692,7 +721,10 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
         raise InputError(
             f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
         )
-    return UserSampler(strategy, collection, n_obs, int(strategy.get_len(collection)))
+    n_rows = strategy.get_len(collection)
+    if isinstance(n_rows, bool) or not isinstance(n_rows, (int, np.integer)) or n_rows < 0:
+        raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
+    return UserSampler(strategy, collection, n_obs, int(n_rows))
 
 
 def _positive(name: str, value: Any) -> int:
@@ -756,18 +788,6 @@ class BlockShuffling(_BuiltIn):
         return RowSampler(candidates, self.block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
 
 
-def _per_candidate(name: str, values: NDArray[Any], candidates: Candidates, n_obs: int) -> _Int64s:
-    """Return where each candidate's entry of `values` is, empty for entry i being candidate i's."""
-    if len(values) == n_obs:
-        return candidates.lookup
-    if len(values) == candidates.n:
-        return _EMPTY_INTS
-    expected = f"{n_obs} (one per row)"
-    if candidates.n != n_obs:
-        expected += f" or {candidates.n} (one per entry of indices)"
-    raise InputError(f"{name} has {len(values)} entries; expected {expected}")
-
-
 def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:
     _positive("block_size", strategy.block_size)
     if strategy.total_size is not None:
@@ -789,7 +809,8 @@ class BlockWeightedSampling(_BuiltIn):
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     weights
-        One weight per row of the collection, or per entry of (sorted) `indices`; any scale. None: equal.
+        One weight per row of the collection, or per entry of `indices`, in their order; any scale. None:
+        equal.
     total_size
         Draws of an epoch, over all ranks. Default: as many as there are rows to draw from.
     replace
@@ -831,8 +852,8 @@ class BlockWeightedSampling(_BuiltIn):
         if self.weights is None:
             weights = Weights(_EMPTY_FLOATS, _EMPTY_FLOATS, _EMPTY_INTS)
         else:
-            lookup = _per_candidate("weights", self.weights, candidates, n_obs)
-            weights = Weights(self.weights, _EMPTY_FLOATS, lookup)
+            values, lookup = candidates.entries("weights", self.weights, n_obs)
+            weights = Weights(values, _EMPTY_FLOATS, lookup)
         return _weighted(self, candidates, weights)
 
 
@@ -859,8 +880,8 @@ class ClassBalancedSampling(_BuiltIn):
     Parameters
     ----------
     labels
-        A label per row of the collection, or per entry of (sorted) `indices`: an array, a pandas Series
-        or Categorical. Integers are taken as codes, -1 for none.
+        A label per row of the collection, or per entry of `indices`, in their order: an array, a pandas
+        Series or Categorical. Integers are taken as codes, -1 for none.
     block_size
         Draws of a block.
     indices
@@ -912,7 +933,7 @@ class ClassBalancedSampling(_BuiltIn):
         """See `bind`."""
         candidates = Candidates.of(self.indices, n_obs)
         codes, names = _encode(self.labels if self.label_key is None else labels_of(self.label_key))
-        lookup = _per_candidate("labels", codes, candidates, n_obs)
+        codes, lookup = candidates.entries("labels", codes, n_obs)
         counts = np.zeros(len(names), dtype=np.int64)
         missing = draw_kernels.count_codes(candidates.n, codes, lookup, counts)
         if missing:

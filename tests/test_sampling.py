@@ -1,0 +1,591 @@
+"""What the strategies draw, and what they refuse.
+
+Statistical tests have fixed seeds, so they always give the same answer; `ERROR` is the chance that a
+perfect generator would have failed one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import permutations
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+
+import dasksc
+from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, MissingKeyError, Streaming
+from dasksc.sampling import BlockOrder, Purpose, Sampler, bind, epoch_keys
+
+ERROR = 1e-4
+
+
+def sampler_of(strategy: dasksc.SamplingStrategy, n: int, obs: Any = None) -> Sampler:
+    return bind(strategy, range(n), n, lambda key: obs[key])
+
+
+def rows_of(strategy: dasksc.SamplingStrategy, n: int, seed: int = 0, epoch: int = 0) -> NDArray[np.int64]:
+    sampler = sampler_of(strategy, n)
+    return sampler.draw(seed, epoch).rows(np.arange(sampler.n_rows, dtype=np.int64))
+
+
+def counts_of(strategy: dasksc.SamplingStrategy, n: int, n_epochs: int = 1) -> NDArray[np.int64]:
+    """How often each row is drawn."""
+    return sum((np.bincount(rows_of(strategy, n, epoch=e), minlength=n) for e in range(n_epochs)), np.zeros(n, int))
+
+
+def assert_drawn_by(counts: NDArray[np.int64], weights: Any) -> None:
+    """Chi-square of counts against weights; rows that few draws are expected of are put together."""
+    weights = np.asarray(weights, dtype=float)
+    possible = np.flatnonzero(weights)
+    assert not np.delete(counts, possible).any()
+    possible = possible[np.argsort(weights[possible])]
+    expected = weights[possible] / weights.sum() * counts.sum()
+    # Bins of at least ten expected draws; what is short at the end joins the last.
+    bins = np.unique(np.floor(np.cumsum(expected) / 10), return_inverse=True)[1]
+    observed, expected = np.bincount(bins, counts[possible]), np.bincount(bins, expected)
+    few = np.flatnonzero(expected < 5)
+    if len(few):
+        keep = np.setdiff1d(np.arange(len(expected)), few)
+        observed[keep[-1]] += observed[few].sum()
+        expected[keep[-1]] += expected[few].sum()
+        observed, expected = observed[keep], expected[keep]
+    assert observed.sum() == counts.sum()
+    if len(expected) > 1:
+        assert stats.chisquare(observed, expected).pvalue > ERROR
+
+
+# --- Draws by weight --------------------------------------------------------------------------------
+
+WEIGHTS = {
+    "equal": np.ones(1000),
+    "integers": np.arange(1, 301),
+    "booleans": np.arange(300) % 3 == 0,
+    "float32": np.linspace(0, 1, 500, dtype=np.float32),
+    "many zeros": np.where(np.arange(2000) % 97 == 0, 1.0, 0.0),
+    "zeros at the ends": np.concatenate([np.zeros(100), np.ones(50), np.zeros(100)]),
+    "one huge weight": np.where(np.arange(1000) == 700, 1e6, 1.0),
+    "one huge weight at the end": np.where(np.arange(1000) == 999, 1e3, 1.0),
+    "only one weight": np.where(np.arange(1000) == 63, 3.0, 0.0),
+    "denormal": np.arange(1, 200) * 5e-324,
+    "from denormal to large": np.repeat([5e-324, 1e-300, 1.0, 2.0], 60),
+    "large": np.full(100, 1e306),
+    "one row": np.array([0.25]),
+    "64 rows": np.arange(64) + 1.0,
+    "65 rows": np.arange(65) + 1.0,
+}
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_rows_are_drawn_in_proportion_to_their_weights(name: str, block_size: int) -> None:
+    weights = WEIGHTS[name]
+    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=60_000)
+    assert_drawn_by(counts_of(strategy, len(weights)), weights)
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_a_small_epoch_is_drawn_by_weight_too(block_size: int) -> None:
+    # Fewer draws than segments of rows: over many epochs each row has its share.
+    weights = np.arange(1000) % 7
+    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=5)
+    assert_drawn_by(counts_of(strategy, 1000, n_epochs=4000), weights)
+
+
+def test_draws_with_replacement_are_independent() -> None:
+    # Both draws of an epoch of two: every pair of four rows by the product of their weights.
+    weights = np.array([1.0, 2.0, 3.0, 4.0])
+    pairs = np.zeros((4, 4))
+    for epoch in range(6000):
+        low, high = np.sort(rows_of(BlockWeightedSampling(8, weights=weights, total_size=2), 4, epoch=epoch))
+        pairs[low, high] += 1
+    chance = np.outer(weights, weights) / weights.sum() ** 2
+    unordered = np.triu(chance, 1) * 2 + np.diag(np.diag(chance))
+    upper = np.triu_indices(4)
+    assert stats.chisquare(pairs[upper], unordered[upper] * 6000).pvalue > ERROR
+
+
+def test_draws_of_epochs_are_independent() -> None:
+    # Whether two rows are drawn in one epoch and in the next: no association.
+    weights = np.ones(200)
+    drawn = [
+        np.bincount(rows_of(BlockWeightedSampling(8, weights=weights), 200, epoch=epoch), minlength=200) > 0
+        for epoch in range(200)
+    ]
+    before, after = np.concatenate(drawn[:-1]), np.concatenate(drawn[1:])
+    table = np.bincount(before * 2 + after, minlength=4).reshape(2, 2)
+    assert stats.chi2_contingency(table).pvalue > ERROR
+
+
+def test_draws_stand_in_storage_order_when_they_are_read_in_blocks() -> None:
+    for strategy in (
+        BlockWeightedSampling(8, weights=np.arange(1000.0)),
+        BlockWeightedSampling(8, weights=np.where(np.arange(1000) == 5, 1e4, 1.0), total_size=5000),
+        BlockWeightedSampling(8, weights=np.arange(1000.0), total_size=300, replace=False),
+        BlockWeightedSampling(8, weights=np.arange(1000.0), total_size=300, replace=False, sampling_size=50),
+        ClassBalancedSampling(np.arange(1000) % 3, 8),
+        ClassBalancedSampling(np.arange(1000) % 3, 8, replace=False),
+    ):
+        assert np.all(np.diff(rows_of(strategy, 1000)) >= 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 500),
+    total_size=st.integers(1, 3000),
+    heavy=st.floats(0, 1e6),
+    block_size=st.sampled_from([1, 8]),
+    data=st.data(),
+)
+def test_any_draws_are_the_same_asked_for_alone(
+    n: int, total_size: int, heavy: float, block_size: int, data: st.DataObject
+) -> None:
+    weights = np.where(np.arange(n) == n // 2, heavy + 0.5, np.arange(n) % 4 + 0.5)
+    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=total_size)
+    rows = rows_of(strategy, n)
+    wanted = data.draw(st.lists(st.integers(0, total_size - 1), max_size=30))
+    some = sampler_of(strategy, n).draw(0, 0).rows(np.array(wanted, dtype=np.int64))
+    np.testing.assert_array_equal(some, rows[wanted])
+
+
+# --- Without replacement ----------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(1, 400), data=st.data())
+def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> None:
+    weights = np.array(data.draw(st.lists(st.sampled_from([0.0, 5e-324, 1.0, 3.0, 1e300]), min_size=n, max_size=n)))
+    positive = int(np.count_nonzero(weights))
+    total_size = data.draw(st.integers(1, max(1, positive)))
+    strategy = BlockWeightedSampling(8, weights=weights, total_size=total_size, replace=False)
+    if not positive:
+        with pytest.raises(InputError, match="positive, finite sum"):
+            sampler_of(strategy, n)
+        return
+    rows = rows_of(strategy, n)
+    assert len(np.unique(rows)) == len(rows) == total_size
+    assert np.all(weights[rows] > 0)
+
+
+def inclusion(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """Exact chance of each row to be among `size` successive draws without replacement."""
+    chances = np.zeros(len(weights))
+    for order in permutations(np.flatnonzero(weights), size):
+        chance, left = 1.0, weights.sum()
+        for row in order:
+            chance *= weights[row] / left
+            left -= weights[row]
+        chances[list(order)] += chance
+    return chances
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_without_replacement_rows_are_included_with_their_exact_chances(size: int) -> None:
+    weights = np.array([1.0, 2.0, 3.0, 5.0, 0.0, 10.0])
+    n_epochs = 6000
+    strategy = BlockWeightedSampling(8, weights=weights, total_size=size, replace=False)
+    counts = counts_of(strategy, len(weights), n_epochs)
+    chances = inclusion(weights, size)
+    sigma = np.sqrt(np.clip(chances * (1 - chances), 0, None) / n_epochs)
+    z = stats.norm.isf(ERROR / 2 / len(weights))
+    assert np.all(np.abs(counts / n_epochs - chances) <= z * sigma + 1e-12)
+
+
+def test_rounds_draw_without_replacement_inside_each() -> None:
+    weights = np.array([1.0, 2.0, 3.0, 5.0])
+    strategy = BlockWeightedSampling(8, weights=weights, total_size=7, replace=False, sampling_size=3)
+    n_epochs = 3000
+    counts = np.zeros(4)
+    for epoch in range(n_epochs):
+        times = np.bincount(rows_of(strategy, 4, epoch=epoch), minlength=4)
+        assert times.sum() == 7
+        assert times.max() <= 3  # rounds of 3, 3 and 1
+        counts += times
+    chances = 2 * inclusion(weights, 3) + inclusion(weights, 1)
+    # Variances of independent rounds add up.
+    variance = 2 * inclusion(weights, 3) * (1 - inclusion(weights, 3)) + inclusion(weights, 1) * (
+        1 - inclusion(weights, 1)
+    )
+    z = stats.norm.isf(ERROR / 2 / 4)
+    assert np.all(np.abs(counts / n_epochs - chances) <= z * np.sqrt(variance / n_epochs))
+
+
+# --- Classes ----------------------------------------------------------------------------------------
+
+CLASS_SIZES = np.array([1000, 500, 30, 3])
+LABELS = np.repeat(np.arange(4), CLASS_SIZES)
+
+
+def shares(smoothing: float, factors: Any = 1.0) -> NDArray[np.float64]:
+    present = CLASS_SIZES > 0
+    share = ((1 - smoothing) / present.sum() + smoothing * CLASS_SIZES / CLASS_SIZES.sum()) * factors
+    return share / share.sum()
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
+def test_classes_are_drawn_by_the_formula(smoothing: float, block_size: int) -> None:
+    strategy = ClassBalancedSampling(LABELS, block_size, smoothing=smoothing, total_size=40_000)
+    weights = (shares(smoothing) / CLASS_SIZES)[LABELS]
+    counts = counts_of(strategy, len(LABELS))
+    assert_drawn_by(np.bincount(LABELS, counts), shares(smoothing))
+    assert_drawn_by(counts, weights)
+
+
+def test_class_weights_scale_their_classes() -> None:
+    labels = np.array(["B", "T", "NK", "mast"])[LABELS]
+    strategy = ClassBalancedSampling(
+        labels, 8, total_size=40_000, smoothing=0.2, class_weights={"T": 2.0, "mast": 0.5, "NK": 0}
+    )
+    expected = shares(0.2, np.array([1.0, 2.0, 0.0, 0.5]))
+    assert_drawn_by(np.bincount(LABELS, counts_of(strategy, len(LABELS))), expected)
+
+
+def test_a_hundred_thousand_classes_are_balanced() -> None:
+    sizes = 1 + np.arange(100_000) % 3
+    labels = np.repeat(np.arange(100_000), sizes)
+    strategy = ClassBalancedSampling(labels, 8, total_size=1_000_000)
+    per_class = np.bincount(labels, counts_of(strategy, len(labels)), minlength=100_000)
+    assert_drawn_by(per_class, np.ones(100_000))
+
+
+def test_every_rank_draws_the_same_mix() -> None:
+    strategy = ClassBalancedSampling(LABELS, 4, total_size=40_000)
+    plan = dasksc.EpochPlan(sampler=sampler_of(strategy, len(LABELS)), batch_size=50, world_size=4)
+    table = []
+    for rank in range(4):
+        of_rank = plan.of_rank(rank)
+        rows = np.concatenate([of_rank.fetch(k).rows for k in range(of_rank.n_fetches)])
+        table.append(np.bincount(LABELS[rows], minlength=4))
+        assert table[-1].min() > 0
+    # Blocks of four are dealt, and most are of one class: compare counts of blocks.
+    assert stats.chi2_contingency(np.array(table) // 4).pvalue > ERROR
+
+
+def test_without_replacement_each_class_gives_its_exact_share() -> None:
+    rows = rows_of(ClassBalancedSampling(LABELS, 8, replace=False), len(LABELS))
+    assert np.bincount(LABELS[rows]).tolist() == [3, 3, 3, 3]
+    assert len(np.unique(rows)) == 12
+    rows = rows_of(ClassBalancedSampling(LABELS, 8, replace=False, total_size=10), len(LABELS))
+    assert sorted(np.bincount(LABELS[rows])) == [2, 2, 3, 3]
+    rows = rows_of(ClassBalancedSampling(LABELS, 8, replace=False, smoothing=1.0), len(LABELS))
+    assert np.bincount(LABELS[rows]).tolist() == CLASS_SIZES.tolist()
+
+
+def test_without_replacement_every_row_of_a_class_is_as_likely() -> None:
+    labels = np.repeat([0, 1], [20, 5])
+    counts = counts_of(ClassBalancedSampling(labels, 8, replace=False, total_size=6), 25, n_epochs=4000)
+    # Inclusion with chances 3/20 and 3/5, negatively correlated: chi-square against counts is conservative.
+    assert stats.chisquare(counts[:20]).pvalue > ERROR
+    assert stats.chisquare(counts[20:]).pvalue > ERROR
+    assert counts[:20].sum() == counts[20:].sum() == 3 * 4000
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.array(["b", "a", None, "b", "c", None], dtype=object),
+        pd.Categorical(["b", "a", None, "b", "c", None], categories=["c", "unused", "b", "a"]),
+        pd.Series(["b", "a", None, "b", "c", None], dtype="category"),
+        pd.Series(["b", "a", None, "b", "c", None]),
+        pd.Series(["b", "a", None, "b", "c", None], dtype="string"),
+        np.array([1, 0, -1, 1, 2, -1], dtype=np.int8),
+        np.array([1.5, 0.5, np.nan, 1.5, 2.5, np.nan]),
+    ],
+    ids=["objects", "categorical", "series of categories", "series", "strings", "codes", "floats"],
+)
+def test_labels_of_any_kind_balance_and_missing_ones_are_not_drawn(labels: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "dasksc.sampling"):
+        counts = counts_of(ClassBalancedSampling(labels, 8, total_size=30_000), 6)
+    assert "2 of 6 rows have no label" in caplog.text
+    assert_drawn_by(counts, [0.5, 1, 0, 0.5, 1, 0])
+
+
+def test_labels_can_be_named_or_given_as_a_lazy_array() -> None:
+    import dask.array as da
+
+    labels = np.array(["a", "b", "b", "b"])
+    obs = {"cell_type": pd.Series(labels)}
+    named = sampler_of(ClassBalancedSampling(label_key="cell_type", block_size=8), 4, obs)
+    given_ = sampler_of(ClassBalancedSampling(labels, 8), 4)
+    lazy = sampler_of(ClassBalancedSampling(da.from_array(labels, chunks=3), 8), 4)
+    positions = np.arange(4, dtype=np.int64)
+    for sampler in (named, lazy):
+        assert sampler.digest() == given_.digest()
+        np.testing.assert_array_equal(sampler.draw(3, 1).rows(positions), given_.draw(3, 1).rows(positions))
+
+
+# --- Rows to draw from ------------------------------------------------------------------------------
+
+MASK = np.arange(30) % 4 == 1
+SUBSETS: dict[str, tuple[Any, list[int]]] = {
+    "all": (None, list(range(30))),
+    "a slice": (slice(5, 20), list(range(5, 20))),
+    "a slice from the end": (slice(-5, None), list(range(25, 30))),
+    "a slice with steps": (slice(3, 25, 4), list(range(3, 25, 4))),
+    "a slice backwards": (slice(None, None, -3), list(range(2, 30, 3))),
+    "a range": (range(4, 9), list(range(4, 9))),
+    "a range backwards": (range(9, 4, -2), [5, 7, 9]),
+    "a mask": (MASK, np.flatnonzero(MASK).tolist()),
+    "a mask of a run": (np.arange(30) > 20, list(range(21, 30))),
+    "sorted": (np.array([2, 3, 17], dtype=np.int32), [2, 3, 17]),
+    "unsorted": ([17, 3, 29, 0], [0, 3, 17, 29]),
+    "unsigned": (np.array([9, 1], dtype=np.uint64), [1, 9]),
+    "repeated": ([4, 4, 5], [4, 4, 5]),
+    "a series": (pd.Series([3, 1]), [1, 3]),
+    "nothing": ([], []),
+    "an empty slice": (slice(5, 5), []),
+}
+
+
+@pytest.mark.parametrize("name", SUBSETS)
+def test_indices_say_which_rows_are_drawn(name: str) -> None:
+    indices, expected = SUBSETS[name]
+    assert rows_of(Streaming(indices), 30).tolist() == expected
+    assert np.sort(rows_of(BlockShuffling(4, indices=indices), 30)).tolist() == expected
+    if expected:
+        drawn = set(rows_of(BlockWeightedSampling(8, indices=indices, total_size=2000), 30).tolist())
+        assert drawn == set(expected)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, expected) in SUBSETS.items() if expected])
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_weights_and_labels_may_be_given_for_all_rows_or_for_those_drawn_from(name: str, block_size: int) -> None:
+    indices, expected = SUBSETS[name]
+    full = np.arange(30) % 5 + 1.0
+    given_rows = np.arange(30)[indices] if indices is not None else np.arange(30)
+    weights = np.bincount(expected, minlength=30) * full
+    for entries in (full, full[given_rows]):
+        strategy = BlockWeightedSampling(block_size, indices=indices, weights=entries, total_size=20_000)
+        assert_drawn_by(counts_of(strategy, 30), weights)
+    labels = np.arange(30) // 10
+    wanted = np.bincount(expected, minlength=30) / np.maximum(1, np.bincount(labels[expected], minlength=3))[labels]
+    for entries in (labels, labels[given_rows]):
+        strategy_ = ClassBalancedSampling(entries, block_size, indices=indices, total_size=20_000)
+        assert_drawn_by(counts_of(strategy_, 30), wanted)
+
+
+def test_contiguous_rows_are_kept_as_a_range() -> None:
+    for indices in (None, slice(5, 500), np.arange(5, 500), range(5, 500), np.arange(1000) > 400):
+        sampler: Any = sampler_of(BlockShuffling(8, indices=indices), 1000)
+        assert sampler.candidates.array is None
+
+
+# --- Orders and keys --------------------------------------------------------------------------------
+
+
+def test_orders_up_to_65536_blocks_are_tables_and_larger_ones_need_no_memory() -> None:
+    assert len(BlockOrder.shuffled(65_536, 0, 0).table) == 65_536
+    assert len(BlockOrder.shuffled(65_537, 0, 0).table) == 0
+    assert len(BlockOrder.shuffled(10**15, 0, 0).table) == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 1023, 1025, 65_535, 65_536, 65_537, 131_073])
+def test_an_order_holds_every_block_once(n: int) -> None:
+    positions = np.arange(n, dtype=np.int64)
+    np.testing.assert_array_equal(np.sort(BlockOrder.shuffled(n, 1, 2).at(positions)), positions)
+    np.testing.assert_array_equal(BlockOrder.storage(n).at(positions), positions)
+
+
+def test_no_two_seeds_and_epochs_share_a_key() -> None:
+    keys = [
+        int(key)
+        for seed in [0, 1, 2, 3, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
+        for epoch in [*range(20), 2**32 - 1]
+        for purpose in Purpose
+        for more in ((), (0,), (1,))
+        for key in epoch_keys(seed, epoch, purpose, *more, n=3)
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+# --- A user's own strategy --------------------------------------------------------------------------
+
+
+class Own(dasksc.SamplingStrategy):
+    def __init__(self, rows: Any, length: int | None = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.length = len(rows) if length is None else length
+
+    def get_len(self, data_collection: Any) -> int:
+        return self.length
+
+    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> Any:
+        return self.rows
+
+
+def test_a_users_strategy_needs_two_methods_only() -> None:
+    assert rows_of(Own([3, 1, 1]), 5).tolist() == [3, 1, 1]
+    assert rows_of(Own([]), 5).tolist() == []
+    with pytest.raises(NotImplementedError, match="SamplingStrategy must define get_len"):
+        sampler_of(dasksc.SamplingStrategy(), 5)
+
+
+def test_a_users_indices_are_kept_sorted() -> None:
+    assert dasksc.SamplingStrategy([3, 1, 2])._indices.tolist() == [1, 2, 3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Own([1, 2], length=3), "Own.get_len promised 3 rows, get_indices returned 2"),
+        (Own([1, 5]), r"Own.get_indices returned rows outside \[0, 5\)"),
+        (Own([-1]), r"Own.get_indices returned rows outside \[0, 5\)"),
+        (Own([0.5]), "Own.get_indices must return row numbers; got float64"),
+        (Own([[1], [2]]), r"Own.get_indices must return row numbers; got int64 of shape \(2, 1\)"),
+        (Own([1], length=-1), "Own.get_len must return a number of rows; got -1"),
+        (Own([1], length="three"), "Own.get_len must return a number of rows; got 'three'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_users_strategy_that_breaks_its_promises_is_named(strategy: Own, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        rows_of(strategy, 5)
+
+
+def test_strategies_can_be_asked_directly() -> None:
+    data = np.zeros((100, 2))
+    strategy = BlockShuffling(8)
+    assert strategy.get_len(data) == 100
+    indices = strategy.get_indices(data, seed=1)
+    np.testing.assert_array_equal(np.sort(indices), np.arange(100))
+    np.testing.assert_array_equal(indices, strategy.get_indices(data, seed=1))
+    assert np.any(indices != strategy.get_indices(data, seed=2))
+    assert np.any(strategy.get_indices(data) != strategy.get_indices(data))
+    rng = np.random.default_rng(0)
+    assert np.any(strategy.get_indices(data, rng=rng) != strategy.get_indices(data, rng=rng))
+    assert (
+        BlockShuffling(8, drop_last=True).get_len(data)
+        == len(BlockShuffling(8, drop_last=True).get_indices(data))
+        == 96
+    )
+    assert Streaming().get_indices(data).tolist() == list(range(100))
+    adata = ad.AnnData(data, obs=pd.DataFrame({"kind": ["a", "b"] * 50}, index=[str(i) for i in range(100)]))
+    assert len(ClassBalancedSampling(label_key="kind").get_indices(adata, seed=0)) == 100
+    with pytest.raises(MissingKeyError, match="label_key='sort' is not a column of obs; it has \\['kind'\\]"):
+        ClassBalancedSampling(label_key="sort").get_len(adata)
+    with pytest.raises(InputError, match="a ndarray has no obs; pass labels="):
+        ClassBalancedSampling(label_key="sort").get_len(data)
+
+
+# --- What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockShuffling(0), "block_size must be a whole number of at least 1; got 0"),
+        (lambda: BlockShuffling(2.5), "block_size must be a whole number"),  # type: ignore[arg-type]
+        (lambda: BlockShuffling(indices=[0, 10]), "indices hold 10, but the collection has rows 0 to 9"),
+        (lambda: BlockShuffling(indices=[-1, 3]), "indices hold -1"),
+        (lambda: BlockShuffling(indices=np.array([2**63], dtype=np.uint64)), "indices hold 9223372036854775808"),
+        (lambda: BlockShuffling(indices=range(5, 12)), "indices hold 11"),
+        (lambda: BlockShuffling(indices=[True, False]), "a boolean mask of 2 entries was given as indices of 10 rows"),
+        (
+            lambda: BlockShuffling(indices=[0.5]),
+            "indices must be row numbers, a slice or a boolean mask; got dtype float64",
+        ),
+        (lambda: BlockShuffling(indices=[[1]]), "indices must be one-dimensional"),
+        (lambda: BlockShuffling(indices=3), "indices must be one-dimensional"),
+        (lambda: BlockWeightedSampling(0), "block_size"),
+        (lambda: BlockWeightedSampling(weights=np.ones(9)), r"weights has 9 entries; expected 10 \(one per row\)"),
+        (
+            lambda: BlockWeightedSampling(weights=np.ones(9), indices=[1, 2]),
+            r"weights has 9 entries; expected 10 \(one per row\) or 2 \(one per entry of indices\)",
+        ),
+        (
+            lambda: BlockWeightedSampling(weights=[-1] + [1] * 9),
+            "weights must be finite and not negative; that of row 0",
+        ),
+        (
+            lambda: BlockWeightedSampling(weights=[1, np.nan], indices=[7, 5]),
+            "weights must be finite and not negative; that of row 5",
+        ),
+        (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "that of row 9"),
+        (lambda: BlockWeightedSampling(weights=np.zeros(10)), "weights must have a positive, finite sum; it is 0"),
+        (lambda: BlockWeightedSampling(weights=np.full(10, 1e308)), "finite sum; it is inf"),
+        (lambda: BlockWeightedSampling(weights=np.ones((10, 1))), "weights must be one number per row"),
+        (lambda: BlockWeightedSampling(weights=["a"] * 10), "weights must be one number per row"),
+        (lambda: BlockWeightedSampling(weights=np.ones(10) * 1j), "weights must be real numbers"),
+        (lambda: BlockWeightedSampling(weights=[], indices=[]), "indices are empty"),
+        (lambda: BlockWeightedSampling(indices=[]), "there are no rows to draw from: indices are empty"),
+        (lambda: BlockWeightedSampling(total_size=0), "total_size must be a whole number"),
+        (lambda: BlockWeightedSampling(sampling_size=0, replace=False), "sampling_size must be a whole number"),
+        (
+            lambda: BlockWeightedSampling(total_size=11, replace=False),
+            "11 rows without replacement were asked for, but only 10 have a positive weight",
+        ),
+        (
+            lambda: BlockWeightedSampling(weights=[1] * 4 + [0] * 6, replace=False, sampling_size=5),
+            "5 rows without replacement were asked for, but only 4 have a positive weight",
+        ),
+        (lambda: ClassBalancedSampling(), "give either labels=, one per row, or label_key="),
+        (lambda: ClassBalancedSampling([1] * 10, label_key="a"), "give either labels="),
+        (lambda: ClassBalancedSampling([]), "labels are empty"),
+        (lambda: ClassBalancedSampling([1, 2]), "labels has 2 entries; expected 10"),
+        (lambda: ClassBalancedSampling(np.ones((10, 2))), "labels must be one per row"),
+        (lambda: ClassBalancedSampling([-1] * 10), "no row to draw from has a label"),
+        (lambda: ClassBalancedSampling([1] * 10, smoothing=1.5), r"smoothing must lie in \[0, 1\]; got 1.5"),
+        (lambda: ClassBalancedSampling([1] * 10, smoothing=-0.1), "smoothing"),
+        (lambda: ClassBalancedSampling([1] * 10, smoothing=float("nan")), "smoothing"),
+        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"b": 1}), "class_weights names 'b'"),
+        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": -1}), "must be finite and not negative; got -1"),
+        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": 0}), "every class present has weight 0"),
+        (
+            lambda: ClassBalancedSampling([0] * 9 + [1], replace=False, total_size=4),
+            "total_size=4 takes 2 rows of class 1, which has 1",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_its_reason(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sampler_of(make(), 10)
+
+
+def test_what_is_no_strategy_is_refused() -> None:
+    with pytest.raises(InputError, match="strategy must be a SamplingStrategy such as dasksc.BlockShuffling"):
+        sampler_of("shuffle", 10)  # type: ignore[arg-type]
+
+
+def test_sampling_size_without_effect_is_said(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "dasksc.sampling"):
+        BlockWeightedSampling(sampling_size=5)
+    assert "sampling_size=5 means nothing with replace=True" in caplog.text
+
+
+# --- Digests ----------------------------------------------------------------------------------------
+
+
+def test_digests_tell_samplers_apart() -> None:
+    strategies = [
+        Streaming(),
+        Streaming(shuffle=True),
+        Streaming(slice(0, 90)),
+        Streaming(slice(1, 91)),
+        BlockShuffling(8),
+        BlockShuffling(9),
+        BlockShuffling(8, drop_last=True),
+        BlockShuffling(8, indices=np.arange(0, 100, 2)),
+        BlockWeightedSampling(8),
+        BlockWeightedSampling(8, total_size=99),
+        BlockWeightedSampling(8, replace=False),
+        BlockWeightedSampling(8, replace=False, sampling_size=10),
+        BlockWeightedSampling(8, weights=np.arange(100)),
+        BlockWeightedSampling(8, weights=np.arange(100) + 1),
+        BlockWeightedSampling(8, weights=np.arange(100, dtype=float)),
+        ClassBalancedSampling(np.arange(100) % 3, 8),
+        ClassBalancedSampling(np.arange(100) % 4, 8),
+        ClassBalancedSampling(np.arange(100) % 3, 8, smoothing=0.5),
+        ClassBalancedSampling(np.arange(100) % 3, 8, replace=False),
+        Own(np.arange(100)),
+        Own(np.arange(99)),
+    ]
+    digests = [sampler_of(strategy, 100).digest() for strategy in strategies]
+    assert len(set(digests)) == len(digests)
+    assert digests == [sampler_of(strategy, 100).digest() for strategy in strategies]
