@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,7 +32,8 @@ class Codec(Protocol):
     def decode(self, data: Any, n_bytes: int) -> Any:
         """Return what `data` decodes to; `n_bytes` is the size of the whole chunk's elements.
 
-        Both are buffers. Any exception means that `data` is corrupt.
+        Both are buffers; what is returned is valid until this thread decodes again. Any exception means
+        that `data` is corrupt.
         """
 
 
@@ -69,7 +72,21 @@ class Numcodec:
 
     def decode(self, data: Any, n_bytes: int) -> Any:
         """Return `data` decoded."""
-        return self._codec.decode(data)
+        if self._codec.codec_id != "blosc" or _blosc_bytes(data) != n_bytes:
+            return self._codec.decode(data)
+        # Memory that this thread has in its caches already, rather than fresh pages for every chunk.
+        scratch = getattr(_THREAD, "scratch", None)
+        if scratch is None or len(scratch) != n_bytes or data is scratch:
+            scratch = _THREAD.scratch = np.empty(n_bytes, dtype=np.uint8)
+        return self._codec.decode(data, out=scratch)
+
+
+_THREAD = threading.local()
+
+
+def _blosc_bytes(data: Any) -> int:
+    """Return how many bytes a Blosc chunk says it decodes to."""
+    return int.from_bytes(memoryview(data)[4:8], "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +186,7 @@ class Chain:
         ValueError
             If it decodes to another number of bytes; codecs raise errors of their own as well.
         """
-        n_bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+        n_bytes = math.prod(shape) * self.dtype.itemsize
         for i in reversed(range(len(self.codecs))):
             if not skipped >> i & 1:
                 data = self.codecs[i].decode(data, n_bytes)

@@ -1,0 +1,453 @@
+"""The readers that do without h5py and zarr-python read what those read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import h5py
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from recorders import recorded_reads
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
+
+from dasksc.errors import CorruptDataError
+from dasksc.storage import Fetched, hdf5_layout, open_matrix, zarr_layout
+from dasksc.storage.arrays import UnknownLayoutError
+from dasksc.storage.files import can_map
+
+DTYPES = ["float32", "float64", "int8", "uint16", "int64", "bool"]
+INDEX_DTYPES = ["int32", "int64", "uint16", "uint32"]
+
+quickly = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@contextmanager
+def slow_readers() -> Iterator[None]:
+    """Open everything through h5py and zarr-python."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnknownLayoutError("it is asked for")
+
+    with mock.patch.object(hdf5_layout, "direct_array", refuse), mock.patch.object(zarr_layout, "direct_array", refuse):
+        yield
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp())
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+class Random:
+    """A random matrix, as the three arrays of CSR or one dense array."""
+
+    def __init__(self, *, shape: tuple[int, int], dtype: str, index_dtype: str, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.shape = shape
+        self.dense = (rng.random(shape) < 0.3) * rng.integers(1, 100, shape)
+        if shape[0] > 3:
+            self.dense[shape[0] // 2] = 0
+        self.dense = self.dense.astype(dtype)
+        rows, columns = np.nonzero(self.dense)
+        self.arrays = {
+            "data": self.dense[rows, columns],
+            "indices": columns.astype(index_dtype),
+            "indptr": np.searchsorted(rows, np.arange(shape[0] + 1)).astype(index_dtype),
+        }
+
+
+randoms = st.builds(
+    Random,
+    shape=st.tuples(st.sampled_from([0, 1, 2, 7, 60]), st.sampled_from([0, 1, 5, 23])),
+    dtype=st.sampled_from(DTYPES),
+    index_dtype=st.sampled_from(INDEX_DTYPES),
+    seed=st.integers(0, 100),
+)
+
+
+def write_h5(path: Path, random: Random, **kwargs: Any) -> None:
+    """Write both kinds of matrix; empty arrays are written without filters, as HDF5 wants it."""
+
+    def write(group: Any, name: str, values: NDArray[Any]) -> None:
+        options = {key: value for key, value in kwargs.items() if values.size or key == "track_times"}
+        if "chunks" in options:
+            options["chunks"] = tuple(min(options["chunks"], n) for n in values.shape)
+        group.create_dataset(name, data=values, **options)
+
+    with h5py.File(path, "w") as file:
+        group = file.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": random.shape})
+        for name, values in random.arrays.items():
+            write(group, name, values)
+        write(file, "layers/dense", random.dense)
+
+
+def write_zarr(path: Path, random: Random, *, chunk: int, zarr_format: int, shard: int = 1, **kwargs: Any) -> None:
+    root = zarr.open_group(path, mode="w", zarr_format=zarr_format)
+
+    def write(group: Any, name: str, values: NDArray[Any]) -> None:
+        options = dict(kwargs)
+        if shard > 1:
+            options["shards"] = (shard * chunk,) * values.ndim
+        array = group.create_array(
+            name, shape=values.shape, dtype=values.dtype, chunks=(chunk,) * values.ndim, **options
+        )
+        array[...] = values
+
+    group = root.create_group("X", attributes={"encoding-type": "csr_matrix", "shape": random.shape})
+    for name, values in random.arrays.items():
+        write(group, name, values)
+    write(root.create_group("layers"), "dense", random.dense)
+
+
+def rows_of(n_obs: int, seed: int) -> NDArray[np.int64]:
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.integers(0, n_obs, min(2 * n_obs, 50))) if n_obs else np.empty(0, np.int64)
+
+
+def gathered(fetched: Fetched, dtype: np.dtype[Any]) -> NDArray[Any]:
+    out = np.full(fetched.shape, 3).astype(dtype)
+    fetched.gather(np.arange(fetched.shape[0]), out=out)
+    return out
+
+
+def check_same(path: Path, random: Random, *, seed: int = 0, **kwargs: Any) -> None:
+    """Check that the fast readers equal the slow ones and what was written."""
+    rows = rows_of(random.shape[0], seed)
+    for key in ("X", "layers/dense"):
+        fast = open_matrix(path, key, **kwargs)
+        with slow_readers():
+            slow = open_matrix(path, key)
+        assert (fast.shape, fast.dtype, fast.layout) == (slow.shape, slow.dtype, slow.layout)
+        expected = random.dense[rows]
+        np.testing.assert_array_equal(gathered(slow.fetch(rows), fast.dtype), expected)
+        np.testing.assert_array_equal(gathered(fast.fetch(rows), fast.dtype), expected)
+        again = pickle.loads(pickle.dumps(fast)).fetch(rows)
+        for ours, theirs in zip(
+            again.gather_csr(np.arange(len(rows))), slow.fetch(rows).gather_csr(np.arange(len(rows))), strict=True
+        ):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+H5_FILTERS: list[dict[str, Any]] = [
+    {},
+    {"compression": "gzip"},
+    {"compression": "gzip", "shuffle": True},
+    {"compression": "gzip", "shuffle": True, "fletcher32": True},
+    {"compression": "lzf"},
+    {"shuffle": True},
+]
+try:
+    import hdf5plugin
+except ImportError:
+    pass
+else:
+    H5_FILTERS += [
+        dict(hdf5plugin.Zstd()),
+        dict(hdf5plugin.Blosc(cname="lz4")),
+        dict(hdf5plugin.LZ4(nbytes=64)),
+        dict(hdf5plugin.Bitshuffle()),
+    ]
+
+
+@quickly
+@given(
+    random=randoms,
+    filters=st.sampled_from(H5_FILTERS),
+    chunk=st.sampled_from([1, 3, 16, 1000]),
+    use_mmap=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_any_chunked_hdf5_reads_as_through_h5py(
+    random: Random, filters: dict[str, Any], chunk: int, use_mmap: bool, seed: int
+) -> None:
+    with folder() as path:
+        write_h5(path / "x.h5ad", random, chunks=chunk, **filters)
+        check_same(path / "x.h5ad", random, seed=seed, use_mmap=use_mmap)
+
+
+@quickly
+@given(random=randoms, use_mmap=st.booleans(), seed=st.integers(0, 9))
+def test_any_contiguous_hdf5_reads_as_through_h5py(random: Random, use_mmap: bool, seed: int) -> None:
+    with folder() as path:
+        write_h5(path / "x.h5ad", random)
+        check_same(path / "x.h5ad", random, seed=seed, use_mmap=use_mmap)
+
+
+V2_CODECS: list[dict[str, Any]] = [
+    {"compressors": None},
+    {"compressors": numcodecs.Blosc("lz4", 3, numcodecs.Blosc.SHUFFLE)},
+    {"compressors": numcodecs.Blosc("zstd", 3, numcodecs.Blosc.BITSHUFFLE)},
+    {"compressors": numcodecs.Zstd(1)},
+    {"compressors": numcodecs.LZ4()},
+    {"compressors": numcodecs.GZip(1)},
+    {"compressors": numcodecs.Zlib(1), "filters": [numcodecs.Shuffle(4)]},
+    {"compressors": None, "chunk_key_encoding": {"name": "v2", "separator": "/"}},
+]
+
+
+@quickly
+@given(
+    random=randoms, codecs=st.sampled_from(V2_CODECS), chunk=st.sampled_from([1, 3, 16, 1000]), seed=st.integers(0, 9)
+)
+def test_any_zarr_v2_reads_as_through_zarr_python(
+    random: Random, codecs: dict[str, Any], chunk: int, seed: int
+) -> None:
+    with folder() as path:
+        write_zarr(path / "x.zarr", random, chunk=chunk, zarr_format=2, **codecs)
+        check_same(path / "x.zarr", random, seed=seed)
+
+
+V3_CODECS: list[dict[str, Any]] = [
+    {"compressors": ()},
+    {"compressors": ZstdCodec(level=1)},
+    {"compressors": BloscCodec(cname="lz4", clevel=3)},
+    {"compressors": GzipCodec(level=1)},
+    {"compressors": [ZstdCodec(level=1, checksum=True), Crc32cCodec()]},
+    {"compressors": (), "serializer": BytesCodec(endian="big")},
+    {"compressors": (), "chunk_key_encoding": {"name": "v2", "separator": "."}},
+    {"compressors": (), "chunk_key_encoding": {"name": "default", "separator": "."}},
+]
+
+
+@quickly
+@given(
+    random=randoms,
+    codecs=st.sampled_from(V3_CODECS),
+    chunk=st.sampled_from([1, 3, 16, 1000]),
+    shard=st.sampled_from([1, 3]),
+    seed=st.integers(0, 9),
+)
+def test_any_zarr_v3_reads_as_through_zarr_python(
+    random: Random, codecs: dict[str, Any], chunk: int, shard: int, seed: int
+) -> None:
+    with folder() as path:
+        write_zarr(path / "x.zarr", random, chunk=chunk, shard=shard, zarr_format=3, **codecs)
+        check_same(path / "x.zarr", random, seed=seed)
+
+
+@pytest.mark.parametrize("filters", H5_FILTERS, ids=str)
+def test_the_usual_filters_of_hdf5_need_no_h5py(
+    filters: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_h5(
+        tmp_path / "x.h5ad", Random(shape=(60, 23), dtype="float32", index_dtype="int32", seed=0), chunks=16, **filters
+    )
+    with caplog.at_level(logging.INFO, "dasksc"):
+        open_matrix(tmp_path / "x.h5ad", "X")
+    unusual = filters.get("compression") in ("lzf", 32008)
+    assert bool(caplog.messages) == unusual
+
+
+@pytest.mark.parametrize("codecs", [*V2_CODECS, *V3_CODECS], ids=str)
+def test_the_usual_codecs_of_zarr_need_no_zarr_python(
+    codecs: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    random = Random(shape=(60, 23), dtype="float32", index_dtype="int32", seed=0)
+    write_zarr(tmp_path / "x.zarr", random, chunk=16, zarr_format=2 if codecs in V2_CODECS else 3, **codecs)
+    with caplog.at_level(logging.INFO, "dasksc"):
+        open_matrix(tmp_path / "x.zarr", "X")
+    assert caplog.messages == []
+
+
+@pytest.fixture
+def random() -> Random:
+    return Random(shape=(60, 23), dtype="float32", index_dtype="int32", seed=0)
+
+
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "gzip", "shuffle": True}])
+def test_h5ad_is_read_without_hdf5_once_it_is_open(random: Random, filters: dict[str, Any], tmp_path: Path) -> None:
+    write_h5(tmp_path / "x.h5ad", random, chunks=16, **filters)
+    for key in ("X", "layers/dense"):
+        matrix = open_matrix(tmp_path / "x.h5ad", key)
+        with recorded_reads() as reads, mock.patch("h5py.File", side_effect=AssertionError("HDF5 was used")):
+            matrix.fetch(np.arange(20))
+        assert reads.h5py_names == []
+
+
+@pytest.mark.parametrize("shard", [1, 3])
+def test_zarr_is_read_without_zarr_python_once_it_is_open(random: Random, shard: int, tmp_path: Path) -> None:
+    write_zarr(tmp_path / "x.zarr", random, chunk=16, shard=shard, zarr_format=3)
+    for key in ("X", "layers/dense"):
+        matrix = open_matrix(tmp_path / "x.zarr", key)
+        with recorded_reads() as reads, mock.patch("zarr.open_array", side_effect=AssertionError("zarr was used")):
+            matrix.fetch(np.arange(20))
+        assert reads.zarr_keys == []
+
+
+@pytest.mark.parametrize("chunks", [None, 16])
+def test_uncompressed_h5ad_is_gathered_from_where_it_lies(random: Random, chunks: int | None, tmp_path: Path) -> None:
+    write_h5(tmp_path / "x.h5ad", random, **({"chunks": chunks} if chunks else {}))
+    fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.arange(60))
+    n_bytes = sum(random.arrays[name].nbytes for name in ("data", "indices"))
+    # Only rows that cross chunks which lie apart are copied; here none do, or few.
+    assert fetched.nbytes <= (0 if chunks is None else n_bytes // 2)
+
+
+def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(tmp_path: Path) -> None:
+    values = np.arange(120, dtype=np.float32).reshape(40, 3)
+    with h5py.File(tmp_path / "x.h5ad", "w") as file:
+        dense = file.create_dataset("X", (40, 3), "float32", chunks=(4, 3), fillvalue=-7)
+        group = file.create_group("layers/csr")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": (40, 3)})
+        data = group.create_dataset("data", (120,), "float32", chunks=(7,), fillvalue=-7)
+        group["indices"] = np.tile(np.arange(3), 40)
+        group["indptr"] = np.arange(41) * 3
+        # Written out of order, with something between them, and some never.
+        for chunk in (5, 2, 9, 3, 0):
+            dense[4 * chunk : 4 * chunk + 4] = values[4 * chunk : 4 * chunk + 4]
+            data[7 * chunk : 7 * chunk + 7] = values.ravel()[7 * chunk : 7 * chunk + 7]
+            file.flush()
+            file[f"between/{chunk}"] = np.zeros(11)
+    with h5py.File(tmp_path / "x.h5ad") as file:
+        expected = {"X": file["X"][...], "layers/csr": file["layers/csr/data"][...].reshape(40, 3)}
+    assert (expected["X"] == -7).any()
+    for key, twin in expected.items():
+        for use_mmap in (True, False):
+            fetched = open_matrix(tmp_path / "x.h5ad", key, use_mmap=use_mmap).fetch(np.arange(40))
+            np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), twin)
+
+
+def test_chunks_that_skipped_a_filter_are_read(random: Random, tmp_path: Path) -> None:
+    write_h5(tmp_path / "x.h5ad", random, chunks=16, compression="gzip", shuffle=True)
+    with h5py.File(tmp_path / "x.h5ad", "r+") as file:
+        data = file["X/data"]
+        plain = random.arrays["data"][16:32]
+        data.id.write_direct_chunk((16,), plain.tobytes(), filter_mask=0b11)
+        # Only shuffled, not compressed.
+        shuffled = numcodecs.Shuffle(4).encode(random.arrays["data"][32:48])
+        data.id.write_direct_chunk((32,), bytes(shuffled), filter_mask=0b10)
+    check_same(tmp_path / "x.h5ad", random)
+
+
+def test_an_array_that_was_made_shorter_is_read(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5ad", "w") as file:
+        dataset = file.create_dataset("X", data=np.arange(90.0).reshape(30, 3), chunks=(4, 3), maxshape=(None, 3))
+        dataset.resize((10, 3))
+    fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.arange(10))
+    np.testing.assert_array_equal(gathered(fetched, np.dtype("float64")), np.arange(30.0).reshape(10, 3))
+
+
+def test_an_array_read_the_slow_way_is_named_once_with_the_reason(
+    random: Random, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_h5(tmp_path / "x.h5ad", random, chunks=16, compression="lzf")
+    with caplog.at_level(logging.INFO, "dasksc"):
+        matrix = open_matrix(tmp_path / "x.h5ad", "layers/dense")
+        matrix.fetch(np.arange(20))
+        matrix.fetch(np.arange(20))
+    (message,) = caplog.messages
+    assert "x.h5ad:/layers/dense is read through h5py" in message
+    assert "lzf" in message
+
+
+def chunk_files(path: Path, name: str) -> list[Path]:
+    return sorted(file for file in (path / name).rglob("*") if file.is_file() and file.name != "zarr.json")
+
+
+@pytest.mark.parametrize("change", ["truncated", "garbage", "empty"])
+@pytest.mark.parametrize("shard", [1, 3])
+def test_a_damaged_zarr_chunk_or_shard_is_an_error(random: Random, change: str, shard: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.zarr"
+    write_zarr(path, random, chunk=16, shard=shard, zarr_format=3, compressors=[ZstdCodec(), Crc32cCodec()])
+    for file in chunk_files(path, "X/data"):
+        whole = file.read_bytes()
+        file.write_bytes({"truncated": whole[:-9], "garbage": whole[::-1], "empty": b""}[change])
+    with pytest.raises(CorruptDataError, match="X/data"):
+        open_matrix(path, "X").fetch(np.arange(60))
+
+
+def test_a_checksum_that_does_not_match_is_an_error(random: Random, tmp_path: Path) -> None:
+    path = tmp_path / "x.zarr"
+    write_zarr(path, random, chunk=16, zarr_format=3, compressors=[Crc32cCodec()])
+    file = chunk_files(path, "X/data")[0]
+    damaged = bytearray(file.read_bytes())
+    damaged[5] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(CorruptDataError, match=r"X/data: rows 0 to \d+ cannot be read.*CRC32C"):
+        open_matrix(path, "X").fetch(np.arange(60))
+
+
+def check_damaged(path: Path, **kwargs: Any) -> None:
+    """Read a damaged file: one of our errors, or well-formed values; never a crash or another error."""
+    with contextlib.suppress(CorruptDataError):
+        matrix = open_matrix(path, "X", **kwargs)
+        every = np.arange(matrix.shape[0])
+        matrix.fetch(every).gather(every, out=np.empty(matrix.shape))
+
+
+@pytest.mark.parametrize("use_mmap", [True, False])
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip", "shuffle": True}])
+def test_flipped_bytes_in_h5ad_never_crash_a_reader(
+    random: Random, filters: dict[str, Any], use_mmap: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.h5ad"
+    write_h5(path, random, chunks=16, **filters)
+    with h5py.File(path) as file:
+        places = []
+        for name in ("data", "indices", "indptr"):
+            file[f"X/{name}"].id.chunk_iter(lambda chunk: places.append((chunk.byte_offset, chunk.size)))
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for offset, size in rng.permutation(places)[:2].tolist():
+            damaged[offset + int(rng.integers(size))] ^= int(rng.integers(1, 256))
+        path.write_bytes(damaged)
+        check_damaged(path, use_mmap=use_mmap)
+
+
+@pytest.mark.parametrize("shard", [1, 3])
+@pytest.mark.parametrize("codec", [BloscCodec(cname="lz4"), ZstdCodec(), GzipCodec()], ids=["blosc", "zstd", "gzip"])
+def test_flipped_bytes_in_zarr_never_crash_a_reader(random: Random, shard: int, codec: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.zarr"
+    write_zarr(path, random, chunk=64, shard=shard, zarr_format=3, compressors=codec)
+    files = [file for name in ("data", "indices", "indptr") for file in chunk_files(path, f"X/{name}")]
+    wholes = {file: file.read_bytes() for file in files}
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        file = files[rng.integers(len(files))]
+        damaged = bytearray(wholes[file])
+        damaged[rng.integers(len(damaged))] ^= int(rng.integers(1, 256))
+        file.write_bytes(damaged)
+        check_damaged(path)
+        file.write_bytes(wholes[file])
+
+
+def test_a_chunk_beyond_the_end_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5ad"
+    with h5py.File(path, "w") as file:
+        file["X"] = np.zeros((400, 30))
+        offset = file["X"].id.get_offset()
+    identity = os.stat(path)
+    os.truncate(path, offset + 100)
+    assert os.stat(path).st_size < identity.st_size
+    with pytest.raises(CorruptDataError, match="truncated"):
+        open_matrix(path, "X")
+
+
+def test_files_of_this_machine_are_mapped_and_those_of_others_are_not(tmp_path: Path) -> None:
+    mounts = "/dev/sda / ext4 rw 0 0\nserver:/data /mnt/data nfs4 rw 0 0\n/dev/sdb /mnt/data/fast\\040disk xfs rw 0 0\n"
+    with mock.patch("builtins.open", mock.mock_open(read_data=mounts)):
+        assert can_map("/home/me/x.h5ad")
+        assert not can_map("/mnt/data/x.h5ad")
+        assert can_map("/mnt/database.h5ad")
+        assert can_map("/mnt/data/fast disk/x.h5ad")
