@@ -7,26 +7,16 @@ from typing import Any
 
 import dask.config
 import yaml
-from dask.utils import parse_bytes
 
-__all__ = ["get", "get_bytes"]
+__all__ = ["get"]
 
 
-def _load() -> None:
-    text = importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text()
-    defaults = yaml.safe_load(text)
-    dask.config.update_defaults(defaults)
-    dask.config.refresh()
+_DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
+dask.config.update_defaults(_DEFAULTS)
+dask.config.refresh()
 
 
 def get(key: str) -> Any:
     """Return the value of ``dasksc.<key>``; keys are hyphenated."""
-    return dask.config.get(f"dasksc.{key}")
-
-
-def get_bytes(key: str) -> int:
-    """Return the value of ``dasksc.<key>`` in bytes, from a number or a text such as ``"2GiB"``."""
-    return int(parse_bytes(get(key)))
-
-
-_load()
+    # Leaving a `dask.config.set` that was entered before this module was imported takes the defaults away again.
+    return dask.config.get(f"dasksc.{key}", _DEFAULTS["dasksc"][key])
