@@ -7,8 +7,9 @@ from typing import Any
 
 import dask.config
 import yaml
+from dask.utils import parse_bytes
 
-__all__ = ["get"]
+__all__ = ["get", "get_bytes"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
@@ -20,3 +21,8 @@ def get(key: str) -> Any:
     """Return the value of ``dasksc.<key>``; keys are hyphenated."""
     # Leaving a `dask.config.set` that was entered before this module was imported takes the defaults away again.
     return dask.config.get(f"dasksc.{key}", _DEFAULTS["dasksc"][key])
+
+
+def get_bytes(key: str) -> int:
+    """Return the value of ``dasksc.<key>`` in bytes, from a number or a text such as ``"2GiB"``."""
+    return int(parse_bytes(get(key)))
