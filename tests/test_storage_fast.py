@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -451,3 +452,51 @@ def test_files_of_this_machine_are_mapped_and_those_of_others_are_not(tmp_path: 
         assert not can_map("/mnt/data/x.h5ad")
         assert can_map("/mnt/database.h5ad")
         assert can_map("/mnt/data/fast disk/x.h5ad")
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (2**20,), "compression": "gzip"}, {"chunks": (2**20,)}], ids=str)
+@pytest.mark.parametrize("use_mmap", [True, False])
+def test_rows_beyond_2_to_the_31_elements_are_read(options: dict[str, Any], use_mmap: bool, tmp_path: Path) -> None:
+    far = 2**31 + 5
+    with h5py.File(tmp_path / "x.h5ad", "w") as file:
+        group = file.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": (3, 10)})
+        # The first row is a hole in the file, which nothing reads.
+        for name, values in (("data", [7, 8, 9]), ("indices", [1, 4, 9])):
+            dataset = group.create_dataset(name, (far + 3,), "uint8", fill_time="never", **options)
+            dataset[far:] = values
+        group["indptr"] = np.array([0, far, far + 2, far + 3])
+    fetched = open_matrix(tmp_path / "x.h5ad", "X", use_mmap=use_mmap).fetch(np.array([1, 2, 2]))
+    expected = np.zeros((3, 10))
+    expected[[0, 0, 1, 2], [1, 4, 9, 9]] = [7, 8, 9, 9]
+    np.testing.assert_array_equal(gathered(fetched, np.dtype("float64")), expected)
+
+
+@pytest.mark.parametrize("filters", [{}, {"chunks": 1000, "compression": "gzip"}], ids=str)
+def test_rows_of_more_than_2_to_the_16_nonzeros_are_read(filters: dict[str, Any], tmp_path: Path) -> None:
+    random = Random(shape=(3, 300_000), dtype="float32", index_dtype="int32", seed=0)
+    assert np.diff(random.arrays["indptr"]).min() > 2**16
+    write_h5(tmp_path / "x.h5ad", random, **filters)
+    fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.array([0, 2]))
+    np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), random.dense[[0, 2]])
+
+
+def test_a_fetch_survives_the_matrix_it_came_from(random: Random, tmp_path: Path) -> None:
+    write_h5(tmp_path / "x.h5ad", random)
+    fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.arange(60))
+    gc.collect()
+    np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), random.dense)
+
+
+def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path) -> None:
+    write_h5(tmp_path / "x.h5ad", random, chunks=16, compression="gzip")
+    write_zarr(tmp_path / "x.zarr", random, chunk=16, shard=3, zarr_format=3)
+    for path in (tmp_path / "x.h5ad", tmp_path / "x.zarr"):
+        for use_fast in (True, False):
+            with contextlib.nullcontext() if use_fast else slow_readers():
+                matrix = open_matrix(path, "X")
+            matrix.fetch(np.arange(60))
+            del matrix
+            gc.collect()
+            still_open = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+            assert not [name for name in still_open if name.startswith(str(tmp_path))]

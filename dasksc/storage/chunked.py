@@ -160,18 +160,17 @@ class ChunkedArray:
         n_across = -(-block.shape[1] // width)
         numbers = (grid_rows[:, None] * n_across + np.arange(n_across)).ravel()
         shape = (self._chunk_shape[0], width)
-        for i, (data, skipped) in enumerate(self._source.read(numbers)):
+        stored = self._source.read(numbers)
+        for i in range(len(numbers)):
             row, across = divmod(i, n_across)
             left = across * width
             right = min(left + width, block.shape[1])
-            chunk = None
-            if data is not None:
-                try:
-                    chunk = self._chain.decode(data, shape=shape, skipped=skipped)
-                # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
-                except Exception as error:
-                    start = int(grid_rows[row]) * self._chunk_shape[0]
-                    reason = f"a chunk cannot be decoded: {error}"
-                    raise BrokenRunError(self.label, start, start + self._chunk_shape[0], reason) from error
+            try:
+                data, skipped = next(stored)
+                chunk = None if data is None else self._chain.decode(data, shape=shape, skipped=skipped)
+            # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
+            except Exception as error:
+                start = int(grid_rows[row]) * self._chunk_shape[0]
+                raise BrokenRunError(self.label, start, start + self._chunk_shape[0], str(error)) from error
             for low, high, begin, end in pieces[groups[row] : groups[row + 1]]:
                 block[begin:end, left:right] = self._fill if chunk is None else chunk[low:high, : right - left]

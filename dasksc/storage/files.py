@@ -67,6 +67,8 @@ class LocalFile:
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Ask the kernel to read byte ranges, ascending, into the page cache; does not wait for them."""
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
         number = self._number()
         starts, stops = merge(offsets, offsets + sizes, gap=_ADVICE_GAP_BYTES, chunk=1)
         if _seem_cached(number, starts):

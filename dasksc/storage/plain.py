@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
-from dasksc.storage.arrays import row_bytes
+from dasksc.storage.arrays import BrokenRunError, row_bytes
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
 from dasksc.storage.runs import locate, merge
@@ -139,7 +139,11 @@ class PlainArray:
         for offset, size in self._ranges(run_starts, run_stops):
             into = view[at : at + size]
             if offset >= 0:
-                self._file.read(offset, into)
+                try:
+                    self._file.read(offset, into)
+                except OSError as error:
+                    run = np.searchsorted(np.cumsum(run_stops - run_starts) * self._row_bytes, at, side="right")
+                    raise BrokenRunError(self.label, int(run_starts[run]), int(run_stops[run]), str(error)) from error
             else:
                 block[at : at + size] = np.tile(self._fill, size // len(self._fill))
             at += size
