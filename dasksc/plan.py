@@ -250,9 +250,7 @@ class EpochPlan:
     def _deal(self) -> _Deal:
         if not self.consumed:
             n_full = self.n_rows // self.block_size
-            return _Deal(
-                first=0, n_full=n_full, rest=np.arange(n_full * self.block_size, self.n_rows, dtype=np.int64)
-            )
+            return _Deal(first=0, n_full=n_full, rest=np.arange(n_full * self.block_size, self.n_rows, dtype=np.int64))
         *before, last = self.consumed
         plan = dataclasses.replace(
             self,
@@ -326,6 +324,20 @@ class EpochPlan:
         )
         return out
 
+    def _stored(self, positions: _Int64s) -> _Int64s:
+        """Let the short block lie before a random one, not at the end, so that no row is always in it.
+
+        Only where rows are dropped: otherwise blocks keep to multiples of their size.
+        """
+        short = self.n_rows % self.block_size
+        if not (self.drop_last and self.sampler.shuffle_blocks and short):
+            return positions
+        end = self.n_rows - short
+        key = epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=3)[2]
+        place = int(permute.below(key, 0, end // self.block_size + 1)) * self.block_size
+        moved = positions + short * (positions >= place)
+        return np.where(positions < end, moved, positions - end + place)
+
     # --- What it is all for ---
 
     def fetch(self, k: int) -> FetchPlan:
@@ -350,7 +362,7 @@ class EpochPlan:
         positions = self._positions(start, stop)
         if self.sampler.shuffle_rows:
             positions.sort()
-        rows = self._draw.rows(positions)
+        rows = self._draw.rows(self._stored(positions))
         order = np.arange(len(rows), dtype=np.int64)
         if np.any(rows[1:] < rows[:-1]):
             # A user's own order: read sorted, yielded as given.

@@ -47,12 +47,9 @@ _TABLE_BLOCKS = 65_536
 # Up to here the order of the blocks is a Fisher-Yates table (half a megabyte, 1 ms): a Feistel network
 # is always an even permutation and mixes a small domain poorly.
 
-_SEGMENT = 64
-# Candidates that share one count of draws. Short segments keep drawing on demand cheap; 10^8 rows
-# still have only 1.6 million of them.
-
-_HEAVY = 1_024
-# Draws on one segment from which counts per candidate are drawn rather than every draw.
+_SEGMENT_LEVELS = 6
+_SEGMENT = 1 << _SEGMENT_LEVELS
+# Candidates whose weights are summed once and kept as one number: 10^8 rows have 1.6 million of them.
 
 _EMPTY_INTS: _Int64s = np.empty(0, dtype=np.int64)
 _EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
@@ -278,63 +275,47 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class WeightedRows:
-    """Draws with replacement, counted per segment and made when asked for."""
+    """Draws with replacement, each found when asked for.
+
+    Parameters
+    ----------
+    candidates, weights
+        What is drawn from.
+    tree
+        Weights of the nodes of a heap over segments of candidates, see `dasksc.kernels.draw`.
+    n_draws
+        Draws in all.
+    key
+        What they are keyed by.
+    in_order
+        Whether draws stand in storage order; else each is made by itself, which is cheaper for single
+        rows and the same for draws that are read one by one.
+    """
 
     candidates: Candidates
     weights: Weights
-    ends: _Int64s
+    tree: NDArray[np.float64]
+    n_draws: int
     key: np.uint64
-    heavy: _Int64s
-    heavy_counts: _Int64s
+    in_order: bool
 
     def rows(self, positions: _Int64s) -> _Int64s:
         """See `Draw.rows`."""
         out = np.empty(len(positions), dtype=np.int64)
-        draw_kernels.weighted_positions(
-            positions,
-            self.ends,
-            _SEGMENT,
-            self.candidates.n,
-            self.weights.values,
-            self.weights.table,
-            self.weights.lookup,
-            self.key,
-            self.heavy,
-            self.heavy_counts,
-            out,
-        )
+        n_levels = len(self.tree).bit_length() - 2
+        weights = (self.candidates.n, self.weights.values, self.weights.table, self.weights.lookup)
+        if self.in_order:
+            draw_kernels.drawn_in_order(
+                positions, self.n_draws, self.tree, n_levels, _SEGMENT_LEVELS, *weights, self.key, out
+            )
+        else:
+            draw_kernels.drawn_singly(positions, self.tree, n_levels, _SEGMENT_LEVELS, *weights, self.key, out)
         return self.candidates.rows(out)
 
     def digest(self) -> bytes:
-        """See `Draw.digest`."""
-        return _digest(self.ends, self.key, self.heavy, self.heavy_counts).encode()
-
-
-def _split(counts: _Int64s, weights: NDArray[np.float64], rng: np.random.Generator) -> _Int64s:
-    """Split each of `counts`, shape (k,), over its row of `weights`, shape (k, m), multinomially.
-
-    A binary tree of binomials, each with the exact share of its left half: no remainder is carried
-    along, so the last entries are as exact as the first, and an entry of weight 0 gets nothing.
-    Returns shape (k, m), int64; O(k m).
-    """
-    levels = [weights]
-    while levels[-1].shape[1] > 1:
-        level = levels[-1]
-        if level.shape[1] % 2:
-            level = np.pad(level, ((0, 0), (0, 1)))
-            levels[-1] = level
-        levels.append(level[:, 0::2] + level[:, 1::2])
-    split = np.asarray(counts, dtype=np.int64)[:, None]
-    for level, parent in zip(levels[-2::-1], levels[:0:-1], strict=True):
-        n_parents = level.shape[1] // 2  # without the padding, on which nothing fell
-        parent, split = parent[:, :n_parents], split[:, :n_parents]
-        share = np.divide(level[:, 0::2], parent, out=np.zeros_like(parent), where=parent > 0)
-        left = rng.binomial(split, np.minimum(share, 1.0))
-        children = np.empty((len(counts), 2 * split.shape[1]), dtype=np.int64)
-        children[:, 0::2] = left
-        children[:, 1::2] = split - left
-        split = children
-    return split[:, : weights.shape[1]]
+        """See `Draw.digest`. Libraries may differ in their logarithms, so it looks at some of the draws."""
+        probes = np.linspace(0, self.n_draws - 1, min(self.n_draws, 256)).astype(np.int64)
+        return _digest(self.key, self.rows(probes)).encode()
 
 
 # --- Samplers -------------------------------------------------------------------------------------
@@ -389,24 +370,31 @@ class WeightedSampler:
     shuffle_rows: ClassVar[bool] = True
 
     @cached_property
-    def _sums(self) -> NDArray[np.float64]:
-        """Weight of each segment of candidates."""
-        sums = np.zeros(-(-self.candidates.n // _SEGMENT), dtype=np.float64)
+    def _tree(self) -> NDArray[np.float64]:
+        """Weights of a heap over segments of candidates."""
+        n_segments = -(-self.candidates.n // _SEGMENT)
+        n_leaves = 1 << (n_segments - 1).bit_length()
+        tree = np.zeros(2 * n_leaves, dtype=np.float64)
+        weights = self.weights
         wrong = draw_kernels.segment_sums(
-            self.candidates.n, _SEGMENT, self.weights.values, self.weights.table, self.weights.lookup, sums
+            self.candidates.n,
+            _SEGMENT,
+            weights.values,
+            weights.table,
+            weights.lookup,
+            tree[n_leaves : n_leaves + n_segments],
         )
         if wrong >= 0:
             row = int(self.candidates.rows(np.array([wrong]))[0])
             raise InputError(f"weights must be finite and not negative; that of row {row} is not")
-        with np.errstate(over="ignore"):
-            total = float(sums.sum())
-        if not 0 < total < np.inf:
-            raise InputError(f"weights must have a positive, finite sum; it is {total}")
-        return sums
+        draw_kernels.sum_up(tree)
+        if not 0 < tree[1] < np.inf:
+            raise InputError(f"weights must have a positive, finite sum; it is {tree[1]}")
+        return tree
 
     def check(self) -> None:
         """Refuse weights that cannot be drawn by."""
-        sums = self._sums
+        tree = self._tree
         if self.round_size is not None:
             positive = self._n_positive
             if self.round_size > positive:
@@ -414,7 +402,7 @@ class WeightedSampler:
                     f"{self.round_size} rows without replacement were asked for, but only {positive} have a "
                     "positive weight; lower total_size or sampling_size, or draw with replace=True"
                 )
-        assert len(sums) or not self.candidates.n
+        tree.flags.writeable = False
 
     @cached_property
     def _n_positive(self) -> int:
@@ -432,32 +420,14 @@ class WeightedSampler:
         """See `Sampler.draw`."""
         if self.round_size is not None:
             return self._draw_rounds(seed, epoch)
-        keys = epoch_keys(seed, epoch, Purpose.DRAW, n=3)
-        rng = np.random.Generator(np.random.Philox(key=keys[:2]))
-        counts = _split(np.array([self.n_rows]), self._sums[None, :], rng)[0]
-        heavy = np.flatnonzero(counts > _HEAVY)
-        heavy_weights = np.zeros((len(heavy), _SEGMENT), dtype=np.float64)
-        if len(heavy):
-            members = heavy[:, None] * _SEGMENT + np.arange(_SEGMENT)
-            inside = members < self.candidates.n
-            heavy_weights[inside] = self._weights_of(members[inside])
         return WeightedRows(
             candidates=self.candidates,
             weights=self.weights,
-            ends=np.cumsum(counts),
-            key=keys[2],
-            heavy=heavy,
-            heavy_counts=_split(counts[heavy], heavy_weights, rng),
+            tree=self._tree,
+            n_draws=self.n_rows,
+            key=epoch_keys(seed, epoch, Purpose.DRAW)[0],
+            in_order=self.block_size > 1,
         )
-
-    def _weights_of(self, members: _Int64s) -> NDArray[np.float64]:
-        lookup = self.weights.lookup[members] if len(self.weights.lookup) else members
-        if not len(self.weights.values):
-            return np.ones(len(members))
-        values = self.weights.values[lookup]
-        if not len(self.weights.table):
-            return values.astype(np.float64)
-        return np.where(values >= 0, self.weights.table[np.maximum(values, 0)], 0.0)
 
     def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
         assert self.round_size is not None
@@ -721,7 +691,7 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
         raise InputError(
             f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
         )
-    n_rows = strategy.get_len(collection)
+    n_rows: Any = strategy.get_len(collection)
     if isinstance(n_rows, bool) or not isinstance(n_rows, (int, np.integer)) or n_rows < 0:
         raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
     return UserSampler(strategy, collection, n_obs, int(n_rows))
@@ -934,8 +904,9 @@ class ClassBalancedSampling(_BuiltIn):
         candidates = Candidates.of(self.indices, n_obs)
         codes, names = _encode(self.labels if self.label_key is None else labels_of(self.label_key))
         codes, lookup = candidates.entries("labels", codes, n_obs)
-        counts = np.zeros(len(names), dtype=np.int64)
-        missing = draw_kernels.count_codes(candidates.n, codes, lookup, counts)
+        counted = np.zeros(len(names) + 1, dtype=np.int64)
+        draw_kernels.count_codes(candidates.n, codes, lookup, counted)
+        missing, counts = int(counted[0]), counted[1:]
         if missing:
             logger.warning("%d of %d rows have no label and are never drawn", missing, candidates.n)
         present = counts > 0
@@ -950,7 +921,8 @@ class ClassBalancedSampling(_BuiltIn):
         share /= share.sum()
         if not self.replace and self.sampling_size is None:
             return self._quotas(candidates, codes, lookup, counts, share, names)
-        table = np.divide(share, counts, out=np.zeros_like(share), where=present)
+        table = np.zeros(len(names) + 1)
+        np.divide(share, counts, out=table[1:], where=present)
         return _weighted(self, candidates, Weights(codes, table, lookup))
 
     def _factors(self, names: list[Any]) -> NDArray[np.float64]:
