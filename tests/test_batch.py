@@ -1,0 +1,91 @@
+"""Batches: what moves them keeps them, and buffers used again never show."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel.scatter_gather import scatter
+from torch.utils.data import default_collate, default_convert
+
+from dasksc.batch import Batch, Buffers, run_ahead
+
+
+def make_batch() -> Batch:
+    X = torch.arange(12.0).reshape(4, 3)
+    return Batch(X=X, obs={"type": torch.arange(4)}, layers={"counts": X + 1}, obsm={}, index=torch.arange(4))
+
+
+def test_parts_are_items_and_attributes() -> None:
+    batch = make_batch()
+    assert batch.X is batch["X"]
+    assert {"X", "obs", "layers", "index"} <= set(dir(batch))
+
+
+def test_an_unknown_attribute_names_those_there_are() -> None:
+    with pytest.raises(AttributeError, match="X, obs, layers, obsm, index, but no 'cell_type'"):
+        make_batch().cell_type  # noqa: B018
+
+
+def test_to_moves_every_tensor_and_keeps_the_type() -> None:
+    moved = make_batch().to("meta", non_blocking=True)
+    assert type(moved) is Batch
+    assert {moved.X.device.type, moved.obs["type"].device.type, moved.layers["counts"].device.type} == {"meta"}
+
+
+@pytest.mark.parametrize("copy", [default_convert, lambda b: pickle.loads(pickle.dumps(b))])
+def test_converters_and_pickling_keep_type_and_values(copy) -> None:
+    batch, copied = make_batch(), copy(make_batch())
+    assert type(copied) is Batch
+    assert torch.equal(copied.X, batch.X)
+    assert torch.equal(copied.obs["type"], batch.obs["type"])
+
+
+def test_collating_batches_keeps_the_type() -> None:
+    collated = default_collate([make_batch(), make_batch()])
+    assert type(collated) is Batch
+    assert collated.X.shape == (2, 4, 3)
+
+
+def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The scattering of single tensors needs GPUs; what is tested is how their container is rebuilt.
+    monkeypatch.setattr(
+        "torch.nn.parallel.scatter_gather.Scatter.apply", lambda devices, _, dim, x: x.chunk(len(devices), dim)
+    )
+    parts = scatter(make_batch(), [0, 1])
+    assert [type(part) for part in parts] == [Batch, Batch]
+    assert torch.equal(torch.cat([part.X for part in parts]), make_batch().X)
+
+
+def test_a_buffer_is_used_again_only_when_nothing_holds_it() -> None:
+    buffers = Buffers(n_kept=2)
+    first = buffers.tensor((2, 3), np.dtype(np.float32)).fill_(1)
+    address = first.data_ptr()
+    view = first[1:].numpy()
+    del first
+    second = buffers.tensor((2, 3), np.dtype(np.float32)).fill_(2)
+    assert second.data_ptr() != address
+    assert (view == 1).all()
+    del view
+    assert buffers.tensor((2, 3), np.dtype(np.float32)).data_ptr() == address
+
+
+@pytest.mark.parametrize("n_threads", [0, 1, 3])
+def test_running_ahead_keeps_the_order(n_threads: int) -> None:
+    jobs = iter([lambda i=i: i for i in range(50)])
+    assert list(run_ahead(jobs, is_ready=lambda: True, n_ahead=4, n_threads=n_threads)) == list(range(50))
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_an_error_while_running_ahead_comes_after_the_results_before_it(n_threads: int) -> None:
+    def jobs():
+        for i in range(3):
+            yield lambda i=i: i
+        raise OSError("the fetch")
+
+    results = run_ahead(jobs(), is_ready=lambda: True, n_ahead=8, n_threads=n_threads)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="the fetch"):
+        next(results)

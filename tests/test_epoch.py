@@ -1,0 +1,75 @@
+"""Epochs count up across the copies of a data set."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from multiprocessing import get_context
+
+import pytest
+
+from dasksc.epoch import EpochCounter
+
+
+def test_epochs_count_up_and_peeking_uses_none() -> None:
+    counter = EpochCounter()
+    assert [counter.peek(), counter.advance(), counter.peek(), counter.advance()] == [0, 0, 1, 1]
+    counter.set(7)
+    assert counter.advance() == 7
+
+
+def test_workers_of_one_pass_read_one_epoch() -> None:
+    counter = EpochCounter()
+    assert [counter.join(11, worker, 3) for worker in (2, 0, 1)] == [0, 0, 0]
+    assert [counter.join(12, worker, 3) for worker in (0, 1, 2)] == [1, 1, 1]
+
+
+def test_a_worker_seen_before_begins_the_next_epoch_under_the_same_seed() -> None:
+    counter = EpochCounter()
+    for epoch in range(4):
+        assert [counter.join(11, worker, 2) for worker in (0, 1)] == [epoch, epoch]
+
+
+def test_two_passes_at_once_do_not_mix() -> None:
+    counter = EpochCounter()
+    assert [counter.join(1, 0, 2), counter.join(2, 0, 2), counter.join(1, 1, 2), counter.join(2, 1, 2)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copies_count_together(copied) -> None:
+    counter = EpochCounter()
+    twin = copied(counter)
+    assert [counter.advance(), twin.advance(), counter.advance()] == [0, 1, 2]
+
+
+def test_a_copy_outlives_the_first() -> None:
+    counter = EpochCounter()
+    counter.advance()
+    twin = pickle.loads(pickle.dumps(counter))
+    del counter
+    gc.collect()
+    assert [twin.advance(), twin.advance()] == [1, 2]
+
+
+def test_the_file_goes_with_the_counter_and_not_with_a_forked_child() -> None:
+    counter = EpochCounter()
+    path = counter._path
+    child = get_context("fork").Process(target=gc.collect)
+    child.start()
+    child.join()
+    assert os.path.exists(path)
+    del counter
+    gc.collect()
+    assert not os.path.exists(path)
+
+
+def test_the_file_goes_with_the_interpreter(tmp_path) -> None:
+    code = "from dasksc.epoch import EpochCounter; c = EpochCounter(); print(c._path)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(str(tmp_path))
+    assert not list(tmp_path.glob("dasksc-epoch-*"))
