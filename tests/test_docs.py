@@ -1,0 +1,48 @@
+"""What the pages in docs/ name is there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_there_are_pages():
+    assert ROOT / "docs" / "architecture.md" in PAGES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_a_page_names_or_links_is_there(page):
+    text = page.read_text()
+    named = re.findall(r"`((?:dasksc|tests|benchmarks|examples)/[\w./]*)`", text)
+    linked = [ROOT / "docs" / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    assert named or linked
+    missing = [str(path) for path in [*(ROOT / name for name in named), *linked] if not path.exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_dotted_name_of_a_page_can_be_imported(page):
+    for name in sorted(set(re.findall(r"`(dasksc(?:\.\w+)+)`", page.read_text()))):
+        module, found = name, []
+        while True:
+            try:
+                value = importlib.import_module(module)
+                break
+            except ModuleNotFoundError:
+                module, _, last = module.rpartition(".")
+                found.insert(0, last)
+        for part in found:
+            value = getattr(value, part)
+
+
+def test_the_map_of_the_rooms_leaves_none_out():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.name for path in (ROOT / "dasksc").iterdir() if path.suffix == ".py" and path.name != "__init__.py"}
+    rooms |= {f"{path.name}/" for path in (ROOT / "dasksc").iterdir() if (path / "__init__.py").exists()}
+    assert not {room for room in rooms if f"dasksc/{room}`" not in text}
