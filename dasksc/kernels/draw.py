@@ -32,6 +32,7 @@ _COUNTED = 64
 _ABREAST = 64
 # Draws that walk down a heap side by side.
 
+_U1 = np.uint64(1)
 _U11 = np.uint64(11)
 
 
@@ -39,10 +40,29 @@ _U11 = np.uint64(11)
 def _weight_at(i, values, table, lookup):
     if values.shape[0] == 0:
         return 1.0
-    entry = lookup[i] if lookup.shape[0] > 0 else i
+    # Unsigned, since a signed index is checked for being negative.
+    entry = np.uint64(lookup[np.uint64(i)]) if lookup.shape[0] > 0 else np.uint64(i)
     if table.shape[0] == 0:
         return np.float64(values[entry])
     return table[np.uint64(np.int64(values[entry]) + 1)]
+
+
+@kernel
+def _copy_weights(start, size, values, table, lookup, out):
+    # The weights of candidates ``start ... start + size``. One plain loop for each kind: what is called
+    # or decided for every weight costs more than the weight.
+    first = np.uint64(start)
+    if values.shape[0] == 0:
+        out[:size] = 1.0
+    elif lookup.shape[0] > 0:
+        for i in range(size):
+            out[i] = _weight_at(start + i, values, table, lookup)
+    elif table.shape[0] > 0:
+        for i in range(np.uint64(size)):
+            out[i] = table[np.uint64(np.int64(values[first + i]) + 1)]
+    else:
+        for i in range(np.uint64(size)):
+            out[i] = values[first + i]
 
 
 @kernel
@@ -184,6 +204,17 @@ def binomial(key, n, p):
 
 
 @kernel
+def _sum_inside(number, segment, n, values, table, lookup, inside):
+    # The heap of one segment's weights, shape (2 * segment,).
+    start = number * segment
+    size = min(segment, n - start)
+    _copy_weights(start, size, values, table, lookup, inside[segment:])
+    inside[segment + size :] = 0.0
+    for i in range(segment - 1, 0, -1):
+        inside[i] = inside[2 * i] + inside[2 * i + 1]
+
+
+@kernel
 def drawn_in_order(wanted, n_draws, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
     """Return which candidate each wanted draw fell on, draws standing in storage order.
 
@@ -223,7 +254,7 @@ def drawn_in_order(wanted, n_draws, tree, n_levels, segment_levels, n, values, t
         draw = wanted[w]
         while not starts[level] <= draw < stops[level]:
             level -= 1
-        while level < bottom:
+        while level < bottom and stops[level] - starts[level] > 1:
             node = nodes[level]
             if level < n_levels:
                 left, right = tree[2 * node], tree[2 * node + 1]
@@ -231,11 +262,7 @@ def drawn_in_order(wanted, n_draws, tree, n_levels, segment_levels, n, values, t
                 below_segment = level - n_levels
                 number = (node >> below_segment) - (1 << n_levels)
                 if number != summed:
-                    for i in range(segment):
-                        row = number * segment + i
-                        inside[segment + i] = _weight_at(row, values, table, lookup) if row < n else 0.0
-                    for i in range(segment - 1, 0, -1):
-                        inside[i] = inside[2 * i] + inside[2 * i + 1]
+                    _sum_inside(number, segment, n, values, table, lookup, inside)
                     summed = number
                 local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
                 left, right = inside[2 * local], inside[2 * local + 1]
@@ -245,7 +272,33 @@ def drawn_in_order(wanted, n_draws, tree, n_levels, segment_levels, n, values, t
             nodes[level] = 2 * node + goes_right
             starts[level] = middle if goes_right else starts[level - 1]
             stops[level] = stops[level - 1] if goes_right else middle
-        out[w] = nodes[bottom] - (np.int64(1) << bottom)
+        node = nodes[level]
+        if level < bottom:
+            # A single draw needs no counts: one number leads it all the way down.
+            share = uniform(stream(key, node), 0)
+            if level < n_levels:
+                rest = share * tree[node]
+                for _ in range(level, n_levels):
+                    node *= 2
+                    goes_right = (rest >= tree[node]) & (tree[node + 1] > 0.0)
+                    rest -= tree[node] * goes_right
+                    node += goes_right
+                share = min(rest / tree[node], 1.0)
+            below_segment = max(level - n_levels, 0)
+            number = (node >> below_segment) - (1 << n_levels)
+            if number != summed:
+                _sum_inside(number, segment, n, values, table, lookup, inside)
+                summed = number
+            local = np.uint64((1 << below_segment) + (node & ((1 << below_segment) - 1)))
+            rest = share * inside[local]
+            for _ in range(max(level, n_levels), bottom):
+                local <<= _U1
+                goes_right = (rest >= inside[local]) & (inside[local + _U1] > 0.0)
+                rest -= inside[local] * goes_right
+                local += np.uint64(goes_right)
+            out[w] = number * segment + np.int64(local) - segment
+        else:
+            out[w] = node - (np.int64(1) << bottom)
 
 
 @kernel
@@ -255,9 +308,10 @@ def drawn_singly(wanted, tree, n_levels, segment_levels, n, values, table, looku
     For draws that are read one by one, in no order. Parameters are those of `drawn_in_order`.
     """
     n_wanted = wanted.shape[0]
-    nodes = np.empty(_ABREAST, dtype=np.int64)
+    nodes = np.empty(_ABREAST, dtype=np.uint64)
     rests = np.empty(_ABREAST, dtype=np.float64)
     segment = 1 << segment_levels
+    weights = np.empty(segment, dtype=np.float64)
     for first in range(0, n_wanted, _ABREAST):
         size = min(_ABREAST, n_wanted - first)
         for i in range(size):
@@ -266,24 +320,26 @@ def drawn_singly(wanted, tree, n_levels, segment_levels, n, values, table, looku
         # Several walk down side by side, so that they wait for memory together.
         for _ in range(n_levels):
             for i in range(size):
-                child = 2 * nodes[i]
+                child = nodes[i] << _U1
                 left = tree[child]
                 # Rounding can leave a rest as large as all there is; it must not fall on nothing.
-                goes_right = rests[i] >= left and tree[child + 1] > 0.0
-                nodes[i] = child + goes_right
-                rests[i] -= left if goes_right else 0.0
+                goes_right = (rests[i] >= left) & (tree[child + _U1] > 0.0)
+                nodes[i] = child + np.uint64(goes_right)
+                rests[i] -= left * goes_right
         for i in range(size):
-            start = (nodes[i] - (1 << n_levels)) * segment
-            rest = rests[i]
-            chosen = start
-            for row in range(start, min(start + segment, n)):
-                weight = _weight_at(row, values, table, lookup)
-                if weight > 0.0:
-                    chosen = row
-                    rest -= weight
-                    if rest < 0.0:
-                        break
-            out[first + i] = chosen
+            start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
+            n_rows = min(segment, n - start)
+            _copy_weights(start, n_rows, values, table, lookup, weights)
+            total = 0.0
+            n_passed = 0
+            for k in range(n_rows):
+                total += weights[k]
+                n_passed += total <= rests[i]
+            if n_passed == n_rows:
+                n_passed -= 1
+                while n_passed > 0 and weights[n_passed] == 0.0:
+                    n_passed -= 1
+            out[first + i] = start + n_passed
 
 
 @kernel
