@@ -209,10 +209,38 @@ def test_squeezing_keeps_what_is_not_zero_nan_included() -> None:
     np.testing.assert_array_equal(data, np.array([1, np.nan, 2], "f4"))
 
 
+def test_stitched_runs_equal_those_of_the_array_the_extents_stand_for() -> None:
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 255, 200).astype(np.uint8)
+    row_bytes, fill = 4, np.array([9, 8], dtype=np.uint8)
+    # Extents lie anywhere in the file, in any order; the third was never written.
+    firsts, ends, offsets = np.array([0, 5, 6, 13]), np.array([5, 6, 13, 20]), np.array([103, 7, -1, 40])
+    pieces = [
+        np.tile(fill, (end - first) * 2) if at < 0 else source[at : at + (end - first) * row_bytes]
+        for first, end, at in zip(firsts, ends, offsets, strict=True)
+    ]
+    array = np.concatenate(pieces).reshape(20, row_bytes)
+    starts, stops = np.array([0, 3, 3, 4, 9, 12]), np.array([20, 3, 8, 14, 12, 20])
+    twin = np.concatenate([array[start:stop] for start, stop in zip(starts, stops, strict=True)]).ravel()
+    out = np.empty(len(twin), dtype=np.uint8)
+    kernels.stitch(starts, stops, firsts, ends, offsets, row_bytes, source, fill, out)
+    np.testing.assert_array_equal(out, twin)
+
+
 @pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is the run with checked bounds")
 def test_every_kernel_keeps_within_its_arrays_when_bounds_are_checked() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float32 or repeated"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            __file__,
+            "-k",
+            "float32 or repeated or stitched or squeezing",
+        ],
         env=os.environ | {"NUMBA_BOUNDSCHECK": "1"},
         capture_output=True,
         text=True,
