@@ -1,0 +1,294 @@
+"""The kernels of weighted and balanced draws, against plain Python.
+
+Statistical tests have fixed keys, so they always give the same answer; `ERROR` is the chance that a
+perfect generator would have failed one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+
+from dasksc.kernels import draw
+
+ERROR = 1e-4
+SEGMENT_LEVELS = 6
+SEGMENT = 1 << SEGMENT_LEVELS
+EMPTY = np.empty(0, dtype=np.float64)
+NO_LOOKUP = np.empty(0, dtype=np.int64)
+
+Source = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.int64]]
+
+
+def source_of(kind: str, n: int) -> tuple[Source, NDArray[np.float64]]:
+    """The three arrays that the kernels take weights from, and the weights as they should find them."""
+    rng = np.random.default_rng(n)
+    weights = rng.integers(0, 4, 2 * n).astype(np.float32)
+    weights[n // 2] = 7
+    codes = rng.integers(-1, 3, 2 * n).astype(np.int8)
+    codes[n // 2] = 2
+    table = np.array([0.0, 1.5, 0.0, 4.0])
+    lookup = np.arange(n) + n // 3
+    return {
+        "equal": lambda: ((EMPTY, EMPTY, NO_LOOKUP), np.ones(n)),
+        "weights": lambda: ((weights, EMPTY, NO_LOOKUP), weights[:n].astype(float)),
+        "weights of some": lambda: ((weights, EMPTY, lookup), weights[lookup].astype(float)),
+        "codes": lambda: ((codes, table, NO_LOOKUP), table[codes[:n] + 1]),
+        "codes of some": lambda: ((codes, table, lookup), table[codes[lookup] + 1]),
+    }[kind]()
+
+
+KINDS = ["equal", "weights", "weights of some", "codes", "codes of some"]
+N = [1, 2, 63, 64, 65, 200, 1000]
+
+
+def tree_of(source: Source, n: int) -> NDArray[np.float64]:
+    n_segments = -(-n // SEGMENT)
+    n_leaves = 1 << (n_segments - 1).bit_length()
+    tree = np.zeros(2 * n_leaves)
+    assert draw.segment_sums(n, SEGMENT, *source, tree[n_leaves : n_leaves + n_segments]) == -1
+    draw.sum_up(tree)
+    return tree
+
+
+def drawn(kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: int = 5) -> NDArray[np.int64]:
+    tree = tree_of(source, n)
+    wanted = np.asarray(wanted, dtype=np.int64)
+    out = np.empty(len(wanted), dtype=np.int64)
+    levels = (len(tree).bit_length() - 2, SEGMENT_LEVELS)
+    if kernel == "in order":
+        draw.drawn_in_order(wanted, n_draws, tree, *levels, n, *source, np.uint64(key), out)
+    else:
+        draw.drawn_singly(wanted, tree, *levels, n, *source, np.uint64(key), out)
+    return out
+
+
+# --- Sums and counts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", N)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_of_sums(kind: str, n: int) -> None:
+    source, weights = source_of(kind, n)
+    tree = tree_of(source, n)
+    n_leaves = len(tree) // 2
+    leaves = np.zeros(n_leaves)
+    for row, weight in enumerate(weights):
+        leaves[row // SEGMENT] += weight
+    np.testing.assert_allclose(tree[n_leaves:], leaves, rtol=1e-14)
+    for node in range(1, n_leaves):
+        assert tree[node] == tree[2 * node] + tree[2 * node + 1]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("lookup", [NO_LOOKUP, np.arange(200)[::-1].copy()])
+def test_twin_of_sums_finds_the_first_wrong_weight(wrong: float, lookup: NDArray[np.int64]) -> None:
+    weights = np.ones(200)
+    weights[[77, 150]] = wrong
+    found = draw.segment_sums(200, SEGMENT, weights, EMPTY, lookup, np.zeros(4))
+    assert found == (77 if not len(lookup) else 199 - 150)
+
+
+@given(st.lists(st.integers(-1, 5), max_size=60), st.booleans())
+@settings(deadline=None)
+def test_twin_of_counts(codes: list[int], some: bool) -> None:
+    array = np.array(codes, dtype=np.int16)
+    lookup = np.arange(0, len(codes), 2) if some else NO_LOOKUP
+    counted = array[lookup] if some and len(lookup) else array
+    out = np.zeros(7, dtype=np.int64)
+    draw.count_codes(len(counted), array, lookup, out)
+    np.testing.assert_array_equal(out, [np.count_nonzero(counted == code) for code in range(-1, 6)])
+
+
+# --- Binomials --------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 64), st.floats(0, 1))
+@settings(deadline=None)
+def test_twin_of_small_binomials(key: int, n: int, p: float) -> None:
+    heads = sum(twins.bits(key, i) >> 11 < math.floor(p * 2**53) for i in range(n))
+    assert draw.binomial(np.uint64(key), n, p) == heads
+
+
+@pytest.mark.parametrize("n", [1, 2, 64, 65, 100, 1000, 10**6, 10**9])
+@pytest.mark.parametrize("p", [1e-9, 0.001, 0.02, 0.3, 0.5, 0.77, 0.999, 1 - 1e-9])
+def test_binomials_have_their_distribution(n: int, p: float) -> None:
+    heads = np.array([draw.binomial(np.uint64(key * 7919), n, p) for key in range(6000)])
+    assert heads.min() >= 0
+    assert heads.max() <= n
+    law = stats.binom(n, p)
+    # At most 25 bins of about equal chance, at whole numbers.
+    edges = np.unique(law.ppf(np.linspace(0, 1, 26)[1:-1]))
+    expected = np.diff(np.concatenate([[0], law.cdf(edges), [1]])) * len(heads)
+    observed = np.bincount(np.searchsorted(edges, heads), minlength=len(expected))
+    enough = expected >= 5
+    if np.count_nonzero(enough) > 1:
+        rest = [observed[~enough].sum()], [expected[~enough].sum()]
+        observed, expected = np.append(observed[enough], rest[0]), np.append(expected[enough], rest[1])
+        if expected[-1] < 5:
+            observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
+        assert stats.chisquare(observed, expected).pvalue > ERROR
+    sigma = law.std() / np.sqrt(len(heads))
+    if law.std() > 1:
+        assert abs(heads.mean() - law.mean()) < stats.norm.isf(ERROR / 2) * sigma
+
+
+@pytest.mark.parametrize("n", [0, 1, 64, 65, 10**9])
+def test_binomials_of_certain_coins_are_certain(n: int) -> None:
+    assert draw.binomial(np.uint64(1), n, 0.0) == 0
+    assert draw.binomial(np.uint64(1), n, 1.0) == n
+
+
+# --- Draws ------------------------------------------------------------------------------------------
+
+
+def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], key: int) -> list[int]:
+    """All draws in storage order, by plain recursion; single ones as the kernel promises them."""
+    tree = tree_of(source, len(weights))
+    n_leaves = len(tree) // 2
+    padded = np.zeros(n_leaves * SEGMENT)
+    padded[: len(weights)] = weights
+
+    def weight(node: int) -> float:
+        if node < 2 * n_leaves:
+            return float(tree[node])
+        return inner(node)
+
+    def inner(node: int) -> float:
+        if node >= n_leaves * SEGMENT:
+            return float(padded[node - n_leaves * SEGMENT])
+        return inner(2 * node) + inner(2 * node + 1)
+
+    def down(node: int, share: float) -> int:
+        rest = share * (weight(node) if node < n_leaves else inner(node))
+        while node < n_leaves * SEGMENT:
+            if node >= n_leaves and node < 2 * n_leaves:
+                rest = min(rest / weight(node), 1.0) * inner(node)
+            heavier = inner if node >= n_leaves else weight
+            node *= 2
+            if rest >= heavier(node) and heavier(node + 1) > 0:
+                rest -= heavier(node)
+                node += 1
+        return node - n_leaves * SEGMENT
+
+    def split(node: int, count: int) -> list[int]:
+        if count == 0:
+            return []
+        if node >= n_leaves * SEGMENT:
+            return [node - n_leaves * SEGMENT] * count
+        if count == 1:
+            return [down(node, twins.uniform(twins.stream(key, node), 0))]
+        of = weight if node < n_leaves else inner
+        share = of(2 * node) / (of(2 * node) + of(2 * node + 1))
+        left = int(draw.binomial(np.uint64(twins.stream(key, node)), count, share))
+        return split(2 * node, left) + split(2 * node + 1, count - left)
+
+    return split(1, n_draws)
+
+
+@pytest.mark.parametrize("n", N)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_of_draws_in_order(kind: str, n: int) -> None:
+    source, weights = source_of(kind, n)
+    for n_draws in (1, 2, 3, 50, 3000):
+        expected = in_order_twin(n_draws, source, weights, key=5)
+        assert drawn("in order", range(n_draws), n_draws, source, n).tolist() == expected
+        backwards = drawn("in order", range(n_draws)[::-3], n_draws, source, n)
+        assert backwards.tolist() == expected[::-3]
+
+
+@pytest.mark.parametrize("n", N)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_of_single_draws(kind: str, n: int) -> None:
+    source, weights = source_of(kind, n)
+    rows = drawn("singly", range(500), 500, source, n)
+    # By inversion: the row whose span of the cumulative weights holds the draw's number.
+    ends = np.cumsum(weights)
+    numbers = np.array([twins.uniform(5, i) for i in range(500)]) * ends[-1]
+    np.testing.assert_array_equal(rows, np.searchsorted(ends, numbers, side="right"))
+
+
+@pytest.mark.parametrize("kernel", ["in order", "singly"])
+def test_twin_of_draws_never_fall_on_what_has_no_weight(kernel: str) -> None:
+    for rows in ([0], [63], [64], [199], [0, 199], [5, 64, 130]):
+        weights = np.zeros(200)
+        weights[rows] = [5e-324, 1.0, 1e300][: len(rows)]
+        found = drawn(kernel, range(1000), 1000, (weights, EMPTY, NO_LOOKUP), 200)
+        assert set(found.tolist()) <= set(rows)
+
+
+# --- Without replacement ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_of_gumbel_keys(kind: str) -> None:
+    source, weights = source_of(kind, 200)
+    out = np.empty(200)
+    draw.gumbel_keys(200, *source, np.uint64(9), out)
+    expected = [
+        math.log(weight) - math.log(-math.log1p(-twins.uniform(9, i))) if weight else -math.inf
+        for i, weight in enumerate(weights)
+    ]
+    np.testing.assert_allclose(out, expected, rtol=1e-12)
+
+
+@given(codes=st.lists(st.integers(-1, 3), min_size=1, max_size=80), key=st.integers(0, 2**64 - 1), data=st.data())
+@settings(deadline=None)
+def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None:
+    counts = [codes.count(c) for c in range(4)]
+    quotas = [data.draw(st.integers(0, count)) for count in counts]
+    expected, left, wanted = [], counts.copy(), quotas.copy()
+    for i, code in enumerate(codes):
+        if code < 0:
+            continue
+        if wanted[code] and twins.below(key, i, left[code]) < wanted[code]:
+            expected.append(i)
+            wanted[code] -= 1
+        left[code] -= 1
+    out = np.empty(sum(quotas), dtype=np.int64)
+    array = np.array(codes, dtype=np.int8)
+    chosen = draw.select_quotas(len(codes), array, NO_LOOKUP, np.array(quotas), np.array(counts), np.uint64(key), out)
+    assert chosen == sum(quotas)
+    assert out.tolist() == expected
+
+
+# --- As they are used -------------------------------------------------------------------------------
+
+
+def test_kernels_give_the_same_in_many_threads_at_once() -> None:
+    source, _ = source_of("codes", 1000)
+
+    def work(i: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return drawn("in order", range(3000), 3000, source, 1000, i), drawn(
+            "singly", range(3000), 3000, source, 1000, i
+        )
+
+    expected = [work(i) for i in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        for i, found in enumerate(pool.map(work, [i % 4 for i in range(64)])):
+            np.testing.assert_array_equal(found[0], expected[i % 4][0])
+            np.testing.assert_array_equal(found[1], expected[i % 4][1])
+
+
+@pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is the run with checked bounds")
+def test_kernels_keep_within_their_arrays_when_bounds_are_checked() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "twin"],
+        env=os.environ | {"NUMBA_BOUNDSCHECK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
