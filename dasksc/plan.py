@@ -37,7 +37,8 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.sampling import BlockOrder, Draw, Purpose, Sampler, epoch_keys
+from dasksc.mixing import Diversity, diversity_of
+from dasksc.sampling import BlockOrder, Draw, Purpose, Sampler, encode_labels, epoch_keys
 
 __all__ = ["EpochPlan", "FetchPlan", "Stretch"]
 
@@ -380,6 +381,30 @@ class EpochPlan:
             raise IndexError(f"batch {i} of {self.n_batches}")
         fetch = self.fetch(i // self.fetch_factor)
         return fetch.rows[fetch.batch(i % self.fetch_factor)]
+
+    def diversity(self, labels: Any, n_batches: int = 1000) -> Diversity:
+        """Measure how well this rank's batches mix labels; see `Diversity`.
+
+        Parameters
+        ----------
+        labels
+            One per row of the collection: an array, a pandas Series or Categorical. Missing ones are
+            left out.
+        n_batches
+            About how many batches to look at, from fetches spread over the epoch.
+
+        Returns
+        -------
+        Diversity
+            Mean and spread of the label entropy of batches, beside those of ideal random batches.
+        """
+        codes, names = encode_labels(labels)
+        wanted = min(self.n_fetches, -(-n_batches // self.fetch_factor))
+        ks = np.unique(np.linspace(0, max(self.n_fetches - 1, 0), wanted).astype(np.int64))
+        batches = []
+        for fetch in map(self.fetch, ks):
+            batches += [codes[fetch.rows[fetch.batch(i)]] for i in range(fetch.n_batches)]
+        return diversity_of(batches, len(names))
 
     def of_rank(self, rank: int) -> EpochPlan:
         """Return the plan of another rank of the same epoch, sharing what both have derived."""

@@ -36,6 +36,7 @@ __all__ = [
     "SamplingStrategy",
     "Streaming",
     "bind",
+    "encode_labels",
     "epoch_keys",
 ]
 
@@ -902,7 +903,7 @@ class ClassBalancedSampling(_BuiltIn):
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `bind`."""
         candidates = Candidates.of(self.indices, n_obs)
-        codes, names = _encode(self.labels if self.label_key is None else labels_of(self.label_key))
+        codes, names = encode_labels(self.labels if self.label_key is None else labels_of(self.label_key))
         codes, lookup = candidates.entries("labels", codes, n_obs)
         counted = np.zeros(len(names) + 1, dtype=np.int64)
         draw_kernels.count_codes(candidates.n, codes, lookup, counted)
@@ -968,13 +969,24 @@ class ClassBalancedSampling(_BuiltIn):
         return QuotaSampler(candidates, codes, lookup, quotas, counts, int(self.block_size))
 
 
-def _encode(labels: Any) -> tuple[NDArray[Any], list[Any]]:
-    """Return integer codes, -1 for a missing label, and the label of each code. Copies no integer codes."""
+def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
+    """Return integer codes, -1 for a missing label, and the label of each code.
+
+    Parameters
+    ----------
+    labels
+        An array, a pandas Series or Categorical, or a Dask array, which is encoded chunk by chunk.
+
+    Returns
+    -------
+    codes, names
+        Integer codes are taken as they are, not copied.
+    """
     values = getattr(labels, "cat", None) or labels
     if hasattr(values, "codes") and hasattr(values, "categories"):
         return np.asarray(values.codes), list(values.categories)
-    if hasattr(labels, "compute"):
-        labels = labels.compute()
+    if hasattr(labels, "blocks") and hasattr(labels, "compute") and labels.ndim == 1:
+        return _encode_chunks(labels)
     array = np.asarray(labels)
     if array.ndim != 1:
         raise InputError(f"labels must be one per row; got shape {array.shape}")
@@ -987,3 +999,19 @@ def _encode(labels: Any) -> tuple[NDArray[Any], list[Any]]:
 
     codes, names = pd.factorize(cast(Any, array), sort=False)
     return np.asarray(codes), list(names)
+
+
+def _encode_chunks(labels: Any) -> tuple[NDArray[Any], list[Any]]:
+    """Encode a Dask array so that no more than a chunk of it is held, and its codes in the fewest bytes."""
+    import pandas as pd
+
+    is_whole = np.issubdtype(labels.dtype, np.integer)
+    position: dict[Any, int] = {}
+    encoded: list[NDArray[Any]] = []
+    for i in range(labels.numblocks[0]):
+        codes, names = pd.factorize(np.asarray(labels.blocks[i].compute()), sort=False)
+        # Negative integers are no label, as in arrays that are held.
+        known = [-1 if is_whole and name < 0 else position.setdefault(name, len(position)) for name in names]
+        seen = np.array([*known, -1], dtype=np.int64)[codes]  # a missing label's -1 finds the last entry
+        encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))))
+    return np.concatenate(encoded), list(position)

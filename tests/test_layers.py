@@ -22,6 +22,7 @@ ROOMS = [
     "multiindexable",
     "world",
     "epoch",
+    "mixing",
     "sampling",
     "plan",
     "progress",

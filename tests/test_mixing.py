@@ -1,0 +1,72 @@
+"""The entropy of batches beside that of ideal ones."""
+
+from __future__ import annotations
+
+import anndata as ad
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+
+import dasksc
+from dasksc import mixing
+from dasksc.sampling import bind, encode_labels
+
+
+def plan_of(strategy: dasksc.SamplingStrategy, n: int, fetch_factor: int = 4) -> dasksc.EpochPlan:
+    sampler = bind(strategy, range(n), n, lambda key: None)
+    return dasksc.EpochPlan(sampler=sampler, batch_size=64, fetch_factor=fetch_factor)
+
+
+def test_entropy_is_that_of_the_labels_of_each_batch() -> None:
+    batches = [np.array([0, 0, 1, 1]), np.array([0, 1, 2, 3]), np.array([2, 2, 2, 2, -1])]
+    measured = mixing.diversity_of(batches, 4)
+    assert measured.mean == pytest.approx((1 + 2 + 0) / 3)
+    assert measured.spread == pytest.approx(np.std([1, 2, 0]))
+    assert measured.n_batches == 3
+
+
+def test_single_rows_mix_ideally_and_large_blocks_do_not() -> None:
+    labels = np.arange(20_000) // 1000
+    single = plan_of(dasksc.BlockShuffling(1), 20_000).diversity(labels)
+    blocks = plan_of(dasksc.BlockShuffling(64), 20_000).diversity(labels)
+    stream = plan_of(dasksc.Streaming(), 20_000).diversity(labels)
+    assert single.share == pytest.approx(1, abs=0.01)
+    assert stream.mean < blocks.mean < single.mean
+    assert single.spread == pytest.approx(single.ideal_spread, rel=0.3)
+    longer = plan_of(dasksc.BlockShuffling(64), 20_000, fetch_factor=32).diversity(labels)
+    assert blocks.mean < longer.mean <= longer.ideal_mean + 0.05
+
+
+def test_the_ideal_of_one_label_is_no_entropy() -> None:
+    measured = plan_of(dasksc.BlockShuffling(8), 1000).diversity(np.zeros(1000, dtype=int))
+    assert (measured.mean, measured.ideal_mean, measured.share) == (0, 0, 1)
+    assert plan_of(dasksc.BlockShuffling(8), 0).diversity(np.zeros(0, dtype=int)).n_batches == 0
+
+
+def test_a_data_set_is_measured_by_a_column_of_obs() -> None:
+    plates = pd.Categorical.from_codes(np.arange(2000) // 200, list("abcdefghij"))
+    obs = pd.DataFrame({"plate": plates}, index=[str(i) for i in range(2000)])
+    adata = ad.AnnData(np.zeros((2000, 3), dtype=np.float32), obs=obs)
+    dataset = dasksc.scDataset(adata, dasksc.BlockShuffling(50), batch_size=50, fetch_factor=4, seed=0)
+    measured = mixing.diversity(dataset, "plate")
+    assert measured == dataset.plan().diversity(plates)
+    assert 0 < measured.mean < measured.ideal_mean
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 100])
+def test_lazy_labels_are_encoded_a_chunk_at_a_time(chunks: int) -> None:
+    words = np.array(["b", "a", None, "b", "c", "a"] * 3, dtype=object)
+    held: list[int] = []
+
+    def seen(chunk: np.ndarray) -> np.ndarray:
+        held.append(len(chunk))
+        return chunk
+
+    lazy = da.from_array(words, chunks=chunks).map_blocks(seen, dtype=object, meta=np.empty(0, dtype=object))
+    codes, names = encode_labels(lazy)
+    assert max(held) <= chunks
+    assert codes.dtype == np.int8
+    assert [None if code < 0 else names[code] for code in codes] == words.tolist()
+    codes, names = encode_labels(da.from_array(np.array([7, -1, 300, 7]), chunks=chunks))
+    assert [None if code < 0 else names[code] for code in codes] == [7, None, 300, 7]
