@@ -59,8 +59,9 @@ class TableChunks:
             )
         self._file = file
         self._offsets = offsets
-        self._sizes = sizes
-        self._skipped = skipped
+        # The table travels with every task: bytes count. HDF5 chunks are below 4 GiB, and few skip a filter.
+        self._sizes = sizes.astype(np.uint32)
+        self._skipped = skipped if skipped.any() else None
 
     def check(self) -> None:
         """Refuse a file that was replaced."""
@@ -68,12 +69,13 @@ class TableChunks:
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
-        offsets, sizes = self._offsets[numbers], self._sizes[numbers]
+        offsets, sizes = self._offsets[numbers], self._sizes[numbers].astype(np.int64)
+        skips = np.zeros(len(numbers), dtype=np.uint32) if self._skipped is None else self._skipped[numbers]
         order = np.argsort(offsets, kind="stable")
         written = order[offsets[order] >= 0]
         self._file.advise(offsets[written], sizes[written])
         buffer = memoryview(bytearray(int(sizes.max(initial=0))))
-        places = zip(offsets.tolist(), sizes.tolist(), self._skipped[numbers].tolist(), strict=True)
+        places = zip(offsets.tolist(), sizes.tolist(), skips.tolist(), strict=True)
         for offset, size, skipped in places:
             if offset < 0:
                 yield None, 0
