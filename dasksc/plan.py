@@ -362,7 +362,8 @@ class EpochPlan:
         n_yielded = min(stop, self.n_rank_rows) - start
         positions = self._positions(start, stop)
         if self.sampler.shuffle_rows:
-            positions.sort()
+            # Blocks come as ascending runs, which a merging sort leaves whole.
+            positions.sort(kind="stable" if self.block_size > 4 else None)
         rows = self._draw.rows(self._stored(positions))
         order = np.arange(len(rows), dtype=np.int64)
         if np.any(rows[1:] < rows[:-1]):
