@@ -193,6 +193,16 @@ def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size:
     assert seen == set(range(n))
 
 
+def test_the_row_too_many_is_not_always_that_of_the_short_block() -> None:
+    # All that is left to deal out is the short block of one row, which does not divide by two ranks.
+    left_out = []
+    for epoch in range(900):
+        plan = plan_of(dasksc.BlockShuffling(2), 17, batch_size=1, world_size=2, drop_last=True, epoch=epoch)
+        left_out += set(range(17)) - {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
+    # It lies before any of the eight full blocks, or after them.
+    assert stats.chisquare(np.bincount(left_out, minlength=17)[::2]).pvalue > ERROR
+
+
 @pytest.mark.parametrize("block_size", [4, 7, 50])
 def test_no_row_is_left_out_for_ever_by_a_dropped_short_block(block_size: int) -> None:
     n = 95
