@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dasksc.dataset import scDataset
     from dasksc.experimental import estimate_sample_size, suggest_parameters
     from dasksc.lazy import row_local
+    from dasksc.mixing import diversity
     from dasksc.multiindexable import MultiIndexable
     from dasksc.plan import EpochPlan
     from dasksc.sampling import (
@@ -58,6 +59,7 @@ _HOMES = {
     "World": "dasksc.world",
     "adata_to_mindex": "dasksc.transforms",
     "bionemo_to_tensor": "dasksc.transforms",
+    "diversity": "dasksc.mixing",
     "estimate_sample_size": "dasksc.experimental",
     "fetch_transform_adata": "dasksc.transforms",
     "hf_tahoe_to_tensor": "dasksc.transforms",
@@ -89,6 +91,7 @@ __all__ = [
     "World",
     "adata_to_mindex",
     "bionemo_to_tensor",
+    "diversity",
     "estimate_sample_size",
     "experimental",
     "fetch_transform_adata",

@@ -105,9 +105,7 @@ def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
     ).assign(flag_missing=pd.array(np.where(missing, None, flags), dtype="boolean"))
 
 
-def make_adata(
-    n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32
-) -> ad.AnnData:
+def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32) -> ad.AnnData:
     """An AnnData with obs of every kind, layers of both layouts, and obsm dense, sparse and a table."""
     obs = make_obs(n_obs)
     return ad.AnnData(

@@ -129,9 +129,7 @@ def test_suggestions_have_the_keys_and_fit_the_memory_there_is():
 @pytest.mark.parametrize("target_ram_fraction", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("min_workers", [0, 1, 4])
 def test_the_total_stays_within_the_share_of_memory_asked_for(target_ram_fraction, min_workers):
-    result = suggest_parameters(
-        np.zeros((10, 2048)), 512, target_ram_fraction, min_workers=min_workers, verbose=False
-    )
+    result = suggest_parameters(np.zeros((10, 2048)), 512, target_ram_fraction, min_workers=min_workers, verbose=False)
     assert result["fetch_factor"] >= 1
     assert result["estimated_total_memory_mb"] <= target_ram_fraction * 10 * 1024
 

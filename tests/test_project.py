@@ -21,7 +21,12 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What conda-forge calls some packages, or splits them into.
-CONDA_NAMES = {"torch": ["pytorch"], "matplotlib": ["matplotlib-base"], "dask": ["dask", "distributed"]}
+CONDA_NAMES = {
+    "torch": ["pytorch"],
+    "isal": ["python-isal"],
+    "matplotlib": ["matplotlib-base"],
+    "dask": ["dask", "distributed"],
+}
 
 
 def declared() -> dict[str, str]:
