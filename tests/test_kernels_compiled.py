@@ -57,7 +57,7 @@ def test_processes_that_start_at_once_share_a_cache_and_all_compute_right(tmp_pa
 
 
 def test_kernels_with_bounds_checks_are_not_taken_for_those_without(tmp_path):
-    outcome(run(tmp_path, 0))
+    outcome(run(tmp_path, 0, NUMBA_BOUNDSCHECK="0"))
     _, n_hits = outcome(run(tmp_path, 0, NUMBA_BOUNDSCHECK="1"))
     assert n_hits == 0
 
