@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.storage import Columns, Fetched, Layout
+from dasksc.storage import Columns, Fetched, Layout, memory
 from dasksc.window.tasks import FetchedMatrices
 
 __all__ = ["Batch", "BatchMaker", "run_ahead"]
@@ -117,8 +116,6 @@ class BatchMaker:
         Yield X by itself rather than a `Batch`.
     pinned
         Gather dense values straight into page-locked memory.
-    buffers
-        Where other dense values go.
     """
 
     obs: Mapping[str, NDArray[Any]]
@@ -127,7 +124,6 @@ class BatchMaker:
     columns: Columns | None
     only_x: bool
     pinned: bool
-    buffers: Buffers
 
     def make(
         self, fetched: FetchedMatrices, rows: NDArray[np.int64], positions: NDArray[np.int64]
@@ -172,45 +168,9 @@ class BatchMaker:
         if self.pinned:
             out = torch.empty(shape, dtype=torch_dtype(dtype), pin_memory=True)
         else:
-            out = self.buffers.tensor(shape, dtype)
+            out = torch.from_numpy(memory.empty(shape, dtype))
         part.gather(positions, out=out.numpy(), columns=columns)
         return out
-
-
-class Buffers:
-    """Memory for dense batches, used again when nobody holds a batch in it any more.
-
-    Fresh memory must be faulted in page by page, which costs as much as filling it. A tensor made here
-    keeps the array over its buffer alive, and so does whatever shares the tensor's storage (views, NumPy
-    aliases, autograd); when that array dies, the buffer is free. So a batch that is kept is never
-    written again. For pageable memory only: a copy to a GPU may still be reading a pinned buffer after
-    Python has dropped it, which torch's own allocator of pinned memory knows about.
-
-    Parameters
-    ----------
-    n_kept
-        Free buffers to keep at most, of each size.
-    """
-
-    def __init__(self, n_kept: int) -> None:
-        self._n_kept = n_kept
-        # Appending and popping are atomic: finalisers run in any thread, even in the middle of a call.
-        self._free: dict[int, deque[NDArray[np.uint8]]] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._n_kept,)
-
-    def tensor(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        n_bytes = shape[0] * shape[1] * dtype.itemsize
-        free = self._free.setdefault(n_bytes, deque(maxlen=self._n_kept))
-        try:
-            buffer = free.pop()
-        except IndexError:
-            buffer = np.empty(n_bytes, dtype=np.uint8)
-        array = np.ndarray(shape, dtype=dtype, buffer=buffer)
-        weakref.finalize(array, free.append, buffer).atexit = False
-        return torch.from_numpy(array)
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

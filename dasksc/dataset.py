@@ -26,14 +26,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import collection as collections
 from dasksc import config, lazy
-from dasksc.batch import Batch, BatchMaker, Buffers, run_ahead, torch_dtype
+from dasksc.batch import Batch, BatchMaker, run_ahead, torch_dtype
 from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan import EpochPlan, FetchPlan, Stretch
 from dasksc.progress import EpochStats, progress_bar
 from dasksc.sampling import Sampler, SamplingStrategy, bind
-from dasksc.storage import Columns, Layout, Matrix
+from dasksc.storage import Columns, Layout, Matrix, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
@@ -300,7 +300,6 @@ class scDataset(IterableDataset[Any]):
             columns=columns,
             only_x=not any(names.values()),
             pinned=self._pin_memory,
-            buffers=Buffers(n_kept=config.get("batches-ahead")),
         )
 
     def _labels_of(self, key: str) -> Any:
@@ -645,7 +644,6 @@ class scDataset(IterableDataset[Any]):
         """Batches gathered straight from fetched matrices."""
         maker = cast(BatchMaker, self._maker)
         task = FetchMatrices(cast(dict[str, Matrix], self._matrices))
-        window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
         left_in_fetch = 0
 
         def make(fetched: FetchedMatrices, fetch: FetchPlan, i: int) -> torch.Tensor | Batch:
@@ -661,15 +659,17 @@ class scDataset(IterableDataset[Any]):
                     yield functools.partial(make, fetched, fetch, i)
                 del fetched
 
-        synchronous = window.scheduler.kind == "synchronous"
-        with window:
-            for batch in run_ahead(
-                jobs(),
-                is_ready=lambda: left_in_fetch > 0 or window.next_is_done(),
-                n_ahead=config.get("batches-ahead"),
-                n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
-            ):
-                yield self._placed(batch)
+        with memory.recycled():
+            window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
+            synchronous = window.scheduler.kind == "synchronous"
+            with window:
+                for batch in run_ahead(
+                    jobs(),
+                    is_ready=lambda: left_in_fetch > 0 or window.next_is_done(),
+                    n_ahead=config.get("batches-ahead"),
+                    n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
+                ):
+                    yield self._placed(batch)
 
     def _indexed(
         self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int

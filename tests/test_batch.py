@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.parallel.scatter_gather import scatter
 from torch.utils.data import default_collate, default_convert
 
-from dasksc.batch import Batch, Buffers, run_ahead
+from dasksc.batch import Batch, run_ahead
 
 
 def make_batch() -> Batch:
@@ -57,19 +56,6 @@ def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch)
     parts = scatter(make_batch(), [0, 1])
     assert [type(part) for part in parts] == [Batch, Batch]
     assert torch.equal(torch.cat([part.X for part in parts]), make_batch().X)
-
-
-def test_a_buffer_is_used_again_only_when_nothing_holds_it() -> None:
-    buffers = Buffers(n_kept=2)
-    first = buffers.tensor((2, 3), np.dtype(np.float32)).fill_(1)
-    address = first.data_ptr()
-    view = first[1:].numpy()
-    del first
-    second = buffers.tensor((2, 3), np.dtype(np.float32)).fill_(2)
-    assert second.data_ptr() != address
-    assert (view == 1).all()
-    del view
-    assert buffers.tensor((2, 3), np.dtype(np.float32)).data_ptr() == address
 
 
 @pytest.mark.parametrize("n_threads", [0, 1, 3])

@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # What conda-forge calls some packages, or splits them into.
 CONDA_NAMES = {
     "torch": ["pytorch"],
-    "isal": ["python-isal"],
+    "blosc2": ["python-blosc2"],
     "matplotlib": ["matplotlib-base"],
     "dask": ["dask", "distributed"],
 }

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
+from dasksc.kernels import blosc
+from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
-from dasksc.storage.codecs import Chain
+from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
 from dasksc.storage.runs import cut, locate, merge
 
-__all__ = ["ChunkSource", "ChunkedArray", "TableChunks"]
+__all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MappedChunks:
+    """Stored chunks where they lie in mapped files.
+
+    Parameters
+    ----------
+    at
+        Address of each, shape (n_chunks,), uint64; 0 if it was never written.
+    sizes
+        Their sizes in bytes, shape (n_chunks,), int64.
+    owner
+        What keeps the map open.
+    """
+
+    at: NDArray[np.uint64]
+    sizes: NDArray[np.int64]
+    owner: Any
 
 
 class ChunkSource(Protocol):
@@ -30,6 +52,9 @@ class ChunkSource(Protocol):
         `numbers` ascend. Bytes are valid until the next chunk is asked for.
         """
 
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Yield the same chunks, some at a time, where they lie; None if that cannot be, or one skipped a codec."""
+
 
 class TableChunks:
     """Chunks of one file, at places that a table gives.
@@ -42,6 +67,8 @@ class TableChunks:
         Place of each chunk in bytes, shape (n_chunks,), int64; offset -1 if it was never written.
     skipped
         Which codecs each chunk skipped, shape (n_chunks,), uint32.
+    use_mmap
+        Whether the file may be mapped.
 
     Raises
     ------
@@ -50,7 +77,13 @@ class TableChunks:
     """
 
     def __init__(
-        self, file: LocalFile, *, offsets: NDArray[np.int64], sizes: NDArray[np.int64], skipped: NDArray[np.uint32]
+        self,
+        file: LocalFile,
+        *,
+        offsets: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        skipped: NDArray[np.uint32],
+        use_mmap: bool,
     ) -> None:
         if (offsets + sizes).max(initial=0) > file.identity.size:
             raise CorruptDataError(
@@ -62,6 +95,7 @@ class TableChunks:
         # The table travels with every task: bytes count. HDF5 chunks are below 4 GiB, and few skip a filter.
         self._sizes = sizes.astype(np.uint32)
         self._skipped = skipped if skipped.any() else None
+        self._use_mmap = use_mmap
 
     def check(self) -> None:
         """Refuse a file that was replaced."""
@@ -71,18 +105,18 @@ class TableChunks:
         """Yield the chunks; see `ChunkSource.read`."""
         offsets, sizes = self._offsets[numbers], self._sizes[numbers].astype(np.int64)
         skips = np.zeros(len(numbers), dtype=np.uint32) if self._skipped is None else self._skipped[numbers]
-        order = np.argsort(offsets, kind="stable")
-        written = order[offsets[order] >= 0]
-        self._file.advise(offsets[written], sizes[written])
-        buffer = memoryview(bytearray(int(sizes.max(initial=0))))
-        places = zip(offsets.tolist(), sizes.tolist(), skips.tolist(), strict=True)
-        for offset, size, skipped in places:
-            if offset < 0:
-                yield None, 0
-            else:
-                into = buffer[:size]
-                self._file.read(offset, into)
-                yield into, skipped
+        written = offsets >= 0
+        chunks = self._file.read_ranges(offsets[written], sizes[written])
+        for is_written, skipped in zip(written.tolist(), skips.tolist(), strict=True):
+            yield (next(chunks), skipped) if is_written else (None, 0)
+
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Return all chunks at once; see `ChunkSource.mapped`."""
+        if not self._use_mmap or (self._skipped is not None and self._skipped[numbers].any()):
+            return None
+        sizes = self._sizes[numbers].astype(np.int64)
+        at, owner = self._file.mapped_ranges(self._offsets[numbers], sizes)
+        return iter([MappedChunks(at=at, sizes=sizes, owner=owner)])
 
 
 class ChunkedArray:
@@ -130,10 +164,11 @@ class ChunkedArray:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         n_columns = self.shape[1] if len(self.shape) == 2 else 1
         width = self._chunk_shape[1] if len(self.shape) == 2 else 1
-        block = np.empty((int((run_stops - run_starts).sum()), n_columns), dtype=memory_dtype(self.dtype))
+        block = memory.empty((int((run_stops - run_starts).sum()), n_columns), memory_dtype(self.dtype))
         if block.size:
-            rows, piece_starts, piece_stops = cut(run_starts, run_stops, chunk=length)
-            self._fill_block(block, rows, piece_starts, piece_stops, width=width)
+            pieces = cut(run_starts, run_stops, chunk=length)
+            if not self._fill_mapped(block, *pieces, width=width):
+                self._fill_block(block, *pieces, width=width)
         return Reached.inside(
             (block,),
             dtype=block.dtype,
@@ -142,6 +177,61 @@ class ChunkedArray:
             sizes=(stops - starts) * stride,
             held_bytes=block.nbytes,
         )
+
+    def _fill_mapped(
+        self,
+        block: NDArray[Any],
+        rows: NDArray[np.int64],
+        piece_starts: NDArray[np.int64],
+        piece_stops: NDArray[np.int64],
+        *,
+        width: int,
+    ) -> bool:
+        """Fill `block` by one kernel call, as `_fill_block` does; return False if it must do it, or fail to."""
+        function = blosc_getitem()
+        if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
+            return False
+        numbers, chunk_of = np.unique(rows, return_inverse=True)
+        groups = self._source.mapped(numbers)
+        if groups is None:
+            return False
+        stride = block.strides[0]
+        starts = (piece_starts - rows * self._chunk_shape[0]) * stride
+        sizes = (piece_stops - piece_starts) * stride
+        to = np.cumsum(sizes) - sizes
+        chunk_bytes = self._chunk_shape[0] * stride
+        out = block.reshape(-1).view(np.uint8)
+        scratch = np.empty(chunk_bytes, dtype=np.uint8)
+        before = 0
+        for group in groups:
+            after = before + len(group.at)
+            here = slice(*np.searchsorted(chunk_of, [before, after]).tolist())
+            chunks = chunk_of[here] - before
+            written = group.at[chunks] != 0
+            for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
+                block[begin // stride : (begin + size) // stride] = self._fill
+            if (
+                blosc.getitems(
+                    function,
+                    group.at,
+                    group.sizes,
+                    chunk_bytes,
+                    chunks[written],
+                    starts[here][written],
+                    (starts + sizes)[here][written],
+                    to[here][written],
+                    scratch,
+                    out,
+                )
+                >= 0
+            ):
+                return False
+            before = after
+        return True
+
+    def _in_place(self, block: NDArray[Any], width: int) -> bool:
+        """Whether rows of a chunk are rows of `block`, as they are."""
+        return block.shape[1] == width and bool(block.dtype == self._chain.dtype)
 
     def _fill_block(
         self,
@@ -162,17 +252,31 @@ class ChunkedArray:
         n_across = -(-block.shape[1] // width)
         numbers = (grid_rows[:, None] * n_across + np.arange(n_across)).ravel()
         shape = (self._chunk_shape[0], width)
+        # Where all of a chunk is wanted, it is decoded straight into the block.
+        in_place = self._in_place(block, width)
         stored = self._source.read(numbers)
         for i in range(len(numbers)):
             row, across = divmod(i, n_across)
+            wanted = pieces[groups[row] : groups[row + 1]]
+            low, high, begin, end = wanted[0]
+            place = block[begin:end] if in_place and high - low == shape[0] else None
+            low, high = wanted[0][0], wanted[-1][1]
             left = across * width
             right = min(left + width, block.shape[1])
             try:
                 data, skipped = next(stored)
-                chunk = None if data is None else self._chain.decode(data, shape=shape, skipped=skipped)
+                if data is None:
+                    chunk = None
+                else:
+                    into = None if place is None else place.reshape(-1).view(np.uint8)
+                    chunk = self._chain.decode(data, shape=shape, skipped=skipped, rows=(low, high), into=into)
             # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
             except Exception as error:
                 start = int(grid_rows[row]) * self._chunk_shape[0]
                 raise BrokenRunError(self.label, start, start + self._chunk_shape[0], str(error)) from error
-            for low, high, begin, end in pieces[groups[row] : groups[row + 1]]:
-                block[begin:end, left:right] = self._fill if chunk is None else chunk[low:high, : right - left]
+            if chunk is None:
+                for _, _, begin, end in wanted:
+                    block[begin:end, left:right] = self._fill
+            elif place is None or not np.may_share_memory(chunk, place):
+                for first, last, begin, end in wanted:
+                    block[begin:end, left:right] = chunk[first - low : last - low, : right - left]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import math
+import os
+import sys
 import threading
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import google_crc32c
@@ -15,26 +21,51 @@ from numpy.typing import NDArray
 
 from dasksc.storage.arrays import UnknownLayoutError
 
-try:
-    from isal import isal_zlib as zlib
-except ImportError:  # the same interface, a third of the speed
-    import zlib  # type: ignore[no-redef]
-
-__all__ = ["Chain", "Codec", "Crc32c", "Deflate", "H5Lz4", "Numcodec", "codec_of_config"]
+__all__ = [
+    "Blosc",
+    "Chain",
+    "Codec",
+    "Crc32c",
+    "Deflate",
+    "H5Lz4",
+    "H5Lzf",
+    "Numcodec",
+    "Zstd",
+    "blosc_getitem",
+    "codec_of_config",
+]
 
 # Codecs of numcodecs that turn bytes into bytes, or numbers into numbers of the same type.
-_KNOWN = frozenset({"blosc", "zstd", "lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
+_KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
 
 
 class Codec(Protocol):
     """One step of a chain. Pickles; may be called from several threads at once."""
 
-    def decode(self, data: Any, n_bytes: int) -> Any:
-        """Return what `data` decodes to; `n_bytes` is the size of the whole chunk's elements.
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
+        """Return what `data` decodes to, a buffer.
 
-        Both are buffers; what is returned is valid until this thread decodes again. Any exception means
-        that `data` is corrupt.
+        Parameters
+        ----------
+        data
+            A buffer; bytes as stored, or what the codec after this one made of them.
+        n_bytes
+            Size of the whole chunk's elements.
+        into
+            Memory of `n_bytes` that the result may be written to, where the codec can.
+
+        Raises
+        ------
+        Exception
+            Any kind; it means that `data` is corrupt.
         """
+
+
+class PartialCodec(Codec, Protocol):
+    """A codec that need not decode the whole of a chunk to give a part of it."""
+
+    def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
+        """Return bytes [start, stop) of what `data` decodes to; `into` is memory of `n_bytes` to work in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +80,128 @@ class Deflate:
 
     wbits: int
 
-    def decode(self, data: Any, n_bytes: int) -> Any:
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` inflated; its checksum is verified."""
-        return zlib.decompress(data, wbits=self.wbits, bufsize=n_bytes)
+        images = _imagecodecs()
+        if images is None:
+            return zlib.decompress(data, wbits=self.wbits, bufsize=n_bytes)
+        # libdeflate, thrice as fast as zlib.
+        inflate = images.deflate_decode if self.wbits == 15 else images.gzip_decode
+        return inflate(data, out=np.empty(n_bytes, dtype=np.uint8) if into is None else into)
+
+
+@dataclass(frozen=True, slots=True)
+class H5Lzf:
+    """The LZF filter of HDF5."""
+
+    def __post_init__(self) -> None:
+        if _imagecodecs() is None:
+            raise UnknownLayoutError("its LZF filter needs imagecodecs: pip install 'dasksc[fast]'")
+
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
+        """Return `data` decoded."""
+        images: Any = _imagecodecs()
+        return images.lzf_decode(data, header=False, out=np.empty(n_bytes, dtype=np.uint8) if into is None else into)
+
+
+@cache
+def _imagecodecs() -> Any:
+    try:
+        import imagecodecs  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return None
+    return imagecodecs
+
+
+@dataclass(frozen=True, slots=True)
+class Zstd:
+    """Zstandard frames. A part is had by decoding no further than it reaches."""
+
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
+        """Return `data` decoded; its checksum is verified, if it has one."""
+        library = _zstandard()
+        if library is None or into is None or library.get_frame_parameters(data).content_size != n_bytes:
+            return _ZSTD.decode(data)
+        with _frame_reader(library, data) as reader:
+            _read_frame(reader, into)
+            if reader.read(1):
+                raise ValueError(f"it goes on after the {n_bytes} bytes that belong there")
+        return into
+
+    def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
+        """Return bytes [start, stop) of the frame."""
+        library = _zstandard()
+        if library is not None and stop < n_bytes:
+            frame = library.get_frame_parameters(data)
+            # A checksum is of the whole.
+            if not frame.has_checksum and frame.content_size == n_bytes:
+                with _frame_reader(library, data) as reader:
+                    _read_frame(reader, into[:stop])
+                return into[start:stop]
+        return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
+
+
+def _frame_reader(library: Any, data: Any) -> Any:
+    return _thread_local("zstd", library.ZstdDecompressor).stream_reader(data, read_size=len(data))
+
+
+def _read_frame(reader: Any, into: NDArray[np.uint8]) -> None:
+    view = into.data
+    done = 0
+    while done < len(view):
+        n = reader.readinto(view[done:])
+        if n == 0:
+            raise ValueError(f"it ends after {done} bytes, where {len(view)} belong")
+        done += n
+
+
+_ZSTD = numcodecs.Zstd()
+
+
+@cache
+def _zstandard() -> Any:
+    try:
+        import zstandard  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return None
+    return zstandard
+
+
+@dataclass(frozen=True, slots=True)
+class Blosc:
+    """Blosc chunks. Where `blosc_getitem` is there, `dasksc.kernels.blosc` decodes parts of them."""
+
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
+        """Return `data` decoded."""
+        view = memoryview(data).cast("B")
+        if len(view) < 16:
+            raise ValueError(f"it has {len(view)} bytes, too few for Blosc")
+        decoded, stored = int.from_bytes(view[4:8], "little"), int.from_bytes(view[12:16], "little")
+        if decoded != n_bytes or stored > len(view):
+            raise ValueError(f"Blosc's header says {stored} bytes that decode to {decoded}; {n_bytes} belong there")
+        return _BLOSC.decode(data, out=into)
+
+
+_BLOSC = numcodecs.Blosc()
+
+
+@cache
+def blosc_getitem() -> int | None:
+    """Return the address of C-Blosc2's ``blosc2_getitem``, which decodes some items of a chunk; None without it.
+
+    The Python package does not show that function, but brings the C library for programs to use.
+    """
+    found = importlib.util.find_spec("blosc2")
+    if found is None or found.origin is None:
+        return None
+    name = {"darwin": "libblosc2.dylib", "win32": "libblosc2.dll"}.get(sys.platform, "libblosc2.so")
+    for folder in (os.path.dirname(found.origin), sys.prefix):  # as pip and as conda install it
+        try:
+            library = ctypes.CDLL(os.path.join(folder, "lib", name))
+            return ctypes.cast(library.blosc2_getitem, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,30 +220,16 @@ class Numcodec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_codec", numcodecs.get_codec(dict(self.config)))
 
-    def decode(self, data: Any, n_bytes: int) -> Any:
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` decoded."""
-        if self._codec.codec_id != "blosc" or _blosc_bytes(data) != n_bytes:
-            return self._codec.decode(data)
-        # Memory that this thread has in its caches already, rather than fresh pages for every chunk.
-        scratch = getattr(_THREAD, "scratch", None)
-        if scratch is None or len(scratch) != n_bytes or data is scratch:
-            scratch = _THREAD.scratch = np.empty(n_bytes, dtype=np.uint8)
-        return self._codec.decode(data, out=scratch)
-
-
-_THREAD = threading.local()
-
-
-def _blosc_bytes(data: Any) -> int:
-    """Return how many bytes a Blosc chunk says it decodes to."""
-    return int.from_bytes(memoryview(data)[4:8], "little")
+        return self._codec.decode(data)
 
 
 @dataclass(frozen=True, slots=True)
 class Crc32c:
     """Four bytes after the data, by which it is verified."""
 
-    def decode(self, data: Any, n_bytes: int) -> Any:
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` without its checksum."""
         view = memoryview(data).cast("B")
         if google_crc32c.value(bytes(view[:-4])) != int.from_bytes(view[-4:], "little"):
@@ -105,14 +241,14 @@ class Crc32c:
 class H5Lz4:
     """The LZ4 filter of HDF5: a header, then blocks of which each has its length before it."""
 
-    def decode(self, data: Any, n_bytes: int) -> Any:
+    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return the blocks decoded."""
         view = memoryview(data).cast("B")
         total = int.from_bytes(view[:8], "big")
         block = int.from_bytes(view[8:12], "big")
         if total != n_bytes or block <= 0:
             raise ValueError(f"its LZ4 header says {total} bytes in blocks of {block}")
-        out = np.empty(total, dtype=np.uint8)
+        out = np.empty(total, dtype=np.uint8) if into is None else into
         at = 12
         for start in range(0, total, block):
             n = min(block, total - start)
@@ -139,13 +275,17 @@ def codec_of_config(config: dict[str, Any]) -> Codec:
     UnknownLayoutError
         If it is not one that is known to turn bytes into bytes.
     """
-    name = config.get("id")
-    if name == "zlib":
-        return Deflate(wbits=15)
-    if name == "gzip":
-        return Deflate(wbits=31)
-    if name == "crc32c":
-        return Crc32c()
+    match name := config.get("id"):
+        case "zlib":
+            return Deflate(wbits=15)
+        case "gzip":
+            return Deflate(wbits=31)
+        case "zstd":
+            return Zstd()
+        case "blosc":
+            return Blosc()
+        case "crc32c":
+            return Crc32c()
     if name not in _KNOWN:
         raise UnknownLayoutError(f"the codec {name!r} is not known")
     try:
@@ -169,8 +309,16 @@ class Chain:
     codecs: tuple[Codec, ...]
     dtype: np.dtype[Any]
 
-    def decode(self, data: Any, *, shape: Sequence[int], skipped: int) -> NDArray[Any]:
-        """Return the elements of a chunk.
+    def decode(
+        self,
+        data: Any,
+        *,
+        shape: Sequence[int],
+        skipped: int,
+        rows: tuple[int, int],
+        into: NDArray[np.uint8] | None = None,
+    ) -> NDArray[Any]:
+        """Return rows [start, stop) of a chunk's elements.
 
         Parameters
         ----------
@@ -180,6 +328,11 @@ class Chain:
             Its shape.
         skipped
             Bit i is set where codec i was not applied to this chunk (HDF5's filter mask).
+        rows
+            Those wanted.
+        into
+            Where all of the chunk's bytes may be written to. Otherwise it is memory of this thread, and the
+            result is valid until the thread decodes again.
 
         Raises
         ------
@@ -187,10 +340,45 @@ class Chain:
             If it decodes to another number of bytes; codecs raise errors of their own as well.
         """
         n_bytes = math.prod(shape) * self.dtype.itemsize
-        for i in reversed(range(len(self.codecs))):
-            if not skipped >> i & 1:
-                data = self.codecs[i].decode(data, n_bytes)
-        flat = np.frombuffer(data, dtype=np.uint8)
-        if len(flat) != n_bytes:
-            raise ValueError(f"it holds {len(flat)} bytes, where {n_bytes} belong")
-        return flat.view(self.dtype).reshape(shape)
+        row_bytes = n_bytes // shape[0]
+        start, stop = rows[0] * row_bytes, rows[1] * row_bytes
+        applied = [codec for i, codec in enumerate(self.codecs) if not skipped >> i & 1]
+        for codec in reversed(applied[1:]):
+            data = codec.decode(data, n_bytes)
+        if not applied:
+            flat = _part_of(memoryview(data).cast("B"), n_bytes, start, stop)
+        else:
+            if into is None:
+                into = _scratch(n_bytes)
+            last: Any = applied[0]
+            if stop - start < n_bytes and hasattr(last, "decode_part"):
+                flat = last.decode_part(data, n_bytes, start, stop, into)
+            else:
+                flat = _part_of(memoryview(last.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
+        return np.frombuffer(flat, dtype=self.dtype).reshape((rows[1] - rows[0], *shape[1:]))
+
+
+def _part_of(whole: memoryview, n_bytes: int, start: int, stop: int) -> memoryview:
+    if len(whole) != n_bytes:
+        raise ValueError(f"it holds {len(whole)} bytes, where {n_bytes} belong")
+    return whole[start:stop]
+
+
+_THREAD = threading.local()
+
+
+def _thread_local(name: str, make: Callable[[], Any]) -> Any:
+    """Return this thread's own object of that name."""
+    held = getattr(_THREAD, name, None)
+    if held is None:
+        held = make()
+        setattr(_THREAD, name, held)
+    return held
+
+
+def _scratch(n_bytes: int) -> NDArray[np.uint8]:
+    """Return memory that this thread has in its caches already, rather than fresh pages for every chunk."""
+    scratch: NDArray[np.uint8] | None = getattr(_THREAD, "scratch", None)
+    if scratch is None or len(scratch) < n_bytes:
+        scratch = _THREAD.scratch = np.empty(n_bytes, dtype=np.uint8)
+    return scratch[:n_bytes]

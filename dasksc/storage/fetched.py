@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
+from dasksc.storage import memory
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.matrix import Columns, Layout
 from dasksc.storage.reach import Reached
@@ -106,8 +107,8 @@ class CSRFetched:
                 )
             )
         indptr = indptr_of(counts)
-        indices = np.empty(indptr[-1], dtype=np.int32)
-        data = np.empty(indptr[-1], dtype=dtype if has_kernel_dtype(dtype) else self._data.dtype)
+        indices = memory.empty(int(indptr[-1]), np.int32)
+        data = memory.empty(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else self._data.dtype)
         self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -257,8 +258,8 @@ class DenseFetched:
         counts = np.empty(len(positions), dtype=np.int64)
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
-        indices = np.empty(indptr[-1], dtype=np.int32)
-        data = np.empty(indptr[-1], dtype=dtype if has_kernel_dtype(dtype) else self._values.dtype)
+        indices = memory.empty(int(indptr[-1]), np.int32)
+        data = memory.empty(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else self._values.dtype)
         kernels.squeeze(dense, indptr[:-1], indices, data)
         return indptr, indices, data.astype(dtype, copy=False)
 

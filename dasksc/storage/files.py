@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.runs import merge
 
-__all__ = ["LocalFile", "can_map"]
+__all__ = ["LocalFile", "can_map", "read_at"]
 
 # Ranges closer than this are asked of the disk as one: it reads the gap in less time than another request takes.
 _ADVICE_GAP_BYTES = 32 * 2**10
 # Linux cuts a request for read-ahead to the largest transfer of the device, 1.25 MiB or more.
 _ADVICE_BYTES = 2**20
+# Ranges that follow each other are read together up to this size, which stays in a core's cache until it is decoded.
+_READ_BYTES = 2**18
 # Asking for what is cached already costs a microsecond a range, half of a fetch of single rows. If this many
 # ranges, spread over all of them, are cached, the few that may not be are left to page faults.
 _SAMPLED = 32
@@ -77,6 +80,18 @@ class LocalFile:
             for at in range(start, stop, _ADVICE_BYTES):
                 os.posix_fadvise(number, at, min(stop - at, _ADVICE_BYTES), os.POSIX_FADV_WILLNEED)
 
+    def mapped_ranges(
+        self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        """Return the address of each range, 0 for offset -1, and the map that they are in."""
+        written = offsets >= 0
+        if (offsets + sizes)[written].max(initial=0) > self.identity.size:
+            raise CorruptDataError(f"{self.path} is truncated: it ends before byte {(offsets + sizes).max()}")
+        order = np.argsort(offsets[written], kind="stable")
+        self.advise(offsets[written][order], sizes[written][order])
+        memory = self.mapped()
+        return np.where(written, offsets + memory.ctypes.data, 0).astype(np.uint64), memory
+
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on.
 
@@ -85,15 +100,27 @@ class LocalFile:
         CorruptDataError
             If the file ends before.
         """
-        number = self._number()
-        done = 0
-        while done < len(into):
-            n = os.preadv(number, [into[done:]], offset + done)
-            if n == 0:
-                raise CorruptDataError(
-                    f"{self.path} ends at byte {offset + done}, where {len(into) - done} more belong"
-                )
-            done += n
+        n = read_at(self._number(), offset, into)
+        if n < len(into):
+            raise CorruptDataError(f"{self.path} ends at byte {offset + n}, where {len(into) - n} more belong")
+
+    def read_ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[memoryview]:
+        """Yield the bytes of each range, valid until the next is asked for; neighbours are read together."""
+        order = np.argsort(offsets, kind="stable")
+        self.advise(offsets[order], sizes[order])
+        places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
+        buffer = memoryview(bytearray(max(int(sizes.max(initial=0)), _READ_BYTES)))
+        first = 0
+        while first < len(places):
+            start, end = places[first]
+            after = first + 1
+            while after < len(places) and places[after][0] == end and places[after][1] - start <= len(buffer):
+                end = places[after][1]
+                after += 1
+            self.read(start, buffer[: end - start])
+            for begin, stop in places[first:after]:
+                yield buffer[begin - start : stop - start]
+            first = after
 
     def _number(self) -> int:
         if self._descriptor is None:
@@ -104,6 +131,17 @@ class LocalFile:
             self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
             self._descriptor = descriptor
         return self._descriptor.number
+
+
+def read_at(number: int, offset: int, into: memoryview) -> int:
+    """Fill `into` from byte `offset` of an open file; return how many bytes there were."""
+    done = 0
+    while done < len(into):
+        n = os.preadv(number, [into[done:]], offset + done)
+        if n == 0:
+            break
+        done += n
+    return done
 
 
 def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, TableChunks
-from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, codec_of_config
+from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile, can_map
 from dasksc.storage.plain import Extents, PlainArray
 
@@ -61,7 +61,9 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
             shape=dataset.shape,
             chunk_shape=dataset.chunks,
             chain=chain,
-            source=TableChunks(file, offsets=offsets, sizes=sizes, skipped=skipped),
+            source=TableChunks(
+                file, offsets=offsets, sizes=sizes, skipped=skipped, use_mmap=use_mmap and can_map(file.path)
+            ),
             fill=fill[0],
         )
     if layout == h5py.h5d.CONTIGUOUS:
@@ -117,6 +119,8 @@ def _codec(filter_info: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype
             return codec_of_config({"id": "shuffle", "elementsize": dtype.itemsize})
         case h5py.h5z.FILTER_FLETCHER32:
             return codec_of_config({"id": "fletcher32"})
+        case h5py.h5z.FILTER_LZF:
+            return H5Lzf()
         case 32001:
             return codec_of_config({"id": "blosc"})
         case 32004:

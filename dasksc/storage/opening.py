@@ -61,7 +61,7 @@ def open_matrix(path: str | os.PathLike[str], key: str, *, use_mmap: bool = True
     if not os.path.exists(path):
         raise MissingPathError(f"there is nothing at {path}")
     if os.path.isdir(path) or path.endswith(".zip"):
-        return _open_zarr(path, key.strip("/"))
+        return _open_zarr(path, key.strip("/"), use_mmap=use_mmap)
     return _open_hdf5(path, key.strip("/"), use_mmap=use_mmap)
 
 
@@ -136,7 +136,7 @@ def _hdf5_array(file: H5File, name: str, *, local: LocalFile, use_mmap: bool) ->
         return array
 
 
-def _open_zarr(path: str, key: str) -> Matrix:
+def _open_zarr(path: str, key: str, *, use_mmap: bool) -> Matrix:
     file = ZarrFile(path)
     root = file.root()
     if key not in root:
@@ -147,15 +147,15 @@ def _open_zarr(path: str, key: str) -> Matrix:
         attributes=dict(item.attrs),
         is_array=isinstance(item, zarr.Array),
         members=list(item.keys()) if isinstance(item, zarr.Group) else [],
-        array=lambda member: _zarr_array(file, f"{key}/{member}".rstrip("/")),
+        array=lambda member: _zarr_array(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap),
     )
 
 
-def _zarr_array(file: ZarrFile, name: str) -> StoredArray:
+def _zarr_array(file: ZarrFile, name: str, *, use_mmap: bool) -> StoredArray:
     """Return an array that is read without zarr-python if its layout is known, otherwise through it."""
     array = ZarrArray(file, name)
     try:
-        return zarr_layout.direct_array(os.path.join(file.path, name), label=array.label)
+        return zarr_layout.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         _log_slow(array, "zarr-python", reason)
         return array

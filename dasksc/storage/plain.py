@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
+from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, row_bytes
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
@@ -133,7 +134,7 @@ class PlainArray:
 
     def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
-        block = np.empty(int((run_stops - run_starts).sum()) * self._row_bytes, dtype=np.uint8)
+        block = memory.empty(int((run_stops - run_starts).sum()) * self._row_bytes, np.uint8)
         view = block.data
         at = 0
         for offset, size in self._ranges(run_starts, run_stops):

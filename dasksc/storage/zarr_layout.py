@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
-from dasksc.storage.chunked import ChunkedArray, ChunkSource
+from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.codecs import Chain, Codec, Crc32c, codec_of_config
-from dasksc.storage.files import LocalFile
+from dasksc.storage.files import LocalFile, can_map, read_at
 from dasksc.storage.identity import FileIdentity
 
 __all__ = ["direct_array"]
@@ -25,9 +26,13 @@ _NUMBERS = frozenset(
 )
 # What a shard's index holds for a chunk that was never written.
 _NEVER = 2**64 - 1
+_OPEN_SHARDS = 16
 
 
-def direct_array(directory: str, *, label: str) -> StoredArray:
+_NOTHING = MappedChunks(at=np.zeros(1, dtype=np.uint64), sizes=np.zeros(1, dtype=np.int64), owner=None)
+
+
+def direct_array(directory: str, *, label: str, use_mmap: bool) -> StoredArray:
     """Return a Zarr array as one that is read without zarr-python.
 
     Parameters
@@ -36,6 +41,8 @@ def direct_array(directory: str, *, label: str) -> StoredArray:
         The directory of the array, with its ``zarr.json`` or ``.zarray``.
     label
         What to call it in errors.
+    use_mmap
+        Whether files of this machine may be mapped.
 
     Raises
     ------
@@ -53,10 +60,11 @@ def direct_array(directory: str, *, label: str) -> StoredArray:
                     raise UnknownLayoutError(f"its metadata is not understood ({error!r})") from error
             keys = Keys(directory=directory, prefix=layout.prefix, separator=layout.separator, metadata=identity)
             source: ChunkSource
+            use_mmap = use_mmap and can_map(directory)
             if layout.shard_shape is None:
-                source = FileChunks(keys, grid=_grid(layout.shape, layout.chunk_shape))
+                source = FileChunks(keys, grid=_grid(layout.shape, layout.chunk_shape), use_mmap=use_mmap)
             else:
-                source = ShardChunks(keys, layout=layout)
+                source = ShardChunks(keys, layout=layout, use_mmap=use_mmap)
             return ChunkedArray(
                 label=label,
                 shape=layout.shape,
@@ -236,11 +244,14 @@ class FileChunks:
         Where they are.
     grid
         How many there are along each axis.
+    use_mmap
+        Whether the files may be mapped.
     """
 
-    def __init__(self, keys: Keys, *, grid: tuple[int, ...]) -> None:
+    def __init__(self, keys: Keys, *, grid: tuple[int, ...], use_mmap: bool) -> None:
         self._keys = keys
         self._grid = grid
+        self._use_mmap = use_mmap
 
     def check(self) -> None:
         """Refuse an array that was replaced."""
@@ -248,12 +259,34 @@ class FileChunks:
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
+        buffer = bytearray()
         for at in _unravel(numbers, self._grid):
             try:
                 with open(self._keys.path(at), "rb", buffering=0) as file:
-                    yield file.read(), 0
+                    size = os.fstat(file.fileno()).st_size
+                    if len(buffer) < size:
+                        buffer = bytearray(size)
+                    n = read_at(file.fileno(), 0, memoryview(buffer)[:size])
+                    yield memoryview(buffer)[:n], 0
             except FileNotFoundError:
                 yield None, 0
+
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Yield the chunks one by one; see `ChunkSource.mapped`."""
+        return self._mapped(numbers) if self._use_mmap else None
+
+    def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
+        for at in _unravel(numbers, self._grid):
+            try:
+                with open(self._keys.path(at), "rb", buffering=0) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else bytes(1)
+            except FileNotFoundError:
+                yield _NOTHING
+            else:
+                owner = np.frombuffer(data, dtype=np.uint8)
+                place = np.array([owner.ctypes.data], dtype=np.uint64)
+                yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
 
 
 class ShardChunks:
@@ -265,9 +298,11 @@ class ShardChunks:
         Where the files are.
     layout
         What the metadata say; it has a `shard_shape`.
+    use_mmap
+        Whether the files may be mapped.
     """
 
-    def __init__(self, keys: Keys, *, layout: Layout) -> None:
+    def __init__(self, keys: Keys, *, layout: Layout, use_mmap: bool) -> None:
         assert layout.shard_shape is not None
         self._keys = keys
         self._grid = _grid(layout.shape, layout.chunk_shape)
@@ -275,10 +310,13 @@ class ShardChunks:
             shard // chunk for shard, chunk in zip(layout.shard_shape, layout.chunk_shape, strict=True)
         )
         self._layout = layout
+        self._use_mmap = use_mmap
         self._shards: dict[tuple[int, ...], _Shard | None] = {}
+        # An atlas may have more shards than a process may have files: a few stay open.
+        self._files: dict[tuple[int, ...], LocalFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_shards": {}}
+        return self.__dict__ | {"_shards": {}, "_files": {}}
 
     def check(self) -> None:
         """Refuse an array that was replaced."""
@@ -286,27 +324,53 @@ class ShardChunks:
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
-        current: tuple[int, ...] | None = None
-        shard: _Shard | None = None
-        file: LocalFile | None = None
-        for at in _unravel(numbers, self._grid):
-            shard_at = tuple(i // n for i, n in zip(at, self._per_shard, strict=True))
-            if shard_at != current:
-                current, shard = shard_at, self._shard(shard_at)
-                # Opened anew for each fetch: an atlas may have more shards than a process may have files.
-                file = None if shard is None else LocalFile(shard.identity)
-            number = 0
-            for i, n in zip(at, self._per_shard, strict=True):
-                number = number * n + i % n
-            if shard is None or file is None or shard.offsets[number] == _NEVER:
-                yield None, 0
+        for file, offsets, sizes in self._places(numbers):
+            written = offsets >= 0
+            chunks = file.read_ranges(offsets[written], sizes[written]) if file is not None else iter(())
+            for is_written in written.tolist():
+                yield (next(chunks), 0) if is_written else (None, 0)
+
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Yield the chunks shard by shard; see `ChunkSource.mapped`."""
+        return self._mapped(numbers) if self._use_mmap else None
+
+    def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
+        for file, offsets, sizes in self._places(numbers):
+            if file is None:
+                yield MappedChunks(at=np.zeros(len(offsets), dtype=np.uint64), sizes=sizes, owner=None)
+            else:
+                at, owner = file.mapped_ranges(offsets, sizes)
+                yield MappedChunks(at=at, sizes=sizes, owner=owner)
+
+    def _places(
+        self, numbers: NDArray[np.int64]
+    ) -> Iterator[tuple[LocalFile | None, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the shard (None if it was never written), offsets (-1 likewise) and sizes of runs of chunks."""
+        at = np.stack(np.unravel_index(numbers, self._grid))
+        per_shard = np.array(self._per_shard)[:, None]
+        shards = at // per_shard
+        within = np.ravel_multi_index(tuple(at % per_shard), self._per_shard)
+        ends = np.flatnonzero((shards[:, 1:] != shards[:, :-1]).any(axis=0)) + 1
+        for chunks in np.split(np.arange(len(numbers)), ends):
+            shard_at = tuple(shards[:, chunks[0]].tolist())
+            shard = self._shard(shard_at)
+            if shard is None:
+                never = np.full(len(chunks), -1)
+                yield None, never, np.zeros_like(never)
                 continue
-            offset, size = int(shard.offsets[number]), int(shard.sizes[number])
-            if offset + size > shard.identity.size:
-                raise CorruptDataError(f"{shard.identity.path}: a chunk ends at byte {offset + size}, beyond the file")
-            into = bytearray(size)
-            file.read(offset, memoryview(into))
-            yield into, 0
+            file = self._files.pop(shard_at, None) or LocalFile(shard.identity)
+            file.check()
+            self._files[shard_at] = file
+            while len(self._files) > _OPEN_SHARDS:
+                # Threads that race here close one that another is using, which then opens it again.
+                self._files.pop(next(iter(self._files)), None)
+            offsets, sizes = shard.offsets[within[chunks]], shard.sizes[within[chunks]]
+            if (offsets + sizes).max() > shard.identity.size:
+                raise CorruptDataError(
+                    f"{shard.identity.path}: a chunk ends at byte {(offsets + sizes).max()}, beyond the file's "
+                    f"{shard.identity.size}. Copy or download it again."
+                )
+            yield file, offsets, sizes
 
     def _shard(self, at: tuple[int, ...]) -> _Shard | None:
         """Return a shard's index, read once in a process; None if the shard was never written."""
@@ -334,14 +398,17 @@ class ShardChunks:
             except ValueError as error:
                 raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
         table = np.frombuffer(data, dtype="<u8").reshape(n_chunks, 2)
-        return _Shard(identity=identity, offsets=table[:, 0].copy(), sizes=table[:, 1].copy())
+        # What lies beyond any file is kept as lying beyond this one, to be refused when it is asked for.
+        places = np.minimum(table, identity.size + 1).astype(np.int64)
+        places[table[:, 0] == _NEVER] = -1, 0
+        return _Shard(identity=identity, offsets=places[:, 0].copy(), sizes=places[:, 1].copy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shard:
     identity: FileIdentity
-    offsets: NDArray[np.uint64]
-    sizes: NDArray[np.uint64]
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
 
 def _unravel(numbers: NDArray[np.int64], grid: tuple[int, ...]) -> list[tuple[int, ...]]:

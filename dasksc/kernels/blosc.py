@@ -1,0 +1,97 @@
+"""Decode parts of Blosc chunks, one call for all chunks of a fetch.
+
+The decoding is C-Blosc2's: a function of it is called at its address. Python would spend a third of the
+time between the chunks, and hold the GIL for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from dasksc.kernels.compiled import kernel
+from dasksc.kernels.csr import load
+
+__all__ = ["getitems"]
+
+_HEADER_BYTES = 16
+
+
+@intrinsic
+def call_getitem(
+    typingctx: Any, function: Any, source: Any, source_bytes: Any, start: Any, n_items: Any, target: Any, n_bytes: Any
+) -> Any:
+    """Call ``int blosc2_getitem(const void*, int32_t, int, int, void*, int32_t)`` at an address."""
+    signature = types.int64(*[types.uint64] * 2, *[types.int64] * 3, types.uint64, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        int32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        called_type = ir.FunctionType(int32, [pointer, int32, int32, int32, pointer, int32])
+        called = builder.inttoptr(args[0], called_type.as_pointer())
+        given = [
+            builder.inttoptr(args[1], pointer),
+            *(builder.trunc(arg, int32) for arg in args[2:5]),
+            builder.inttoptr(args[5], pointer),
+            builder.trunc(args[6], int32),
+        ]
+        return builder.sext(builder.call(called, given), ir.IntType(64))
+
+    return signature, codegen
+
+
+@kernel
+def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, scratch, out):
+    """Decode pieces of chunks into `out`, uint8; return which piece failed, or -1.
+
+    Parameters
+    ----------
+    function
+        Address of ``blosc2_getitem``, uint64.
+    sources, sizes
+        Address and size of each stored chunk, shape (n_chunks,), uint64 and int64.
+    chunk_bytes
+        What each chunk decodes to.
+    chunks, starts, stops
+        Chunk of each piece, ascending, and its bytes [start, stop) in it, ascending, shape (n_pieces,), int64.
+    to
+        Where in `out` each piece goes, shape (n_pieces,), int64.
+    scratch
+        Memory to work in, shape (chunk_bytes,), uint8.
+    """
+    first = 0
+    byte = np.empty(0, dtype=np.uint8)
+    word = np.empty(0, dtype=np.int32)
+    while first < len(chunks):
+        chunk = chunks[first]
+        source = sources[chunk]
+        # Headers come from the file: nothing in them is trusted before the library has been given the true sizes.
+        if sizes[chunk] < _HEADER_BYTES:
+            return first
+        item = np.int64(load(source, 3, byte))
+        block = np.int64(load(source, 2, word))
+        if load(source, 1, word) != chunk_bytes or load(source, 3, word) > sizes[chunk] or item < 1 or block < 1:
+            return first
+        # Pieces that share a block of the chunk are decoded together, so that no block is decoded twice.
+        after = first + 1
+        while (
+            after < len(chunks) and chunks[after] == chunk and starts[after] // block <= (stops[after - 1] - 1) // block
+        ):
+            after += 1
+        start = starts[first]
+        n_bytes = stops[after - 1] - start
+        if start % item or n_bytes % item:
+            return first
+        alone = after == first + 1
+        target = np.uint64(out.ctypes.data + to[first]) if alone else np.uint64(scratch.ctypes.data)
+        if call_getitem(function, source, sizes[chunk], start // item, n_bytes // item, target, n_bytes) != n_bytes:
+            return first
+        if not alone:
+            for i in range(first, after):
+                n = stops[i] - starts[i]
+                out[to[i] : to[i] + n] = scratch[starts[i] - start : starts[i] - start + n]
+        first = after
+    return -1
