@@ -20,7 +20,7 @@ import dask.array as da
 import numpy as np
 import torch
 from anndata import AnnData
-from dask.utils import parse_bytes
+from dask.utils import format_bytes, parse_bytes
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -48,6 +48,14 @@ logger = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
 
+# Fetches hold rows of all lengths, whose mean is near that of all rows; yet weights may favour long ones.
+_LONGER_ROWS = 1.25
+# Row number and position of a row in a plan.
+_PLAN_ROW_BYTES = 16
+_MAX_FETCH_FACTOR = 4096
+# Threads, what they and the allocator keep at hand, tasks.
+_PROCESS_BYTES = 2**24
+
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
 
 
@@ -68,7 +76,8 @@ class scDataset(IterableDataset[Any]):
         Rows of a batch, per rank.
     fetch_factor
         Batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order
-        and shuffled in memory. None chooses it from `memory_limit`.
+        and shuffled in memory. None chooses the largest that `memory_limit` allows, from what is stored alone,
+        so that every rank and machine chooses the same.
     drop_last
         Leave out the last short batch of each rank, and the rows that do not divide by the ranks.
     fetch_callback
@@ -102,9 +111,10 @@ class scDataset(IterableDataset[Any]):
         ``"threads"``, ``"synchronous"``, a Client or its scheduler's address. Hooks and collections
         that are read by indexing always run in this process.
     prefetch
-        Fetches in flight beyond the one being yielded.
+        Fetches in flight beyond the one being yielded. None: one more than the threads that fetch, but no more
+        than `memory_limit` allows.
     memory_limit
-        Bytes of fetches held at once, such as ``"2GiB"``; never less than one fetch.
+        Bytes of anonymous memory that iterating may take in this process, such as ``"2GiB"``.
     mmap
         Whether local files may be memory-mapped; see `dasksc.open`, where it belongs for an AnnData that is
         open already.
@@ -123,7 +133,7 @@ class scDataset(IterableDataset[Any]):
     Raises
     ------
     InputError
-        If the arguments do not fit the collection or each other; before any data moves.
+        If the arguments do not fit the collection, each other or `memory_limit`; before any data moves.
 
     Notes
     -----
@@ -170,7 +180,8 @@ class scDataset(IterableDataset[Any]):
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
         self.batch_transform = batch_transform
-        self._prefetch = _whole("prefetch", config.get("prefetch") if prefetch is None else prefetch)
+        prefetch = config.get("prefetch") if prefetch is None else prefetch
+        self._prefetch = None if prefetch is None else _whole("prefetch", prefetch)
         limit = config.get("memory-limit") if memory_limit is None else memory_limit
         self._memory_limit = _whole("memory_limit", int(parse_bytes(limit)))
         self._device = device
@@ -197,12 +208,12 @@ class scDataset(IterableDataset[Any]):
         self._adopt(data_collection, names, genes, layout, dtype, given, mmap)
         self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
 
-        self._row_bytes = self._projected_row_bytes()
+        self._given_world = (rank, world_size)
         if fetch_factor is None:
             fetch_factor = self._fitting_fetch_factor()
         self.fetch_factor = _whole("fetch_factor", fetch_factor)
+        self._refuse_too_large()
 
-        self._given_world = (rank, world_size)
         self._world: World | None = None
         self._agreement: Agreement | None = None
         # Drawn here rather than when needed: forked DataLoader workers must find the same one.
@@ -335,41 +346,79 @@ class scDataset(IterableDataset[Any]):
     def projected_bytes(self) -> int | None:
         """Anonymous memory that iterating needs at most, in bytes; None for collections read by indexing.
 
-        The fetch being yielded, those in flight, and the batches gathered ahead.
+        The fetch being yielded, those in flight, what reading and decoding them takes, and the batches
+        gathered ahead. Mapped files need none, so it is more on a file system that files are not mapped from.
+        Rows are taken to be up to a quarter longer than the average one.
         """
-        return None if self._row_bytes is None else self._projection(self.fetch_factor)
+        return None if self._matrices is None else self._projection(self._depth(), self.fetch_factor)
 
-    def _projection(self, fetch_factor: int) -> int:
-        fetch_bytes, batch_bytes = cast(tuple[float, float], self._row_bytes)
-        n_fetches = 1 + self._prefetch
-        n_batches = 1 + config.get("batches-ahead")
-        return int(self.batch_size * (n_fetches * fetch_factor * fetch_bytes + n_batches * batch_bytes))
+    def _projection(self, depth: int, fetch_factor: int) -> int:
+        rows = self.batch_size * fetch_factor
+        costs = [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
+        held = _LONGER_ROWS * sum(cost.held for cost in costs) + _PLAN_ROW_BYTES
+        working = _LONGER_ROWS * max(cost.working for cost in costs)
+        n_running = min(depth, self._n_threads())
+        fetches = (1 + depth) * rows * held + n_running * (rows * working + max(cost.fixed for cost in costs))
+        return int(_PROCESS_BYTES + fetches + self._batches_bytes())
 
-    def _projected_row_bytes(self) -> tuple[float, float] | None:
-        """Bytes of a row in a fetch, and in a batch."""
-        if self._matrices is None or self._maker is None:
-            return None
-        # While a fetch is read, its compressed or unsorted form is in memory beside the result.
-        fetch_bytes = 2.0 * sum(lazy.row_bytes(matrix) for matrix in self._matrices.values())
-        itemsize = 8 if self._maker.dtype is None else self._maker.dtype.itemsize
-        batch_bytes = 0.0
-        for name, matrix in self._matrices.items():
-            n_vars = len(self._maker.columns) if self._maker.columns and name[:4] != "obsm" else matrix.shape[1]
-            batch_bytes += n_vars * itemsize
-        return fetch_bytes, batch_bytes
+    def _batches_bytes(self) -> float:
+        """Memory of the batches that are gathered ahead, being handed over, and being used."""
+        maker, matrices = cast(BatchMaker, self._maker), cast(dict[str, Matrix], self._matrices)
+        row_bytes = _PLAN_ROW_BYTES + 8.0 * len(maker.obs)
+        for name, matrix in matrices.items():
+            itemsize = int(torch_dtype(matrix.dtype if maker.dtype is None else maker.dtype).itemsize)
+            is_obsm = name.startswith("obsm/")
+            dense = itemsize * (matrix.shape[1] if is_obsm or maker.columns is None else len(maker.columns))
+            # Values may be converted to a wider type, and columns from two bytes to four.
+            row_bytes += dense if is_obsm or maker.layout == "dense" else 2 * _LONGER_ROWS * matrix.cost.row
+        return float((3 + config.get("batches-ahead")) * self.batch_size * row_bytes)
+
+    def _n_threads(self) -> int:
+        """Threads that fetch, in a process that is no DataLoader worker."""
+        return default_threads(local_world_size=World.detect(*self._given_world).local_world_size)
+
+    def _depth(self) -> int:
+        """Fetches in flight beyond the one being yielded."""
+        if self._prefetch is not None:
+            return self._prefetch
+        depth = self._n_threads() + 1
+        while (
+            depth > 1 and self._matrices is not None and self._projection(depth, self.fetch_factor) > self._memory_limit
+        ):
+            depth -= 1
+        return depth
+
+    def _refuse_too_large(self) -> None:
+        """Refuse sizes whose projection is beyond the limit, with what would fit."""
+        limit, factor = self._memory_limit, self.fetch_factor
+        if self._matrices is None or (needed := self._projection(self._prefetch or 1, factor)) <= limit:
+            return
+        n_fetches = 1 + (self._prefetch or 1)
+        while factor > 1 and self._projection(1, factor) > limit:
+            factor //= 2
+        fits = self._projection(1, factor) <= limit
+        raise InputError(
+            f"{n_fetches} fetches of {self.batch_size} x {self.fetch_factor} rows and their batches need "
+            f"{format_bytes(needed)} of memory ({needed} bytes), and memory_limit is {format_bytes(limit)} ({limit} "
+            "bytes). Lower fetch_factor, batch_size or prefetch, or raise memory_limit: "
+            + (
+                f"fetch_factor={factor} with prefetch=1 fits"
+                if fits
+                else "not even fetch_factor=1 with prefetch=1 fits"
+            )
+        )
 
     def _fitting_fetch_factor(self) -> int:
-        if self._row_bytes is None:
+        if self._matrices is None:
             raise InputError("fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size")
-        if self._projection(1) > self._memory_limit:
-            raise InputError(
-                f"memory_limit={self._memory_limit} bytes cannot hold batches of {self.batch_size} rows: one batch a "
-                f"fetch already needs {self._projection(1)} bytes. Raise memory_limit or lower batch_size or prefetch"
-            )
-        factor = 1
-        while factor < 4096 and self._projection(2 * factor) <= self._memory_limit:
-            factor *= 2
-        return factor
+        # As if nothing were mapped, and with a prefetch that does not depend on the number of cores.
+        costs = [matrix.cost for matrix in self._matrices.values()]
+        held = _LONGER_ROWS * sum(max(cost.row, cost.held) for cost in costs) + _PLAN_ROW_BYTES
+        working = _LONGER_ROWS * max(cost.working for cost in costs)
+        depth = self._prefetch or 2
+        free = self._memory_limit - _PROCESS_BYTES - self._batches_bytes() - depth * max(cost.fixed for cost in costs)
+        factor = int(free / (self.batch_size * ((1 + depth) * held + depth * working)))
+        return max(1, min(factor, _MAX_FETCH_FACTOR))
 
     def __len__(self) -> int:
         """Batches this rank yields in a whole epoch."""
@@ -630,7 +679,7 @@ class scDataset(IterableDataset[Any]):
             ks,
             name=key,
             scheduler=scheduler,
-            depth=self._prefetch,
+            depth=self._depth(),
             max_bytes=self._memory_limit,
             argument=rows_of,
             describe=self._describe(plan, plans),

@@ -415,11 +415,11 @@ def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
 
 
 def test_fetch_factor_none_fits_the_memory_limit(path):
-    small = dataset(path, fetch_factor=None, memory_limit="200kB")
-    large = dataset(path, fetch_factor=None, memory_limit="2MB")
+    small = dataset(path, fetch_factor=None, memory_limit="17MB")
+    large = dataset(path, fetch_factor=None, memory_limit="18MB")
     assert 1 <= small.fetch_factor < large.fetch_factor
-    assert small.projected_bytes <= 200_000
-    assert large.projected_bytes <= 2_000_000
+    assert small.projected_bytes <= 17e6
+    assert large.projected_bytes <= 18e6
     assert sum(len(batch) for batch in large) == N_OBS
 
 

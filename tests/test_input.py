@@ -108,7 +108,18 @@ def test_a_string_where_a_list_belongs(path, name):
         ({"genes": [0, 0]}, "twice"),
         ({"genes": [99]}, r"\[0, 17\)"),
         ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
-        ({"memory_limit": "1kB", "fetch_factor": None}, "memory_limit=1000 bytes cannot hold batches of 8 rows"),
+        (
+            {"memory_limit": "1kB", "fetch_factor": None},
+            r"need .* \(\d+ bytes\), and memory_limit is .* \(1000 bytes\).* not even fetch_factor=1",
+        ),
+        (
+            {"memory_limit": "18MB", "fetch_factor": 10_000},
+            r"2 fetches of 8 x 10000 rows .*limit is .*\(18000000 bytes\).*fetch_factor=\d+ with prefetch=1 fits",
+        ),
+        (
+            {"memory_limit": "18MB", "fetch_factor": 100, "prefetch": 50},
+            "51 fetches of 8 x 100 rows .* Lower fetch_factor, batch_size or prefetch",
+        ),
         ({"fetch_transform": 3}, "fetch_transform must be callable"),
         ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks say"),
         ({"rank": 2, "world_size": 2}, r"rank must lie in \[0, world_size\)"),

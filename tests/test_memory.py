@@ -78,6 +78,14 @@ def test_unused_memory_stays_within_its_limit() -> None:
         assert 2**25 < held <= 2 * 2**26
 
 
+def test_sizes_that_went_out_of_use_are_freed_when_others_come() -> None:
+    with memory.recycled():
+        for n in np.random.default_rng(0).integers(2**16, 2**27, 40).tolist():
+            held = memory.empty(n, np.uint8)
+            assert memory._pool._idle_bytes <= 2 * 2**27
+            del held
+
+
 def test_what_outlives_the_epoch_keeps_its_values() -> None:
     with memory.recycled():
         held = filled(1)

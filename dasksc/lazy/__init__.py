@@ -17,7 +17,7 @@ from dask.utils import format_bytes
 
 from dasksc.errors import InputError
 from dasksc.lazy.computed import DaskMatrix
-from dasksc.lazy.leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, row_bytes, to_dask
+from dasksc.lazy.leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, to_dask
 from dasksc.lazy.rowlocal import NotRowLocalError, RowLocalMatrix, row_local
 from dasksc.storage import Matrix
 
@@ -28,7 +28,6 @@ __all__ = [
     "chunk_rows_for",
     "gather_block",
     "matrix_of",
-    "row_bytes",
     "row_local",
     "to_dask",
 ]

@@ -15,11 +15,14 @@ from dask.base import normalize_token
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.storage import Fetched, as_matrix
+from dasksc.storage import FetchCost, Fetched, as_matrix
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
 __all__ = ["DaskMatrix", "as_layout", "runs_by_block", "stack"]
+
+# A CSR chunk does not say how many values it will have before it is computed.
+_ASSUMED_DENSITY = 0.1
 
 
 class DaskMatrix:
@@ -69,6 +72,18 @@ class DaskMatrix:
     def label(self) -> str:
         """What to call it in errors."""
         return self._label
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes, an estimate: nothing says how many values a sparse chunk holds."""
+        row = self._row_bytes()
+        return FetchCost(row=row, held=row, working=row, fixed=int(3 * row * max(self._array.chunks[0], default=0)))
+
+    def _row_bytes(self) -> float:
+        n_vars, itemsize = self.shape[1], self.dtype.itemsize
+        if self.layout == "dense":
+            return max(1, n_vars * itemsize)
+        return 8 + n_vars * _ASSUMED_DENSITY * (itemsize + 4)
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
         """Compute the row chunks that `rows` touch and keep those rows.

@@ -18,10 +18,7 @@ from dasksc.errors import InputError
 from dasksc.storage import Columns, Fetched, Matrix
 from dasksc.storage.matrix import Layout
 
-__all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "row_bytes", "to_dask"]
-
-# A CSR matrix that does not know how many values it stores is taken to hold this share of them.
-ASSUMED_DENSITY = 0.1
+__all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "to_dask"]
 
 # What `da.from_array` puts before the name of an array to make the key of what it reads from.
 MATRIX_KEY_PREFIX = "original-"
@@ -158,18 +155,7 @@ def gather_block(
 def chunk_rows_for(*matrices: Matrix) -> int:
     """Rows per chunk, so that a chunk of the widest matrix holds about ``dasksc.chunk-bytes``."""
     budget = config.get_bytes("chunk-bytes")
-    return max(1, int(budget / max(row_bytes(matrix) for matrix in matrices)))
-
-
-def row_bytes(matrix: Matrix) -> float:
-    """Bytes of one row in memory, on average; an estimate where nothing says how many values are stored."""
-    n_obs, n_vars = matrix.shape
-    if matrix.layout == "dense":
-        return max(1, n_vars * matrix.dtype.itemsize)
-    nnz = getattr(matrix, "nnz", None)
-    per_row = n_vars * ASSUMED_DENSITY if nnz is None else nnz / max(1, n_obs)
-    # One int32 index a value, and an int64 row pointer.
-    return 8 + per_row * (matrix.dtype.itemsize + 4)
+    return max(1, int(budget / max(matrix.cost.row for matrix in matrices)))
 
 
 def _short(label: str) -> str:

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from dasksc.lazy.computed import DaskMatrix, as_layout, runs_by_block, stack
 from dasksc.lazy.leaf import MatrixRows, gather_block
-from dasksc.storage import Columns, Fetched, Matrix, as_matrix
+from dasksc.storage import Columns, FetchCost, Fetched, Matrix, as_matrix
 from dasksc.storage.matrices import check_rows
 
 __all__ = ["NotRowLocalError", "RowLocalMatrix", "row_local"]
@@ -135,6 +135,12 @@ class RowLocalMatrix(DaskMatrix):
         self._tried = False
         self._believed = True
         self._lock = threading.Lock()
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes, an estimate: rows as stored, between two layers, and at the end."""
+        row = self._row_bytes()
+        return FetchCost(row=row, held=row, working=3 * row)
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
         """Read the rows that `rows` need, once from each stored matrix, and compute on those.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dasksc.storage.matrix import Columns, Fetched, Layout, Matrix
+from dasksc.storage.matrix import Columns, FetchCost, Fetched, Layout, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix
 
-__all__ = ["Columns", "Fetched", "Layout", "Matrix", "as_matrix", "open_matrix"]
+__all__ = ["Columns", "FetchCost", "Fetched", "Layout", "Matrix", "as_matrix", "open_matrix"]

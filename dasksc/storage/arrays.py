@@ -52,6 +52,13 @@ class StoredArray(Protocol):
     def dtype(self) -> np.dtype[Any]:
         """Type of the elements as stored, native byte order."""
 
+    def held_share(self, run: float) -> float:
+        """Return how much anonymous memory a fetch of runs of this mean length holds for each of their bytes."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Anonymous memory that a fetch needs beside, while it runs."""
+
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Bring the runs ``[starts[i], stops[i])`` along the first axis within reach.
 
@@ -83,6 +90,8 @@ class MemoryArray:
         What to call it in errors.
     """
 
+    working_bytes = 0
+
     def __init__(self, array: NDArray[Any], label: str) -> None:
         self.label = label
         self.dtype = array.dtype.newbyteorder("=")
@@ -92,6 +101,10 @@ class MemoryArray:
     def shape(self) -> tuple[int, ...]:
         """One or two lengths."""
         return self._array.shape
+
+    def held_share(self, run: float) -> float:
+        """Return 0: nothing is copied."""
+        return 0.0
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Address runs inside the array; nothing is copied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -155,6 +156,15 @@ class ChunkedArray:
         self._chain = chain
         self._source = source
         self._fill = fill
+
+    def held_share(self, run: float) -> float:
+        """Return 1: what is decoded is held."""
+        return 1.0
+
+    @property
+    def working_bytes(self) -> int:
+        """A chunk as stored, decoded, and half-way."""
+        return 3 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Decode the chunks that the runs touch, and keep of each what was asked for."""

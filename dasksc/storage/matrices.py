@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
-from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray
+from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, memory_dtype, row_bytes
 from dasksc.storage.fetched import CSRFetched, DenseFetched
-from dasksc.storage.matrix import Layout
+from dasksc.storage.matrix import FetchCost, Layout
 
 __all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_csr"]
 
@@ -25,6 +25,8 @@ logger = logging.getLogger("dasksc.storage")
 # larger one each fetch reads what it needs. 4 million cells of int64, so an atlas of 10^8 cells does
 # not cost every process 800 MB.
 _INDPTR_KEPT_BYTES = 32 * 2**20
+# Number, length and two addresses of a fetched row.
+_ROW_BYTES = 32
 
 
 class CSRMatrix:
@@ -68,6 +70,20 @@ class CSRMatrix:
     def nnz(self) -> int:
         """Number of stored values."""
         return self._data.shape[0]
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes."""
+        mean = self.nnz / max(1, self.shape[0])
+        values, columns = (mean * memory_dtype(array.dtype).itemsize for array in (self._data, self._indices))
+        offsets = self._indptr.shape[0] * self._indptr.dtype.itemsize
+        return FetchCost(
+            row=_ROW_BYTES + values + columns,
+            held=_ROW_BYTES + values * self._data.held_share(mean) + columns * self._indices.held_share(mean),
+            working=2 * _ROW_BYTES,
+            fixed=max(array.working_bytes for array in (self._indptr, self._data, self._indices))
+            + (offsets if offsets <= _INDPTR_KEPT_BYTES else 0),
+        )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
         """Bring `rows` within reach; see `Matrix.fetch`."""
@@ -151,6 +167,16 @@ class DenseMatrix:
         """Type of the values as stored."""
         return self._values.dtype
 
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes."""
+        stride = row_bytes(self._values)
+        return FetchCost(
+            row=max(1, stride),
+            held=_ROW_BYTES + stride * self._values.held_share(1),
+            fixed=self._values.working_bytes,
+        )
+
     def fetch(self, rows: NDArray[np.int64]) -> DenseFetched:
         """Bring `rows` within reach; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
@@ -209,6 +235,13 @@ class CSCMatrix:
     def dtype(self) -> np.dtype[Any]:
         """Type of the values as stored."""
         return self._data.dtype
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes: the whole matrix, three times while it is converted."""
+        n_bytes = self._data.shape[0] * (self._data.dtype.itemsize + self._indices.dtype.itemsize)
+        row = _ROW_BYTES + n_bytes / max(1, self.shape[0])
+        return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=3 * n_bytes)
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
         """Bring `rows` within reach; the first call reads the whole matrix."""

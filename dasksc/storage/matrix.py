@@ -15,9 +15,31 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 
-__all__ = ["Columns", "Fetched", "Layout", "Matrix"]
+__all__ = ["Columns", "FetchCost", "Fetched", "Layout", "Matrix"]
 
 Layout = Literal["csr", "dense"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchCost:
+    """Anonymous memory that fetching takes, in bytes; rows are of average length.
+
+    Parameters
+    ----------
+    row
+        A row in memory, in the types it is stored in; depends on nothing but what is stored.
+    held
+        For each row of a fetch, as long as batches are made of it; less where files are mapped.
+    working
+        For each row of a fetch, while it is being read.
+    fixed
+        While a fetch is being read, whatever its rows: chunks being decoded, offsets that are kept.
+    """
+
+    row: float
+    held: float
+    working: float = 0.0
+    fixed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +147,10 @@ class Matrix(Protocol):
     @property
     def label(self) -> str:
         """What to call it in errors: ``"/data/atlas.h5ad:/X"``."""
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes."""
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
         """Fetch `rows`: int64, ascending, repeats allowed, in [0, n_obs).

@@ -58,12 +58,7 @@ class _Pool:
                 return np.empty(n_bytes, dtype=np.uint8)
             self._largest = max(self._largest, capacity)
             self._drain()
-            kept = self._idle.get(capacity)
-            if kept:
-                buffer = kept.pop()
-                self._idle_bytes -= capacity
-            else:
-                buffer = np.empty(capacity, dtype=np.uint8)
+            buffer = self._pop(capacity) if capacity in self._idle else np.empty(capacity, dtype=np.uint8)
         # Views of an array are views of its base, unless that is no array.
         root = np.frombuffer(buffer.data, dtype=np.uint8)
         weakref.finalize(root, self._returned.append, buffer).atexit = False
@@ -77,13 +72,16 @@ class _Pool:
             self._idle.setdefault(len(buffer), []).append(buffer)
             self._idle_bytes += len(buffer)
         while self._idle_bytes > limit:
-            # Dicts keep their order: sizes that were last used long ago come first.
-            capacity = next(iter(self._idle))
-            kept = self._idle.pop(capacity)
-            kept.pop()
-            self._idle_bytes -= capacity
-            if kept:
-                self._idle[capacity] = kept
+            # Dicts keep their order: sizes that went out of use long ago come first.
+            self._pop(next(iter(self._idle)))
+
+    def _pop(self, capacity: int) -> NDArray[np.uint8]:
+        kept = self._idle[capacity]
+        self._idle_bytes -= capacity
+        buffer = kept.pop()
+        if not kept:
+            del self._idle[capacity]
+        return buffer
 
     def _forget(self) -> None:
         self._returned.clear()

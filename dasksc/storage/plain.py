@@ -96,6 +96,13 @@ class PlainArray:
                 "Copy or download it again."
             )
 
+    working_bytes = 0
+
+    def held_share(self, run: float) -> float:
+        """Return 1 for what is read; of what is mapped, runs that cross extents are copied."""
+        n_ends = max(len(self._extents.firsts) - 1, 0)
+        return min(1.0, run * n_ends / max(1, self.shape[0])) if self._use_mmap else 1.0
+
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Address runs inside the map, after asking for the pages they lie in, or read them."""
         self._file.check()

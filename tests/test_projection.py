@@ -1,0 +1,100 @@
+"""Memory is what was projected: never more, and the projection knows what a layout costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from data import write_store
+
+import dasksc
+
+ROOT = Path(__file__).parent.parent
+N_OBS, N_VARS, FETCH = 6_000, 3_000, 1_024
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("projection")
+    csr = sp.random(N_OBS, N_VARS, density=0.4, format="csr", dtype=np.float32, random_state=0)
+    paths = {name: folder / name for name in ("plain.h5ad", "gzip.h5ad", "dense.h5ad")}
+    obs = pd.DataFrame({"cell_type": "a"}, index=np.arange(N_OBS).astype(str))
+    sparse, dense = anndata.AnnData(X=csr, obs=obs), anndata.AnnData(X=csr.toarray(), obs=obs)
+    sparse.write_h5ad(paths["plain.h5ad"])
+    sparse.write_h5ad(paths["gzip.h5ad"], compression="gzip", compression_opts=1)
+    dense.write_h5ad(paths["dense.h5ad"], compression="gzip", compression_opts=1)
+    return paths | {"csr.zarr": write_store(sparse, folder, "zarr3", "csr")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells anonymous memory from mapped pages")
+@pytest.mark.parametrize(
+    ("name", "options", "least"),
+    [
+        # Mapped pages do not count: nothing but batches is held.
+        ("plain.h5ad", [], 0),
+        ("plain.h5ad", ["--no-mmap"], FETCH * N_VARS * 0.4 * 8),
+        ("gzip.h5ad", [], FETCH * N_VARS * 0.4 * 8),
+        ("gzip.h5ad", ["--layout", "csr"], FETCH * N_VARS * 0.4 * 8),
+        ("dense.h5ad", [], FETCH * N_VARS * 4),
+        ("csr.zarr", [], FETCH * N_VARS * 0.4 * 8),
+    ],
+    ids=str,
+)
+def test_the_peak_of_anonymous_memory_is_below_the_projection(
+    files: dict[str, Path], name: str, options: list[str], least: float
+) -> None:
+    command = [sys.executable, "benchmarks/memory.py", "--atlas", str(files[name]), "--fetch", str(FETCH)]
+    ran = subprocess.run(
+        [*command, "--epochs", "2", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert least <= max(report["peaks"]) <= report["projected"], ran.stdout
+
+
+def project(path: Path, **options: object) -> int:
+    settings = {"fetch_factor": FETCH // 64, "prefetch": 2, "rank": 0, "world_size": 1, "seed": 0, **options}
+    projected = dasksc.scDataset(path, dasksc.BlockShuffling(64), 64, **settings).projected_bytes
+    assert projected is not None
+    return projected
+
+
+def test_a_mapped_file_costs_its_batches_and_a_decoded_one_its_rows(files: dict[str, Path]) -> None:
+    rows = 3 * FETCH * N_VARS * 0.4 * 8
+    assert project(files["plain.h5ad"]) < 0.9 * rows
+    for name in ("gzip.h5ad", "csr.zarr"):
+        assert rows < project(files[name]) < 3 * rows
+    assert project(files["plain.h5ad"], mmap=False) > rows
+
+
+def test_fetch_factor_none_does_not_depend_on_what_may_be_mapped(files: dict[str, Path]) -> None:
+    def chosen(name: str, **options: object) -> int:
+        dataset = dasksc.scDataset(
+            files[name],
+            dasksc.BlockShuffling(64),
+            64,
+            fetch_factor=None,
+            memory_limit="200MB",
+            rank=0,
+            world_size=1,
+            seed=0,
+            **options,
+        )
+        assert dataset.projected_bytes is not None
+        assert dataset.projected_bytes <= 200e6
+        return dataset.fetch_factor
+
+    assert chosen("plain.h5ad") == chosen("plain.h5ad", mmap=False) > 1
+    assert chosen("gzip.h5ad") > 1
