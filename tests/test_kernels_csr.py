@@ -223,7 +223,8 @@ def test_stitched_runs_equal_those_of_the_array_the_extents_stand_for() -> None:
     starts, stops = np.array([0, 3, 3, 4, 9, 12]), np.array([20, 3, 8, 14, 12, 20])
     twin = np.concatenate([array[start:stop] for start, stop in zip(starts, stops, strict=True)]).ravel()
     out = np.empty(len(twin), dtype=np.uint8)
-    kernels.stitch(starts, stops, firsts, ends, offsets, row_bytes, source, fill, out)
+    extents = np.searchsorted(firsts, starts, side="right") - 1
+    kernels.stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out)
     np.testing.assert_array_equal(out, twin)
 
 

@@ -91,7 +91,7 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
             return first
         if not alone:
             for i in range(first, after):
-                n = stops[i] - starts[i]
-                out[to[i] : to[i] + n] = scratch[starts[i] - start : starts[i] - start + n]
+                for k in range(stops[i] - starts[i]):
+                    out[to[i] + k] = scratch[starts[i] - start + k]
         first = after
     return -1

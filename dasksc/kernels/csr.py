@@ -201,22 +201,24 @@ def squeeze(dense, indptr, indices, data):
 
 
 @kernel
-def stitch(starts, stops, firsts, ends, offsets, row_bytes, source, fill, out):
+def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out):
     """Copy runs that cross extents of a file into `out`, one after the other.
 
     Run i is ``[starts[i], stops[i])`` of an array whose rows of `row_bytes` lie in `source`, uint8: those of
     extent e, ``[firsts[e], ends[e])``, from byte ``offsets[e]`` on, or nowhere if that is -1. There, `fill`,
-    the bytes of one element, is written.
+    the bytes of one element, is written. ``extents[i]`` is where the run starts.
     """
     to = 0
     for i in range(len(starts)):
         start = starts[i]
-        extent = np.searchsorted(firsts, start, side="right") - 1
+        extent = extents[i]
         while start < stops[i]:
             n = (min(stops[i], ends[extent]) - start) * row_bytes
+            # Element by element: assigning slices would be compiled for seconds, mostly its error message.
             if offsets[extent] >= 0:
                 at = offsets[extent] + (start - firsts[extent]) * row_bytes
-                out[to : to + n] = source[at : at + n]
+                for k in range(n):
+                    out[to + k] = source[at + k]
             else:
                 for k in range(n):
                     out[to + k] = fill[k % len(fill)]

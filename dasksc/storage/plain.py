@@ -128,7 +128,16 @@ class PlainArray:
         if len(crossing):
             offsets[crossing] = np.cumsum(sizes[crossing]) - sizes[crossing]
             kernels.stitch(
-                starts[crossing], stops[crossing], firsts, ends, extents, self._row_bytes, source, self._fill, copies
+                starts[crossing],
+                stops[crossing],
+                which[crossing],
+                firsts,
+                ends,
+                extents,
+                self._row_bytes,
+                source,
+                self._fill,
+                copies,
             )
         return Reached.inside(
             (source, copies),
