@@ -53,6 +53,8 @@ _LONGER_ROWS = 1.25
 # Row number and position of a row in a plan.
 _PLAN_ROW_BYTES = 16
 _MAX_FETCH_FACTOR = 4096
+_AHEAD_BYTES = 2**24
+_TOGETHER_BYTES = 2**23
 # Threads, what they and the allocator keep at hand, tasks.
 _PROCESS_BYTES = 2**24
 
@@ -363,6 +365,13 @@ class scDataset(IterableDataset[Any]):
 
     def _batches_bytes(self) -> float:
         """Memory of the batches that are gathered ahead, being handed over, and being used."""
+        return (3 + self._batches_ahead()) * self._batch_bytes()
+
+    def _batches_ahead(self) -> int:
+        """Batches to gather ahead: no more than stay in the caches of the cores until they are used."""
+        return max(2, min(int(config.get("batches-ahead")), int(_AHEAD_BYTES / self._batch_bytes())))
+
+    def _batch_bytes(self) -> float:
         maker, matrices = cast(BatchMaker, self._maker), cast(dict[str, Matrix], self._matrices)
         row_bytes = _PLAN_ROW_BYTES + 8.0 * len(maker.obs)
         for name, matrix in matrices.items():
@@ -371,7 +380,7 @@ class scDataset(IterableDataset[Any]):
             dense = itemsize * (matrix.shape[1] if is_obsm or maker.columns is None else len(maker.columns))
             # Values may be converted to a wider type, and columns from two bytes to four.
             row_bytes += dense if is_obsm or maker.layout == "dense" else 2 * _LONGER_ROWS * matrix.cost.row
-        return float((3 + config.get("batches-ahead")) * self.batch_size * row_bytes)
+        return self.batch_size * row_bytes
 
     def _n_threads(self) -> int:
         """Threads that fetch, in a process that is no DataLoader worker."""
@@ -693,32 +702,46 @@ class scDataset(IterableDataset[Any]):
         """Batches gathered straight from fetched matrices."""
         maker = cast(BatchMaker, self._maker)
         task = FetchMatrices(cast(dict[str, Matrix], self._matrices))
+        n_ahead = self._batches_ahead()
+        # Handing a batch over costs as much as gathering a small one: some are made in one go.
+        n_together = max(1, min(int(_TOGETHER_BYTES / self._batch_bytes()), n_ahead // 2, self.fetch_factor))
         left_in_fetch = 0
 
-        def make(fetched: FetchedMatrices, fetch: FetchPlan, i: int) -> torch.Tensor | Batch:
-            with _noting(fetch.number * plan.fetch_factor + i, plan):
-                return maker.make(fetched, fetch.rows, fetch.batch(i))
+        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> tuple[list[Any], Exception | None]:
+            made: list[torch.Tensor | Batch] = []
+            for i in numbers:
+                try:
+                    made.append(maker.make(fetched, fetch.rows, fetch.batch(i)))
+                except Exception as error:
+                    _note(error, fetch.number * plan.fetch_factor + i, plan)
+                    return made, error
+            return made, None
 
-        def jobs() -> Iterator[Callable[[], Any]]:
+        def jobs() -> Iterator[Callable[[], tuple[list[Any], Exception | None]]]:
             nonlocal left_in_fetch
             for k, fetched in window:
                 fetch = plans.pop(k)
-                for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
-                    left_in_fetch = fetch.n_batches - i - 1
-                    yield functools.partial(make, fetched, fetch, i)
+                for first in range(n_skipped if k == ks[0] else 0, fetch.n_batches, n_together):
+                    numbers = range(first, min(first + n_together, fetch.n_batches))
+                    left_in_fetch = fetch.n_batches - numbers.stop
+                    yield functools.partial(make, fetched, fetch, numbers)
                 del fetched
 
         with memory.recycled():
             window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
             synchronous = window.scheduler.kind == "synchronous"
             with window:
-                for batch in run_ahead(
+                for made, error in run_ahead(
                     jobs(),
                     is_ready=lambda: left_in_fetch > 0 or window.next_is_done(),
-                    n_ahead=config.get("batches-ahead"),
+                    n_ahead=-(-n_ahead // n_together),
                     n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
                 ):
-                    yield self._placed(batch)
+                    made.reverse()
+                    while made:
+                        yield self._placed(made.pop())
+                    if error is not None:
+                        raise error
 
     def _indexed(
         self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int
@@ -847,10 +870,12 @@ def _noting(batch: int, plan: EpochPlan) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(
-            f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size})"
-        )
+        _note(error, batch, plan)
         raise
+
+
+def _note(error: Exception, batch: int, plan: EpochPlan) -> None:
+    error.add_note(f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size})")
 
 
 def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:

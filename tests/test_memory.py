@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dasksc.storage import memory
+from dasksc.storage.fetched import csr_pair
 
 SHAPE = (64, 1024)
 
@@ -121,3 +122,12 @@ def test_a_forked_child_starts_with_nothing() -> None:
         if pid == 0:
             os._exit(memory._pool._n_users + len(memory._pool._returned) + len(memory._pool._idle))
         assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "int32", "float32", "float64"])
+def test_columns_and_values_in_one_piece_are_aligned_and_apart(dtype: str) -> None:
+    indices, values = csr_pair(50_001, np.dtype(dtype))
+    assert (indices.dtype, values.dtype, len(indices), len(values)) == (np.int32, np.dtype(dtype), 50_001, 50_001)
+    assert indices.flags.aligned
+    assert values.flags.aligned
+    assert not np.shares_memory(indices, values)

@@ -38,6 +38,7 @@ __all__ = [
     "copy_columns_csr",
     "copy_rows",
     "copy_rows_csr",
+    "row_starts",
     "count_columns",
     "count_nonzeros",
     "scatter_columns",
@@ -94,6 +95,23 @@ def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_d
             if kept >= 0:
                 dense[kept] += load(data_at[row], k, like_data)
     return -1
+
+
+@kernel
+def row_starts(positions, lengths, indptr):
+    """Write where rows begin one after another into `indptr`, shape (n_rows + 1,); return how long all are.
+
+    A position outside the rows fetched ends it: -1 is returned.
+    """
+    total = 0
+    for i in range(len(positions)):
+        row = positions[i]
+        if row < 0 or row >= len(lengths):
+            return -1
+        indptr[i] = total
+        total += lengths[row]
+    indptr[len(positions)] = total
+    return total
 
 
 @kernel

@@ -95,20 +95,22 @@ class CSRFetched:
         columns: Columns | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return ``(indptr, indices, data)`` of the rows at `positions`; see `Fetched.gather_csr`."""
-        positions = check_positions(self.shape[0], positions)
+        positions = np.ascontiguousarray(positions, dtype=np.int64)
         dtype = self.dtype if dtype is None else np.dtype(dtype)
-        if columns is None:
-            counts = self._lengths[positions]
-        else:
+        indptr = np.empty(len(positions) + 1, dtype=np.int64)
+        n_values = kernels.row_starts(positions, self._lengths, indptr)
+        if n_values < 0:
+            check_positions(self.shape[0], positions)
+        if columns is not None:
             counts = np.empty(len(positions), dtype=np.int64)
             self._refuse(
                 kernels.count_columns(
                     positions, self._lengths, self._indices.at, columns.lookup, counts, self._indices.like
                 )
             )
-        indptr = indptr_of(counts)
-        indices = memory.empty(int(indptr[-1]), np.int32)
-        data = memory.empty(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else self._data.dtype)
+            indptr = indptr_of(counts)
+            n_values = int(indptr[-1])
+        indices, data = csr_pair(n_values, dtype if has_kernel_dtype(dtype) else self._data.dtype)
         self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -258,8 +260,7 @@ class DenseFetched:
         counts = np.empty(len(positions), dtype=np.int64)
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
-        indices = memory.empty(int(indptr[-1]), np.int32)
-        data = memory.empty(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else self._values.dtype)
+        indices, data = csr_pair(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else self._values.dtype)
         kernels.squeeze(dense, indptr[:-1], indices, data)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -286,6 +287,15 @@ def _compact_dense(label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], bl
         held_bytes=block.nbytes,
     )
     return DenseFetched(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
+
+
+def csr_pair(n_values: int, dtype: np.dtype[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """Return uninitialised column numbers and values of CSR rows, in one piece of memory."""
+    types = sorted((np.dtype(np.int32), dtype), key=lambda of: -of.itemsize)  # so that both are aligned
+    first = n_values * types[0].itemsize
+    piece = memory.empty(first + n_values * types[1].itemsize, np.uint8)
+    wide, narrow = piece[:first].view(types[0]), piece[first:].view(types[1])
+    return (wide, narrow) if types[1] is dtype else (narrow, wide)
 
 
 def indptr_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
