@@ -3,11 +3,15 @@
 Run by `_harness.Contender` as ``python _contenders.py NAME SPEC``. A builder imports what it needs (a
 peer's interpreter has no dasksc, and the cold start includes the import) and returns a function that
 starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``spec["layout"]`` says.
+
+A spec may also hold ``cores`` (the process is kept on these), ``rank`` and ``world_size``, and, for
+dasksc, a ``memory_limit`` to choose the fetch size by.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,25 +22,77 @@ Epoch = Callable[[], Iterator[Any]]
 
 
 def dasksc_loader(spec: Spec, *, scheduler: str) -> Epoch:
-    import dasksc
-
     client = None
     if scheduler == "client":
         from distributed import Client
 
         client = Client(processes=False, dashboard_address=None)
-    dataset = dasksc.scDataset(
+    dataset = _dasksc_dataset(spec, scheduler=client or scheduler)
+    return lambda: iter(dataset)
+
+
+def dasksc_without_dask(spec: Spec) -> Epoch:
+    """Read the same plan by the same fetches and batches, but handed to plain threads."""
+    from concurrent.futures import ThreadPoolExecutor
+    from unittest import mock
+
+    from dasksc import dataset as module
+
+    class PlainWindow:
+        def __init__(self, task: Any, ks: Any, *, depth: int, argument: Any, n_threads: int, **_: Any) -> None:
+            self.scheduler = module.resolve_scheduler("threads")
+            self._pool = ThreadPoolExecutor(n_threads)
+            self._ks, self._depth, self._run = iter(ks), depth, lambda k: task(argument(k))
+            self._pending: list[Any] = []
+            self._fill(depth)
+
+        def _fill(self, depth: int) -> None:
+            while len(self._pending) < depth and (k := next(self._ks, None)) is not None:
+                self._pending.append((k, self._pool.submit(self._run, k)))
+
+        def next_is_done(self) -> bool:
+            return not self._pending or self._pending[0][1].done()
+
+        def __iter__(self) -> Iterator[Any]:
+            while self._pending:
+                k, future = self._pending[0]
+                result = future.result()
+                del self._pending[0], future
+                self._fill(self._depth)
+                yield k, result
+                del result
+
+        def __enter__(self) -> PlainWindow:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._pool.shutdown(cancel_futures=True)
+
+    dataset = _dasksc_dataset(spec, scheduler="threads")
+
+    def epoch() -> Iterator[Any]:
+        with mock.patch.object(module, "Window", PlainWindow):
+            yield from dataset
+
+    return epoch
+
+
+def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
+    import dasksc
+
+    limit = spec.get("memory_limit")
+    return dasksc.scDataset(
         spec["path"],
         dasksc.BlockShuffling(block_size=spec["block"]),
         batch_size=spec["batch"],
-        fetch_factor=spec["fetch"] // spec["batch"],
+        fetch_factor=None if limit else spec["fetch"] // spec["batch"],
+        memory_limit=limit,
         layout=spec["layout"],
-        scheduler=client or scheduler,
-        rank=0,
-        world_size=1,
+        scheduler=scheduler,
+        rank=spec.get("rank", 0),
+        world_size=spec.get("world_size", 1),
         seed=0,
     )
-    return lambda: iter(dataset)
 
 
 def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
@@ -118,6 +174,7 @@ CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
     "dasksc threads": partial(dasksc_loader, scheduler="threads"),
     "dasksc synchronous": partial(dasksc_loader, scheduler="synchronous"),
     "dasksc client": partial(dasksc_loader, scheduler="client"),
+    "dasksc without Dask": dasksc_without_dask,
     "scDataset": partial(scdataset_loader, densify="batch"),
     "scDataset per fetch": partial(scdataset_loader, densify="fetch"),
     "annbatch own store": partial(annbatch_loader, store="own"),
@@ -171,6 +228,8 @@ def _csr_tensor(part: Any) -> Any:
 
 if __name__ == "__main__":
     name, spec = sys.argv[1], json.loads(sys.argv[2])
+    if "cores" in spec:  # before anything counts them
+        os.sched_setaffinity(0, spec["cores"])
     if name == "write annbatch store":
         write_annbatch_store(spec)
     else:

@@ -8,6 +8,7 @@ round sees the same machine, the same page cache and compiled code.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def measure(
     seconds: float,
     fetch_rows: int,
     consume: Callable[[Any], float] | None,
+    one_epoch: bool = False,
 ) -> Measurement:
     """Iterate until `seconds` have passed, counting whole fetches only.
 
@@ -59,6 +62,8 @@ def measure(
         counted one, so what a loader reads ahead beyond it counts against it.
     consume
         Reads a batch and returns a number; None only takes it.
+    one_epoch
+        Stop at the end of an epoch in any case, so that no row is read twice.
     """
     n_rows, checksum = 0, 0.0
     cpu_start, start = time.process_time(), time.perf_counter()
@@ -75,7 +80,7 @@ def measure(
                 if time.perf_counter() - start >= seconds:
                     break
         elapsed_s = time.perf_counter() - start
-        finished = elapsed_s >= seconds
+        finished = one_epoch or elapsed_s >= seconds
         close = getattr(batches, "close", None)
         if close is not None:
             close()
@@ -112,11 +117,19 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
     print(json.dumps(answer), file=answers)
     for line in sys.stdin:
         order = json.loads(line)
+        if order.get("anew"):
+            # What is mapped cannot be dropped from the page cache: let go of it, and open it again.
+            del epoch
+            gc.collect()
+            epoch = build(spec)
+            print(json.dumps({}), file=answers)
+            continue
         result = measure(
             epoch,
             seconds=order["seconds"],
             fetch_rows=spec["fetch"],
             consume=_total if order["consume"] else None,
+            one_epoch=spec.get("cold", False),
         )
         answer = {
             "n_rows": result.n_rows,
@@ -146,9 +159,21 @@ class ContenderError(RuntimeError):
 class Contender:
     """The parent's end of a contender's process."""
 
-    def __init__(self, name: str, *, python: str, script: Path, spec: dict[str, Any], log: Path) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        *,
+        python: str,
+        script: Path,
+        spec: dict[str, Any],
+        log: Path,
+        label: str | None = None,
+        drop: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the loader `name`; `drop` is called before each measurement, to empty the page cache."""
+        self.name = label or name
         self._log = log
+        self._drop = drop
         with log.open("w") as stderr:
             started = time.perf_counter()
             self._process = subprocess.Popen(
@@ -181,9 +206,15 @@ class Contender:
 
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
         """Let it measure once, while everything else waits."""
+        if self._drop is not None:
+            self._order({"anew": True})
+            self._drop()
+        return self._order({"seconds": seconds, "consume": consume})
+
+    def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         # A process that has ended is noticed when it does not answer.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"seconds": seconds, "consume": consume}) + "\n")
+            self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         return self._read()
 
@@ -193,6 +224,31 @@ class Contender:
             self.close()
             raise ContenderError(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
         return json.loads(line)
+
+
+class Together:
+    """Contenders that measure at the same moment, as the ranks of one job; their rates are added."""
+
+    def __init__(self, name: str, starts: Sequence[Callable[[], Contender]]) -> None:
+        self.name = name
+        self._contenders = [start() for start in starts]
+        self.cold_start = self._contenders[0].cold_start
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for contender in self._contenders:
+            contender.close()
+
+    def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
+        with ThreadPoolExecutor() as threads:
+            asked = [threads.submit(one.run, seconds=seconds, consume=consume) for one in self._contenders]
+            answers = [future.result() for future in asked]
+        return {
+            "rows_per_s": sum(answer["rows_per_s"] for answer in answers),
+            "cores": sum(answer["cores"] for answer in answers),
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,7 +263,7 @@ class Result:
 
 
 def compete(
-    contenders: Sequence[Callable[[], Contender]],
+    contenders: Sequence[Callable[[], Contender | Together]],
     *,
     rounds: int,
     seconds: float,
@@ -220,7 +276,7 @@ def compete(
     """
     results: dict[str, Result] = {}
     with contextlib.ExitStack() as stack:
-        running: dict[str, Contender] = {}
+        running: dict[str, Contender | Together] = {}
         for start in contenders:
             try:
                 contender = stack.enter_context(start())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,50 @@ def read_through(path: Path) -> None:
             with file.open("rb", buffering=0) as stream:
                 while stream.readinto(buffer):
                     pass
+
+
+def drop_from_cache(path: Path) -> str:
+    """Ask the kernel to forget what it holds of the files at `path`; return how."""
+    with contextlib.suppress(OSError):
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+        return "drop_caches"
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+    return "POSIX_FADV_DONTNEED"
+
+
+def cached_share(path: Path, n_samples: int = 500) -> float:
+    """Estimate how much of a file the page cache holds."""
+    size = path.stat().st_size
+    fd = os.open(path, os.O_RDONLY)
+    n_cached = 0
+    try:
+        for offset in np.random.default_rng(0).integers(0, size, n_samples).tolist():
+            with contextlib.suppress(BlockingIOError):
+                n_cached += os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+    finally:
+        os.close(fd)
+    return n_cached / n_samples
+
+
+def rate_on_threads(work: Callable[[], int], *, n_threads: int, seconds: float = 1.0) -> float:
+    """Call `work` on several threads for a while; return the sum of what it returned, per second."""
+    stop = time.perf_counter() + seconds
+    start = time.perf_counter()
+
+    def run(_: int) -> int:
+        total = 0
+        while time.perf_counter() < stop:
+            total += work()
+        return total
+
+    with ThreadPoolExecutor(n_threads) as threads:
+        total = sum(threads.map(run, range(n_threads)))
+    return total / (time.perf_counter() - start)
 
 
 def rss_anon_bytes(pid: int | str = "self") -> int:

@@ -2,10 +2,12 @@
 """Compare loaders on one atlas, in turns, in one run.
 
     python benchmarks/compare.py --cells 200000 --peer-python ~/envs/annbatch/bin/python
+    python benchmarks/compare.py --targets --peer-python ~/envs/annbatch/bin/python
 
 Every contender runs in its own process and gets the same block, batch and fetch size. A round
 measures each one twice: *produced*, taking the batches only, and *consumed*, summing every value of
 every batch. The page cache is warmed first; compilation is excluded and the cold start told apart.
+With ``--targets`` pairs of them are measured, one for each row of `_targets.ROWS`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _machine
+import _targets
 from _atlas import add_options, atlas
 from _contenders import CONTENDERS
 from _harness import Contender, Result, compete, median_and_spread
@@ -33,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the comparison that the command line asks for; return what was written as JSON."""
     options = main_options(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
+    if options.targets:
+        return targets(options)
     spec = prepare(options)
     chosen = options.contenders or [name for name in CONTENDERS if runs(name, options)]
     for path in {spec["path"], *(spec[key] for key in ("zarr_path", "annbatch_path") if spec.get(key))}:
@@ -73,6 +80,57 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
+def targets(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every row of `_targets.ROWS`, or those that were named."""
+    rows = [row for row in _targets.ROWS if not options.rows or row.name in options.rows]
+    logs = options.work / "logs"
+    logs.mkdir(exist_ok=True)
+    prepared = prepare(options)
+
+    def path_of(files: str) -> Path:
+        if files == "annbatch":
+            return Path(prepared["annbatch_path"]) / "dataset_0"
+        return atlas(options, files)
+
+    def spec_of(row: _targets.Row) -> dict[str, Any]:
+        return prepared | {
+            "path": str(path_of(row.files)),
+            **{key: getattr(row, key) for key in ("layout", "block", "cold")},
+        }
+
+    def missing(row: _targets.Row) -> str | None:
+        names = (row.ours.name, row.theirs.name)
+        if options.peer_python is None and (row.files == "annbatch" or any("annbatch" in name for name in names)):
+            return "there is no --peer-python with annbatch"
+        if any("scDataset" in name for name in names) and importlib.util.find_spec("scdataset") is None:
+            return "scDataset is not installed"
+        needs_two_cores = bool(row.ours.ranks) or "cores" in row.theirs.spec
+        return "it takes two cores" if needs_two_cores and len(os.sched_getaffinity(0)) < 2 else None
+
+    def start(name: str, *, spec: dict[str, Any], label: str, drop: Any = None) -> Contender:
+        python = options.peer_python if name.startswith("annbatch") else sys.executable
+        log = logs / f"{re.sub('[^A-Za-z0-9]+', '-', label)}.log"
+        script = HERE / "_contenders.py"
+        return Contender(name, python=python, script=script, spec=spec, log=log, label=label, drop=drop)
+
+    reports = _targets.run(
+        rows,
+        spec_of=spec_of,
+        start=start,
+        missing=missing,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        warm_up_s=options.warm_up,
+    )
+    print("\n" + _targets.table(reports))
+    report = {"machine": _machine.machine(), "cells": options.cells, "genes": options.genes, "rows": reports}
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        _targets.draw(reports, options.out.with_suffix(".png"))
+    return report
+
+
 def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -86,6 +144,8 @@ def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before the first round")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
+    parser.add_argument("--targets", action="store_true", help="measure what dasksc is to reach, row by row")
+    parser.add_argument("--rows", nargs="+", choices=[row.name for row in _targets.ROWS], metavar="NAME")
     parser.add_argument("--out", type=Path, help="where to write .json and .png")
     options = parser.parse_args(arguments)
     if options.fetch % options.batch or options.fetch % options.block:

@@ -113,8 +113,8 @@ class scDataset(IterableDataset[Any]):
         ``"threads"``, ``"synchronous"``, a Client or its scheduler's address. Hooks and collections
         that are read by indexing always run in this process.
     prefetch
-        Fetches in flight beyond the one being yielded. None: one more than the threads that fetch, but no more
-        than `memory_limit` allows.
+        Fetches in flight beyond the one being yielded. None: twice the threads that fetch, but no more than
+        `memory_limit` allows.
     memory_limit
         Bytes of anonymous memory that iterating may take in this process, such as ``"2GiB"``.
     mmap
@@ -228,6 +228,7 @@ class scDataset(IterableDataset[Any]):
         self._resume: tuple[int, tuple[Stretch, ...]] | None = None
         self._lock = threading.Lock()
         self._stats = EpochStats()
+        self._recycling: memory.Recycling | None = None
         found = World.detect(rank, world_size)
         self._plan_of(found, epoch=0)  # refuse sizes that do not fit
         # A world of one may yet become a larger one: the process group can be initialised later.
@@ -390,7 +391,8 @@ class scDataset(IterableDataset[Any]):
         """Fetches in flight beyond the one being yielded."""
         if self._prefetch is not None:
             return self._prefetch
-        depth = self._n_threads() + 1
+        # Results are handed over in order: a thread whose fetch is done early needs another one to go on with.
+        depth = 2 * self._n_threads()
         while (
             depth > 1 and self._matrices is not None and self._projection(depth, self.fetch_factor) > self._memory_limit
         ):
@@ -727,21 +729,23 @@ class scDataset(IterableDataset[Any]):
                     yield functools.partial(make, fetched, fetch, numbers)
                 del fetched
 
-        with memory.recycled():
-            window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
-            synchronous = window.scheduler.kind == "synchronous"
-            with window:
-                for made, error in run_ahead(
-                    jobs(),
-                    is_ready=lambda: left_in_fetch > 0 or window.next_is_done(),
-                    n_ahead=-(-n_ahead // n_together),
-                    n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
-                ):
-                    made.reverse()
-                    while made:
-                        yield self._placed(made.pop())
-                    if error is not None:
-                        raise error
+        if self._recycling is None:
+            # What an epoch used is at hand for the next one.
+            self._recycling = memory.Recycling()
+        window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
+        synchronous = window.scheduler.kind == "synchronous"
+        with window:
+            for made, error in run_ahead(
+                jobs(),
+                is_ready=lambda: left_in_fetch > 0 or window.next_is_done(),
+                n_ahead=-(-n_ahead // n_together),
+                n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
+            ):
+                made.reverse()
+                while made:
+                    yield self._placed(made.pop())
+                if error is not None:
+                    raise error
 
     def _indexed(
         self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int
@@ -834,6 +838,7 @@ class scDataset(IterableDataset[Any]):
         state = self.__dict__.copy()
         for name in ("_lock", "_agreement", "_stats"):
             del state[name]
+        state["_recycling"] = None
         state["_scheduler"] = portable_scheduler(self._scheduler)
         state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _HOOKS})
         if self._matrices is not None:

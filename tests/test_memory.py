@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -22,6 +24,13 @@ def filled(value: float) -> np.ndarray:
     return array
 
 
+@contextmanager
+def recycled() -> Iterator[None]:
+    recycling = memory.Recycling()
+    yield
+    del recycling
+
+
 HOLDERS = {
     "view": lambda array: array[1:],
     "view of a view": lambda array: array[1:].view(np.int32)[:, 2:],
@@ -30,14 +39,17 @@ HOLDERS = {
     "alias of a tensor": lambda array: torch.from_numpy(array).numpy()[1:],
     "memoryview": lambda array: memoryview(array),
     "sparse tensor": lambda array: torch.sparse_csr_tensor(
-        torch.tensor([0, array.size]), torch.zeros(array.size, dtype=torch.int64), torch.from_numpy(array.reshape(-1))
+        torch.tensor([0, array.size]),
+        torch.zeros(array.size, dtype=torch.int64),
+        torch.from_numpy(array.reshape(-1)),
+        check_invariants=False,
     ).values(),
 }
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_what_is_held_in_any_way_is_not_written_again(hold) -> None:
-    with memory.recycled():
+    with recycled():
         first = filled(1)
         address = first.ctypes.data
         held = hold(first)
@@ -50,18 +62,18 @@ def test_what_is_held_in_any_way_is_not_written_again(hold) -> None:
 
 
 def test_other_types_and_near_sizes_use_the_same_memory() -> None:
-    with memory.recycled():
+    with recycled():
         address = memory.empty(100_000, np.float32).ctypes.data
         assert memory.empty((2, 49_500), np.int32).ctypes.data == address
 
 
-def test_memory_is_recycled_only_while_an_epoch_is_read() -> None:
-    with memory.recycled():
+def test_memory_is_recycled_only_while_somebody_wants_it() -> None:
+    with recycled():
         filled(1)
-        with memory.recycled():
+        with recycled():
             pass
-        filled(1)
-        assert memory._pool._returned or memory._pool._idle
+        address = filled(1).ctypes.data
+        assert filled(1).ctypes.data == address
     assert not memory._pool._returned
     assert not memory._pool._idle
     kept = filled(1)
@@ -69,28 +81,27 @@ def test_memory_is_recycled_only_while_an_epoch_is_read() -> None:
     assert not memory._pool._returned
 
 
-def test_unused_memory_stays_within_its_limit() -> None:
-    with memory.recycled():
-        arrays = [memory.empty(n, np.uint8) for n in range(2**24, 2**24 + 16 * 2**21, 2**21)]
-        del arrays
-        memory.empty(2**16, np.uint8)
-        held = sum(capacity * len(kept) for capacity, kept in memory._pool._idle.items())
-        assert held == memory._pool._idle_bytes
-        assert 2**25 < held <= 2 * 2**26
-
-
-def test_sizes_that_went_out_of_use_are_freed_when_others_come() -> None:
-    with memory.recycled():
-        for n in np.random.default_rng(0).integers(2**16, 2**27, 40).tolist():
-            held = memory.empty(n, np.uint8)
-            assert memory._pool._idle_bytes <= 2 * 2**27
-            del held
+def test_used_and_unused_memory_is_never_more_than_was_in_use_at_once() -> None:
+    held: list[np.ndarray] = []
+    peak = 0
+    rng = np.random.default_rng(0)
+    with recycled():
+        for n in rng.integers(2**16, 2**25, 200).tolist():
+            if len(held) > 4:
+                del held[int(rng.integers(len(held)))]
+            held.append(memory.empty(n, np.uint8))
+            pool = memory._pool
+            peak = max(peak, pool._used_bytes)
+            assert pool._idle_bytes == sum(size * len(kept) for size, kept in pool._idle.items())
+            assert sum(map(len, held)) <= pool._used_bytes <= 1.2 * sum(map(len, held))
+            assert pool._used_bytes + pool._idle_bytes <= peak
+    assert memory._pool._idle_bytes == 0
 
 
 def test_what_outlives_the_epoch_keeps_its_values() -> None:
-    with memory.recycled():
+    with recycled():
         held = filled(1)
-    with memory.recycled():
+    with recycled():
         others = [filled(2) for _ in range(4)]
         assert (held == 1).all()
         del others
@@ -105,7 +116,7 @@ def test_threads_never_share_what_they_hold() -> None:
             if not (array == value).all():
                 wrong.append(value)
 
-    with memory.recycled():
+    with recycled():
         threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
         for thread in threads:
             thread.start()
@@ -116,7 +127,7 @@ def test_threads_never_share_what_they_hold() -> None:
 
 
 def test_a_forked_child_starts_with_nothing() -> None:
-    with memory.recycled():
+    with recycled():
         filled(1)
         pid = os.fork()
         if pid == 0:

@@ -107,7 +107,7 @@ class TableChunks:
         offsets, sizes = self._offsets[numbers], self._sizes[numbers].astype(np.int64)
         skips = np.zeros(len(numbers), dtype=np.uint32) if self._skipped is None else self._skipped[numbers]
         written = offsets >= 0
-        chunks = self._file.read_ranges(offsets[written], sizes[written])
+        chunks = self._file.ranges(offsets[written], sizes[written], use_mmap=self._use_mmap)
         for is_written, skipped in zip(written.tolist(), skips.tolist(), strict=True):
             yield (next(chunks), skipped) if is_written else (None, 0)
 

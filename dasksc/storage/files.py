@@ -104,11 +104,21 @@ class LocalFile:
         if n < len(into):
             raise CorruptDataError(f"{self.path} ends at byte {offset + n}, where {len(into) - n} more belong")
 
-    def read_ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[memoryview]:
-        """Yield the bytes of each range, valid until the next is asked for; neighbours are read together."""
+    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: bool) -> Iterator[Any]:
+        """Yield the bytes of each range, mapped or read, valid until the next is asked for.
+
+        Neighbours are read together.
+        """
         order = np.argsort(offsets, kind="stable")
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
+        if use_mmap and places:
+            if max(stop for _, stop in places) > self.identity.size:
+                raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes")
+            memory = self.mapped().data
+            for begin, stop in places:
+                yield memory[begin:stop]
+            return
         buffer = memoryview(bytearray(max(int(sizes.max(initial=0)), _READ_BYTES)))
         first = 0
         while first < len(places):

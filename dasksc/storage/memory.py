@@ -1,10 +1,10 @@
 """Memory for fetches and batches, used again when nobody holds it any more.
 
 Fresh memory has to be cleared page by page before it can be written, which costs as much as filling it.
-While an epoch is read (`recycled`), an array from `empty` lies in memory that comes back here when the
-last thing that shares it dies: views, tensors, their aliases, autograd. So what is kept is never written
-again. For pageable memory only: a copy to a GPU may still be reading a pinned buffer after Python has
-dropped it, which torch's own allocator of pinned memory knows about.
+While there is a `Recycling`, an array from `empty` lies in memory that comes back here when the last
+thing that shares it dies: views, tensors, their aliases, autograd. So what is kept is never written again.
+For pageable memory only: a copy to a GPU may still be reading a pinned buffer after Python has dropped
+it, which torch's own allocator of pinned memory knows about.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["empty", "recycled"]
+__all__ = ["Recycling", "empty"]
 
 # The allocator has smaller pieces at hand anyway.
 _SMALL_BYTES = 2**16
-# Kept unused at most: this much, or twice the largest piece so far (a fetch has values and column numbers).
-_IDLE_BYTES = 2**26
 
 
 class _Pool:
@@ -34,46 +30,58 @@ class _Pool:
         self._lock = threading.Lock()
         self._n_users = 0
         self._idle: dict[int, list[NDArray[np.uint8]]] = {}
-        self._idle_bytes = 0
-        self._largest = 0
-        # Finalisers run in any thread, even in the middle of a call here: all they do is append.
+        self._idle_bytes = self._used_bytes = self._peak_bytes = 0
+        # Finalisers run in any thread, even in the middle of a call here: what they do is append.
         self._returned: deque[NDArray[np.uint8]] = deque()
+        self._leaving: deque[None] = deque()
 
     def enter(self) -> None:
         with self._lock:
             self._n_users += 1
 
     def leave(self) -> None:
-        with self._lock:
-            self._n_users -= 1
-            if self._n_users == 0:
-                self._forget()
+        """Let one user less count; called by finalisers, so it cannot wait for the lock."""
+        self._leaving.append(None)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """Return `n_bytes` of memory as an array that everything made from it keeps alive."""
         step = 1 << max(n_bytes.bit_length() - 4, 0)
         capacity = -(-n_bytes // step) * step
         with self._lock:
+            self._drain()
             if self._n_users == 0:
                 return np.empty(n_bytes, dtype=np.uint8)
-            self._largest = max(self._largest, capacity)
-            self._drain()
             buffer = self._pop(capacity) if capacity in self._idle else np.empty(capacity, dtype=np.uint8)
+            self._used_bytes += capacity
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            # Used and unused together never exceed what was once in use; sizes that went out of use
+            # long ago go first, since dicts keep their order.
+            while self._idle_bytes + self._used_bytes > self._peak_bytes:
+                self._pop(next(iter(self._idle)))
         # Views of an array are views of its base, unless that is no array.
         root = np.frombuffer(buffer.data, dtype=np.uint8)
         weakref.finalize(root, self._returned.append, buffer).atexit = False
         return root[:n_bytes]
 
     def _drain(self) -> None:
-        """Take back what nobody holds any more, as far as there is room; the rest is freed."""
-        limit = max(_IDLE_BYTES, 2 * self._largest)
+        """Take back what nobody holds any more, and give it back when the last user has left."""
         while self._returned:
             buffer = self._returned.popleft()
             self._idle.setdefault(len(buffer), []).append(buffer)
             self._idle_bytes += len(buffer)
-        while self._idle_bytes > limit:
-            # Dicts keep their order: sizes that went out of use long ago come first.
-            self._pop(next(iter(self._idle)))
+            self._used_bytes -= len(buffer)
+        while self._leaving:
+            self._leaving.popleft()
+            self._n_users -= 1
+            if self._n_users == 0:
+                self._idle.clear()
+                self._idle_bytes = 0
+                self._peak_bytes = self._used_bytes
 
     def _pop(self, capacity: int) -> NDArray[np.uint8]:
         kept = self._idle[capacity]
@@ -82,11 +90,6 @@ class _Pool:
         if not kept:
             del self._idle[capacity]
         return buffer
-
-    def _forget(self) -> None:
-        self._returned.clear()
-        self._idle.clear()
-        self._idle_bytes = self._largest = 0
 
 
 _pool = _Pool()
@@ -101,15 +104,12 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-@contextmanager
-def recycled() -> Iterator[None]:
-    """Use memory again while this is open; when the last has closed, what is unused is given back."""
-    pool = _pool
-    pool.enter()
-    try:
-        yield
-    finally:
-        pool.leave()
+class Recycling:
+    """Memory is used again as long as one of these lives; with the last, what is unused is given back."""
+
+    def __init__(self) -> None:
+        _pool.enter()
+        weakref.finalize(self, _pool.leave).atexit = False
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:

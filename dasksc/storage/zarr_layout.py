@@ -326,7 +326,9 @@ class ShardChunks:
         """Yield the chunks; see `ChunkSource.read`."""
         for file, offsets, sizes in self._places(numbers):
             written = offsets >= 0
-            chunks = file.read_ranges(offsets[written], sizes[written]) if file is not None else iter(())
+            chunks: Iterator[Any] = iter(())
+            if file is not None:
+                chunks = file.ranges(offsets[written], sizes[written], use_mmap=self._use_mmap)
             for is_written in written.tolist():
                 yield (next(chunks), 0) if is_written else (None, 0)
 
