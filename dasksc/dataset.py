@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import difflib
 import functools
 import hashlib
 import logging
+import math
 import os
 import secrets
 import threading
@@ -36,6 +38,7 @@ from dasksc.sampling import Sampler, SamplingStrategy, bind
 from dasksc.storage import Columns, Layout, Matrix, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
+from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from dasksc.world import Agreement, World
 
@@ -49,10 +52,13 @@ logger = logging.getLogger(__name__)
 _STATE_VERSION = 1
 
 # Fetches hold rows of all lengths, whose mean is near that of all rows; yet weights may favour long ones.
-_LONGER_ROWS = 1.25
+_LONGER_ROWS = 1.1
 # Row number and position of a row in a plan.
 _PLAN_ROW_BYTES = 16
 _MAX_FETCH_FACTOR = 4096
+# A fetch that holds more than this is read in several tasks.
+_PART_BYTES = 2**25
+_MAX_PARTS = 64
 _AHEAD_BYTES = 2**24
 _TOGETHER_BYTES = 2**23
 # Threads, what they and the allocator keep at hand, tasks.
@@ -351,18 +357,26 @@ class scDataset(IterableDataset[Any]):
 
         The fetch being yielded, those in flight, what reading and decoding them takes, and the batches
         gathered ahead. Mapped files need none, so it is more on a file system that files are not mapped from.
-        Rows are taken to be up to a quarter longer than the average one.
+        Rows are taken to be up to a tenth longer than the average one.
         """
         return None if self._matrices is None else self._projection(self._depth(), self.fetch_factor)
 
     def _projection(self, depth: int, fetch_factor: int) -> int:
-        rows = self.batch_size * fetch_factor
+        """Memory with `depth` parts of fetches in flight."""
         costs = [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
-        held = _LONGER_ROWS * sum(cost.held for cost in costs) + _PLAN_ROW_BYTES
+        held = sum(cost.held for cost in costs)
+        return self._needed(fetch_factor, held, depth=depth, n_threads=self._n_threads())
+
+    def _needed(self, fetch_factor: int, row_bytes: float, *, depth: int, n_threads: int) -> int:
+        """Memory if a fetched row holds `row_bytes`."""
+        costs = [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
+        rows = self.batch_size * fetch_factor
+        n_parts = _n_parts(rows * row_bytes)
+        held = _LONGER_ROWS * row_bytes + _PLAN_ROW_BYTES
         working = _LONGER_ROWS * max(cost.working for cost in costs)
-        n_running = min(depth, self._n_threads())
-        fetches = (1 + depth) * rows * held + n_running * (rows * working + max(cost.fixed for cost in costs))
-        return int(_PROCESS_BYTES + fetches + self._batches_bytes())
+        fetches = (1 + depth / n_parts) * rows * held
+        reading = min(depth, n_threads) * (rows * working / n_parts + max(cost.fixed for cost in costs))
+        return int(_PROCESS_BYTES + fetches + reading + self._batches_bytes())
 
     def _batches_bytes(self) -> float:
         """Memory of the batches that are gathered ahead, being handed over, and being used."""
@@ -387,49 +401,58 @@ class scDataset(IterableDataset[Any]):
         """Threads that fetch, in a process that is no DataLoader worker."""
         return default_threads(local_world_size=World.detect(*self._given_world).local_world_size)
 
+    @property
+    def _n_parts(self) -> int:
+        """Tasks of a fetch."""
+        if self._matrices is None:
+            return 1
+        return _n_parts(self.fetch_size * sum(matrix.cost.held for matrix in self._matrices.values()))
+
     def _depth(self) -> int:
-        """Fetches in flight beyond the one being yielded."""
+        """Parts of fetches in flight beyond the fetch being yielded."""
+        n_parts = self._n_parts
         if self._prefetch is not None:
-            return self._prefetch
-        # Results are handed over in order: a thread whose fetch is done early needs another one to go on with.
-        depth = 2 * self._n_threads()
-        while (
-            depth > 1 and self._matrices is not None and self._projection(depth, self.fetch_factor) > self._memory_limit
-        ):
-            depth -= 1
+            return self._prefetch * n_parts
+        # Results are handed over in order: a thread that is done early needs another one to go on with.
+        depth = n_parts - 1 + 2 * self._n_threads()
+        if self._matrices is not None:
+            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_limit:
+                depth -= 1
         return depth
 
     def _refuse_too_large(self) -> None:
         """Refuse sizes whose projection is beyond the limit, with what would fit."""
-        limit, factor = self._memory_limit, self.fetch_factor
-        if self._matrices is None or (needed := self._projection(self._prefetch or 1, factor)) <= limit:
+        if self._matrices is None:
             return
-        n_fetches = 1 + (self._prefetch or 1)
-        while factor > 1 and self._projection(1, factor) > limit:
+        limit, factor = self._memory_limit, self.fetch_factor
+        depth = self._prefetch * self._n_parts if self._prefetch else 1
+        needed = self._projection(depth, factor)
+        if needed <= limit:
+            return
+        while factor > 1 and self._projection(depth, factor) > limit:
             factor //= 2
-        fits = self._projection(1, factor) <= limit
+        fits = self._projection(depth, factor) <= limit
         raise InputError(
-            f"{n_fetches} fetches of {self.batch_size} x {self.fetch_factor} rows and their batches need "
-            f"{format_bytes(needed)} of memory ({needed} bytes), and memory_limit is {format_bytes(limit)} ({limit} "
-            "bytes). Lower fetch_factor, batch_size or prefetch, or raise memory_limit: "
-            + (
-                f"fetch_factor={factor} with prefetch=1 fits"
-                if fits
-                else "not even fetch_factor=1 with prefetch=1 fits"
-            )
+            f"fetches of {self.batch_size} x {self.fetch_factor} rows, {self._prefetch or 'few'} in flight, and their "
+            f"batches need {format_bytes(needed)} of memory ({needed} bytes), but memory_limit is "
+            f"{format_bytes(limit)} ({limit} bytes). Lower fetch_factor, batch_size or prefetch, or raise the limit: "
+            f"{'' if fits else 'not even '}fetch_factor={factor} fits"
         )
 
     def _fitting_fetch_factor(self) -> int:
         if self._matrices is None:
             raise InputError("fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size")
-        # As if nothing were mapped, and with a prefetch that does not depend on the number of cores.
-        costs = [matrix.cost for matrix in self._matrices.values()]
-        held = _LONGER_ROWS * sum(max(cost.row, cost.held) for cost in costs) + _PLAN_ROW_BYTES
-        working = _LONGER_ROWS * max(cost.working for cost in costs)
-        depth = self._prefetch or 2
-        free = self._memory_limit - _PROCESS_BYTES - self._batches_bytes() - depth * max(cost.fixed for cost in costs)
-        factor = int(free / (self.batch_size * ((1 + depth) * held + depth * working)))
-        return max(1, min(factor, _MAX_FETCH_FACTOR))
+        # As if nothing were mapped, and with a number of threads that does not depend on the machine.
+        row_bytes = sum(max(matrix.cost.row, matrix.cost.held) for matrix in self._matrices.values())
+        n_threads = 2
+
+        def fits(factor: int) -> bool:
+            n_parts = _n_parts(self.batch_size * factor * row_bytes)
+            depth = self._prefetch * n_parts if self._prefetch else n_parts - 1 + 2 * n_threads
+            return self._needed(factor, row_bytes, depth=depth, n_threads=n_threads) <= self._memory_limit
+
+        # The largest that fits.
+        return max(1, bisect.bisect_left(range(1, _MAX_FETCH_FACTOR + 1), True, key=lambda factor: not fits(factor)))
 
     def __len__(self) -> int:
         """Batches this rank yields in a whole epoch."""
@@ -660,13 +683,19 @@ class scDataset(IterableDataset[Any]):
             return self._gathered(plan, ks, n_skipped, key, n_threads)
         return self._indexed(plan, ks, n_skipped, key, n_threads)
 
-    def _describe(self, plan: EpochPlan, plans: dict[int, FetchPlan]) -> Callable[[int], str]:
+    def _expected_bytes(self, n_parts: int) -> int | None:
+        if self._matrices is None:
+            return None
+        return int(self.fetch_size / n_parts * sum(matrix.cost.held for matrix in self._matrices.values()))
+
+    def _describe(self, plan: EpochPlan, plans: dict[int, FetchPlan], n_parts: int) -> Callable[[int], str]:
         labels = [matrix.label for matrix in (self._matrices or {}).values()] or [self._name]
 
-        def describe(k: int) -> str:
+        def describe(i: int) -> str:
+            k, part = divmod(i, n_parts)
             what = f"fetch {k} of {plan.n_fetches} (epoch {plan.epoch}, rank {plan.rank}"
             if k in plans:  # else it is the plan itself that failed
-                rows = plans[k].rows
+                rows = part_of(plans[k].rows, part, n_parts)
                 what += f", {len(rows)} rows from {rows[0]} to {rows[-1]}"
             return f"{what}) of {', '.join(labels)}"
 
@@ -677,24 +706,30 @@ class scDataset(IterableDataset[Any]):
     ) -> tuple[Window[Any], dict[int, FetchPlan]]:
         """Start fetching. The plans of fetches in flight are kept beside it, to make their batches by."""
         plans: dict[int, FetchPlan] = {}
+        planning = threading.Lock()
+        n_parts = self._n_parts
 
-        def rows_of(k: int) -> NDArray[np.int64]:
-            plans[k] = plan.fetch(k)
-            return plans[k].rows
+        def rows_of(i: int) -> NDArray[np.int64]:
+            k, part = divmod(i, n_parts)
+            with planning:
+                if k not in plans:
+                    plans[k] = plan.fetch(k)
+            return part_of(plans[k].rows, part, n_parts)
 
         scheduler = resolve_scheduler(self._scheduler)
         if in_process and scheduler.client is not None:
             scheduler = resolve_scheduler("threads")
         window: Window[Any] = Window(
             task,
-            ks,
+            PartNumbers(ks, n_parts) if n_parts > 1 else ks,
             name=key,
             scheduler=scheduler,
             depth=self._depth(),
             max_bytes=self._memory_limit,
             argument=rows_of,
-            describe=self._describe(plan, plans),
+            describe=self._describe(plan, plans, n_parts),
             n_threads=n_threads,
+            expected_bytes=self._expected_bytes(n_parts),
         )
         return window, plans
 
@@ -721,7 +756,7 @@ class scDataset(IterableDataset[Any]):
 
         def jobs() -> Iterator[Callable[[], tuple[list[Any], Exception | None]]]:
             nonlocal left_in_fetch
-            for k, fetched in window:
+            for k, fetched in fetches:
                 fetch = plans.pop(k)
                 for first in range(n_skipped if k == ks[0] else 0, fetch.n_batches, n_together):
                     numbers = range(first, min(first + n_together, fetch.n_batches))
@@ -733,11 +768,12 @@ class scDataset(IterableDataset[Any]):
             # What an epoch used is at hand for the next one.
             self._recycling = memory.Recycling()
         window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
+        fetches = Assembled(window, self._n_parts)
         synchronous = window.scheduler.kind == "synchronous"
         with window:
             for made, error in run_ahead(
                 jobs(),
-                is_ready=lambda: left_in_fetch > 0 or window.next_is_done(),
+                is_ready=lambda: left_in_fetch > 0 or fetches.is_ready(),
                 n_ahead=-(-n_ahead // n_together),
                 n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
             ):
@@ -859,6 +895,10 @@ class scDataset(IterableDataset[Any]):
             f"scDataset({self._name}, {self._n_obs} rows, {self.strategy!r}, batch_size={self.batch_size}, "
             f"fetch_factor={self.fetch_factor})"
         )
+
+
+def _n_parts(fetch_bytes: float) -> int:
+    return min(_MAX_PARTS, max(1, math.ceil(fetch_bytes / _PART_BYTES)))
 
 
 def _n_batches(plan: EpochPlan, ks: range) -> int:

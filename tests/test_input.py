@@ -110,15 +110,15 @@ def test_a_string_where_a_list_belongs(path, name):
         ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
         (
             {"memory_limit": "1kB", "fetch_factor": None},
-            r"need .* \(\d+ bytes\), and memory_limit is .* \(1000 bytes\).* not even fetch_factor=1",
+            r"need .* \(\d+ bytes\), but memory_limit is .* \(1000 bytes\).* not even fetch_factor=1",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 10_000},
-            r"2 fetches of 8 x 10000 rows .*limit is .*\(18000000 bytes\).*fetch_factor=\d+ with prefetch=1 fits",
+            r"fetches of 8 x 10000 rows, few in flight.*limit is .*\(18000000 bytes\).*fetch_factor=\d+ fits",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 100, "prefetch": 50},
-            "51 fetches of 8 x 100 rows .* Lower fetch_factor, batch_size or prefetch",
+            "fetches of 8 x 100 rows, 50 in flight, .* Lower fetch_factor, batch_size or prefetch",
         ),
         ({"fetch_transform": 3}, "fetch_transform must be callable"),
         ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks say"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +12,10 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.matrix import Columns, Layout
+from dasksc.storage.matrix import Columns, Fetched, Layout
 from dasksc.storage.reach import Reached
 
-__all__ = ["CSRFetched", "DenseFetched"]
+__all__ = ["CSRFetched", "DenseFetched", "join"]
 
 
 class CSRFetched:
@@ -287,6 +288,32 @@ def _compact_dense(label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], bl
         held_bytes=block.nbytes,
     )
     return DenseFetched(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
+
+
+def join(parts: Sequence[Fetched]) -> Fetched:
+    """Return fetches of one matrix as one, their rows one after the other; nothing of them is copied."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, CSRFetched):
+        sparse = cast(Sequence[CSRFetched], parts)
+        return CSRFetched(
+            label=first.label,
+            rows=np.concatenate([part.rows for part in sparse]),
+            n_vars=first.shape[1],
+            dtype=first.dtype,
+            lengths=np.concatenate([part._lengths for part in sparse]),
+            data=Reached.joined([part._data for part in sparse]),
+            indices=Reached.joined([part._indices for part in sparse]),
+        )
+    dense = cast(Sequence[DenseFetched], parts)
+    return DenseFetched(
+        label=dense[0].label,
+        rows=np.concatenate([part.rows for part in dense]),
+        n_vars=first.shape[1],
+        dtype=first.dtype,
+        values=Reached.joined([part._values for part in dense]),
+    )
 
 
 def csr_pair(n_values: int, dtype: np.dtype[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:

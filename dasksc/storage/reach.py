@@ -77,6 +77,16 @@ class Reached:
             owners=tuple(buffers),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Reached]) -> Reached:
+        """Return the runs of several, one after the other; they are of one type."""
+        return cls(
+            at=np.concatenate([part.at for part in parts]),
+            dtype=parts[0].dtype,
+            held_bytes=sum(part.held_bytes for part in parts),
+            owners=tuple(owner for part in parts for owner in part.owners),
+        )
+
     @property
     def like(self) -> NDArray[Any]:
         """An empty array of the elements' type, for the kernels."""

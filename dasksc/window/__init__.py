@@ -185,12 +185,13 @@ class Window(Generic[T]):
         its rows only, and the plan stays here.
     max_bytes
         Bytes in flight, or finished and not consumed, at most; a fetch that has not finished counts
-        as the largest seen so far. One fetch is always let through, and only one until the first
-        size is known.
+        as the largest seen so far. One fetch is always let through, and only one until a size is known.
     describe
         What to call fetch k in an error: file, fetch number, rows.
     n_threads
         Threads for fetches in this process, all windows together; default `default_threads`.
+    expected_bytes
+        What a result will probably weigh, by which fetches are let through until the first is there.
 
     Raises
     ------
@@ -212,6 +213,7 @@ class Window(Generic[T]):
         max_bytes: int | None = None,
         describe: Callable[[int], str] | None = None,
         n_threads: int | None = None,
+        expected_bytes: int | None = None,
     ) -> None:
         for label, value in (("depth", depth), ("max_bytes", max_bytes), ("n_threads", n_threads)):
             if value is not None and value < 1:
@@ -221,7 +223,7 @@ class Window(Generic[T]):
         self._describe = describe
         self._depth = depth
         self._max_bytes = max_bytes
-        self._largest: int | None = None
+        self._largest = expected_bytes
         self._ks = iter(ks)
         self._next_k = next(self._ks, None)
 
