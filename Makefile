@@ -13,8 +13,9 @@ INSTALLED := $(VENV)/.installed
 DEMO_CELLS ?= 100000
 ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 60
 
-.PHONY: env demo test check lint types bounds clean
+.PHONY: env demo test check lint types bounds fuzz clean
 
 env: $(INSTALLED)
 
@@ -47,7 +48,11 @@ types: $(INSTALLED)
 bounds: $(INSTALLED)
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/test_kernels*.py
 
-check: lint types test bounds
+# Damaged files, read for a minute.
+fuzz: $(INSTALLED)
+	$(BIN)/python -W ignore tests/programs/fuzz.py --seconds $(FUZZ_SECONDS)
+
+check: lint types test bounds fuzz
 
 clean:
 	rm -rf $(VENV) .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 import zarr
 
-from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import hdf5_layout, zarr_layout
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError
 from dasksc.storage.files import LocalFile
@@ -60,9 +60,17 @@ def open_matrix(path: str | os.PathLike[str], key: str, *, use_mmap: bool = True
     path = os.path.abspath(os.fspath(path))
     if not os.path.exists(path):
         raise MissingPathError(f"there is nothing at {path}")
-    if os.path.isdir(path) or path.endswith(".zip"):
-        return _open_zarr(path, key.strip("/"), use_mmap=use_mmap)
-    return _open_hdf5(path, key.strip("/"), use_mmap=use_mmap)
+    opener = _open_zarr if os.path.isdir(path) or path.endswith(".zip") else _open_hdf5
+    try:
+        return opener(path, key.strip("/"), use_mmap=use_mmap)
+    except DaskscError:
+        raise
+    # What h5py and zarr-python raise at damaged metadata: RuntimeError, KeyError, UnicodeDecodeError, TypeError.
+    except Exception as error:
+        raise CorruptDataError(
+            f"{path}: what it says of {key!r} cannot be read ({type(error).__name__}: {error}). The file is corrupt; "
+            "copy or download it again, or write it again from its source."
+        ) from error
 
 
 def as_matrix(array: Any, label: str) -> Matrix:

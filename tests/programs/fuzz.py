@@ -1,0 +1,306 @@
+#!/usr/bin/env python
+"""Damage small atlases at random, and read them.
+
+    python tests/programs/fuzz.py --seconds 60 --seed 0
+
+Every reading happens in a process of its own and must end in values or in a `DaskscError`: never in a
+crash, a hang, another exception, a column that does not exist, or, where the damage lies in bytes that a
+checksum covers, in other values. Exits with 1 if anything else happened, and prints the seeds of those cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+import scipy.sparse as sp
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
+
+from dasksc.errors import DaskscError
+from dasksc.storage import open_matrix
+
+N_OBS, N_VARS, CHUNK = 60, 40, 64
+TIMEOUT_S = 20
+
+SAME, REFUSED, CHANGED, FOUND = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A way to store a matrix.
+
+    Parameters
+    ----------
+    name
+        What to call it.
+    write
+        Writes the matrix to a path.
+    is_checked
+        Whether every chunk carries a checksum.
+    """
+
+    name: str
+    write: Callable[[Path, Any], None]
+    is_checked: bool
+
+
+def write_h5(path: Path, values: Any, **options: Any) -> None:
+    with h5py.File(path, "w") as file:
+        if not sp.issparse(values):
+            file.create_dataset("X", data=values, **({"chunks": (7, N_VARS)} | options if options else {}))
+            return
+        group = file.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": values.shape})
+        for name in ("data", "indices", "indptr"):
+            array = getattr(values, name)
+            chunks = {"chunks": (min(CHUNK, len(array)),)} | options if options else {}
+            group.create_dataset(name, data=array, **chunks)
+
+
+def write_zarr(path: Path, values: Any, *, zarr_format: int, shards: bool = False, **options: Any) -> None:
+    root = zarr.open_group(path, mode="w", zarr_format=zarr_format)
+    parts = {"X": values}
+    if sp.issparse(values):
+        group = root.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": list(values.shape)})
+        parts = {f"X/{name}": getattr(values, name) for name in ("data", "indices", "indptr")}
+    for name, array in parts.items():
+        chunks = (16, N_VARS) if array.ndim == 2 else (min(CHUNK, len(array)),)
+        more = {"shards": (chunks[0] * 3, *chunks[1:])} if shards else {}
+        root.create_array(name, shape=array.shape, chunks=chunks, dtype=array.dtype, **more, **options)[:] = array
+
+
+def h5(name: str, *, is_checked: bool = False, **options: Any) -> Layout:
+    return Layout(
+        name=f"h5 {name}", is_checked=is_checked, write=lambda path, values: write_h5(path, values, **options)
+    )
+
+
+def store(name: str, *, is_checked: bool = False, zarr_format: int = 3, **options: Any) -> Layout:
+    def write(path: Path, values: Any) -> None:
+        write_zarr(path, values, zarr_format=zarr_format, **options)
+
+    return Layout(name=f"zarr{zarr_format} {name}", is_checked=is_checked, write=write)
+
+
+LAYOUTS = [
+    h5("contiguous"),
+    h5("chunked", track_times=False),
+    h5("gzip", compression="gzip", is_checked=True),
+    h5("gzip shuffle", compression="gzip", shuffle=True, is_checked=True),
+    h5("fletcher32", fletcher32=True, is_checked=True),
+    h5("lzf", compression="lzf"),
+    h5("zstd", **hdf5plugin.Zstd()),
+    h5("blosc", **hdf5plugin.Blosc()),
+    h5("lz4", **hdf5plugin.LZ4()),
+    store("gzip", compressors=GzipCodec(), is_checked=True),
+    store("zstd", compressors=ZstdCodec()),
+    store("zstd checksum", compressors=ZstdCodec(checksum=True), is_checked=True),
+    store("blosc", compressors=BloscCodec(cname="lz4")),
+    store("blosc crc32c", compressors=[BloscCodec(cname="zstd"), Crc32cCodec()], is_checked=True),
+    store("sharded blosc", shards=True, compressors=BloscCodec(cname="lz4")),
+    store("sharded plain", shards=True, compressors=None),
+    store("blosc", zarr_format=2),
+    store("plain", zarr_format=2, compressors=None),
+]
+
+
+def matrix(kind: str) -> Any:
+    values = sp.random(N_OBS, N_VARS, density=0.3, format="csr", dtype=np.float32, random_state=0)
+    values.data = np.ceil(values.data * 9).astype(np.float32)
+    return values if kind == "csr" else values.toarray()
+
+
+# --- Damage -------------------------------------------------------------------------------------------
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def chunk_ranges(path: Path) -> list[tuple[Path, int, int]]:
+    """Where the chunks of an HDF5 file or an unsharded store lie: the bytes a checksum covers."""
+    if path.is_dir():
+        return [(file, 0, file.stat().st_size) for file in files_of(path) if "/c/" in file.as_posix()]
+    ranges: list[tuple[Path, int, int]] = []
+    with h5py.File(path) as file:
+
+        def note(_: str, item: Any) -> None:
+            if isinstance(item, h5py.Dataset) and item.chunks:
+                item.id.chunk_iter(lambda chunk: ranges.append((path, chunk.byte_offset, chunk.size)))
+
+        file.visititems(note)
+    return ranges
+
+
+def damage(path: Path, rng: random.Random, where: tuple[Path, int, int]) -> None:
+    """Change some bytes of a range of a file, or cut the file off in it."""
+    file, offset, size = where
+    data = bytearray(file.read_bytes())
+    if not size:
+        return
+    kind = rng.choice(["flip", "flip", "flips", "zero", "random", "swap", "cut"])
+    at = offset + rng.randrange(size)
+    length = min(rng.choice([1, 4, 16, 200]), offset + size - at)
+    match kind:
+        case "flip":
+            data[at] ^= 1 << rng.randrange(8)
+        case "flips":
+            for _ in range(rng.randrange(2, 20)):
+                data[offset + rng.randrange(size)] = rng.randrange(256)
+        case "zero":
+            data[at : at + length] = bytes(length)
+        case "random":
+            data[at : at + length] = rng.randbytes(length)
+        case "swap":
+            other = offset + rng.randrange(size - length + 1)
+            data[at : at + length], data[other : other + length] = data[other : other + length], data[at : at + length]
+        case "cut":
+            del data[at:]
+    file.write_bytes(data)
+
+
+# --- Reading ------------------------------------------------------------------------------------------
+
+
+def read(path: Path, expected: Any, *, use_mmap: bool) -> int:
+    """Read all rows in every way; return whether the values are what they were."""
+    found = open_matrix(path, "X", use_mmap=use_mmap)
+    n_obs, n_vars = found.shape
+    if n_obs > 10_000 or n_vars > 10_000:  # what is said of the shape is damaged: nothing to compare with
+        found.fetch(np.array([0, n_obs - 1]))
+        return CHANGED
+    rows = np.arange(n_obs)
+    fetched = found.fetch(rows)
+    out = np.full((n_obs, n_vars), 99, dtype=np.float32)
+    fetched.gather(rows, out=out)
+    indptr, indices, data = fetched.gather_csr(rows)
+    assert indptr[0] == 0, "indptr"
+    assert (np.diff(indptr) >= 0).all(), "indptr"
+    assert indptr[-1] == len(indices) == len(data), "lengths"
+    assert not len(indices) or 0 <= indices.min() <= indices.max() < n_vars, "columns"
+    some = found.fetch(rows[::7])
+    part = np.empty((len(rows[::7]), n_vars), dtype=np.float32)
+    some.gather(np.arange(len(part)), out=part)
+    np.testing.assert_array_equal(part, out[::7])
+    return SAME if out.shape == expected.shape and np.array_equal(out, expected) else CHANGED
+
+
+def in_a_process(work: Callable[[], int]) -> tuple[int, str]:
+    """Run `work` in a forked child; return what it returned, or FOUND and what went wrong."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        signal.alarm(TIMEOUT_S)
+        code, told = FOUND, ""
+        try:
+            code = work()
+        except DaskscError:
+            code = REFUSED
+        except BaseException:
+            told = traceback.format_exc()
+        os.write(writer, told.encode()[-4000:])
+        os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        told = pipe.read().decode(errors="replace")
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return FOUND, "it hung" if number == signal.SIGALRM else f"killed by {signal.Signals(number).name}"
+    return os.WEXITSTATUS(status), told
+
+
+def h5py_fails_too(path: Path) -> bool:
+    """Whether HDF5 itself crashes or hangs on a file, so that nobody can open it."""
+
+    def work() -> int:
+        try:
+            with h5py.File(path) as file:
+                item = file["X"]
+                for dataset in [item] if isinstance(item, h5py.Dataset) else list(item.values()):
+                    dataset.id.get_create_plist()
+                    dataset[:10]
+                    if dataset.chunks:
+                        dataset.id.chunk_iter(lambda chunk: None)
+        except Exception:
+            return SAME
+        return SAME
+
+    return in_a_process(work)[0] == FOUND
+
+
+def cases(folder: Path, first: int) -> Iterator[tuple[int, str, Counter[str], str]]:
+    """Yield seed, layout, how it ended and what was found, for ever."""
+    originals = {}
+    for layout in LAYOUTS:
+        for kind in ("csr", "dense"):
+            path = folder / f"{layout.name} {kind}{'.h5ad' if layout.name.startswith('h5') else '.zarr'}"
+            layout.write(path, matrix(kind))
+            expected = matrix("dense")
+            assert read(path, expected, use_mmap=True) == SAME, path  # compiles, too
+            originals[path] = (layout, expected, chunk_ranges(path))
+    for seed in range(first, sys.maxsize):
+        rng = random.Random(seed)
+        path = rng.choice(sorted(originals))
+        layout, expected, ranges = originals[path]
+        copy = folder / f"damaged{path.suffix}"
+        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, copy)
+        covered = bool(ranges) and rng.random() < 0.5
+        if covered:
+            file, offset, size = rng.choice(ranges)
+            damage(copy, rng, (copy / file.relative_to(path) if path.is_dir() else copy, offset, size))
+        else:
+            file = rng.choice(files_of(copy))
+            damage(copy, rng, (file, 0, file.stat().st_size))
+        use_mmap = rng.random() < 0.5
+        code, told = in_a_process(lambda: read(copy, expected, use_mmap=use_mmap))  # noqa: B023
+        if code == CHANGED and covered and layout.is_checked:
+            code, told = FOUND, "other values, past a checksum"
+        ended = ("same", "refused", "changed", "found")[code]
+        if code == FOUND and not covered and copy.is_file() and h5py_fails_too(copy):
+            ended, told = "HDF5 itself fails", ""
+        yield seed, path.name, Counter([ended]), told
+        (shutil.rmtree if copy.is_dir() else Path.unlink)(copy)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--cases", type=int, default=sys.maxsize)
+    options = parser.parse_args()
+    stop = time.monotonic() + options.seconds
+    ended: Counter[str] = Counter()
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for n, (seed, name, how, told) in enumerate(cases(Path(folder), options.seed), 1):
+            ended += how
+            if told:
+                found.append(f"--- seed {seed}, {name}\n{told}")
+            if n >= options.cases or time.monotonic() > stop:
+                break
+    print("\n".join(found[:20]))
+    print(f"{ended.total()} cases: {', '.join(f'{n} {how}' for how, n in ended.most_common())}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
