@@ -4,8 +4,8 @@ Run by `_harness.Contender` as ``python _contenders.py NAME SPEC``. A builder im
 peer's interpreter has no dasksc, and the cold start includes the import) and returns a function that
 starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``spec["layout"]`` says.
 
-A spec may also hold ``cores`` (the process is kept on these), ``rank`` and ``world_size``, and, for
-dasksc, a ``memory_limit`` to choose the fetch size by.
+A spec may also hold ``cores`` (of those there are, the process is kept on these), ``rank`` and
+``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ def dasksc_loader(spec: Spec, *, scheduler: str) -> Epoch:
 
 
 def dasksc_without_dask(spec: Spec) -> Epoch:
-    """Read the same plan by the same fetches and batches, but handed to plain threads."""
+    """Read the same plan by the same fetches and batches, but let plain threads run the fetches.
+
+    All that is changed is the window of fetches in flight, so that all else is the same.
+    """
     from concurrent.futures import ThreadPoolExecutor
     from unittest import mock
 
     from dasksc import dataset as module
 
     class PlainWindow:
+        """As many fetches at a time, on as many threads, handed over in order."""
+
         def __init__(self, task: Any, ks: Any, *, depth: int, argument: Any, n_threads: int, **_: Any) -> None:
             self.scheduler = module.resolve_scheduler("threads")
             self._pool = ThreadPoolExecutor(n_threads)
@@ -81,7 +86,7 @@ def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
     import dasksc
 
     limit = spec.get("memory_limit")
-    return dasksc.scDataset(
+    dataset = dasksc.scDataset(
         spec["path"],
         dasksc.BlockShuffling(block_size=spec["block"]),
         batch_size=spec["batch"],
@@ -93,6 +98,8 @@ def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
         world_size=spec.get("world_size", 1),
         seed=0,
     )
+    spec["fetch"] = dataset.fetch_size
+    return dataset
 
 
 def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
@@ -229,7 +236,8 @@ def _csr_tensor(part: Any) -> Any:
 if __name__ == "__main__":
     name, spec = sys.argv[1], json.loads(sys.argv[2])
     if "cores" in spec:  # before anything counts them
-        os.sched_setaffinity(0, spec["cores"])
+        available = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, [available[core] for core in spec["cores"]])
     if name == "write annbatch store":
         write_annbatch_store(spec)
     else:

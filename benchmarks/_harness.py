@@ -23,6 +23,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
+# How long a contender works unmeasured when its turn comes, at most.
+_SETTLE_S = 1.0
+
 
 # --- In the child ------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
     build
         Imports what it needs and returns a function that starts an epoch.
     spec
-        What `Contender` was given.
+        What `Contender` was given. A loader that chooses its fetch size sets it.
     """
     # What libraries print must not end up between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -111,6 +114,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
         "first_batch_s": time.perf_counter() - built,
         "shape": list(first.shape),
         "dtype": str(first.dtype),
+        "fetch": spec["fetch"],
     }
     del first
     getattr(batches, "close", lambda: None)()
@@ -168,9 +172,13 @@ class Contender:
         spec: dict[str, Any],
         log: Path,
         label: str | None = None,
-        drop: Callable[[], None] | None = None,
+        drop: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        """Start the loader `name`; `drop` is called before each measurement, to empty the page cache."""
+        """Start the loader `name`.
+
+        Before each measurement `drop` is called, to empty the page cache; what it returns becomes part of
+        the answer.
+        """
         self.name = label or name
         self._log = log
         self._drop = drop
@@ -206,10 +214,11 @@ class Contender:
 
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
         """Let it measure once, while everything else waits."""
+        dropped = {}
         if self._drop is not None:
             self._order({"anew": True})
-            self._drop()
-        return self._order({"seconds": seconds, "consume": consume})
+            dropped = self._drop()
+        return self._order({"seconds": seconds, "consume": consume}) | dropped
 
     def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         # A process that has ended is noticed when it does not answer.
@@ -231,13 +240,23 @@ class Together:
 
     def __init__(self, name: str, starts: Sequence[Callable[[], Contender]]) -> None:
         self.name = name
-        self._contenders = [start() for start in starts]
+        self._contenders: list[Contender] = []
+        try:
+            for start in starts:
+                self._contenders.append(start())
+        except ContenderError:
+            self.close()
+            raise
         self.cold_start = self._contenders[0].cold_start
 
     def __enter__(self) -> Together:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
         for contender in self._contenders:
             contender.close()
 
@@ -260,6 +279,8 @@ class Result:
     produced: list[float] = field(default_factory=list)
     consumed: list[float] = field(default_factory=list)
     cores: list[float] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    cached_share: list[float] = field(default_factory=list)
 
 
 def compete(
@@ -272,7 +293,10 @@ def compete(
 ) -> list[Result]:
     """Measure every contender once a round, in an order that turns from round to round.
 
-    A contender that cannot start, or fails, is left out with a line that says why.
+    While others work, the memory that a process has freed may go back to the machine's host, and is slow
+    to get again. So each turn starts with a while that is not measured, and which of the two rates is
+    measured first changes as well. A contender that cannot start, or fails, is left out with a line that
+    says why.
     """
     results: dict[str, Result] = {}
     with contextlib.ExitStack() as stack:
@@ -290,14 +314,27 @@ def compete(
             names = list(running)
             turn = i % max(len(names), 1)
             for name in names[turn:] + names[:turn]:
-                produced = running[name].run(seconds=seconds, consume=False)
-                consumed = running[name].run(seconds=seconds, consume=True)
-                results[name].produced.append(produced["rows_per_s"])
-                results[name].consumed.append(consumed["rows_per_s"])
-                results[name].cores.append(produced["cores"])
+                try:
+                    running[name].run(seconds=min(seconds, _SETTLE_S), consume=True)
+                    measured = {
+                        kind: running[name].run(seconds=seconds, consume=kind == "consumed")
+                        for kind in (("produced", "consumed") if i % 2 == 0 else ("consumed", "produced"))
+                    }
+                except ContenderError as error:
+                    say(str(error))
+                    del running[name], results[name]
+                    continue
+                result = results[name]
+                result.produced.append(measured["produced"]["rows_per_s"])
+                result.consumed.append(measured["consumed"]["rows_per_s"])
+                result.cores.append(measured["produced"]["cores"])
+                for one in measured.values():
+                    if "dropped" in one:
+                        result.dropped.append(one["dropped"])
+                        result.cached_share.append(one["cached_share"])
                 say(
-                    f"round {i + 1}/{rounds}  {name:24s} produced {produced['rows_per_s']:10,.0f}  "
-                    f"consumed {consumed['rows_per_s']:10,.0f} cells/s"
+                    f"round {i + 1}/{rounds}  {name:28s} produced {result.produced[-1]:10,.0f}  "
+                    f"consumed {result.consumed[-1]:10,.0f} cells/s"
                 )
     return list(results.values())
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def memcpy_bytes_per_s(n_bytes: int = 1 << 28, repeats: int = 5) -> float:
     return n_bytes / best
 
 
-def disk_bytes_per_s(path: Path, n_bytes: int = 1 << 30) -> float | None:
+def disk_bytes_per_s(path: Path, n_bytes: int = 1 << 30, *, n_threads: int = 1) -> float | None:
     """Measure reading up to `n_bytes` of the largest file at `path` past the page cache.
 
     None where the file system has no direct reads.
@@ -37,9 +38,15 @@ def disk_bytes_per_s(path: Path, n_bytes: int = 1 << 30) -> float | None:
         fd = os.open(largest, os.O_RDONLY | os.O_DIRECT)
     except (AttributeError, OSError):
         return None
-    try:
+
+    def read(thread: int) -> None:
         with mmap.mmap(-1, _PIECE_BYTES) as aligned:
-            elapsed = _seconds(lambda: [os.preadv(fd, [aligned], offset) for offset in range(0, n_bytes, _PIECE_BYTES)])
+            for offset in range(thread * _PIECE_BYTES, n_bytes, n_threads * _PIECE_BYTES):
+                os.preadv(fd, [aligned], offset)
+
+    try:
+        with ThreadPoolExecutor(n_threads) as threads:
+            elapsed = _seconds(lambda: list(threads.map(read, range(n_threads))))
     except OSError:
         return None
     finally:
@@ -70,47 +77,73 @@ def read_through(path: Path) -> None:
                     pass
 
 
-def drop_from_cache(path: Path) -> str:
-    """Ask the kernel to forget what it holds of the files at `path`; return how."""
-    with contextlib.suppress(OSError):
-        os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-        return "drop_caches"
-    for file in [path] if path.is_file() else path.rglob("*"):
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-    return "POSIX_FADV_DONTNEED"
+def drop_from_cache(path: Path) -> dict[str, Any]:
+    """Make the kernel forget what it holds of the files at `path`, as far as it lets us.
 
-
-def cached_share(path: Path, n_samples: int = 500) -> float:
-    """Estimate how much of a file the page cache holds."""
-    size = path.stat().st_size
-    fd = os.open(path, os.O_RDONLY)
-    n_cached = 0
-    try:
-        for offset in np.random.default_rng(0).integers(0, size, n_samples).tolist():
-            with contextlib.suppress(BlockingIOError):
-                n_cached += os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-    finally:
+    Returns
+    -------
+    dict
+        ``dropped``: how; ``cached_share``: how much of them it holds still.
+    """
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    os.sync()  # what is not written yet cannot be dropped
+    how = "posix_fadvise"
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-    return n_cached / n_samples
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+        how += " and drop_caches"
+    return {"dropped": how, "cached_share": cached_share(files)}
 
 
-def rate_on_threads(work: Callable[[], int], *, n_threads: int, seconds: float = 1.0) -> float:
-    """Call `work` on several threads for a while; return the sum of what it returned, per second."""
-    stop = time.perf_counter() + seconds
+def cached_share(files: Sequence[Path]) -> float:
+    """How much of some files the page cache holds, without reading any of them."""
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    n_pages = n_cached = 0
+    for file in files:
+        if not file.stat().st_size:
+            continue
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            pages = np.frombuffer(mapped, dtype=np.uint8)
+            in_cache = np.zeros(-(-len(pages) // mmap.PAGESIZE), dtype=np.uint8)
+            answer = mincore(
+                ctypes.c_void_p(pages.ctypes.data),
+                ctypes.c_size_t(len(pages)),
+                in_cache.ctypes.data_as(ctypes.POINTER(ctypes.c_ubyte)),
+            )
+            del pages  # or the map could not be closed
+        if answer:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
+        n_pages += len(in_cache)
+        n_cached += int((in_cache & 1).sum())
+    return n_cached / max(n_pages, 1)
+
+
+def rate_on_threads(work: Callable[[int], Callable[[], int]], *, n_threads: int, seconds: float = 1.0) -> float:
+    """Let some threads work for a while; return what they did, per second.
+
+    Parameters
+    ----------
+    work
+        Makes the work of thread i: called again and again, it returns how much it did.
+    n_threads, seconds
+        How many, and how long.
+    """
+    works = [work(i) for i in range(n_threads)]
+    for once in works:
+        once()
     start = time.perf_counter()
 
-    def run(_: int) -> int:
+    def run(once: Callable[[], int]) -> int:
         total = 0
-        while time.perf_counter() < stop:
-            total += work()
+        while time.perf_counter() - start < seconds:
+            total += once()
         return total
 
     with ThreadPoolExecutor(n_threads) as threads:
-        total = sum(threads.map(run, range(n_threads)))
+        total = sum(threads.map(run, works))
     return total / (time.perf_counter() - start)
 
 

@@ -1,8 +1,8 @@
-"""What dasksc is to reach, row by row: which file, in which way, against whom, and what the machine allows."""
+"""What dasksc is to reach, row by row: which file, in which way, against whom; and how that is told."""
 
 from __future__ import annotations
 
-import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import _machine
-import numpy as np
-from _harness import Contender, Result, Together, compete, median_and_spread
+from _harness import Contender, Result, Together, compete
 
-Start = Callable[..., Contender]
 Spec = dict[str, Any]
-
-OURS = "dasksc threads"
+Start = Callable[..., Contender]
+KINDS = ("produced", "consumed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +23,8 @@ class Side:
 
     Parameters
     ----------
+    label
+        What to call it.
     name
         A contender.
     spec
@@ -33,27 +33,55 @@ class Side:
         Specs of ranks that measure at the same moment, if it is several.
     """
 
-    name: str
+    label: str
+    name: str = "dasksc threads"
     spec: Spec = field(default_factory=dict)
     ranks: tuple[Spec, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether this is another library."""
+        return not self.name.startswith("dasksc")
+
+    @property
+    def n_cores(self) -> int:
+        """Cores that it names: there must be as many."""
+        return 1 + max((core for spec in (self.spec, *self.ranks) for core in spec.get("cores", [0])), default=0)
+
+
+DASKSC = Side(label="dasksc")
+WITHIN_2_GIB = Side(label="dasksc, fetches chosen", spec={"memory_limit": "2GiB"})
+WITHOUT_DASK = Side(label="without Dask", name="dasksc without Dask")
+ONE_CORE = Side(label="one core", spec={"cores": [0]})
+TWO_CORES = Side(label="dasksc on two cores", spec={"cores": [0, 1]})
+TWO_RANKS = Side(
+    label="dasksc, two ranks of one core",
+    ranks=tuple({"cores": [rank], "rank": rank, "world_size": 2} for rank in range(2)),
+)
+ONE_RANK = Side(label="one rank of two cores", spec={"cores": [0, 1]})
+SCDATASET = Side(label="scDataset", name="scDataset")
+OWN_STORE = Side(label="annbatch", name="annbatch own store")
+ANNDATA_ZARR = Side(label="annbatch", name="annbatch AnnData zarr")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One thing to reach.
+    """One thing to reach: produced cells per second of `ours`, divided by those of `theirs`.
 
     Parameters
     ----------
     name
         What to call it.
-    files, layout, block, cold
-        What is read, and how; cold: the page cache is emptied before each measurement.
+    files
+        ``"h5ad"``, ``"gzip"``, ``"zarr"`` (as AnnData writes it) or ``"annbatch"`` (its own store).
+    layout, block
+        Of batches, and rows in a run.
+    cold
+        Whether the page cache is emptied before each measurement.
     ours, theirs
-        Whose rates are divided.
+        Who is compared.
     at_least, stretch
         What the ratio is to be.
-    limit
-        What the machine allows: see `limit_of`.
     """
 
     name: str
@@ -61,57 +89,36 @@ class Row:
     layout: str
     block: int = 64
     cold: bool = False
-    ours: Side = Side(name=OURS)
+    ours: Side = DASKSC
     theirs: Side
     at_least: float
     stretch: float | None = None
-    limit: str
 
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What the machine has to do at the least: see `_limits.LIMITS`."""
+        if self.cold:
+            return ("disk",)
+        gathering = "fill" if self.layout == "dense" else "copy"
+        return (gathering,) if self.files == "h5ad" else ("decode", gathering)
 
-ONE_CORE = Side(name=OURS, spec={"cores": [0]})
-TWO_RANKS = Side(name=OURS, ranks=tuple({"cores": [rank], "rank": rank, "world_size": 2} for rank in range(2)))
-SCDATASET, ANNBATCH = Side(name="scDataset"), Side(name="annbatch own store")
-NO_DASK = Side(name="dasksc without Dask")
-WITH_2_GIB = Side(name=OURS, spec={"memory_limit": "2GiB"})
 
 ROWS = [
-    Row(name="h5ad", files="h5ad", layout="dense", theirs=SCDATASET, at_least=8, stretch=10, limit="fill"),
-    Row(name="h5ad, CSR", files="h5ad", layout="csr", theirs=SCDATASET, at_least=12, stretch=17, limit="copy"),
-    Row(name="h5ad, cold", files="h5ad", layout="dense", cold=True, theirs=SCDATASET, at_least=4, limit="disk"),
-    Row(name="h5ad, block 1", files="h5ad", layout="dense", block=1, theirs=SCDATASET, at_least=8, limit="fill"),
-    Row(name="gzip", files="gzip", layout="dense", theirs=SCDATASET, at_least=5, limit="decode"),
-    Row(name="sharded", files="annbatch", layout="dense", theirs=ANNBATCH, at_least=2.5, stretch=3, limit="decode"),
-    Row(name="sharded, CSR", files="annbatch", layout="csr", theirs=ANNBATCH, at_least=1.5, stretch=2, limit="decode"),
-    Row(
-        name="AnnData's Zarr, CSR",
-        files="zarr",
-        layout="csr",
-        theirs=Side(name="annbatch AnnData zarr"),
-        at_least=1.5,
-        limit="decode",
-    ),
-    Row(
-        name="AnnData's Zarr, CSR, fetches to fill 2 GiB",
-        files="zarr",
-        layout="csr",
-        ours=WITH_2_GIB,
-        theirs=Side(name="annbatch AnnData zarr"),
-        at_least=2.5,
-        limit="decode",
-    ),
-    Row(name="Dask on gzip", files="gzip", layout="dense", theirs=NO_DASK, at_least=0.95, limit="decode"),
-    Row(name="Dask on sharded", files="annbatch", layout="csr", theirs=NO_DASK, at_least=0.95, limit="decode"),
+    Row(name="h5ad dense", files="h5ad", layout="dense", theirs=SCDATASET, at_least=8, stretch=10),
+    Row(name="h5ad csr", files="h5ad", layout="csr", theirs=SCDATASET, at_least=12, stretch=17),
+    Row(name="h5ad cold", files="h5ad", layout="dense", cold=True, theirs=SCDATASET, at_least=4),
+    Row(name="h5ad block 1", files="h5ad", layout="dense", block=1, theirs=SCDATASET, at_least=8),
+    Row(name="gzip dense", files="gzip", layout="dense", theirs=SCDATASET, at_least=5),
+    Row(name="sharded dense", files="annbatch", layout="dense", theirs=OWN_STORE, at_least=2.5, stretch=3),
+    Row(name="sharded csr", files="annbatch", layout="csr", theirs=OWN_STORE, at_least=1.5, stretch=2),
+    Row(name="zarr csr", files="zarr", layout="csr", theirs=ANNDATA_ZARR, at_least=1.5),
+    Row(name="zarr csr 2GiB", files="zarr", layout="csr", ours=WITHIN_2_GIB, theirs=ANNDATA_ZARR, at_least=2.5),
+    Row(name="dask gzip", files="gzip", layout="dense", theirs=WITHOUT_DASK, at_least=0.95),
+    Row(name="dask sharded", files="annbatch", layout="csr", theirs=WITHOUT_DASK, at_least=0.95),
     *(
-        Row(name=name + f", {what}", files=files, layout=layout, ours=ours, theirs=theirs, at_least=least, limit=limit)
-        for what, ours, theirs, least in (
-            ("two cores to one", Side(name=OURS), ONE_CORE, 1.6),
-            ("two ranks to one", TWO_RANKS, Side(name=OURS), 0.9),
-        )
-        for name, files, layout, limit in (
-            ("h5ad", "h5ad", "dense", "fill"),
-            ("h5ad, CSR", "h5ad", "csr", "copy"),
-            ("gzip", "gzip", "dense", "decode"),
-        )
+        Row(name=f"{kind} {files} {layout}", files=files, layout=layout, ours=ours, theirs=theirs, at_least=at_least)
+        for kind, ours, theirs, at_least in (("cores", TWO_CORES, ONE_CORE, 1.6), ("ranks", TWO_RANKS, ONE_RANK, 0.9))
+        for files, layout in (("h5ad", "dense"), ("h5ad", "csr"), ("gzip", "dense"))
     ),
 ]
 
@@ -122,204 +129,220 @@ def run(
     spec_of: Callable[[Row], Spec],
     start: Start,
     missing: Callable[[Row], str | None],
+    limit_of: Callable[[str, Spec], dict[str, Any]],
     rounds: int,
     seconds: float,
     warm_up_s: float,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Measure row after row.
+    """Measure row after row; only the two contenders of a row are alive at a time.
 
     Parameters
     ----------
     rows
         Which.
     spec_of
-        The task of a row.
+        The task of a row; called only where nothing is missing.
     start
         Starts a contender: ``start(name, spec=, label=, drop=)``.
     missing
         What a row lacks to be measured here, if anything.
+    limit_of
+        What the machine allows, by one of `_limits.LIMITS`.
     rounds, seconds, warm_up_s
         As for `compete`.
     """
     reports = []
     for row in rows:
+        say(f"--- {row.name}")
         why = missing(row)
         if why is not None:
-            say(f"{row.name}: skipped, {why}")
-            reports.append({"name": row.name, "skipped": why})
+            reports.append({"name": row.name, "not_measured": f"skipped: {why}"})
+            say(why)
             continue
         spec = spec_of(row)
         path = Path(spec["path"])
         _machine.read_through(path)
         drop = partial(_machine.drop_from_cache, path) if row.cold else None
-        labels = [f"{side.name}{'' if i else ' (measured)'}" for i, side in enumerate((row.ours, row.theirs))]
-        starts = [
-            partial(_start, side, spec=spec | side.spec, start=start, label=label, drop=drop)
-            for side, label in zip((row.ours, row.theirs), labels, strict=True)
-        ]
-        say(f"--- {row.name}")
-        results = {
-            result.name: result
-            for result in compete(starts, rounds=rounds, seconds=seconds, warm_up_s=warm_up_s, say=say)
-        }
-        if set(results) != set(labels):
-            reports.append({"name": row.name, "skipped": "a contender failed"})
+        sides = (row.ours, row.theirs)
+        results = compete(
+            [partial(_start, side, spec=spec | side.spec, start=start, drop=drop) for side in sides],
+            rounds=rounds,
+            seconds=seconds,
+            warm_up_s=warm_up_s,
+            say=say,
+        )
+        by_label = {result.name: result for result in results}
+        lost = [side.label for side in sides if side.label not in by_label]
+        if lost:
+            reports.append({"name": row.name, "not_measured": f"FAILED: {' and '.join(lost)} ended early"})
             continue
-        reports.append(_report(row, spec, *(results[label] for label in labels)))
-        say(line(reports[-1]))
+        limits = {kind: limit_of(kind, spec) for kind in row.limits}
+        reports.append(report_of(row, by_label[row.ours.label], by_label[row.theirs.label], limits))
+        say(_line(reports[-1]))
     return reports
 
 
-def _start(side: Side, *, spec: Spec, start: Start, label: str, drop: Callable[[], Any] | None) -> Contender | Together:
+def _start(side: Side, *, spec: Spec, start: Start, drop: Callable[[], Any] | None) -> Contender | Together:
     if not side.ranks:
-        return start(side.name, spec=spec, label=label, drop=drop)
-    ranks = [partial(start, side.name, spec=spec | rank, label=f"{label} {rank['rank']}") for rank in side.ranks]
-    return Together(label, ranks)
+        return start(side.name, spec=spec, label=side.label, drop=drop)
+    ranks = [
+        partial(start, side.name, spec=spec | rank, label=f"{side.label} {i}") for i, rank in enumerate(side.ranks)
+    ]
+    return Together(side.label, ranks)
 
 
-def _report(row: Row, spec: Spec, ours: Result, theirs: Result) -> dict[str, Any]:
-    produced, consumed = (
-        {one.name: median_and_spread(getattr(one, kind))[0] for one in (ours, theirs)}
-        for kind in ("produced", "consumed")
-    )
-    # A loader of others gets the better of its two figures; against ourselves, like is compared with like.
-    theirs_best = (
-        produced[theirs.name] if theirs.name.startswith("dasksc") else max(produced[theirs.name], consumed[theirs.name])
-    )
-    limit, made_of = limit_of(row.limit, spec)
-    ratio = produced[ours.name] / theirs_best
+def report_of(row: Row, ours: Result, theirs: Result, limits: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Judge a row.
+
+    Another library is credited with the better of its two rates; against ourselves, like is compared with like.
+    """
+    rates = {
+        who: {kind: statistics.median(getattr(result, kind)) for kind in KINDS}
+        for who, result in (("ours", ours), ("theirs", theirs))
+    }
+    credited = max(KINDS, key=lambda kind: rates["theirs"][kind]) if row.theirs.is_peer else "produced"
+    ratio = rates["ours"]["produced"] / rates["theirs"][credited]
+    by_round = [mine / other for mine, other in zip(ours.produced, getattr(theirs, credited), strict=True)]
+    known = [limit["cells_per_s"] for limit in limits.values()]
+    # What one thing after the other must be done by the same cores takes their times together.
+    allowed = 1 / sum(1 / rate for rate in known) if known and None not in known else None
     return {
         "name": row.name,
-        "ours": produced[ours.name],
-        "theirs": theirs_best,
-        "peer": row.theirs.name,
+        "ours": ours.name,
+        "theirs": theirs.name,
+        "ours_cells_per_s": rates["ours"]["produced"],
+        "theirs_cells_per_s": rates["theirs"][credited],
+        "theirs_credited": credited,
         "ratio": ratio,
+        "ratio_range": [min(by_round), max(by_round)],
+        "consumed_ratio": rates["ours"]["consumed"] / rates["theirs"]["consumed"],
         "at_least": row.at_least,
         "stretch": row.stretch,
         "met": ratio >= row.at_least,
-        "consumed": consumed[ours.name],
-        "consumed_ratio": consumed[ours.name] / consumed[theirs.name],
-        "limit": limit,
-        "limit_is": made_of,
-        "share": None if limit is None else produced[ours.name] / limit,
-        "rounds": {one.name: {"produced": one.produced, "consumed": one.consumed} for one in (ours, theirs)},
+        "limit_cells_per_s": allowed,
+        "share_of_limit": None if allowed is None else rates["ours"]["produced"] / allowed,
+        "limits": limits,
+        "sides": {
+            who: {
+                "fetch": result.cold_start.get("fetch"),
+                "cold_start_s": result.cold_start["total_s"],
+                "produced": result.produced,
+                "consumed": result.consumed,
+                "cores": result.cores,
+                "dropped": sorted(set(result.dropped)),
+                "cached_share": result.cached_share,
+            }
+            for who, result in (("ours", ours), ("theirs", theirs))
+        },
     }
-
-
-# --- What the machine allows --------------------------------------------------------------------------
-
-
-def limit_of(kind: str, spec: Spec) -> tuple[float | None, str]:
-    """Measure how many cells a second the machine could do at best; also say what that is made of.
-
-    ``fill``: writing dense batches into memory that is used again, on every core. ``copy``: copying the CSR
-    bytes of a cell, on every core. ``disk``: reading the stored bytes past the page cache. ``decode``:
-    decoding each stored chunk once, all of it wanted, on every core.
-    """
-    n_threads = len(os.sched_getaffinity(0))
-    stored = spec["nnz"] / spec["n_rows"] * 8
-    if kind == "fill":
-        # One being used, one ready and one being filled for each core: more than their own caches hold.
-        buffers = [np.empty((spec["batch"], spec["n_vars"]), dtype=np.float32) for _ in range(3 * n_threads)]
-        rate = _machine.rate_on_threads(_cycle([partial(_fill, buffer) for buffer in buffers]), n_threads=n_threads)
-        return rate / (4 * spec["n_vars"]), "filling dense batches"
-    if kind == "copy":
-        source = np.ones(1 << 28, dtype=np.uint8)
-        rate = _machine.rate_on_threads(partial(_copy, source, int(stored * spec["batch"])), n_threads=n_threads)
-        return rate / stored, "copying the values and columns"
-    if kind == "disk":
-        rate = _machine.disk_bytes_per_s(Path(spec["path"]))
-        return None if rate is None else rate / stored, "reading them from the disk"
-    return decode_limit(spec, n_threads), "decoding each chunk once"
-
-
-def _cycle(works: list[Callable[[], int]]) -> Callable[[], int]:
-    import itertools
-
-    turns = itertools.cycle(works)
-    return lambda: next(turns)()
-
-
-def _fill(buffer: np.ndarray) -> int:
-    buffer.fill(0)
-    return buffer.nbytes
-
-
-def _copy(source: np.ndarray, n_bytes: int) -> int:
-    start = int(np.random.default_rng().integers(0, len(source) - n_bytes))
-    source[start : start + n_bytes].copy()
-    return n_bytes
-
-
-def decode_limit(spec: Spec, n_threads: int, n_chunks: int = 64) -> float:
-    """Cells a second if every stored chunk is decoded once, by the codecs that dasksc uses."""
-    from dasksc.storage import open_matrix
-
-    matrix: Any = open_matrix(spec["path"], "X")
-    seconds_per_cell = 0.0
-    for array in (matrix._data, matrix._indices):
-        length = array._chunk_shape[0]
-        numbers = np.unique(np.linspace(0, max(array.shape[0] // length - 1, 0), n_chunks).astype(np.int64))
-        stored = [(bytes(data), skipped) for data, skipped in array._source.read(numbers)]
-        turns = _cycle([partial(_decode, array, data, skipped) for data, skipped in stored])
-        rate = _machine.rate_on_threads(turns, n_threads=n_threads)
-        seconds_per_cell += spec["nnz"] / spec["n_rows"] * array.dtype.itemsize / rate
-    return 1 / seconds_per_cell
-
-
-def _decode(array: Any, data: bytes, skipped: int) -> int:
-    length = array._chunk_shape[0]
-    return int(array._chain.decode(data, shape=(length, 1), skipped=skipped, rows=(0, length)).nbytes)
 
 
 # --- Telling it ---------------------------------------------------------------------------------------
 
 
-def line(report: dict[str, Any]) -> str:
+def _line(report: dict[str, Any]) -> str:
     """One row of the table."""
-    if "skipped" in report:
-        return f"| {report['name']} | skipped: {report['skipped']} | | | | | | |"
+    if "not_measured" in report:
+        return f"| {report['name']} | {report['not_measured']} |" + " |" * 7
     wanted = f"{report['at_least']:g}" + (f" (stretch {report['stretch']:g})" if report["stretch"] else "")
-    limit = "" if report["limit"] is None else f"{report['limit']:,.0f}: {report['limit_is']}"
-    share = "" if report["share"] is None else f"{report['share']:.0%}"
+    limit = ", then ".join(f"{one['is']} {_cells(one['cells_per_s'])}" for one in report["limits"].values())
+    if len(report["limits"]) > 1:
+        limit = f"{_cells(report['limit_cells_per_s'])}: {limit}"
+    share = "" if report["share_of_limit"] is None else f"{report['share_of_limit']:.0%}"
+    low, high = report["ratio_range"]
     return (
-        f"| {report['name']} | {report['ours']:,.0f} | {report['theirs']:,.0f} ({report['peer']}) "
-        f"| {report['ratio']:.2f} | {wanted} | {'met' if report['met'] else 'MISSED'} "
+        f"| {report['name']} | {report['ours_cells_per_s']:,.0f} "
+        f"| {report['theirs_cells_per_s']:,.0f} ({report['theirs']}, {report['theirs_credited']}) "
+        f"| {report['ratio']:.2f} ({low:.2f} to {high:.2f}) | {wanted} | {'met' if report['met'] else 'MISSED'} "
         f"| {report['consumed_ratio']:.2f} | {limit} | {share} |"
     )
 
 
+def _cells(rate: float | None) -> str:
+    return "unknown" if rate is None else f"{rate:,.0f}"
+
+
 def table(reports: Sequence[dict[str, Any]]) -> str:
     """All rows, as Markdown."""
+    lines = [
+        "| row | ours, cells/s | theirs, cells/s | ratio (of rounds) | wanted | | both consumed "
+        "| the machine allows, cells/s | share |",
+        "| --- | ---: | ---: | ---: | ---: | --- | ---: | --- | ---: |",
+        *map(_line, reports),
+    ]
+    for report in reports:
+        sides = report.get("sides", {}).values()
+        if any(side["dropped"] for side in sides):
+            how = " or ".join(sorted({way for side in sides for way in side["dropped"]}))
+            cached = max(share for side in sides for share in side["cached_share"])
+            lines += ["", f"{report['name']}: dropped by {how}; at most {cached:.1%} of the atlas was left in memory."]
+        chosen = {side["fetch"] for side in sides}
+        if len(chosen) > 1:
+            sizes = " and ".join(f"{side['fetch']:,}" for side in sides)
+            lines += ["", f"{report['name']}: fetches of {sizes} cells."]
+    n_met = sum(report.get("met", False) for report in reports)
+    n_measured = sum("met" in report for report in reports)
     return "\n".join(
-        [
-            "| what | ours, cells/s | theirs | ratio | wanted | | consumed ratio | the machine allows | share |",
-            "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
-            *map(line, reports),
-        ]
+        [*lines, "", f"{n_met} of {n_measured} measured rows met, {len(reports) - n_measured} not measured."]
     )
 
 
-def draw(reports: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw each ratio as a share of what was wanted."""
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw each ratio as a bar from 1, where both are equally fast, beside what is wanted."""
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     plt.switch_backend("Agg")
-    measured = [report for report in reports if "ratio" in report][::-1]
-    if not measured:
+    met, missed = "#1f5a99", "#b5452c"
+    rows = [row for row in report["rows"] if "ratio" in row][::-1]
+    if not rows:
         return
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.34 * len(measured)), layout="constrained")
-    for i, report in enumerate(measured):
-        share = report["ratio"] / report["at_least"]
-        axes.barh(i, share, height=0.6, color="#1f5a99" if report["met"] else "#b5452c")
-        if report["stretch"]:
-            axes.plot([report["stretch"] / report["at_least"]] * 2, [i - 0.3, i + 0.3], color="black", lw=1)
-        axes.text(share, i, f"  {report['ratio']:.2f} of {report['at_least']:g}", va="center", fontsize=8)
-    axes.axvline(1, color="black", lw=1, ls="--")
-    axes.set_yticks(range(len(measured)), [report["name"] for report in measured], fontsize=8)
-    axes.set_xlim(0, 1.25 * max(report["ratio"] / report["at_least"] for report in measured))
-    axes.set_xlabel("ratio reached / ratio wanted (short lines: stretch)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.34 * len(rows)), layout="constrained")
+    for i, row in enumerate(rows):
+        low, high = row["ratio_range"]
+        colour = met if row["met"] else missed
+        axes.barh(i, row["ratio"] - 1, left=1, height=0.56, color=colour)
+        axes.plot([low, high], [i, i], color="black", lw=0.8)
+        axes.plot([row["at_least"]] * 2, [i - 0.42, i + 0.42], color="black", lw=2)
+        if row["stretch"]:
+            axes.plot([row["stretch"]] * 2, [i - 0.42, i + 0.42], color="black", lw=1, ls=(0, (1.5, 1)))
+        right = max(row["ratio"], high, row["at_least"], row["stretch"] or 0, 1)
+        text = f"{row['ratio']:.3g}"
+        if row["share_of_limit"] is not None:
+            text += f"  ({row['share_of_limit']:.0%} of what the machine allows)"
+        axes.annotate(text, (right, i), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+    ends = [
+        value for row in rows for value in (*row["ratio_range"], row["ratio"], row["at_least"], row["stretch"] or 1)
+    ]
+    axes.set_xscale("log")
+    # Room for the text beside the longest bar.
+    axes.set_xlim(min(0.8, 0.95 * min(ends)), max(ends) * (max(ends) / 0.8) ** 0.5)
+    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(axis="x", color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.axvline(1, color="black", lw=0.8)
+    axes.set_yticks(range(len(rows)), [f"{row['name']}, to {row['theirs']}" for row in rows], fontsize=8)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_xlabel("times as many cells per second")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    legend = [
+        Patch(color=met, label="met"),
+        Patch(color=missed, label="missed"),
+        Line2D([], [], color="black", lw=2, label="wanted"),
+        Line2D([], [], color="black", lw=1, ls=(0, (1.5, 1)), label="stretch"),
+        Line2D([], [], color="black", lw=0.8, label="range of rounds"),
+    ]
+    figure.legend(handles=legend, frameon=False, loc="outside lower center", ncols=len(legend), fontsize=8)
+    axes.set_title(
+        f"{report['n_rows']:,} cells x {report['n_vars']:,} genes, batches of {report['batch']}, fetches of "
+        f"{report['fetch']:,}; {report['machine']['cpus']} cores; medians of {report['rounds']} rounds",
+        fontsize=9,
+        loc="left",
+    )
+    figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -7,7 +7,8 @@
 Every contender runs in its own process and gets the same block, batch and fetch size. A round
 measures each one twice: *produced*, taking the batches only, and *consumed*, summing every value of
 every batch. The page cache is warmed first; compilation is excluded and the cold start told apart.
-With ``--targets`` pairs of them are measured, one for each row of `_targets.ROWS`.
+With ``--targets`` pairs are measured instead, one for each row of `_targets.ROWS`: what dasksc is to
+reach, and what the machine allows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             partial(
                 Contender,
                 name,
-                python=options.peer_python if name.startswith("annbatch") else sys.executable,
+                python=interpreter(name, options),
                 script=HERE / "_contenders.py",
                 spec=spec,
                 log=logs / f"{name.replace(' ', '-')}.log",
@@ -74,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print(table(report))
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        draw(report, options.out.with_suffix(".png"))
+        write(report, options.out, draw)
     return report
 
 
@@ -85,50 +84,77 @@ def targets(options: argparse.Namespace) -> dict[str, Any]:
     rows = [row for row in _targets.ROWS if not options.rows or row.name in options.rows]
     logs = options.work / "logs"
     logs.mkdir(exist_ok=True)
-    prepared = prepare(options)
-
-    def path_of(files: str) -> Path:
-        if files == "annbatch":
-            return Path(prepared["annbatch_path"]) / "dataset_0"
-        return atlas(options, files)
-
-    def spec_of(row: _targets.Row) -> dict[str, Any]:
-        return prepared | {
-            "path": str(path_of(row.files)),
-            **{key: getattr(row, key) for key in ("layout", "block", "cold")},
-        }
+    task = prepare(options)
 
     def missing(row: _targets.Row) -> str | None:
-        names = (row.ours.name, row.theirs.name)
-        if options.peer_python is None and (row.files == "annbatch" or any("annbatch" in name for name in names)):
-            return "there is no --peer-python with annbatch"
-        if any("scDataset" in name for name in names) and importlib.util.find_spec("scdataset") is None:
+        names = {row.files, row.theirs.name.split()[0]}
+        if "annbatch" in names and options.peer_python is None:
+            return "there is no --peer-python, with annbatch"
+        if "scDataset" in names and importlib.util.find_spec("scdataset") is None:
             return "scDataset is not installed"
-        needs_two_cores = bool(row.ours.ranks) or "cores" in row.theirs.spec
-        return "it takes two cores" if needs_two_cores and len(os.sched_getaffinity(0)) < 2 else None
+        n_cores = max(row.ours.n_cores, row.theirs.n_cores)
+        n_there = len(os.sched_getaffinity(0))
+        return f"it takes {n_cores} cores, and there is {n_there}" if n_there < n_cores else None
+
+    def spec_of(row: _targets.Row) -> dict[str, Any]:
+        own_store = row.files == "annbatch"
+        path = Path(task["annbatch_path"]) / "dataset_0" if own_store else atlas(options, row.files)
+        return task | {"path": str(path), **{key: getattr(row, key) for key in ("layout", "block", "cold")}}
 
     def start(name: str, *, spec: dict[str, Any], label: str, drop: Any = None) -> Contender:
-        python = options.peer_python if name.startswith("annbatch") else sys.executable
-        log = logs / f"{re.sub('[^A-Za-z0-9]+', '-', label)}.log"
-        script = HERE / "_contenders.py"
-        return Contender(name, python=python, script=script, spec=spec, log=log, label=label, drop=drop)
+        return Contender(
+            name,
+            python=interpreter(name, options),
+            script=HERE / "_contenders.py",
+            spec=spec,
+            log=logs / f"{re.sub('[^A-Za-z0-9]+', '-', label)}.log",
+            label=label,
+            drop=drop,
+        )
+
+    def limit_of(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, str(HERE / "_limits.py"), kind, json.dumps(spec)],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        )
+        return json.loads(done.stdout.splitlines()[-1])
 
     reports = _targets.run(
         rows,
         spec_of=spec_of,
         start=start,
         missing=missing,
+        limit_of=limit_of,
         rounds=options.rounds,
         seconds=options.seconds,
         warm_up_s=options.warm_up,
     )
+    report = {
+        "machine": _machine.machine(),
+        **{key: task[key] for key in ("n_rows", "n_vars", "batch", "fetch")},
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "rows": reports,
+    }
     print("\n" + _targets.table(reports))
-    report = {"machine": _machine.machine(), "cells": options.cells, "genes": options.genes, "rows": reports}
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        _targets.draw(reports, options.out.with_suffix(".png"))
+        write(report, options.out, _targets.draw)
     return report
+
+
+def interpreter(name: str, options: argparse.Namespace) -> str:
+    """Which Python a contender runs in."""
+    return options.peer_python if name.startswith("annbatch") else sys.executable
+
+
+def write(report: dict[str, Any], out: Path, draw: Callable[[dict[str, Any], Path], None]) -> None:
+    """Write a report as JSON and as a picture."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, out.with_suffix(".png"))
 
 
 def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -140,14 +166,22 @@ def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="rows of a batch")
     parser.add_argument("--fetch", type=int, default=16_384, help="rows of a fetch (shuffle buffer)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement, at least")
+    parser.add_argument("--seconds", type=float, help="length of one measurement, at least (default 3, or 2)")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before the first round")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
     parser.add_argument("--targets", action="store_true", help="measure what dasksc is to reach, row by row")
-    parser.add_argument("--rows", nargs="+", choices=[row.name for row in _targets.ROWS], metavar="NAME")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=[row.name for row in _targets.ROWS],
+        metavar="NAME",
+        help=f"with --targets, only these of: {', '.join(row.name for row in _targets.ROWS)}",
+    )
     parser.add_argument("--out", type=Path, help="where to write .json and .png")
     options = parser.parse_args(arguments)
+    if options.seconds is None:
+        options.seconds = 2.0 if options.targets else 3.0
     if options.fetch % options.batch or options.fetch % options.block:
         parser.error(f"--fetch {options.fetch} must be a multiple of --batch and of --block")
     return options
