@@ -130,7 +130,8 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
             continue
         result = measure(
             epoch,
-            seconds=order["seconds"],
+            # A fetch chosen by the memory limit may be half an epoch: whole epochs are measured then.
+            seconds=0 if "memory_limit" in spec else order["seconds"],
             fetch_rows=spec["fetch"],
             consume=_total if order["consume"] else None,
             one_epoch=spec.get("cold", False),

@@ -11,6 +11,7 @@ import h5py
 import numcodecs
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -222,3 +223,53 @@ def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
         open_matrix(tmp_path / "x.h5ad", "X").fetch(rows).gather(np.arange(3), out=out)
     assert called.called
     np.testing.assert_array_equal(out, dense[rows])
+
+
+# --- Column numbers in two bytes ---------------------------------------------------------------------------
+
+
+def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:
+    matrix = sp.random(400, n_vars, density=min(0.5, 2000 / n_vars), format="csr", dtype=np.float32, random_state=0)
+    group = zarr.open_group(path, mode="w", zarr_format=3).create_group("X")
+    group.attrs.update({"encoding-type": "csr_matrix", "shape": list(matrix.shape)})
+    for name, values in (("data", matrix.data), ("indices", matrix.indices.astype(dtype)), ("indptr", matrix.indptr)):
+        array = group.create_array(
+            name, shape=values.shape, chunks=(chunk,), dtype=values.dtype, compressors=zarr.codecs.ZstdCodec(level=1)
+        )
+        array[:] = values
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("n_vars", "dtype", "chunk", "held"),
+    [
+        (3000, "int32", 300_000, "uint16"),
+        (3000, "int64", 300_000, "uint16"),
+        (65_536, "uint32", 300_000, "uint16"),
+        (65_537, "int32", 300_000, "int32"),
+        (3000, "uint16", 600_000, "uint16"),
+        (3000, "int32", 30_000, "int32"),
+    ],
+)
+def test_columns_of_large_chunks_are_held_in_two_bytes(
+    tmp_path: Any, n_vars: int, dtype: str, chunk: int, held: str
+) -> None:
+    expected = write_csr(tmp_path / "x.zarr", n_vars=n_vars, dtype=dtype, chunk=chunk)
+    rows = np.array([0, 3, 3, 150, 399])
+    fetched = open_matrix(tmp_path / "x.zarr", "X").fetch(rows)
+    assert fetched._indices.dtype == held
+    for one in (fetched, fetched.compact()):
+        indptr, indices, data = one.gather_csr(np.arange(5))
+        assert indices.dtype == np.int32
+        found = sp.csr_matrix((data, indices, indptr), shape=(5, n_vars))
+        assert (found != expected[rows]).nnz == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 65_536, 2**20])
+def test_a_column_that_two_bytes_cannot_hold_is_refused(tmp_path: Any, wrong: int) -> None:
+    matrix = write_csr(tmp_path / "x.zarr", n_vars=3000, dtype="int32", chunk=300_000)
+    zarr.open_array(tmp_path / "x.zarr", path="X/indices", mode="r+")[matrix.indptr[7]] = wrong
+    opened = open_matrix(tmp_path / "x.zarr", "X")
+    opened.fetch(np.arange(7))
+    with pytest.raises(CorruptDataError, match=r"X/indices: row.* numbers outside \[0, 65536\)"):
+        opened.fetch(np.array([7]))

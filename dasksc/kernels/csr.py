@@ -38,6 +38,7 @@ __all__ = [
     "copy_columns_csr",
     "copy_rows",
     "copy_rows_csr",
+    "narrow",
     "row_starts",
     "count_columns",
     "count_nonzeros",
@@ -216,6 +217,17 @@ def squeeze(dense, indptr, indices, data):
                 indices[to] = k
                 data[to] = dense[i, k]
                 to += 1
+
+
+@kernel
+def narrow(source, out):
+    """Copy column numbers into `out`, uint16; return whether all of them fit."""
+    fits = True
+    for i in range(len(source)):
+        value = source[i]
+        fits &= (value >= 0) & (value <= 65535)
+        out[i] = value
+    return fits
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc
+from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
@@ -20,6 +22,8 @@ from dasksc.storage.reach import Reached
 from dasksc.storage.runs import cut, locate, merge
 
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
+
+_LARGE_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,10 +156,25 @@ class ChunkedArray:
         self.label = label
         self.shape = shape
         self.dtype = chain.dtype.newbyteorder("=")
+        self._is_narrowed = False
         self._chunk_shape = chunk_shape
         self._chain = chain
         self._source = source
         self._fill = fill
+
+    def narrowed(self, n_columns: int) -> ChunkedArray:
+        """Return the array for numbers below `n_columns`, held in two bytes each where that costs nothing.
+
+        Chunks so large that they are hardly ever wanted whole are not decoded in place anyway.
+        """
+        stored = self._chain.dtype
+        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES
+        if not (large and stored.isnative and stored.itemsize > 2 and n_columns <= 2**16 and 0 <= self._fill < 2**16):
+            return self
+        result = copy.copy(self)
+        result.dtype = np.dtype(np.uint16)
+        result._is_narrowed = True
+        return result
 
     def held_share(self, run: float) -> float:
         """Return 1: what is decoded is held."""
@@ -289,4 +308,11 @@ class ChunkedArray:
                     block[begin:end, left:right] = self._fill
             elif place is None or not np.may_share_memory(chunk, place):
                 for first, last, begin, end in wanted:
-                    block[begin:end, left:right] = chunk[first - low : last - low, : right - left]
+                    piece = chunk[first - low : last - low, : right - left]
+                    if not self._is_narrowed:
+                        block[begin:end, left:right] = piece
+                    elif not kernels.narrow(piece.reshape(-1), block[begin:end].reshape(-1)):
+                        rows_at = int(grid_rows[row]) * shape[0]
+                        raise BrokenRunError(
+                            self.label, rows_at + first, rows_at + last, "it has numbers outside [0, 65536)"
+                        )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, memory_dtype, row_bytes
+from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.fetched import CSRFetched, DenseFetched
 from dasksc.storage.matrix import FetchCost, Layout
 
@@ -57,7 +58,7 @@ class CSRMatrix:
         self.label = label
         self.shape = shape
         self._indptr = indptr
-        self._indices = indices
+        self._indices = indices.narrowed(shape[1]) if isinstance(indices, ChunkedArray) else indices
         self._data = data
         self._kept_indptr: MemoryArray | None = None
 
