@@ -213,6 +213,10 @@ class Contender:
             self._process.wait()
         self._process.stdout.close()
 
+    def work(self, *, seconds: float) -> None:
+        """Let it work unmeasured."""
+        self._order({"seconds": seconds, "consume": True})
+
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
         """Let it measure once, while everything else waits."""
         dropped = {}
@@ -261,14 +265,21 @@ class Together:
         for contender in self._contenders:
             contender.close()
 
+    def work(self, *, seconds: float) -> None:
+        """Let them work unmeasured."""
+        self._each(lambda one: one.work(seconds=seconds))
+
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
-        with ThreadPoolExecutor() as threads:
-            asked = [threads.submit(one.run, seconds=seconds, consume=consume) for one in self._contenders]
-            answers = [future.result() for future in asked]
+        """Let them measure once, at the same moment."""
+        answers = self._each(lambda one: one.run(seconds=seconds, consume=consume))
         return {
             "rows_per_s": sum(answer["rows_per_s"] for answer in answers),
             "cores": sum(answer["cores"] for answer in answers),
         }
+
+    def _each(self, do: Callable[[Contender], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self._contenders)) as threads:
+            return list(threads.map(do, self._contenders))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,7 +316,7 @@ def compete(
         for start in contenders:
             try:
                 contender = stack.enter_context(start())
-                contender.run(seconds=warm_up_s, consume=True)
+                contender.work(seconds=warm_up_s)
             except ContenderError as error:
                 say(str(error))
                 continue
@@ -316,7 +327,7 @@ def compete(
             turn = i % max(len(names), 1)
             for name in names[turn:] + names[:turn]:
                 try:
-                    running[name].run(seconds=min(seconds, _SETTLE_S), consume=True)
+                    running[name].work(seconds=min(seconds, _SETTLE_S))
                     measured = {
                         kind: running[name].run(seconds=seconds, consume=kind == "consumed")
                         for kind in (("produced", "consumed") if i % 2 == 0 else ("consumed", "produced"))

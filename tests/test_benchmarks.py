@@ -74,6 +74,60 @@ def test_compare_writes_a_table_json_and_a_picture(work, tmp_path, files, layout
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_targets_measures_pairs_and_says_what_it_skips(work, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scdataset")
+    out = tmp_path / "targets"
+    names = ["h5ad cold", "sharded csr", "dask gzip", "ranks h5ad dense"]
+    done = run(
+        "compare.py",
+        work,
+        *SIZES,
+        *("--targets", "--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--out", str(out), "--rows", *names),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
+    assert list(rows) == names
+    assert rows["sharded csr"]["not_measured"] == "skipped: there is no --peer-python, with annbatch"
+    assert "| sharded csr | skipped: there is no --peer-python, with annbatch |" in done.stdout
+    if len(os.sched_getaffinity(0)) < 2:
+        assert rows.pop("ranks h5ad dense")["not_measured"].startswith("skipped: it takes 2 cores")
+    for row in rows.values():
+        if row["name"] == "sharded csr":
+            continue
+        assert row["ratio"] == row["ours_cells_per_s"] / row["theirs_cells_per_s"] > 0, done.stdout
+    assert {name: list(row.get("limits", [])) for name, row in rows.items()} == {
+        name: limits
+        for name, limits in zip(names, [["disk"], [], ["decode", "fill"], ["fill"]], strict=True)
+        if name in rows
+    }
+    assert rows["h5ad cold"]["sides"]["ours"]["dropped"][0].startswith("posix_fadvise")
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_peer_is_credited_with_its_better_rate_and_we_are_not():
+    from _harness import Result
+    from _targets import ROWS, report_of
+
+    def result(name, produced, consumed):
+        start = {"total_s": 1.0, "fetch": 512}
+        return Result(name=name, cold_start=start, produced=produced, consumed=consumed, cores=[1.0] * len(produced))
+
+    rows = {row.name: row for row in ROWS}
+    ours, theirs = result("ours", [90.0, 100.0, 80.0], [50.0] * 3), result("theirs", [10.0] * 3, [20.0, 15.0, 30.0])
+    limits = {"decode": {"is": "a", "cells_per_s": 600.0}, "fill": {"is": "b", "cells_per_s": 300.0}}
+    against_peer = report_of(rows["gzip dense"], ours, theirs, limits)
+    assert (against_peer["ratio"], against_peer["theirs_credited"]) == (90 / 20, "consumed")
+    assert against_peer["ratio_range"] == [80 / 30, 100 / 15]
+    assert not against_peer["met"]
+    # One after the other: 1 / (1 / 600 + 1 / 300).
+    assert against_peer["limit_cells_per_s"] == pytest.approx(200)
+    assert against_peer["share_of_limit"] == pytest.approx(0.45)
+    against_ourselves = report_of(rows["dask gzip"], ours, theirs, limits)
+    assert (against_ourselves["ratio"], against_ourselves["met"]) == (90 / 10, True)
+
+
 def test_compare_refuses_sizes_that_do_not_fit(work):
     done = run("compare.py", work, "--block", "48", "--batch", "32", "--fetch", "512")
     assert done.returncode != 0
@@ -88,6 +142,8 @@ def test_compare_refuses_sizes_that_do_not_fit(work):
         ("dasksc threads", "csr"),
         ("dasksc synchronous", "dense"),
         ("dasksc client", "dense"),
+        ("dasksc without Dask", "dense"),
+        ("dasksc without Dask", "csr"),
         ("scDataset", "dense"),
         ("scDataset", "csr"),
         ("scDataset per fetch", "dense"),
@@ -212,3 +268,18 @@ def test_the_machine_is_measured(tmp_path):
     assert disk is None or disk > 0
     assert _machine.rss_anon_bytes() > 1 << 20
     _machine.read_through(tmp_path)
+    assert _machine.cached_share([file]) == 1
+    dropped = _machine.drop_from_cache(file)
+    assert dropped["dropped"].startswith("posix_fadvise")
+    assert 0 <= dropped["cached_share"] <= 1
+    assert _machine.rate_on_threads(lambda thread: lambda: 1, n_threads=2, seconds=0.01) > 0
+
+
+@pytest.mark.usefixtures("modules")
+def test_what_compares_to_the_machine_is_measured(monkeypatch):
+    import _limits
+
+    monkeypatch.setattr(_limits._machine.rate_on_threads, "__kwdefaults__", {"seconds": 0.01})
+    spec = {"batch": 32, "n_vars": 200, "nnz": 20_000, "n_rows": 1_000}
+    for kind in ("fill", "copy"):
+        assert _limits.LIMITS[kind][1](spec) > 0
