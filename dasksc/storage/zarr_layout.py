@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,6 +253,11 @@ class FileChunks:
         self._keys = keys
         self._grid = grid
         self._use_mmap = use_mmap
+        # As they were when this process first read them: to look at all of them on opening would take too long.
+        self._seen: dict[tuple[int, ...], FileIdentity] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_seen": {}}
 
     def check(self) -> None:
         """Refuse an array that was replaced."""
@@ -261,15 +267,15 @@ class FileChunks:
         """Yield the chunks; see `ChunkSource.read`."""
         buffer = bytearray()
         for at in _unravel(numbers, self._grid):
-            try:
-                with open(self._keys.path(at), "rb", buffering=0) as file:
-                    size = os.fstat(file.fileno()).st_size
-                    if len(buffer) < size:
-                        buffer = bytearray(size)
-                    n = read_at(file.fileno(), 0, memoryview(buffer)[:size])
-                    yield memoryview(buffer)[:n], 0
-            except FileNotFoundError:
-                yield None, 0
+            with self._opened(at) as chunk:
+                if chunk is None:
+                    yield None, 0
+                    continue
+                number, size = chunk
+                if len(buffer) < size:
+                    buffer = bytearray(size)
+                n = read_at(number, 0, memoryview(buffer)[:size])
+                yield memoryview(buffer)[:n], 0
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Yield the chunks one by one; see `ChunkSource.mapped`."""
@@ -277,16 +283,31 @@ class FileChunks:
 
     def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
         for at in _unravel(numbers, self._grid):
+            with self._opened(at) as chunk:
+                if chunk is None:
+                    yield _NOTHING
+                    continue
+                number, size = chunk
+                data = mmap.mmap(number, size, access=mmap.ACCESS_READ) if size else bytes(1)
+            owner = np.frombuffer(data, dtype=np.uint8)
+            place = np.array([owner.ctypes.data], dtype=np.uint64)
+            yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
+
+    @contextmanager
+    def _opened(self, at: tuple[int, ...]) -> Iterator[tuple[int, int] | None]:
+        """Open a chunk's file: its descriptor and its size in bytes; None if it was never written."""
+        path = self._keys.path(at)
+        with ExitStack() as stack:
             try:
-                with open(self._keys.path(at), "rb", buffering=0) as file:
-                    size = os.fstat(file.fileno()).st_size
-                    data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else bytes(1)
+                file = stack.enter_context(open(path, "rb", buffering=0))
             except FileNotFoundError:
-                yield _NOTHING
-            else:
-                owner = np.frombuffer(data, dtype=np.uint8)
-                place = np.array([owner.ctypes.data], dtype=np.uint64)
-                yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
+                if at in self._seen:
+                    self._seen[at].check()
+                yield None
+                return
+            now = FileIdentity.of_open(path, file.fileno())
+            self._seen.setdefault(at, now).compare(now)
+            yield file.fileno(), now.size
 
 
 class ShardChunks:
