@@ -825,6 +825,7 @@ def test_worker_processes_on_this_machine_are_pointed_out_once(
     process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(window_cluster, "_advised", weakref.WeakSet())
+    monkeypatch.setattr(window_cluster, "_asked", weakref.WeakKeyDictionary())
     with caplog.at_level(logging.WARNING, logger="dasksc"):
         for _ in range(2):
             list(Window(double, range(2), name="w", depth=2, scheduler=process_client))

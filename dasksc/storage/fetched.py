@@ -57,6 +57,7 @@ class CSRFetched:
         self._lengths = lengths
         self._data = data
         self._indices = indices
+        self._block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -116,21 +117,52 @@ class CSRFetched:
         return indptr, indices, data.astype(dtype, copy=False)
 
     def compact(self) -> CSRFetched:
-        """Return the same rows in a block of their own, in the types they are stored in."""
+        """Return the same rows in a block of their own; a block returns itself.
+
+        Values keep their stored type; column numbers take two bytes where that is enough.
+        """
+        if self._block is not None:
+            return self
         positions = np.arange(self.shape[0], dtype=np.int64)
         indptr = indptr_of(self._lengths)
-        indices = np.empty(indptr[-1], dtype=self._indices.dtype)
-        data = np.empty(indptr[-1], dtype=self._data.dtype)
+        indices = memory.empty(int(indptr[-1]), narrowest(self._indices.dtype, self.shape[1]))
+        data = memory.empty(int(indptr[-1]), self._data.dtype)
         self._copy(positions, indptr=indptr, indices=indices, data=data, columns=None)
-        return _compact_csr(self.label, self.rows, self.shape[1], self.dtype, indptr, indices, data)
+        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, data))
+
+    @classmethod
+    def of_block(
+        cls,
+        label: str,
+        rows: NDArray[np.int64],
+        n_vars: int,
+        dtype: np.dtype[Any],
+        block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]],
+    ) -> CSRFetched:
+        """Return rows that are the whole of a CSR `block`: ``(indptr, indices, data)``, checked columns."""
+        indptr, indices, data = block
+        fetched = cls(
+            label=label,
+            rows=rows,
+            n_vars=n_vars,
+            dtype=dtype,
+            lengths=np.diff(indptr),
+            data=_within(data, indptr),
+            indices=_within(indices, indptr),
+        )
+        fetched._block = block
+        return fetched
+
+    @property
+    def block(self) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
+        """The rows as ``(indptr, indices, data)``; copies, unless `compact` made them."""
+        compact = self.compact()._block
+        assert compact is not None
+        return compact
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Addresses mean nothing elsewhere: what travels is the block.
-        block = self.compact()
-        (data,) = block._data.owners
-        (indices,) = block._indices.owners
-        indptr = indptr_of(block._lengths)
-        return _compact_csr, (self.label, self.rows, self.shape[1], self.dtype, indptr, indices, data)
+        return CSRFetched.of_block, (self.label, self.rows, self.shape[1], self.dtype, self.block)
 
     @property
     def _where(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
@@ -163,33 +195,14 @@ class CSRFetched:
             )
 
 
-def _compact_csr(
-    label: str,
-    rows: NDArray[np.int64],
-    n_vars: int,
-    dtype: np.dtype[Any],
-    indptr: NDArray[np.int64],
-    indices: NDArray[Any],
-    data: NDArray[Any],
-) -> CSRFetched:
-    def within(array: NDArray[Any]) -> Reached:
-        return Reached.inside(
-            (array,),
-            dtype=array.dtype,
-            which=0,
-            offsets=indptr[:-1] * array.itemsize,
-            sizes=np.diff(indptr) * array.itemsize,
-            held_bytes=array.nbytes,
-        )
-
-    return CSRFetched(
-        label=label,
-        rows=rows,
-        n_vars=n_vars,
-        dtype=dtype,
-        lengths=np.diff(indptr),
-        data=within(data),
-        indices=within(indices),
+def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> Reached:
+    return Reached.inside(
+        (array,),
+        dtype=array.dtype,
+        which=0,
+        offsets=indptr[:-1] * array.itemsize,
+        sizes=np.diff(indptr) * array.itemsize,
+        held_bytes=array.nbytes,
     )
 
 
@@ -220,6 +233,7 @@ class DenseFetched:
         self.shape = (len(rows), n_vars)
         self.dtype = dtype
         self._values = values
+        self._block: NDArray[Any] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -266,28 +280,40 @@ class DenseFetched:
         return indptr, indices, data.astype(dtype, copy=False)
 
     def compact(self) -> DenseFetched:
-        """Return the same rows in a block of their own, in the type they are stored in."""
-        block = np.empty(self.shape, dtype=self._values.dtype)
+        """Return the same rows in a block of their own, in the type they are stored in; a block returns itself."""
+        if self._block is not None:
+            return self
+        block = memory.empty(self.shape, self._values.dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
-        return _compact_dense(self.label, self.rows, self.dtype, block)
+        return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
+
+    @classmethod
+    def of_block(
+        cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]
+    ) -> DenseFetched:
+        """Return rows that are the whole of a C-contiguous `block`, shape (n_rows, n_vars)."""
+        size = block.shape[1] * block.itemsize
+        values = Reached.inside(
+            (block,),
+            dtype=block.dtype,
+            which=0,
+            offsets=np.arange(len(rows), dtype=np.int64) * size,
+            sizes=np.full(len(rows), size),
+            held_bytes=block.nbytes,
+        )
+        fetched = cls(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
+        fetched._block = block
+        return fetched
+
+    @property
+    def block(self) -> NDArray[Any]:
+        """The rows as one array; a copy, unless `compact` made it."""
+        compact = self.compact()._block
+        assert compact is not None
+        return compact
 
     def __reduce__(self) -> tuple[Any, ...]:
-        (block,) = self.compact()._values.owners
-        return _compact_dense, (self.label, self.rows, self.dtype, block)
-
-
-def _compact_dense(label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
-    every = np.arange(len(rows), dtype=np.int64)
-    size = block.shape[1] * block.itemsize
-    values = Reached.inside(
-        (block,),
-        dtype=block.dtype,
-        which=0,
-        offsets=every * size,
-        sizes=np.full(len(rows), size),
-        held_bytes=block.nbytes,
-    )
-    return DenseFetched(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
+        return DenseFetched.of_block, (self.label, self.rows, self.dtype, self.block)
 
 
 def join(parts: Sequence[Fetched]) -> Fetched:
@@ -323,6 +349,12 @@ def csr_pair(n_values: int, dtype: np.dtype[Any]) -> tuple[NDArray[np.int32], ND
     piece = memory.empty(first + n_values * types[1].itemsize, np.uint8)
     wide, narrow = piece[:first].view(types[0]), piece[first:].view(types[1])
     return (wide, narrow) if types[1] is dtype else (narrow, wide)
+
+
+def narrowest(dtype: np.dtype[Any], n_vars: int) -> np.dtype[Any]:
+    """Return the smaller of `dtype` and a two-byte type that numbers `n_vars` columns, if one does."""
+    two_bytes = np.dtype(np.uint16)
+    return two_bytes if n_vars <= 2**16 and dtype.itemsize > two_bytes.itemsize else dtype
 
 
 def indptr_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -15,19 +15,31 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
+import cloudpickle
 import distributed
+from dask.utils import parse_timedelta
+from distributed.client import FutureCancelledError
 from distributed.diagnostics.plugin import WorkerPlugin
 
+from dasksc import config
+from dasksc.errors import FetchError, StorageError
+from dasksc.storage.memory import Recycling
+from dasksc.window import blocks as blocks  # registers how results travel, here and on the workers
+from dasksc.window import sight
 from dasksc.window.local import Timed
+from dasksc.window.schedulers import address_of
 
 __all__ = ["ClusterRunner"]
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
+_PROBE_S = 5.0  # between questions whether the scheduler is there, at most
 _CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
 _CLOSE_S = 30.0  # for results on their way when the window closes
 
@@ -44,25 +56,62 @@ class Carrier(WorkerPlugin):
         self._lock = threading.Lock()
         self._n_running = 0
 
-    def __reduce__(self) -> tuple[type[Carrier], tuple[Callable[[Any], Any]]]:
-        return Carrier, (self._task,)
-
     def run(self, argument: Any) -> Timed:
         """Run one fetch."""
         with self._lock:
             self._n_running += 1
         try:
             start = perf_counter()
-            result = self._task(argument)
+            result = self._fetch(argument)
             return perf_counter() - start, result
         finally:
             with self._lock:
                 self._n_running -= 1
 
+    def _fetch(self, argument: Any) -> Any:
+        return self._task(argument)
+
     async def teardown(self, worker: object) -> None:
         """Wait for the fetches that are running; Dask calls this when the window closes."""
         while self._n_running:
             await asyncio.sleep(0.005)
+
+
+class Envelope(WorkerPlugin):
+    """A task on its way: what is registered with the scheduler, and arrives as a `RemoteCarrier`."""
+
+    def __init__(self, pickled: bytes, files: tuple[sight.Fingerprint, ...]) -> None:
+        self._pickled = pickled
+        self._files = files
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteCarrier, (self._pickled, self._files)
+
+
+class RemoteCarrier(Carrier):
+    """Carries a task in another process, where a result is made into what travels."""
+
+    def __init__(self, pickled: bytes, files: tuple[sight.Fingerprint, ...]) -> None:
+        super().__init__(cloudpickle.loads(pickled))
+        self._pickled = pickled
+        self._files = files
+        self._asked = False
+        self._recycling = Recycling()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteCarrier, (self._pickled, self._files)
+
+    def _fetch(self, argument: Any) -> Any:
+        if not self._asked:  # a worker that has joined since the window began
+            said = sight.complaint(self._files)
+            if said is not None:
+                raise StorageError(f"The Dask worker at {distributed.get_worker().address} {said}.")
+            self._asked = True
+        result = self._task(argument)
+        # In the task, on a thread of its own: the event loop that sends it has others to serve, and what is
+        # mapped would weigh nothing in the worker's accounts.
+        compact = getattr(result, "compact", None)
+        return result if compact is None else compact()
 
 
 # Carriers of the windows whose cluster lives in this process: nothing is pickled.
@@ -102,11 +151,15 @@ class ClusterRunner:
         self._arriving: set[int] = set()
         self._closed = False
         self._direct: asyncio.Task[bool] | None = None
+        self._watching: asyncio.Task[str] | None = None
         if self._in_process:
             _carriers[self._token] = Carrier(task)
         else:
-            _advise(client)
-            _send(client, self._token, Carrier(task))
+            pickled, files = sight.pickle_with_files(task)
+            try:
+                client.sync(self._unless_lost, lambda: self._introduce(Envelope(pickled, files), files))
+            except ConnectionError as error:
+                raise FetchError(str(error)) from error
 
     @property
     def needs_executors(self) -> bool:
@@ -143,7 +196,42 @@ class ClusterRunner:
                 address = self._client.scheduler.address
                 logger.warning("A fetch of a closed window still runs on the cluster of %s.", address)
 
+    async def _introduce(self, envelope: Envelope, files: tuple[sight.Fingerprint, ...]) -> None:
+        """Give the task to every worker, having asked those that are new whether they see its files."""
+        client = self._client
+        await _ask_workers(client, files)
+        try:
+            await client.register_plugin(envelope, name=self._token)
+        except OSError as error:
+            # A worker that leaves just then fails the call.
+            logger.info("Sending the task again, as a worker has left: %s", error)
+            await client.register_plugin(envelope, name=self._token)
+
+    async def _unless_lost(self, begin: Callable[[], Awaitable[T]]) -> T:
+        """Wait for what `begin` begins, but not longer than the scheduler is there."""
+        if self._in_process:
+            return await begin()
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(_lost(self._client))
+        doing = asyncio.ensure_future(begin())
+        await asyncio.wait({doing, self._watching}, return_when=asyncio.FIRST_COMPLETED)
+        if self._watching.done() and not self._closed:
+            doing.cancel()
+            raise ConnectionError(self._watching.result())
+        try:
+            return await doing
+        except FutureCancelledError as error:
+            if self._closed:
+                raise
+            raise ConnectionError(_gone(self._client)) from error
+
     async def _bring(self, k: int, future: Any) -> Timed:
+        try:
+            return await self._unless_lost(lambda: self._brought(k, future))
+        finally:
+            future.release()
+
+    async def _brought(self, k: int, future: Any) -> Timed:
         try:
             await future.exception()  # waits; whether it failed or was cancelled is told by gather
             if self._closed:
@@ -156,7 +244,6 @@ class ClusterRunner:
         finally:
             self._arriving.discard(k)
             self._futures.pop(k, None)
-            future.release()
 
     async def _close(
         self,
@@ -166,6 +253,9 @@ class ClusterRunner:
         exiting: bool,
     ) -> None:
         self._closed = True
+        lost = self._watching is not None and self._watching.done()
+        if self._watching is not None:
+            self._watching.cancel()
         if exiting and self.needs_executors:
             # A scheduler that is about to lose its executors must have nothing of ours left to do.
             # Without the task, what has not begun ends at once.
@@ -179,7 +269,8 @@ class ClusterRunner:
             if k not in self._arriving:
                 future.release()
         await _ended(pending)
-        await self._take_task_back(carrier)
+        if not lost:
+            await self._take_task_back(carrier)
 
     async def _take_task_back(self, carrier: Carrier | None) -> None:
         if carrier is not None:
@@ -213,13 +304,33 @@ async def _ended(promises: Sequence[concurrent.futures.Future[Timed]]) -> None:
     await asyncio.gather(*map(asyncio.wrap_future, promises), return_exceptions=True)
 
 
-def _send(client: Any, token: str, carrier: Carrier) -> None:
-    """Give the task to every worker; once more if a worker leaves just then, which fails the call."""
-    try:
-        client.register_plugin(carrier, name=token)
-    except OSError as error:
-        logger.info("Sending the task again, as a worker has left: %s", error)
-        client.register_plugin(carrier, name=token)
+async def _lost(client: Any) -> str:
+    """Wait until the scheduler is out of reach, and say so; within ``dasksc.scheduler-timeout`` of its last answer."""
+    timeout_s = parse_timedelta(config.get("scheduler-timeout"))
+    probe_s = min(_PROBE_S, timeout_s / 4)
+    scheduler = client.scheduler
+    if client.status == "connecting":  # again, to one that has restarted
+        await _status_other_than(client, "connecting", timeout_s)
+    while client.status == "running":
+        try:
+            await asyncio.wait_for(scheduler.identity(n_workers=0), timeout_s - probe_s)
+        except (OSError, TimeoutError) as error:
+            return f"{_gone(client)} It has not answered for {timeout_s:g} s ({type(error).__name__})."
+        await _status_other_than(client, "running", probe_s)
+    return _gone(client)
+
+
+async def _status_other_than(client: Any, status: str, timeout_s: float) -> None:
+    for _ in range(20):
+        if client.status == status:
+            await asyncio.sleep(timeout_s / 20)
+
+
+def _gone(client: Any) -> str:
+    return (
+        f"The connection to the Dask scheduler at {address_of(client)} was lost. Go on with a new one: make a Client, "
+        "the data set with it, and load_state_dict."
+    )
 
 
 def _loop(client: Any) -> asyncio.AbstractEventLoop:
@@ -265,17 +376,33 @@ async def _workers_are_reachable(client: Any) -> bool:
     return all(known.get(address, True) for address in identity["workers"])
 
 
-def _advise(client: Any) -> None:
-    """Say, once per Client, that threads beat worker processes on the same machine."""
-    if client in _advised:
+# What workers have answered, by Client: they are asked once.
+_asked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[sight.Fingerprint, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+async def _ask_workers(client: Any, files: tuple[sight.Fingerprint, ...]) -> None:
+    """Refuse workers that do not see the files; say, once per Client, that threads beat processes on this machine."""
+    asked = _asked.setdefault(client, set())
+    workers = (await client.scheduler.identity(n_workers=-1))["workers"]
+    new = [address for address in workers if (address, files) not in asked]
+    if not new:
+        return
+    answers = await client.run(_answer, files, workers=new, on_error="ignore")
+    said = {address: answer[2] for address, answer in answers.items() if answer[2] is not None}
+    if said:
+        complaints = "; ".join(f"the worker at {address} {complaint}" for address, complaint in said.items())
+        raise StorageError(
+            f"{len(said)} of {len(workers)} workers of the Dask scheduler at {client.scheduler.address} cannot read "
+            f"what was opened here: {complaints}. Open a path that is the same file on every machine."
+        )
+    asked.update((address, files) for address in answers)
+    here = _where()
+    if client in _advised or len(answers) < len(workers):
         return
     _advised.add(client)
-    workers = client.scheduler_info()["workers"]
-    if not workers or not all(_is_here(str(worker.get("host"))) for worker in workers.values()):
-        return
-    here = _where()
-    places = client.run(_where, on_error="ignore").values()
-    if places and all(host == here[0] and pid != here[1] for host, pid in places):
+    if all(host == here[0] and pid != here[1] for host, pid, _ in answers.values()):
         logger.warning(
             "The Dask workers at %s are other processes on this very machine: every result is copied "
             "through a socket. scheduler='threads', or LocalCluster(processes=False), is faster.",
@@ -283,10 +410,9 @@ def _advise(client: Any) -> None:
         )
 
 
+def _answer(files: tuple[sight.Fingerprint, ...]) -> tuple[str, int, str | None]:
+    return *_where(), sight.complaint(files)
+
+
 def _where() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
-
-
-def _is_here(host: str) -> bool:
-    names = ("localhost", "::1", socket.gethostname(), distributed.utils.get_ip())
-    return host in names or host.startswith("127.")

@@ -22,7 +22,7 @@ from dasksc.errors import InputError
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Scheduler", "cpu_count", "default_threads", "portable_scheduler", "resolve_scheduler"]
+__all__ = ["Scheduler", "address_of", "cpu_count", "default_threads", "portable_scheduler", "resolve_scheduler"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ class Scheduler:
     @property
     def in_process(self) -> bool:
         """Whether results arrive as the very objects the fetches made, without being serialised."""
-        return self.client is None or _is_inproc(_address(self.client))
+        return self.client is None or _is_inproc(address_of(self.client))
 
     def __str__(self) -> str:
-        return self.kind if self.client is None else f"Dask scheduler at {_address(self.client)}"
+        return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
 
 
 def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Scheduler:
@@ -107,7 +107,7 @@ def portable_scheduler(scheduler: Scheduler | Client | str | None) -> str | None
     """
     client = scheduler.client if isinstance(scheduler, Scheduler) else scheduler
     if client is not None and _is_client(client):
-        address = _address(client)
+        address = address_of(client)
         return None if _is_inproc(address) else address
     if isinstance(scheduler, Scheduler):
         return scheduler.kind
@@ -137,14 +137,14 @@ def _active_scheduler() -> Scheduler:
     if client.asynchronous:
         logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
         return Scheduler(kind="threads")
-    if client in _before_fork and _is_inproc(_address(client)):
+    if client in _before_fork and _is_inproc(address_of(client)):
         logger.warning("The active Dask Client is of the parent process; fetches run on threads instead.")
         return Scheduler(kind="threads")
     return _with_client(client)
 
 
 def _with_client(client: Any) -> Scheduler:
-    address = _address(client)
+    address = address_of(client)
     if client in _before_fork:
         if _is_inproc(address):
             raise InputError(
@@ -164,7 +164,8 @@ def _is_client(scheduler: object) -> bool:
     return distributed is not None and isinstance(scheduler, distributed.Client)
 
 
-def _address(client: Any) -> str:
+def address_of(client: Any) -> str:
+    """Return the address of a Client's scheduler, also once the Client is closed."""
     # `scheduler` is None once the client is closed; what it was started with remains.
     scheduler = client.scheduler
     if scheduler is not None:

@@ -27,6 +27,10 @@ class FetchedMatrices:
     def __sizeof__(self) -> int:
         return object.__sizeof__(self) + self.nbytes
 
+    def compact(self) -> FetchedMatrices:
+        """Return the same rows in blocks of their own, which hold nothing else and travel as they are."""
+        return FetchedMatrices({name: part.compact() for name, part in self.parts.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class FetchMatrices:
