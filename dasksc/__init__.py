@@ -17,6 +17,7 @@ from dasksc.errors import (
     MissingKeyError,
     MissingPathError,
     RankMismatchError,
+    StartError,
     StorageError,
 )
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         Streaming,
     )
     from dasksc.transforms import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
+    from dasksc.window.start import StartedCluster, start_cluster
     from dasksc.world import World
 
 try:
@@ -55,6 +57,7 @@ _HOMES = {
     "EpochPlan": "dasksc.plan",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling",
+    "StartedCluster": "dasksc.window.start",
     "Streaming": "dasksc.sampling",
     "World": "dasksc.world",
     "adata_to_mindex": "dasksc.transforms",
@@ -66,6 +69,7 @@ _HOMES = {
     "open": "dasksc.collection",
     "row_local": "dasksc.lazy",
     "scDataset": "dasksc.dataset",
+    "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",
 }
 _MODULES = ("experimental", "transforms")
@@ -86,6 +90,8 @@ __all__ = [
     "MultiIndexable",
     "RankMismatchError",
     "SamplingStrategy",
+    "StartError",
+    "StartedCluster",
     "StorageError",
     "Streaming",
     "World",
@@ -99,6 +105,7 @@ __all__ = [
     "open",
     "row_local",
     "scDataset",
+    "start_cluster",
     "suggest_parameters",
     "transforms",
 ]

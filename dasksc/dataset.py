@@ -363,9 +363,18 @@ class scDataset(IterableDataset[Any]):
 
     def _projection(self, depth: int, fetch_factor: int) -> int:
         """Memory with `depth` parts of fetches in flight."""
+        n_threads = 0 if self._fetches_travel else self._n_threads()
+        return self._needed(fetch_factor, self._held_row_bytes(), depth=depth, n_threads=n_threads)
+
+    @property
+    def _fetches_travel(self) -> bool:
+        """Whether other processes fetch, and what they read is sent here."""
+        return not resolve_scheduler(self._scheduler).in_process
+
+    def _held_row_bytes(self) -> float:
+        """What a fetched row holds here: nothing of what is mapped, unless another process has sent it."""
         costs = [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
-        held = sum(cost.held for cost in costs)
-        return self._needed(fetch_factor, held, depth=depth, n_threads=self._n_threads())
+        return sum(max(cost.row, cost.held) if self._fetches_travel else cost.held for cost in costs)
 
     def _needed(self, fetch_factor: int, row_bytes: float, *, depth: int, n_threads: int) -> int:
         """Memory if a fetched row holds `row_bytes`."""
@@ -398,15 +407,19 @@ class scDataset(IterableDataset[Any]):
         return self.batch_size * row_bytes
 
     def _n_threads(self) -> int:
-        """Threads that fetch, in a process that is no DataLoader worker."""
-        return default_threads(local_world_size=World.detect(*self._given_world).local_world_size)
+        """Threads that fetch, in a process that is no DataLoader worker; of a cluster, this rank's share."""
+        world = World.detect(*self._given_world)
+        n_of_cluster = resolve_scheduler(self._scheduler).n_threads
+        if n_of_cluster is not None:
+            return max(1, n_of_cluster // world.world_size)
+        return default_threads(local_world_size=world.local_world_size)
 
     @property
     def _n_parts(self) -> int:
         """Tasks of a fetch."""
         if self._matrices is None:
             return 1
-        return _n_parts(self.fetch_size * sum(matrix.cost.held for matrix in self._matrices.values()))
+        return _n_parts(self.fetch_size * self._held_row_bytes())
 
     def _depth(self) -> int:
         """Parts of fetches in flight beyond the fetch being yielded."""
@@ -686,7 +699,7 @@ class scDataset(IterableDataset[Any]):
     def _expected_bytes(self, n_parts: int) -> int | None:
         if self._matrices is None:
             return None
-        return int(self.fetch_size / n_parts * sum(matrix.cost.held for matrix in self._matrices.values()))
+        return int(self.fetch_size / n_parts * self._held_row_bytes())
 
     def _describe(self, plan: EpochPlan, plans: dict[int, FetchPlan], n_parts: int) -> Callable[[int], str]:
         labels = [matrix.label for matrix in (self._matrices or {}).values()] or [self._name]

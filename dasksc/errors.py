@@ -12,6 +12,7 @@ Every error derives from `DaskscError` and from the builtin a caller would expec
     │   ├── MissingPathError (FileNotFoundError)
     │   └── CorruptDataError             truncated, replaced since it was opened, or self-contradictory
     ├── FetchError (RuntimeError)        a fetch failed; names the epoch, fetch and rows, caused by the real error
+    ├── StartError (RuntimeError)        the Dask cluster that the ranks share has not started
     └── RankMismatchError (RuntimeError) two ranks disagree about the data set, seed or epoch
 
 A message says what was given, what was expected and how to put it right.
@@ -27,6 +28,7 @@ __all__ = [
     "MissingKeyError",
     "MissingPathError",
     "RankMismatchError",
+    "StartError",
     "StorageError",
 ]
 
@@ -61,6 +63,10 @@ class CorruptDataError(StorageError):
 
 class FetchError(DaskscError, RuntimeError):
     """A fetch that failed; ``__cause__`` is the error of the reader or of the user's hook."""
+
+
+class StartError(DaskscError, RuntimeError):
+    """The Dask cluster that the ranks of a run share, which rank 0 did not start."""
 
 
 class RankMismatchError(DaskscError, RuntimeError):

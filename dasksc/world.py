@@ -17,7 +17,7 @@ from typing import Any
 
 from dasksc.errors import InputError, RankMismatchError
 
-__all__ = ["Agreement", "World"]
+__all__ = ["Agreement", "World", "shared_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,14 @@ def _local_size(environment: Mapping[str, str], world_size: int) -> int:
     return world_size if environment.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
 
 
+def shared_store(prefix: str) -> Any:
+    """Return the process group's key-value store, for keys under `prefix`; None without a group."""
+    distributed = _distributed()
+    if distributed is None:
+        return None
+    return distributed.PrefixStore(prefix, distributed.distributed_c10d._get_default_store())
+
+
 _ordinals = itertools.count()
 
 
@@ -153,11 +161,7 @@ class Agreement:
         self._ordinal = next(_ordinals) if world.world_size > 1 and _distributed() is not None else None
 
     def _store(self) -> Any:
-        distributed = _distributed()
-        if self._ordinal is None or distributed is None:
-            return None
-        store = distributed.distributed_c10d._get_default_store()
-        return distributed.PrefixStore(f"dasksc/{self._ordinal}", store)
+        return None if self._ordinal is None else shared_store(f"dasksc/{self._ordinal}")
 
     def seed(self, proposed: int) -> int:
         """Return the seed that the first rank to ask proposed.

@@ -24,7 +24,7 @@ def torchrun(n_ranks: int, program: str, *arguments: object, timeout_s: float = 
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"),
             *(str(PROGRAMS / program), *map(str, arguments)),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=timeout_s,

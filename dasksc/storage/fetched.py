@@ -288,9 +288,7 @@ class DenseFetched:
         return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
 
     @classmethod
-    def of_block(
-        cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]
-    ) -> DenseFetched:
+    def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
         """Return rows that are the whole of a C-contiguous `block`, shape (n_rows, n_vars)."""
         size = block.shape[1] * block.itemsize
         values = Reached.inside(

@@ -24,40 +24,32 @@ Header = dict[str, Any]
 Frames = list[memoryview]
 
 
-@sizeof.register(CSRFetched)
-@sizeof.register(DenseFetched)
-@sizeof.register(FetchedMatrices)
 def _held_bytes(fetched: CSRFetched | DenseFetched | FetchedMatrices) -> int:
     return fetched.nbytes
 
 
-@dask_serialize.register(CSRFetched)
 def _dump_csr(fetched: CSRFetched) -> tuple[Header, Frames]:
     header, frames = _dump_arrays([fetched.rows, *fetched.block])
     return header | {"label": fetched.label, "n_vars": fetched.shape[1], "dtype": fetched.dtype.str}, frames
 
 
-@dask_deserialize.register(CSRFetched)
 def _load_csr(header: Header, frames: Frames) -> CSRFetched:
     rows, indptr, indices, data = _load_arrays(header, frames)
     dtype = np.dtype(header["dtype"])
     return CSRFetched.of_block(header["label"], rows, header["n_vars"], dtype, (indptr, indices, data))
 
 
-@dask_serialize.register(DenseFetched)
 def _dump_dense(fetched: DenseFetched) -> tuple[Header, Frames]:
     header, frames = _dump_arrays([fetched.rows, fetched.block])
     return header | {"label": fetched.label, "n_vars": fetched.shape[1], "dtype": fetched.dtype.str}, frames
 
 
-@dask_deserialize.register(DenseFetched)
 def _load_dense(header: Header, frames: Frames) -> DenseFetched:
     rows, block = _load_arrays(header, frames)
     block = block.reshape(len(rows), header["n_vars"])
     return DenseFetched.of_block(header["label"], rows, np.dtype(header["dtype"]), block)
 
 
-@dask_serialize.register(FetchedMatrices)
 def _dump_matrices(fetched: FetchedMatrices) -> tuple[Header, Frames]:
     dumped = [serialize(part, on_error="raise") for part in fetched.parts.values()]
     header = {
@@ -68,7 +60,6 @@ def _dump_matrices(fetched: FetchedMatrices) -> tuple[Header, Frames]:
     return header, [frame for _, part_frames in dumped for frame in part_frames]
 
 
-@dask_deserialize.register(FetchedMatrices)
 def _load_matrices(header: Header, frames: Frames) -> FetchedMatrices:
     parts, first = {}, 0
     for name, part_header, n_frames in zip(header["names"], header["headers"], header["n_frames"], strict=True):
@@ -79,9 +70,19 @@ def _load_matrices(header: Header, frames: Frames) -> FetchedMatrices:
 
 def _dump_arrays(arrays: Sequence[NDArray[Any]]) -> tuple[Header, Frames]:
     flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-    return {"dtypes": [array.dtype.str for array in flat]}, [memoryview(array.view(np.uint8)) for array in flat]
+    return {"dtypes": [array.dtype.str for array in flat]}, [array.view(np.uint8).data for array in flat]
 
 
 def _load_arrays(header: Header, frames: Frames) -> list[NDArray[Any]]:
     # At whatever byte a frame begins: the kernels mind as little as with files.
     return [np.frombuffer(frame, dtype=dtype) for frame, dtype in zip(frames, header["dtypes"], strict=True)]
+
+
+sizeof.register((CSRFetched, DenseFetched, FetchedMatrices), _held_bytes)
+for kind, dump, load in (
+    (CSRFetched, _dump_csr, _load_csr),
+    (DenseFetched, _dump_dense, _load_dense),
+    (FetchedMatrices, _dump_matrices, _load_matrices),
+):
+    dask_serialize.register(kind, dump)
+    dask_deserialize.register(kind, load)

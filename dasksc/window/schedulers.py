@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -22,7 +23,15 @@ from dasksc.errors import InputError
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Scheduler", "address_of", "cpu_count", "default_threads", "portable_scheduler", "resolve_scheduler"]
+__all__ = [
+    "Scheduler",
+    "address_of",
+    "cpu_count",
+    "default_threads",
+    "portable_scheduler",
+    "remember_security",
+    "resolve_scheduler",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +67,15 @@ class Scheduler:
         """Whether results arrive as the very objects the fetches made, without being serialised."""
         return self.client is None or _is_inproc(address_of(self.client))
 
+    @property
+    def n_threads(self) -> int | None:
+        """Threads of all workers of the cluster, as of some seconds ago; None without one."""
+        if self.client is None:
+            return None
+        # What the Client has heard last: asking anew would wait for a scheduler that may be gone.
+        heard: dict[str, Any] = getattr(self.client, "_scheduler_identity", {})
+        return int(heard.get("total_threads", 0))
+
     def __str__(self) -> str:
         return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
 
@@ -71,15 +89,18 @@ def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Sche
     Parameters
     ----------
     scheduler
-        None: what ``dask.config`` says under ``scheduler``, else the active Client, else threads.
-        Inside a task of a Dask worker it is threads, since a task that waits for other tasks of its
-        own pool can wait for ever. Or ``"threads"``, ``"synchronous"``, a Client, or the address of
-        a scheduler (``"tcp://host:8786"``), to which this process connects once.
+        None: what ``dask.config`` says under ``scheduler``, else the active Client, else the scheduler that
+        ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE`` names (``scheduler-address`` and
+        ``scheduler-file`` in ``dask.config``), else threads. Inside a task of a Dask worker it is threads,
+        since a task that waits for other tasks of its own pool can wait for ever. Or ``"threads"``,
+        ``"synchronous"``, a Client, the address of a scheduler (``"tcp://host:8786"``) or the file that it
+        wrote (``"scheduler.json"``), to which this process connects once.
 
     Raises
     ------
     InputError
-        If `scheduler` is none of these, an asynchronous or closed Client, or an address without answer.
+        If `scheduler` is none of these, an asynchronous or closed Client, an address without answer, or a file
+        that is not there or names no address.
     """
     if isinstance(scheduler, Scheduler):
         return scheduler if scheduler.client is None else _with_client(scheduler.client)
@@ -92,11 +113,14 @@ def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Sche
             return Scheduler(kind="synchronous")
         if _ADDRESS.match(scheduler):
             return Scheduler(kind="client", client=_connect(scheduler))
+        if scheduler.endswith(".json"):
+            return Scheduler(kind="client", client=_connect(_address_in(scheduler)))
     elif _is_client(scheduler):
         return _with_client(scheduler)
     raise InputError(
         f"scheduler={scheduler!r} is not a scheduler. Give None, 'threads', 'synchronous', a "
-        "distributed.Client or the address of a Dask scheduler such as 'tcp://host:8786'."
+        "distributed.Client, the address of a Dask scheduler such as 'tcp://host:8786', or its scheduler file, "
+        "whose name ends in '.json'."
     )
 
 
@@ -123,7 +147,7 @@ def _active_scheduler() -> Scheduler:
     # Nobody can have made a Client without importing distributed, which takes half a second.
     distributed = sys.modules.get("distributed")
     if distributed is None or not hasattr(distributed, "Client"):
-        return Scheduler(kind="threads")
+        return _configured_scheduler()
     try:
         distributed.get_worker()
     except ValueError:
@@ -133,7 +157,7 @@ def _active_scheduler() -> Scheduler:
     try:
         client = distributed.Client.current()
     except ValueError:
-        return Scheduler(kind="threads")
+        return _configured_scheduler()
     if client.asynchronous:
         logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
         return Scheduler(kind="threads")
@@ -141,6 +165,30 @@ def _active_scheduler() -> Scheduler:
         logger.warning("The active Dask Client is of the parent process; fetches run on threads instead.")
         return Scheduler(kind="threads")
     return _with_client(client)
+
+
+def _configured_scheduler() -> Scheduler:
+    """Return the scheduler that Dask's configuration or environment names, else threads."""
+    address = dask.config.get("scheduler-address", None)
+    file = dask.config.get("scheduler-file", None)
+    if address:
+        return Scheduler(kind="client", client=_connect(str(address)))
+    if file:
+        return Scheduler(kind="client", client=_connect(_address_in(str(file))))
+    return Scheduler(kind="threads")
+
+
+def _address_in(file: str) -> str:
+    """Return the address that a scheduler wrote into its scheduler file."""
+    try:
+        return str(json.loads(Path(file).read_text())["address"])
+    except OSError as error:
+        raise InputError(
+            f"the scheduler file {file!r} cannot be read: {error}. Start the scheduler first, as dask scheduler "
+            f"--scheduler-file {file}, in a folder that all machines see."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file!r} is no scheduler file: it names no address ({error!r})") from error
 
 
 def _with_client(client: Any) -> Scheduler:
@@ -151,6 +199,7 @@ def _with_client(client: Any) -> Scheduler:
                 f"The Client at {address} and its cluster live in the parent of this process and cannot be "
                 "used after a fork. Use scheduler=None or 'threads' in worker processes."
             )
+        remember_security(address, client.security)
         return Scheduler(kind="client", client=_connect(address))
     if client.asynchronous:
         raise InputError("The Client is asynchronous. Give a Client made with asynchronous=False.")
@@ -184,6 +233,14 @@ def _is_inproc(address: str) -> bool:
 _lock = threading.Lock()
 _clients: dict[str, Any] = {}
 _before_fork: set[Client] = set()
+# How to connect to a scheduler that asks for certificates, by address; a forked child needs it again.
+_securities: dict[str, Any] = {}
+
+
+def remember_security(address: str, security: Any) -> None:
+    """Use `security`, a `distributed.Security`, for connections to `address` that this process makes."""
+    if security is not None:
+        _securities[address] = security
 
 
 def _connect(address: str) -> Client:
@@ -194,7 +251,7 @@ def _connect(address: str) -> Client:
         client = _clients.get(address)
         if client is None or client.status == "closed":
             try:
-                client = make(address, set_as_default=False)
+                client = make(address, security=_securities.get(address), set_as_default=False)
             except (OSError, ValueError) as error:
                 raise InputError(
                     f"scheduler={address!r} does not answer: {error}. Check the address, or use scheduler='threads'."

@@ -1,0 +1,43 @@
+"""Under torchrun: the ranks share the Dask cluster that rank 0 starts; write what each rank saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch.distributed as dist
+
+import dasksc
+
+
+def main(path: str, out: str, host: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with dasksc.start_cluster(2, threads_per_worker=1, host=host) as cluster:
+        dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["int64"], seed=0)
+        rows = [row for batch in dataset for row in batch.index.tolist()]
+        seen = {"rank": rank, "address": cluster.address, "rows": rows, "starts": cluster.cluster is not None}
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    if rank == 0:
+        with open(out, "w") as file:
+            json.dump(gathered, file)
+    dist.destroy_process_group()
+
+
+def fail() -> None:
+    """Rank 0 cannot start: it has no address of that kind."""
+    dist.init_process_group("gloo")
+    try:
+        dasksc.start_cluster(1, port=-5, timeout_s=30)
+    except Exception as error:
+        print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "fail":
+        fail()
+    else:
+        main(*sys.argv[1:])

@@ -1,0 +1,294 @@
+"""Starting a Dask cluster for all ranks, and finding one that is there already."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import distributed
+import psutil
+import pytest
+from data import make_adata, write_store
+from distributed.security import Security
+from test_ddp import torchrun
+
+import dasksc
+from dasksc.window import resolve_scheduler
+from dasksc.window import schedulers as window_schedulers
+
+ROOT = Path(__file__).parents[1]
+NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it
+
+
+@pytest.fixture
+def atlas(tmp_path: Path) -> Path:
+    return write_store(make_adata(n_obs=101), tmp_path, "h5ad")
+
+
+def rows_of_epoch(path: Path, **options: Any) -> list[int]:
+    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, obs=["int64"], seed=0, **options)
+    return [row for batch in dataset for row in batch.index.tolist()]
+
+
+def listening() -> set[str]:
+    """The addresses at which this process and its children listen."""
+    this = psutil.Process()
+    sockets = [socket for one in [this, *this.children(recursive=True)] for socket in one.net_connections("inet")]
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+
+# One process
+
+
+def test_one_process_gets_threads_and_serialises_nothing(atlas: Path) -> None:
+    with dasksc.start_cluster(threads_per_worker=2) as cluster:
+        assert cluster.address.startswith("inproc://")
+        assert distributed.default_client() is cluster.client
+        assert sum(cluster.client.nthreads().values()) == 2
+        assert cluster.dashboard_link.startswith("http://127.0.0.1:")
+        assert sorted(rows_of_epoch(atlas)) == list(range(101))
+        assert listening() <= {"127.0.0.1"}
+        assert not cluster.cluster.scheduler.tasks
+    assert cluster.client.status == "closed"
+    cluster.close()
+    with pytest.raises(ValueError, match="No client"):
+        distributed.default_client()
+
+
+def test_worker_processes_listen_on_loopback_only(atlas: Path) -> None:
+    with dasksc.start_cluster(2, threads_per_worker=1, processes=True) as cluster:
+        assert cluster.address.startswith("tcp://127.0.0.1:")
+        assert len(cluster.client.nthreads()) == 2
+        assert listening() == {"127.0.0.1"}
+        assert rows_of_epoch(atlas) == rows_of_epoch(atlas, scheduler="threads")
+
+
+def test_modules_to_preload_reach_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dasksc.window import start
+
+    module = tmp_path / "preloaded.py"
+    module.write_text("def dask_setup(scheduler):\n    scheduler.greeting = 'hello'\n")
+    monkeypatch.setattr(start, "PRELOAD", [str(module)])
+    with dasksc.start_cluster() as cluster:
+        assert cluster.cluster.scheduler.greeting == "hello"
+
+
+# Certificates
+
+
+@pytest.fixture(scope="module")
+def encrypted() -> Iterator[dasksc.StartedCluster]:
+    pytest.importorskip("cryptography")
+    with dasksc.start_cluster(1, threads_per_worker=1, processes=True, host=NOT_LOOPBACK) as cluster:
+        yield cluster
+
+
+def test_off_loopback_connections_are_encrypted_and_the_epoch_is_the_same(
+    encrypted: dasksc.StartedCluster, atlas: Path
+) -> None:
+    assert encrypted.address.startswith(f"tls://{NOT_LOOPBACK}:")
+    assert all(address.startswith("tls://") for address in encrypted.client.nthreads())
+    assert listening() <= {NOT_LOOPBACK, "127.0.0.1"}
+    assert rows_of_epoch(atlas) == rows_of_epoch(atlas, scheduler="threads")
+
+
+@pytest.mark.parametrize("has", ["no certificate", "another certificate", "no encryption"])
+def test_a_client_without_the_certificates_is_refused(encrypted: dasksc.StartedCluster, has: str) -> None:
+    address = encrypted.address
+    options: dict[str, Any] = {"timeout": 2, "set_as_default": False}
+    if has == "another certificate":
+        options["security"] = Security.temporary()
+    elif has == "no encryption":
+        address = address.replace("tls://", "tcp://")
+    with pytest.raises((OSError, TypeError, ValueError)), distributed.Client(address, **options) as client:
+        client.submit(os.getpid).result()
+    with distributed.Client(address.replace("tcp:", "tls:"), security=encrypted.client.security) as client:
+        assert client.submit(os.getpid).result() > 0
+
+
+def test_certificates_never_lie_where_others_can_read_them(encrypted: dasksc.StartedCluster) -> None:
+    security = encrypted.client.security
+    for name in ("tls_client_key", "tls_scheduler_key", "tls_worker_key"):
+        assert getattr(security, name).startswith("-----BEGIN")  # held in memory, not a path
+    # Neither a command line nor an environment, which other users may see, has them.
+    for process in psutil.Process().children(recursive=True):
+        assert "PRIVATE KEY" not in " ".join(process.cmdline())
+        assert not any("PRIVATE KEY" in value for value in process.environ().values())
+
+
+def test_a_forked_child_has_the_certificates(encrypted: dasksc.StartedCluster, atlas: Path) -> None:
+    import torch.utils.data
+
+    dataset = dasksc.scDataset(atlas, dasksc.Streaming(), batch_size=8, scheduler=encrypted.client, seed=0)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60
+    )
+    assert sum(len(batch) for batch in loader) == 101
+
+
+def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def temporary() -> Security:
+        raise ImportError("no cryptography")
+
+    monkeypatch.setattr(Security, "temporary", temporary)
+    with pytest.raises(dasksc.InputError, match=re.escape("pip install dasksc[cluster]")):
+        dasksc.start_cluster(host=NOT_LOOPBACK)
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", NOT_LOOPBACK])
+def test_the_ranks_of_torchrun_share_what_rank_0_starts(atlas: Path, tmp_path: Path, host: str) -> None:
+    if host == NOT_LOOPBACK:
+        pytest.importorskip("cryptography")
+    torchrun(3, "shared_cluster.py", atlas, tmp_path / "seen.json", host)
+    ranks = json.loads((tmp_path / "seen.json").read_text())
+    assert [rank["starts"] for rank in ranks] == [True, False, False]
+    assert len({rank["address"] for rank in ranks}) == 1
+    assert ranks[0]["address"].startswith(f"{'tcp' if host == '127.0.0.1' else 'tls'}://{host}:")
+    times_seen = Counter(row for rank in ranks for row in rank["rows"])
+    assert set(times_seen) == set(range(101))
+    assert len({len(rank["rows"]) for rank in ranks}) == 1
+
+
+def test_ranks_are_told_why_rank_0_could_not_start() -> None:
+    printed = torchrun(2, "shared_cluster.py", "fail")
+    assert "rank 0: " in printed
+    (told,) = [line for line in printed.splitlines() if line.startswith("rank 1: ")]
+    assert "StartError: rank 0 could not start the Dask cluster" in told
+
+
+def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(dasksc.InputError, match="no process group"):
+        dasksc.start_cluster()
+
+
+def test_ranks_on_several_machines_need_another_host_than_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("dasksc.window.start.shared_store", lambda prefix: object())
+    with pytest.raises(dasksc.InputError, match="MASTER_ADDR"):
+        dasksc.start_cluster()
+
+
+class Store:
+    """The part of a process group's store that is used."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def add(self, key: str, n: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + n
+        return self.counts[key]
+
+
+def test_rank_0_waits_for_the_others_but_not_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    def started(n_left: int) -> dasksc.StartedCluster:
+        cluster = distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=None)
+        store = Store()
+        store.add("left", n_left)
+        client = distributed.Client(cluster)
+        return dasksc.StartedCluster(client, cluster=cluster, store=store, n_others=2, timeout_s=0.2)
+
+    started(2).close()
+    assert "have not closed" not in caplog.text
+    started(1).close()
+    assert "1 of 2 other ranks have not closed theirs" in caplog.text
+
+
+# One that is there already
+
+
+@pytest.fixture(scope="module")
+def scheduler_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A scheduler and a worker, as `dask scheduler` and `dask worker` start them."""
+    folder = tmp_path_factory.mktemp("scheduler")
+    file = folder / "scheduler.json"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    options = [str(file), "--host", "127.0.0.1"]
+    commands = [
+        ["scheduler", "--scheduler-file", *options, "--port", "0", "--no-dashboard"],
+        ["worker", "--scheduler-file", *options, "--nthreads", "1", "--no-dashboard", "--no-nanny"],
+    ]
+    processes = []
+    with (folder / "log").open("w") as log:
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "dask", *command], cwd=folder, env=environment, stdout=log, stderr=log
+                )
+            )
+        try:
+            with distributed.Client(scheduler_file=str(file), timeout=60, set_as_default=False) as client:
+                client.wait_for_workers(1, timeout=60)
+            yield file
+        finally:
+            window_schedulers._close_clients()
+            for process in reversed(processes):
+                process.terminate()
+                process.wait(timeout=30)
+
+
+def test_a_scheduler_file_names_the_scheduler(scheduler_file: Path, atlas: Path) -> None:
+    address = json.loads(scheduler_file.read_text())["address"]
+    client = resolve_scheduler(str(scheduler_file)).client
+    assert client is not None
+    assert client.scheduler.address == address
+    assert rows_of_epoch(atlas, scheduler=str(scheduler_file)) == rows_of_epoch(atlas, scheduler="threads")
+
+
+@pytest.mark.parametrize("by", ["scheduler-file", "scheduler-address"])
+def test_dasks_configuration_names_the_scheduler(scheduler_file: Path, atlas: Path, by: str) -> None:
+    address = json.loads(scheduler_file.read_text())["address"]
+    with dask.config.set({by: str(scheduler_file) if by == "scheduler-file" else address}):
+        assert str(resolve_scheduler()) == f"Dask scheduler at {address}"
+        assert resolve_scheduler("threads").kind == "threads"
+        with dask.config.set(scheduler="synchronous"):
+            assert resolve_scheduler().kind == "synchronous"
+
+
+@pytest.mark.parametrize("by", ["DASK_SCHEDULER_FILE", "DASK_SCHEDULER_ADDRESS"])
+def test_the_environment_names_the_scheduler(scheduler_file: Path, by: str) -> None:
+    address = json.loads(scheduler_file.read_text())["address"]
+    value = str(scheduler_file) if by == "DASK_SCHEDULER_FILE" else address
+    done = subprocess.run(
+        [sys.executable, "-c", "from dasksc.window import resolve_scheduler; print(resolve_scheduler())"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), by: value},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"Dask scheduler at {address}\n"
+
+
+def test_an_active_client_goes_before_the_configuration(scheduler_file: Path) -> None:
+    with (
+        dask.config.set({"scheduler-file": str(scheduler_file)}),
+        distributed.Client(n_workers=1, processes=False, dashboard_address=None) as client,
+    ):
+        assert resolve_scheduler().client is client
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "not json"])
+def test_a_scheduler_file_without_an_address_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "scheduler.json").write_text(text)
+    with pytest.raises(dasksc.InputError, match="names no address"):
+        resolve_scheduler(str(tmp_path / "scheduler.json"))
+
+
+def test_a_scheduler_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(dasksc.InputError, match="--scheduler-file"):
+        resolve_scheduler(str(tmp_path / "scheduler.json"))

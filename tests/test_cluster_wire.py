@@ -1,0 +1,257 @@
+"""What travels between a rank and its Dask workers, and whether they see the same files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask.array as da
+import distributed
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from dask.sizeof import sizeof
+from data import make_adata, make_values, write_store
+from distributed.protocol import deserialize, serialize
+
+import dasksc
+from dasksc.storage import as_matrix, open_matrix
+from dasksc.window import cluster as window_cluster
+from dasksc.window import sight
+from dasksc.window.tasks import FetchedMatrices, FetchMatrices
+
+ROWS = np.arange(5, 45, dtype=np.int64)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[distributed.Client]:
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def same_rows(one: Any, other: Any) -> None:
+    assert (one.shape, one.dtype, one.layout, one.label) == (other.shape, other.dtype, other.layout, other.label)
+    np.testing.assert_array_equal(one.rows, other.rows)
+    order = np.random.default_rng(0).permutation(one.shape[0])
+    out, expected = np.empty((2, *one.shape), dtype=np.float64)
+    one.gather(order, out=out)
+    other.gather(order, out=expected)
+    np.testing.assert_array_equal(out, expected)
+
+
+def address(array: Any) -> int:
+    return np.frombuffer(array, dtype=np.uint8).__array_interface__["data"][0]
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_a_block_holds_the_same_rows_and_is_made_once(layout: Any, dtype: Any) -> None:
+    fetched = as_matrix(make_values(60, 17, layout=layout, dtype=dtype), "m").fetch(ROWS)
+    compact = fetched.compact()
+    assert compact.compact() is compact
+    same_rows(compact, fetched)
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_dasks_serialiser_sends_the_very_memory_of_a_block_and_reads_it_in_place(layout: Any) -> None:
+    fetched = as_matrix(make_values(60, 17, layout=layout), "m").fetch(ROWS).compact()
+    header, frames = serialize(FetchedMatrices({"X": fetched, "layers/a": fetched}))
+    assert header["serializer"] == "dask"
+    sent = {address(frame) for frame in frames}
+    arrays = [fetched.rows, *fetched.block] if layout == "csr" else [fetched.rows, fetched.block]
+    assert sent == {address(array.reshape(-1).view(np.uint8)) for array in arrays}
+    arrived = [bytearray(frame) for frame in frames]
+    back = deserialize(header, arrived).parts["X"]
+    same_rows(back, fetched)
+    assert back.compact() is back
+    block = back.block[2] if layout == "csr" else back.block.reshape(-1)
+    assert address(block.view(np.uint8)) in {address(frame) for frame in arrived}
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_what_was_not_made_compact_travels_too(layout: Any) -> None:
+    fetched = as_matrix(make_values(60, 17, layout=layout), "m").fetch(ROWS)
+    same_rows(deserialize(*serialize(fetched)), fetched)
+    same_rows(pickle.loads(pickle.dumps(fetched)), fetched)
+
+
+@pytest.mark.parametrize(
+    ("n_vars", "expected"), [(2**16, np.uint16), (2**16 + 1, np.int32)], ids=["fits two bytes", "does not"]
+)
+def test_column_numbers_take_two_bytes_where_that_is_enough(n_vars: int, expected: Any) -> None:
+    values = np.zeros((4, n_vars), dtype=np.float32)
+    values[1, [0, n_vars - 1]] = 7
+    compact = as_matrix(sp.csr_matrix(values), "m").fetch(np.arange(4)).compact()
+    assert compact.block[1].dtype == expected
+    assert compact.block[2].dtype == np.float32
+    assert compact.block[1].max() == n_vars - 1
+
+
+def test_a_block_weighs_what_it_holds_and_a_mapped_fetch_nothing(tmp_path: Path) -> None:
+    path = write_store(make_adata(n_obs=200, n_vars=300), tmp_path, "h5ad")
+    fetched = open_matrix(str(path), "X").fetch(np.arange(200))
+    compact = fetched.compact()
+    _, indices, data = compact.block
+    assert sizeof(compact) == compact.nbytes == indices.nbytes + data.nbytes
+    assert sizeof((0.5, FetchedMatrices({"X": compact}))) >= compact.nbytes
+    assert sizeof(fetched) == fetched.nbytes < compact.nbytes / 10
+
+
+def test_empty_fetches_travel() -> None:
+    fetched = as_matrix(make_values(60, 17), "m").fetch(np.arange(0)).compact()
+    same_rows(deserialize(*serialize(fetched)), fetched)
+
+
+def test_workers_hold_and_send_narrow_csr_and_the_rank_makes_it_dense(
+    client: distributed.Client, tmp_path: Path
+) -> None:
+    adata = make_adata(n_obs=400, n_vars=250, dtype=np.float32)
+    path = write_store(adata, tmp_path, "h5ad")
+    arrived: list[FetchedMatrices] = []
+    loaded = window_cluster.blocks._load_matrices
+    headers: list[dict[str, Any]] = []
+
+    def load(header: dict[str, Any], frames: Any) -> FetchedMatrices:
+        headers.append(header)
+        arrived.append(loaded(header, frames))
+        return arrived[-1]
+
+    distributed.protocol.dask_deserialize.register(FetchedMatrices)(load)
+    try:
+        options = {"batch_size": 50, "fetch_factor": 2, "seed": 0}
+        dataset = dasksc.scDataset(path, dasksc.BlockShuffling(5), scheduler=client, **options)
+        batches = list(dataset)
+    finally:
+        distributed.protocol.dask_deserialize.register(FetchedMatrices)(loaded)
+    assert len(arrived) == 4
+    for fetched in arrived:
+        indptr, indices, data = fetched.parts["X"].block
+        assert (indices.dtype, data.dtype) == (np.uint16, np.float32)
+        assert fetched.nbytes == 6 * len(data) < 100 * 250 * 4 / 2
+        assert len(indptr) == 101
+    expected = dasksc.scDataset(path, dasksc.BlockShuffling(5), scheduler="synchronous", **options)
+    for batch, other in zip(batches, expected, strict=True):
+        np.testing.assert_array_equal(batch.numpy(), other.numpy())
+    # Nobody has pickled a block: not the workers, which answered in the dask family, nor the rank.
+    assert all(part["serializer"] == "dask" for header in headers for part in header["headers"])
+
+
+def test_a_memory_bound_counts_what_workers_send_not_what_is_mapped(client: distributed.Client, tmp_path: Path) -> None:
+    path = write_store(make_adata(n_obs=2000, n_vars=300), tmp_path, "h5ad")
+
+    def needed(scheduler: Any) -> int:
+        dataset = dasksc.scDataset(
+            path, dasksc.Streaming(), batch_size=200, fetch_factor=5, prefetch=2, scheduler=scheduler, seed=0
+        )
+        return dataset.projected_bytes
+
+    stored = 2000 * 300 * 0.3 * 8
+    assert needed(client) - needed("threads") > stored
+
+
+# Files
+
+
+def files_of(*matrices: Any) -> set[str]:
+    _, files = sight.pickle_with_files(FetchMatrices({str(i): matrix for i, matrix in enumerate(matrices)}))
+    return {file.identity.path for file in files}
+
+
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_the_files_behind_a_task_are_found(tmp_path: Path, format: str) -> None:
+    path = write_store(make_adata(), tmp_path, format)
+    found = files_of(open_matrix(str(path), "X"))
+    assert found
+    assert all(Path(one).is_absolute() for one in found)
+    assert all(str(path) in one for one in found)
+
+
+def test_the_files_behind_array_code_and_joined_files_are_found(tmp_path: Path) -> None:
+    one = write_store(make_adata(), tmp_path, "h5ad", "one")
+    two = write_store(make_adata(), tmp_path, "h5ad", "two")
+    arrays = [dasksc.open(path).X for path in (one, two)]
+    matrix = dasksc.lazy.matrix_of(da.log1p(da.concatenate(arrays)))
+    assert files_of(matrix) == {str(one), str(two)}
+    pickled, _ = sight.pickle_with_files(FetchMatrices({"X": matrix}))
+    assert pickle.loads(pickled).matrices["X"].shape == (120, 17)
+
+
+def test_a_relative_path_means_the_same_file_to_workers(
+    client: distributed.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(make_adata(), tmp_path, "h5ad")
+    monkeypatch.chdir(tmp_path)
+    dataset = dasksc.scDataset("atlas.h5ad", dasksc.Streaming(), batch_size=10, scheduler=client, seed=0)
+    assert len(list(dataset)) == 6
+
+
+def test_a_fingerprint_says_how_a_file_differs(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a" * 100_000)
+    mine = sight.Fingerprint.of(str(path))
+    assert sight.complaint([mine, mine]) is None
+    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    os.utime(path, ns=(0, 0))
+    assert "another time of change" in str(sight.complaint([mine]))
+    path.write_bytes(b"a" * 99_999 + b"b")
+    os.utime(path, ns=times)
+    assert "another file" in str(sight.complaint([mine]))
+    path.unlink()
+    assert f"does not see {path} (No such file or directory)" in str(sight.complaint([mine]))
+
+
+def hide(path: str) -> None:
+    """On this worker, `path` is not there."""
+    from dasksc.window import sight
+
+    of = sight.Fingerprint.of
+
+    def hidden(asked: str) -> Any:
+        if asked == path:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return of(asked)
+
+    sight.Fingerprint.of = hidden
+    sight.Fingerprint._of = of
+
+
+def show() -> None:
+    from dasksc.window import sight
+
+    if hasattr(sight.Fingerprint, "_of"):
+        sight.Fingerprint.of = sight.Fingerprint._of
+
+
+def test_a_worker_that_does_not_see_the_file_is_named_before_the_first_fetch(
+    client: distributed.Client, tmp_path: Path
+) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    blind, sighted = client.scheduler_info()["workers"]
+    client.run(hide, str(path), workers=[blind])
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, scheduler=client, seed=0)
+    try:
+        with pytest.raises(dasksc.StorageError, match="1 of 2 workers") as caught:
+            next(iter(dataset))
+    finally:
+        client.run(show)
+    assert blind in str(caught.value)
+    assert sighted not in str(caught.value)
+    assert f"does not see {path}" in str(caught.value)
+    assert len(list(dataset)) == 6
+
+
+def test_workers_are_asked_once(client: distributed.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, scheduler=client, seed=0)
+    list(dataset)
+    monkeypatch.setattr(client, "run", None)
+    assert len(list(dataset)) == 6
