@@ -29,7 +29,7 @@ ROWS = np.arange(5, 45, dtype=np.int64)
 @pytest.fixture(scope="module")
 def client() -> Iterator[distributed.Client]:
     with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
     ):
         yield client

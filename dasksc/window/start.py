@@ -42,6 +42,8 @@ class StartedCluster:
         This process's Client, the active one until it is closed.
     address
         Of the scheduler.
+    dashboard_link
+        Where the dashboard is, as seen from rank 0's machine; None without one.
     cluster
         The `distributed.LocalCluster`, on the rank that started it; else None.
     """
@@ -51,6 +53,7 @@ class StartedCluster:
         client: distributed.Client,
         *,
         cluster: distributed.LocalCluster | None,
+        dashboard_link: str | None,
         store: Any,
         n_others: int,
         timeout_s: float,
@@ -58,15 +61,11 @@ class StartedCluster:
         self.client = client
         self.cluster = cluster
         self.address = str(client.scheduler.address)
+        self.dashboard_link = dashboard_link
         self._store = store
         self._n_others = n_others
         self._timeout_s = timeout_s
         self._closed = False
-
-    @property
-    def dashboard_link(self) -> str:
-        """Where the dashboard is, on the machine of rank 0."""
-        return str(self.client.dashboard_link)
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Close this rank's Client and, on rank 0, the cluster. Idempotent.
@@ -204,10 +203,10 @@ def start_cluster(
             protocol="inproc" if in_process else "tcp" if security is None else "tls",
             host=None if in_process else host,
             scheduler_port=port,
-            dashboard_address=dashboard_address,
+            dashboard_address=dashboard_address or f"{_LOOPBACK[0]}:0",
             worker_dashboard_address=f"{_LOOPBACK[0]}:0",
             memory_limit=memory_limit,
-            scheduler_kwargs={"preload": list(PRELOAD)},
+            scheduler_kwargs={"preload": list(PRELOAD), "dashboard": dashboard_address is not None},
             security=security,
         )
     except Exception as error:
@@ -216,9 +215,13 @@ def start_cluster(
         raise
     remember_security(cluster.scheduler_address, security)
     client = distributed.Client(cluster)
+    link = None if dashboard_address is None else _link(cluster, dashboard_address)
     if store is not None:
-        store.set("address", json.dumps({"address": cluster.scheduler_address, "tls": _pem(security)}))
-    return StartedCluster(client, cluster=cluster, store=store, n_others=world.world_size - 1, timeout_s=timeout_s)
+        answer = {"address": cluster.scheduler_address, "dashboard": link, "tls": _pem(security)}
+        store.set("address", json.dumps(answer))
+    return StartedCluster(
+        client, cluster=cluster, dashboard_link=link, store=store, n_others=world.world_size - 1, timeout_s=timeout_s
+    )
 
 
 def _sizes(n_workers: int | None, n_threads: int | None, *, processes: bool) -> tuple[int, int]:
@@ -227,6 +230,13 @@ def _sizes(n_workers: int | None, n_threads: int | None, *, processes: bool) -> 
     if n_workers is None:
         n_workers = max(1, n_cpus // (n_threads or 1)) if processes else 1
     return n_workers, n_threads or max(1, n_cpus // n_workers)
+
+
+def _link(cluster: Any, dashboard_address: str) -> str:
+    """Return where the dashboard listens; Dask's own link has the scheduler's host in it."""
+    host = dashboard_address.removeprefix("http://").rpartition(":")[0]
+    link = str(cluster.dashboard_link)
+    return link.replace(link.split("/")[2].rpartition(":")[0], host, 1) if host else link
 
 
 def _join(store: Any, *, security: Security | None, timeout_s: float) -> StartedCluster:
@@ -245,7 +255,9 @@ def _join(store: Any, *, security: Security | None, timeout_s: float) -> Started
         security = Security(require_encryption=True, **answer["tls"])
     remember_security(answer["address"], security)
     client = distributed.Client(answer["address"], security=security, timeout=timeout_s)
-    return StartedCluster(client, cluster=None, store=store, n_others=0, timeout_s=timeout_s)
+    return StartedCluster(
+        client, cluster=None, dashboard_link=answer["dashboard"], store=store, n_others=0, timeout_s=timeout_s
+    )
 
 
 def _certificates() -> Security:
