@@ -194,6 +194,23 @@ def test_memory_prints_every_peak_and_exits_by_the_projection(work):
     assert done.returncode == (not report["is_ok"])
 
 
+def test_cluster_prints_every_ratio_and_what_a_scheduler_carries(work):
+    pytest.importorskip("scanpy")
+    done = run(
+        "cluster.py",
+        work,
+        *SIZES,
+        *("--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--ranks", "3", "--fetches", "4"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = last_json(done)
+    assert len(report["cells_per_s"]) == 6, done.stdout
+    assert len(report["ratios"]) == 4
+    assert all(row["met"] == (row["ratio"] >= row["target"]) for row in report["ratios"])
+    assert report["shared"]["n_fetches"] == 12
+    assert report["shared"]["ranks_at_100_ms"] == pytest.approx(100 / report["shared"]["cpu_ms_per_fetch"])
+
+
 class Clock:
     """Time that passes only when a batch is made."""
 

@@ -1,0 +1,269 @@
+#!/usr/bin/env python
+"""What do fetches cost on a Dask cluster, and array code on the way?
+
+    python benchmarks/cluster.py --cells 50000
+
+Each rate is compared with its target: an in-process cluster with threads; two worker processes, results by
+loopback TCP to dense tensors, with the same bytes through a bare submit and direct gather; normalize_total and
+log1p as array code on X with plain X, and with the same done to every dense batch. Then 64 ranks share a
+scheduler, with tasks that do nothing. Medians of turns, each contender in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _atlas import add_options, atlas
+from _harness import Contender, Result, compete, median_and_spread, serve
+
+TARGET_SUM = 1e4
+
+# What is compared: ours, theirs, the ratio that is to be reached, and what it says.
+RATIOS = [
+    ("cluster in process", "threads", 0.9, "LocalCluster(processes=False) / threads"),
+    ("two workers", "bare", 0.8, "two worker processes / bare gather of as many bytes"),
+    ("array code", "threads", 1 / 2.5, "normalize_total and log1p on X / plain X"),
+    ("array code", "per batch", 3.0, "normalize_total and log1p on X / on every dense batch"),
+]
+
+
+# --- Contenders, each in a process of its own ---------------------------------------------------------
+
+
+def build(spec: dict[str, Any]) -> Callable[[], Iterator[Any]]:
+    """Make the loader `spec` asks for."""
+    import dasksc
+
+    name = spec["name"]
+    path: Any = spec["path"]
+    if name == "array code":
+        import scanpy as sc
+
+        path = dasksc.open(path)
+        sc.pp.normalize_total(path, target_sum=TARGET_SUM)
+        sc.pp.log1p(path)
+    scheduler: Any = "threads"
+    if name in ("cluster in process", "two workers", "bare"):
+        scheduler = client_of(processes=name != "cluster in process")
+    dataset = dasksc.scDataset(
+        path,
+        dasksc.BlockShuffling(block_size=spec["block"]),
+        batch_size=spec["batch"],
+        fetch_factor=spec["fetch"] // spec["batch"],
+        scheduler=scheduler,
+        rank=0,
+        world_size=1,
+        seed=0,
+    )
+    if name == "bare":
+        return lambda: bare(scheduler, dataset, spec["path"])
+    if name == "per batch":
+        return lambda: map(normalised, dataset)
+    return lambda: iter(dataset)
+
+
+def client_of(*, processes: bool) -> Any:
+    """Return a Client of a new cluster on this machine."""
+    import distributed
+
+    n = len(os.sched_getaffinity(0))
+    sizes = (2, 1) if processes else (1, n)
+    cluster = distributed.LocalCluster(
+        n_workers=sizes[0], threads_per_worker=sizes[1], processes=processes, dashboard_address=":0"
+    )
+    return distributed.Client(cluster, set_as_default=False)
+
+
+def normalised(batch: Any) -> Any:
+    """Do to a dense batch what `array code` does to the matrix."""
+    totals = batch.sum(dim=1, keepdim=True)
+    totals[totals == 0] = 1
+    return batch.mul_(TARGET_SUM / totals).log1p_()
+
+
+_buffer: dict[int, Any] = {}
+
+
+def same_buffer(i: int, n_bytes: int) -> Any:
+    """Return as many bytes as a fetch's part sends; the same ones every time, so that making them is free."""
+    if n_bytes not in _buffer:
+        _buffer[n_bytes] = np.ones(n_bytes, dtype=np.uint8)
+    return _buffer[n_bytes]
+
+
+def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
+    """Gather the bytes of an epoch from the workers, directly, as many tasks at a time as the data set."""
+    import h5py
+    import torch
+
+    with h5py.File(path) as file:
+        n_values = file["X/data"].shape[0]
+    # Values of four bytes, column numbers of two, row numbers and offsets of eight.
+    row_bytes = round(n_values / dataset._n_obs * 6 + 16)
+    n_rows = dataset.fetch_size // dataset._n_parts
+    n_tasks = dataset.plan().n_fetches * dataset._n_parts
+    arriving: deque[Any] = deque()
+    depth = dataset._depth()
+    ks = iter(range(n_tasks))
+    while True:
+        while len(arriving) < depth and (k := next(ks, None)) is not None:
+            arriving.append(client.submit(same_buffer, k, n_rows * row_bytes, pure=False))
+        if not arriving:
+            return
+        # Two at a time: one from each worker.
+        taken = [arriving.popleft() for _ in range(min(2, len(arriving)))]
+        for buffer in client.gather(taken, direct=True):
+            yield torch.from_numpy(buffer).reshape(n_rows, row_bytes)
+        del taken
+
+
+# --- Ranks on one scheduler -----------------------------------------------------------------------------
+
+
+def nothing(k: int) -> int:
+    """Do what a fetch without I/O does."""
+    return k
+
+
+def scheduler_cpu(*, n_ranks: int, n_fetches: int, folder: Path) -> dict[str, float]:
+    """Let ranks fetch nothing through one scheduler; return the CPU it took per fetch."""
+    import distributed
+    import psutil
+
+    from dasksc.window import Window
+
+    file = folder / "scheduler.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    with (folder / "scheduler.log").open("w") as log:
+
+        def start(kind: str, *options: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", "dask", kind, "--scheduler-file", str(file), "--host", "127.0.0.1"]
+            return subprocess.Popen([*command, *options], env=environment, stdout=log, stderr=log)
+
+        scheduler = start("scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0")
+        workers = [start("worker", "--nthreads", "4", "--no-nanny", "--no-dashboard") for _ in range(2)]
+    clients: list[Any] = []
+    try:
+        connect = {"scheduler_file": str(file), "timeout": 60, "set_as_default": False}
+        clients += [distributed.Client(**connect) for _ in range(n_ranks)]
+        clients[0].wait_for_workers(2, timeout=60)
+        windows = [
+            Window(nothing, range(n_fetches), name=f"dasksc-fetch-bench-e0-r{rank}", depth=4, scheduler=client)
+            for rank, client in enumerate(clients)
+        ]
+        process = psutil.Process(scheduler.pid)
+        before, start_s = process.cpu_times(), time.perf_counter()
+        threads = [threading.Thread(target=deque, args=(window, 0)) for window in windows]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        elapsed_s = time.perf_counter() - start_s
+        after = process.cpu_times()
+    finally:
+        for client in clients:
+            client.close()
+        for process_ in [*workers, scheduler]:
+            process_.terminate()
+            process_.wait(timeout=30)
+    cpu_s = (after.user + after.system - before.user - before.system) / (n_ranks * n_fetches)
+    return {
+        "n_ranks": n_ranks,
+        "n_fetches": n_ranks * n_fetches,
+        "cpu_ms_per_fetch": 1000 * cpu_s,
+        "fetches_per_s": n_ranks * n_fetches / elapsed_s,
+        "ranks_at_100_ms": 0.1 / cpu_s,
+    }
+
+
+# --- The program ----------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the command line says; return what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=50_000)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--fetch", type=int, default=16_384)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
+    parser.add_argument("--ranks", type=int, default=64, help="on one scheduler; 0: leave this out")
+    parser.add_argument("--fetches", type=int, default=50, help="of each of these ranks")
+    parser.add_argument("--only", nargs="*", help="contenders; default: all")
+    options = parser.parse_args(arguments)
+
+    spec = {"path": str(atlas(options, files="h5ad")), "block": options.block, "batch": options.batch}
+    spec["fetch"] = options.fetch
+    names = ["threads", "cluster in process", "two workers", "bare", "array code", "per batch"]
+    report: dict[str, Any] = {"ratios": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results = compete(
+            [contender(one, spec, folder) for one in names if not options.only or one in options.only],
+            rounds=options.rounds,
+            seconds=options.seconds,
+            warm_up_s=options.warm_up,
+        )
+        report["cells_per_s"] = {one.name: median_and_spread(one.produced) for one in results}
+        print("\n| produced | cells/s |\n| --- | ---: |")
+        for name_, (median, spread) in report["cells_per_s"].items():
+            print(f"| {name_} | {median:,.0f} ± {spread:.0%} |")
+        report["ratios"] = ratios(results)
+        print("\n| ratio, median of rounds | measured | target |\n| --- | ---: | ---: |")
+        for row in report["ratios"]:
+            print(
+                f"| {row['what']} | {row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f}) "
+                f"| {row['target']:.2f} |"
+            )
+        if options.ranks:
+            shared = scheduler_cpu(n_ranks=options.ranks, n_fetches=options.fetches, folder=folder)
+            report["shared"] = shared
+            print(
+                f"\n{shared['n_ranks']} ranks on one scheduler: {shared['cpu_ms_per_fetch']:.2f} ms of its CPU "
+                "a fetch, "
+                f"{shared['fetches_per_s']:.0f} fetches/s here; at 100 ms a fetch it carries "
+                f"{shared['ranks_at_100_ms']:.0f} ranks"
+            )
+    print(json.dumps(report))
+    return report
+
+
+def contender(name: str, spec: dict[str, Any], folder: Path) -> Callable[[], Contender]:
+    """Return what starts a contender."""
+    script, log = Path(__file__).resolve(), folder / f"{name}.log"
+    return lambda: Contender(name, python=sys.executable, script=script, spec={**spec, "name": name}, log=log)
+
+
+def ratios(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Compare what was measured, round by round."""
+    rates = {result.name: result.produced for result in results}
+    rows = []
+    for ours, theirs, target, what in RATIOS:
+        if ours in rates and theirs in rates:
+            each = [mine / other for mine, other in zip(rates[ours], rates[theirs], strict=True)]
+            median = statistics.median(each)
+            row = {"what": what, "ratio": median, "least": min(each), "most": max(each), "target": target}
+            rows.append({**row, "met": median >= target})
+    return rows
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[2].startswith("{"):
+        serve(build, json.loads(sys.argv[2]))
+    else:
+        main()
