@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="*", help="contenders; default: all")
     options = parser.parse_args(arguments)
 
-    spec = {"path": str(atlas(options, files="h5ad")), "block": options.block, "batch": options.batch}
+    spec = {"path": str(atlas(options)), "block": options.block, "batch": options.batch}
     spec["fetch"] = options.fetch
     names = ["threads", "cluster in process", "two workers", "bare", "array code", "per batch"]
     report: dict[str, Any] = {"ratios": []}

@@ -824,7 +824,7 @@ def test_results_pass_through_the_scheduler_where_workers_are_out_of_reach(
 def test_worker_processes_on_this_machine_are_pointed_out_once(
     process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(window_cluster, "_advised", weakref.WeakSet())
+    monkeypatch.setattr(window_cluster, "_advised", set())
     monkeypatch.setattr(window_cluster, "_asked", weakref.WeakKeyDictionary())
     with caplog.at_level(logging.WARNING, logger="dasksc"):
         for _ in range(2):

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from dasksc.lazy.computed import DaskMatrix, as_layout, runs_by_block, stack
 from dasksc.lazy.leaf import MatrixRows, gather_block
-from dasksc.storage import Columns, FetchCost, Fetched, Matrix, as_matrix
+from dasksc.storage import Columns, FetchCost, Fetched, Matrix, as_matrix, join
 from dasksc.storage.matrices import check_rows
 
 __all__ = ["NotRowLocalError", "RowLocalMatrix", "row_local"]
@@ -169,8 +169,10 @@ class RowLocalMatrix(DaskMatrix):
         ]
         run = _Run.reading(wanted)
         blocks = [_joined(columns, need, run, self) for columns, need in wanted]
-        block = stack(blocks, self.layout, self.shape[1], self.dtype)
-        return as_matrix(block, self.label).fetch(np.arange(len(rows), dtype=np.int64))
+        if len({tuple(array.dtype for array in _arrays(block)) for block in blocks}) != 1:
+            blocks = [stack(blocks, self.layout, self.shape[1], self.dtype)]
+        # Side by side as they are: to copy them into one costs as much as a layer of the graph.
+        return join([_all_rows(block, self.label) for block in blocks])
 
     def _rows_are_independent(self, row: int) -> bool:
         """Try the functions in the block of `row`, once in each process."""
@@ -221,6 +223,14 @@ def _joined(columns: list[Node], need: NDArray[np.int64], run: _Run, matrix: Das
     if len(parts) == 1:
         return parts[0]
     return sp.csr_matrix(sp.hstack(parts, format="csr")) if matrix.layout == "csr" else np.hstack(parts)
+
+
+def _arrays(block: NDArray[Any] | sp.csr_matrix) -> tuple[NDArray[Any], ...]:
+    return (block.data, block.indices) if sp.issparse(block) else (block,)
+
+
+def _all_rows(block: NDArray[Any] | sp.csr_matrix, label: str) -> Fetched:
+    return as_matrix(block, label).fetch(np.arange(block.shape[0], dtype=np.int64))
 
 
 def _equal(a: NDArray[Any], b: NDArray[Any]) -> bool:

@@ -40,6 +40,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0  # between questions whether the scheduler is there, at most
+_STUCK_S = 3.0  # a fetch may take; then it is looked whether its worker still works
 _CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
 _CLOSE_S = 30.0  # for results on their way when the window closes
 
@@ -168,17 +169,20 @@ class ClusterRunner:
 
     def submit(self, k: int) -> concurrent.futures.Future[Timed]:
         """Send fetch `k`."""
-        future = self._client.submit(
+        argument = k if self._argument is None else self._argument(k)
+        self._futures[k] = self._send(argument, key=(self._name, k))
+        return asyncio.run_coroutine_threadsafe(self._bring(k, argument), _loop(self._client))
+
+    def _send(self, argument: Any, *, key: tuple[Any, ...]) -> Any:
+        return self._client.submit(
             run_fetch,
             self._token,
-            k if self._argument is None else self._argument(k),
-            key=(self._name, k),
+            argument,
+            key=key,
             pure=False,
             # Earlier fetches first, however quickly one follows another.
             fifo_timeout="0 ms",
         )
-        self._futures[k] = future
-        return asyncio.run_coroutine_threadsafe(self._bring(k, future), _loop(self._client))
 
     def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Release every future and take the task back from the workers."""
@@ -225,15 +229,17 @@ class ClusterRunner:
                 raise
             raise ConnectionError(_gone(self._client)) from error
 
-    async def _bring(self, k: int, future: Any) -> Timed:
+    async def _bring(self, k: int, argument: Any) -> Timed:
         try:
-            return await self._unless_lost(lambda: self._brought(k, future))
+            return await self._unless_lost(lambda: self._brought(k, argument))
         finally:
-            future.release()
+            future = self._futures.pop(k, None)
+            if future is not None:
+                future.release()
 
-    async def _brought(self, k: int, future: Any) -> Timed:
+    async def _brought(self, k: int, argument: Any) -> Timed:
+        future = await self._finished(k, argument)
         try:
-            await future.exception()  # waits; whether it failed or was cancelled is told by gather
             if self._closed:
                 return 0.0, None
             self._arriving.add(k)
@@ -243,7 +249,37 @@ class ClusterRunner:
             return timed
         finally:
             self._arriving.discard(k)
-            self._futures.pop(k, None)
+
+    async def _finished(self, k: int, argument: Any) -> Any:
+        """Wait until fetch `k` has ended; whether it failed or was cancelled is told by gather.
+
+        A worker that pauses at its memory limit keeps what was sent to it, for ever if need be, and Dask
+        moves only what is slow to others. The fetch that is waited for is sent again.
+        """
+        n_sent = 1
+        while True:
+            future = self._futures[k]
+            ended = asyncio.ensure_future(future.exception())
+            done, _ = await asyncio.wait({ended}, timeout=None if self._in_process else _STUCK_S)
+            if done or self._closed:
+                await ended
+                return future
+            ended.cancel()
+            if k != min(self._futures) or not await self._is_on_a_paused_worker(future.key):
+                continue
+            if not (self._closed or future.done()):
+                logger.info("Sending fetch %d again, as its worker has paused at its memory limit.", k)
+                self._futures[k] = self._send(argument, key=(self._name, k, n_sent))
+                n_sent += 1
+                future.release()
+
+    async def _is_on_a_paused_worker(self, key: Any) -> bool:
+        workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+        paused = [address for address, worker in workers.items() if worker["status"] == "paused"]
+        if not paused:
+            return False
+        processing = await self._client.scheduler.processing(workers=paused)
+        return any(key in keys for keys in processing.values())
 
     async def _close(
         self,
@@ -347,7 +383,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 # What was found out about a Client's workers, so that it is looked into, and said, once.
 _reachable: weakref.WeakKeyDictionary[distributed.Client, dict[str, bool]] = weakref.WeakKeyDictionary()
-_advised: weakref.WeakSet[distributed.Client] = weakref.WeakSet()
+_advised: set[str] = set()
 
 
 async def _workers_are_reachable(client: Any) -> bool:
@@ -383,7 +419,7 @@ _asked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[sight
 
 
 async def _ask_workers(client: Any, files: tuple[sight.Fingerprint, ...]) -> None:
-    """Refuse workers that do not see the files; say, once per Client, that threads beat processes on this machine."""
+    """Refuse workers that do not see the files; say, once per scheduler, that threads beat processes on this machine."""
     asked = _asked.setdefault(client, set())
     workers = (await client.scheduler.identity(n_workers=-1))["workers"]
     new = [address for address in workers if (address, files) not in asked]
@@ -399,9 +435,9 @@ async def _ask_workers(client: Any, files: tuple[sight.Fingerprint, ...]) -> Non
         )
     asked.update((address, files) for address in answers)
     here = _where()
-    if client in _advised or len(answers) < len(workers):
+    if client.scheduler.address in _advised or len(answers) < len(workers):
         return
-    _advised.add(client)
+    _advised.add(client.scheduler.address)
     if all(host == here[0] and pid != here[1] for host, pid, _ in answers.values()):
         logger.warning(
             "The Dask workers at %s are other processes on this very machine: every result is copied "
