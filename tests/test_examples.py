@@ -94,3 +94,10 @@ def test_train_ddp_learns_on_two_ranks(atlas):
 def test_train_dp_learns(atlas):
     printed = run(EXAMPLES / "train_dp.py", atlas, "--epochs", 2, "--batch-size", 32)
     assert accuracy(printed, "epoch 1:") > 60
+
+
+@pytest.mark.parametrize("options", [[], ["--cluster"]], ids=["threads", "cluster"])
+def test_incremental_fit_learns_from_the_chunks_of_an_epoch(atlas, options):
+    printed = run(EXAMPLES / "incremental_fit.py", atlas, *options)
+    # Of 50 types, the commonest makes up less than a quarter.
+    assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 50

@@ -24,20 +24,22 @@ def blocks(page: Path, language: str) -> list[re.Match[str]]:
     return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
 
 
-def test_its_programs_run_from_top_to_bottom(tmp_path):
-    make_atlas(tmp_path / "atlas.h5ad", 2_000, 300)
-    text = (ROOT / "README.md").read_text()
-    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the README's
-    assert blocks(ROOT / "README.md", "python")
+def run_programs(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the programs of a page as one, beside an atlas."""
+    make_atlas(folder / "atlas.h5ad", 2_000, 300)
+    text = page.read_text()
+    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the page's
+    assert blocks(page, "python")
     lines = program.split("\n")
-    for block in blocks(ROOT / "README.md", "python"):
+    for block in blocks(page, "python"):
         first = text.count("\n", 0, block.start(2))
         code = block[2].split("\n")
         lines[first : first + len(code)] = code
-    (tmp_path / "README.py").write_text("\n".join(lines))
+    script = folder / f"{page.stem}.py"
+    script.write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, "README.py"],
-        cwd=tmp_path,
+        [sys.executable, script],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -45,8 +47,20 @@ def test_its_programs_run_from_top_to_bottom(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+    return done
+
+
+def test_its_programs_run_from_top_to_bottom(tmp_path):
+    done = run_programs(ROOT / "README.md", tmp_path)
     assert "sparse_csr torch.Size([64, 100])" in done.stdout
     assert "watch at http" in done.stdout
+
+
+def test_the_programs_of_the_page_on_clusters_run(tmp_path):
+    done = run_programs(ROOT / "docs" / "cluster.md", tmp_path)
+    assert "scheduler at tcp://127.0.0.1:" in done.stdout
+    assert "2000 rows\n31 batches left" in done.stdout
+    assert "<html" in (tmp_path / "epoch.html").read_text()
 
 
 def test_the_ten_lines_are_ten():

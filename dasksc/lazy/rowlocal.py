@@ -225,7 +225,7 @@ def _joined(columns: list[Node], need: NDArray[np.int64], run: _Run, matrix: Das
     return sp.csr_matrix(sp.hstack(parts, format="csr")) if matrix.layout == "csr" else np.hstack(parts)
 
 
-def _arrays(block: NDArray[Any] | sp.csr_matrix) -> tuple[NDArray[Any], ...]:
+def _arrays(block: Any) -> tuple[NDArray[Any], ...]:
     return (block.data, block.indices) if sp.issparse(block) else (block,)
 
 

@@ -265,21 +265,20 @@ class ClusterRunner:
                 await ended
                 return future
             ended.cancel()
-            if k != min(self._futures) or not await self._is_on_a_paused_worker(future.key):
-                continue
-            if not (self._closed or future.done()):
+            if k == min(self._futures) and await self._waits_on_a_paused_worker(future):
                 logger.info("Sending fetch %d again, as its worker has paused at its memory limit.", k)
                 self._futures[k] = self._send(argument, key=(self._name, k, n_sent))
                 n_sent += 1
                 future.release()
 
-    async def _is_on_a_paused_worker(self, key: Any) -> bool:
+    async def _waits_on_a_paused_worker(self, future: Any) -> bool:
         workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
         paused = [address for address, worker in workers.items() if worker["status"] == "paused"]
         if not paused:
             return False
         processing = await self._client.scheduler.processing(workers=paused)
-        return any(key in keys for keys in processing.values())
+        is_there = any(future.key in keys for keys in processing.values())
+        return is_there and not future.done() and not self._closed
 
     async def _close(
         self,
@@ -419,7 +418,7 @@ _asked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[sight
 
 
 async def _ask_workers(client: Any, files: tuple[sight.Fingerprint, ...]) -> None:
-    """Refuse workers that do not see the files; say, once per scheduler, that threads beat processes on this machine."""
+    """Refuse workers that do not see the files; say, once, that threads beat processes on this machine."""
     asked = _asked.setdefault(client, set())
     workers = (await client.scheduler.identity(n_workers=-1))["workers"]
     new = [address for address in workers if (address, files) not in asked]
