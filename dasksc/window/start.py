@@ -36,16 +36,25 @@ class StartedCluster:
     `start_cluster` makes it. A context manager: leaving it closes this rank's Client, and on rank 0, once
     the other ranks have left too, the cluster.
 
-    Attributes
+    Parameters
     ----------
     client
         This process's Client, the active one until it is closed.
-    address
-        Of the scheduler.
-    dashboard_link
-        Where the dashboard is, as seen from rank 0's machine; None without one.
     cluster
         The `distributed.LocalCluster`, on the rank that started it; else None.
+    dashboard_link
+        Where the dashboard is, as seen from rank 0's machine; None without one.
+    store
+        Of the process group; None for a single rank.
+    n_others
+        Ranks that rank 0 waits for.
+    timeout_s
+        How long it does.
+
+    Attributes
+    ----------
+    address
+        Of the scheduler.
     """
 
     def __init__(
