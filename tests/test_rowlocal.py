@@ -218,3 +218,20 @@ def test_row_local_leaves_the_function_as_it_is() -> None:
     assert leaf("csr").map_blocks(marked).name == leaf("csr").map_blocks(row_local(doubled)).name
     assert pickle.loads(pickle.dumps(marked))(4) == 8
     assert isinstance(leaf("csr").map_blocks(marked).compute(), sp.csr_matrix)
+
+
+def test_blocks_of_different_types_are_put_together_right() -> None:
+    def widened(block: sp.csr_matrix) -> sp.csr_matrix:
+        block = block.copy()
+        if block.nnz and block.data.max() > 500:
+            block.indices = block.indices.astype(np.int64)
+            block.indptr = block.indptr.astype(np.int64)
+            block.data = block.data.astype(np.float64)
+        return block
+
+    array = leaf("csr").map_blocks(row_local(widened))
+    matrix = matrix_of(array)
+    assert isinstance(matrix, RowLocalMatrix)
+    rows = np.arange(N_OBS)
+    found = gather_block(matrix.fetch(rows), rows)
+    np.testing.assert_array_equal(dense(found), dense(make_values(N_OBS, N_VARS)))
