@@ -229,7 +229,7 @@ def test_blocks_of_different_types_are_put_together_right() -> None:
             block.data = block.data.astype(np.float64)
         return block
 
-    array = leaf("csr").map_blocks(row_local(widened))
+    array = leaf("csr").map_blocks(row_local(widened), dtype=np.float32, meta=sp.csr_matrix((0, 0), dtype=np.float32))
     matrix = matrix_of(array)
     assert isinstance(matrix, RowLocalMatrix)
     rows = np.arange(N_OBS)

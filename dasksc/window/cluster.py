@@ -23,6 +23,7 @@ import cloudpickle
 import distributed
 from dask.utils import parse_timedelta
 from distributed.client import FutureCancelledError
+from distributed.comm import CommClosedError
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from dasksc import config
@@ -224,7 +225,8 @@ class ClusterRunner:
             raise ConnectionError(self._watching.result())
         try:
             return await doing
-        except FutureCancelledError as error:
+        except (FutureCancelledError, CommClosedError) as error:
+            # The Client cancels what it waited for; a question under way to the scheduler breaks off.
             if self._closed:
                 raise
             raise ConnectionError(_gone(self._client)) from error
