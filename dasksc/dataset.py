@@ -11,11 +11,13 @@ import logging
 import math
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import cloudpickle
 import dask.array as da
@@ -39,6 +41,7 @@ from dasksc.storage import Columns, Layout, Matrix, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.parts import Assembled, PartNumbers, part_of
+from dasksc.window.reporting import reporting
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from dasksc.world import Agreement, World
 
@@ -65,6 +68,12 @@ _TOGETHER_BYTES = 2**23
 _PROCESS_BYTES = 2**24
 
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
+
+
+class _Made(NamedTuple):
+    batches: list[Any]
+    gather_s: float
+    error: Exception | None = None
 
 
 class scDataset(IterableDataset[Any]):
@@ -234,6 +243,7 @@ class scDataset(IterableDataset[Any]):
         self._resume: tuple[int, tuple[Stretch, ...]] | None = None
         self._lock = threading.Lock()
         self._stats = EpochStats()
+        self._token = secrets.token_hex(4)  # tells data sets of one name apart
         self._recycling: memory.Recycling | None = None
         found = World.detect(rank, world_size)
         self._plan_of(found, epoch=0)  # refuse sizes that do not fit
@@ -634,7 +644,7 @@ class scDataset(IterableDataset[Any]):
         ks = range(first, plan.n_fetches, n_workers)
         n_batches = _n_batches(plan, ks) - n_done
         batches = self._batches(plan, ks, n_done, world, n_workers)
-        self._stats = stats = EpochStats(plan, n_done)
+        self._stats = stats = EpochStats(plan, n_done=n_done, n_left=n_batches)
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
@@ -652,6 +662,7 @@ class scDataset(IterableDataset[Any]):
             self._place = epoch + 1, ()
         finally:
             batches.close()
+            stats.freeze()
             if agreement is not None:
                 if stats.n_batches < n_batches:
                     agreement.leave(iteration, stats.n_batches)
@@ -731,7 +742,19 @@ class scDataset(IterableDataset[Any]):
             n_threads=n_threads,
             expected_bytes=self._expected_bytes(n_parts),
         )
+        self._stats.fetches = window.figures
         return window, plans
+
+    def _loader(self) -> dict[str, str | int | None]:
+        """Return what tells this loader from others on the loader page."""
+        worker = get_worker_info()
+        return {
+            "key": self._token,
+            "name": self._name,
+            "worker": None if worker is None else worker.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
 
     def _gathered(
         self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int
@@ -744,17 +767,18 @@ class scDataset(IterableDataset[Any]):
         n_together = max(1, min(int(_TOGETHER_BYTES / self._batch_bytes()), n_ahead // 2, self.fetch_factor))
         left_in_fetch = 0
 
-        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> tuple[list[Any], Exception | None]:
+        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
+            start = perf_counter()
             made: list[torch.Tensor | Batch] = []
             for i in numbers:
                 try:
                     made.append(maker.make(fetched, fetch.rows, fetch.batch(i)))
                 except Exception as error:
                     _note(error, fetch.number * plan.fetch_factor + i, plan)
-                    return made, error
-            return made, None
+                    return _Made(made, perf_counter() - start, error)
+            return _Made(made, perf_counter() - start)
 
-        def jobs() -> Iterator[Callable[[], tuple[list[Any], Exception | None]]]:
+        def jobs() -> Iterator[Callable[[], _Made]]:
             nonlocal left_in_fetch
             for k, fetched in fetches:
                 fetch = plans.pop(k)
@@ -770,13 +794,15 @@ class scDataset(IterableDataset[Any]):
         window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
         fetches = Assembled(window, self._n_parts)
         synchronous = window.scheduler.kind == "synchronous"
-        with window:
-            for made, error in run_ahead(
+        stats, loader = self._stats, self._loader()
+        with reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
+            for made, gather_s, error in run_ahead(
                 jobs(),
                 is_ready=lambda: left_in_fetch > 0 or fetches.is_ready(),
                 n_ahead=-(-n_ahead // n_together),
                 n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
             ):
+                stats.gather_s += gather_s
                 made.reverse()
                 while made:
                     yield self._placed(made.pop())
@@ -788,11 +814,12 @@ class scDataset(IterableDataset[Any]):
     ) -> Generator[Any, None, None]:
         """Batches of a collection that is read by indexing, or through hooks."""
         window, plans = self._window(self._read, plan, ks, key, n_threads, in_process=True)
+        stats = self._stats
         with window:
             for k, data in window:
                 fetch = plans.pop(k)
                 for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
-                    with self._lock, _noting(k * plan.fetch_factor + i, plan):
+                    with self._lock, stats.gathering(), _noting(k * plan.fetch_factor + i, plan):
                         if self.batch_callback is not None:
                             batch = self.batch_callback(data, fetch.batch(i))
                         else:
@@ -832,7 +859,13 @@ class scDataset(IterableDataset[Any]):
         dict
             ``epoch``, ``n_batches`` yielded, ``n_rows`` yielded, ``n_padded`` and ``n_dropped`` over all
             ranks in a whole epoch, ``wait_s`` the loop waited for batches, ``elapsed_s`` since the first
-            was asked for, ``wait_share`` of it, and ``rows_per_s``.
+            was asked for, ``wait_share`` of it, and ``rows_per_s``. ``rank`` and ``world_size``;
+            ``n_batches_before`` those yielded before the epoch was resumed, ``n_batches_left`` those to come.
+            Fetch tasks (a large fetch is several): ``n_fetching``, ``n_ready`` and ``n_fetched`` (taken);
+            ``in_flight_bytes`` of what is ready and, as the largest seen, of what is being fetched, against
+            ``limit_bytes``. Seconds, summed over threads: ``fetch_s`` that the tasks taken took, ``read_s`` and
+            ``decode_s`` of it (where files are mapped, pages are waited for where they are first used),
+            ``transfer_s`` that results took from a cluster's workers, ``gather_s`` of making batches.
         """
         return self._stats.report()
 

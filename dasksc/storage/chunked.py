@@ -16,6 +16,7 @@ from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
+from dasksc.storage.clock import decoding, read_from, reading
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
@@ -221,7 +222,8 @@ class ChunkedArray:
         if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
             return False
         numbers, chunk_of = np.unique(rows, return_inverse=True)
-        groups = self._source.mapped(numbers)
+        with reading():
+            groups = self._source.mapped(numbers)
         if groups is None:
             return False
         stride = block.strides[0]
@@ -232,15 +234,15 @@ class ChunkedArray:
         out = block.reshape(-1).view(np.uint8)
         scratch = np.empty(chunk_bytes, dtype=np.uint8)
         before = 0
-        for group in groups:
+        for group in read_from(groups):
             after = before + len(group.at)
             here = slice(*np.searchsorted(chunk_of, [before, after]).tolist())
             chunks = chunk_of[here] - before
             written = group.at[chunks] != 0
             for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
                 block[begin // stride : (begin + size) // stride] = self._fill
-            if (
-                blosc.getitems(
+            with decoding():
+                bad = blosc.getitems(
                     function,
                     group.at,
                     group.sizes,
@@ -252,8 +254,7 @@ class ChunkedArray:
                     scratch,
                     out,
                 )
-                >= 0
-            ):
+            if bad >= 0:
                 return False
             before = after
         return True
@@ -283,7 +284,7 @@ class ChunkedArray:
         shape = (self._chunk_shape[0], width)
         # Where all of a chunk is wanted, it is decoded straight into the block.
         in_place = self._in_place(block, width)
-        stored = self._source.read(numbers)
+        stored = read_from(self._source.read(numbers))
         for i in range(len(numbers)):
             row, across = divmod(i, n_across)
             wanted = pieces[groups[row] : groups[row + 1]]
@@ -298,7 +299,8 @@ class ChunkedArray:
                     chunk = None
                 else:
                     into = None if place is None else place.reshape(-1).view(np.uint8)
-                    chunk = self._chain.decode(data, shape=shape, skipped=skipped, rows=(low, high), into=into)
+                    with decoding():
+                        chunk = self._chain.decode(data, shape=shape, skipped=skipped, rows=(low, high), into=into)
             # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
             except Exception as error:
                 start = int(grid_rows[row]) * self._chunk_shape[0]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
+from dasksc.storage.clock import reading
 from dasksc.storage.reach import Reached
 from dasksc.storage.runs import locate, merge
 
@@ -100,10 +101,12 @@ class SlicedArray:
         start, stop = runs[0][0], runs[-1][1]
         try:
             if len(runs) == 1:
-                read(start, stop, into=into)
+                with reading():  # and decoding, which the library does not tell apart
+                    read(start, stop, into=into)
             else:
                 whole = np.empty((stop - start, *self.shape[1:]), into.dtype)
-                read(start, stop, into=whole)
+                with reading():
+                    read(start, stop, into=whole)
                 np.concatenate([whole[a - start : b - start] for a, b in runs], out=into)
         # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
         except Exception as error:

@@ -22,7 +22,9 @@ from typing import Any
 import distributed
 from distributed.diagnostics.plugin import WorkerPlugin
 
+from dasksc.window import metrics
 from dasksc.window.local import Timed
+from dasksc.window.reporting import runs_here
 
 __all__ = ["ClusterRunner"]
 
@@ -46,6 +48,10 @@ class Carrier(WorkerPlugin):
 
     def __reduce__(self) -> tuple[type[Carrier], tuple[Callable[[Any], Any]]]:
         return Carrier, (self._task,)
+
+    def setup(self, worker: object) -> None:
+        """Show at the worker's ``/metrics`` what its fetches do."""
+        metrics.export()
 
     def run(self, argument: Any) -> Timed:
         """Run one fetch."""
@@ -102,6 +108,7 @@ class ClusterRunner:
         self._arriving: set[int] = set()
         self._closed = False
         self._direct: asyncio.Task[bool] | None = None
+        self.transfer_s = 0.0
         if self._in_process:
             _carriers[self._token] = Carrier(task)
         else:
@@ -134,7 +141,7 @@ class ClusterRunner:
         if self._client.status == "closed" or not loop.is_running():
             return
         closing = asyncio.run_coroutine_threadsafe(self._close(pending, carrier, exiting=exiting), loop)
-        if wait_s > 0 and not _runs_here(loop):
+        if wait_s > 0 and not runs_here(loop):
             try:
                 closing.result(min(wait_s, _CLOSE_S))
             except concurrent.futures.CancelledError:
@@ -149,7 +156,9 @@ class ClusterRunner:
             if self._closed:
                 return 0.0, None
             self._arriving.add(k)
+            start = perf_counter()
             timed: Timed = await self._client.gather(future, direct=await self._reachable())
+            self.transfer_s += perf_counter() - start
             if isinstance(timed[1], Stray) and not self._closed:
                 raise RuntimeError(f"a worker has lost the task of {self._name}")
             return timed
@@ -225,13 +234,6 @@ def _send(client: Any, token: str, carrier: Carrier) -> None:
 def _loop(client: Any) -> asyncio.AbstractEventLoop:
     loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
     return loop
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 # What was found out about a Client's workers, so that it is looked into, and said, once.

@@ -113,6 +113,7 @@ class _LocalRunner:
     """What both runners do with one fetch."""
 
     needs_executors = False
+    transfer_s = 0.0
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any]) -> None:
         self._name = name
