@@ -21,6 +21,7 @@ __all__ = ["FiguresHandler", "Loader", "LoaderPage", "PageHandler", "page_of"]
 _NAME = "dasksc-loader-page"
 # Reports that are kept to draw a line through; and loaders of one Client, of which the oldest makes room.
 _N_KEPT = 90
+_SHORT_S = 0.2  # too short for a rate
 _N_LOADERS = 32
 
 
@@ -48,7 +49,7 @@ class Loader:
         if (figures["epoch"], figures["n_batches_before"]) != (before["epoch"], before["n_batches_before"]):
             before = dict.fromkeys(before, 0)
         rows, clock_s, waited_s = (figures[name] - before[name] for name in ("n_rows", "clock_s", "waited_s"))
-        if clock_s > 0:
+        if clock_s > _SHORT_S:
             self.recent.append((rows / clock_s, min(1.0, max(0.0, waited_s / clock_s))))
         self.figures, self.at = figures, at
 

@@ -1,4 +1,4 @@
-"""What a rank tells the loader page of its scheduler's dashboard, about once a second.
+"""What a rank tells the loader page of its scheduler's dashboard: about once a second, and at the end of an epoch.
 
 The figures are taken and sent by the Client's own event loop: an epoch never waits for them. The
 page (`dasksc.dashboard`) is asked for first, and a scheduler that has none is asked again now and then.
@@ -10,7 +10,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from dasksc import config
@@ -22,8 +25,8 @@ logger = logging.getLogger(__name__)
 # In the scheduler's metadata, where a page is; and the operation that it adds to the scheduler's.
 ASKED_FOR = "dasksc-loader-page"
 OPERATION = "dasksc_report"
-# Reports between two questions for a page that is not there.
-_PATIENCE = 5
+# Between two questions for a page that was not there.
+_PATIENCE_S = 5.0
 # To wait for the last report, so that it is not lost when the process ends.
 _LAST_WORD_S = 1.0
 
@@ -57,9 +60,25 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
                 concurrent.futures.wait([running], _LAST_WORD_S)
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of a Client's scheduler: whether it has a page, and, on the loop's clock, since when.
+
+    `told_at` is when each loader was last reported.
+    """
+
+    has_page: bool = False
+    asked_at: float = -math.inf
+    told_at: dict[str, float] = field(default_factory=dict)
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
+
 class _Reporter:
     def __init__(self, client: Any, figures: Callable[[], dict[str, Any]], interval_s: float) -> None:
         self._client = client
+        self._known = _known.setdefault(client, _Known())
         self._figures = figures
         self._interval_s = interval_s
         self.ended = asyncio.Event()
@@ -67,22 +86,26 @@ class _Reporter:
 
     async def run(self) -> None:
         """Report until the end has been reported, or the Client closes."""
-        has_page, n_asked = False, 0
+        known, clock = self._known, asyncio.get_running_loop().time
+        key = self._figures()["key"]
         while self._client.status not in ("closing", "closed"):
+            wait_s = known.told_at.get(key, -math.inf) + self._interval_s - clock()
+            if wait_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.ended.wait(), wait_s)
             is_last = self.ended.is_set()
+            known.told_at[key] = clock()
             try:
-                if not has_page and (n_asked % _PATIENCE == 0 or is_last):
-                    has_page = await self._client.scheduler.get_metadata(keys=[ASKED_FOR], default=False)
-                n_asked += 1
-                if has_page:
-                    has_page = await self._report(is_last)
+                if not known.has_page and clock() - known.asked_at >= _PATIENCE_S:
+                    known.asked_at = clock()
+                    known.has_page = await self._client.scheduler.get_metadata(keys=[ASKED_FOR], default=False)
+                if known.has_page:
+                    known.has_page = await self._report(is_last)
             except OSError as error:  # no connection: the epoch itself says so, if it needs one
-                has_page = False
+                known.has_page = False
                 logger.debug("The loader page was not told: %s", error)
             if is_last:
                 return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ended.wait(), self._interval_s)
 
     async def _report(self, is_last: bool) -> bool:
         figures = self.final if is_last else self._figures()
