@@ -26,6 +26,7 @@ CONDA_NAMES = {
     "blosc2": ["python-blosc2"],
     "matplotlib": ["matplotlib-base"],
     "dask": ["dask", "distributed"],
+    "prometheus-client": ["prometheus_client"],
 }
 
 

@@ -21,7 +21,7 @@ __all__ = ["FiguresHandler", "Loader", "LoaderPage", "PageHandler", "page_of"]
 _NAME = "dasksc-loader-page"
 # Reports that are kept to draw a line through; and loaders of one Client, of which the oldest makes room.
 _N_KEPT = 90
-_SHORT_S = 0.2  # too short for a rate
+_SHORT_S = 0.01  # too short for a rate
 _N_LOADERS = 32
 
 
