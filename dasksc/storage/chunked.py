@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +15,8 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
-from dasksc.storage import memory
+from dasksc.storage import clock, memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
-from dasksc.storage.clock import decoding, read_from, reading
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
@@ -222,7 +222,7 @@ class ChunkedArray:
         if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
             return False
         numbers, chunk_of = np.unique(rows, return_inverse=True)
-        with reading():
+        with clock.reading():
             groups = self._source.mapped(numbers)
         if groups is None:
             return False
@@ -234,14 +234,14 @@ class ChunkedArray:
         out = block.reshape(-1).view(np.uint8)
         scratch = np.empty(chunk_bytes, dtype=np.uint8)
         before = 0
-        for group in read_from(groups):
+        for group in clock.read_from(groups):
             after = before + len(group.at)
             here = slice(*np.searchsorted(chunk_of, [before, after]).tolist())
             chunks = chunk_of[here] - before
             written = group.at[chunks] != 0
             for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
                 block[begin // stride : (begin + size) // stride] = self._fill
-            with decoding():
+            with clock.decoding():
                 bad = blosc.getitems(
                     function,
                     group.at,
@@ -284,7 +284,8 @@ class ChunkedArray:
         shape = (self._chunk_shape[0], width)
         # Where all of a chunk is wanted, it is decoded straight into the block.
         in_place = self._in_place(block, width)
-        stored = read_from(self._source.read(numbers))
+        stored = self._source.read(numbers)
+        spent = clock.here()
         for i in range(len(numbers)):
             row, across = divmod(i, n_across)
             wanted = pieces[groups[row] : groups[row + 1]]
@@ -294,13 +295,16 @@ class ChunkedArray:
             left = across * width
             right = min(left + width, block.shape[1])
             try:
+                begun = perf_counter()
                 data, skipped = next(stored)
+                got = perf_counter()
+                spent.read_s += got - begun
                 if data is None:
                     chunk = None
                 else:
                     into = None if place is None else place.reshape(-1).view(np.uint8)
-                    with decoding():
-                        chunk = self._chain.decode(data, shape=shape, skipped=skipped, rows=(low, high), into=into)
+                    chunk = self._chain.decode(data, shape=shape, skipped=skipped, rows=(low, high), into=into)
+                    spent.decode_s += perf_counter() - got
             # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
             except Exception as error:
                 start = int(grid_rows[row]) * self._chunk_shape[0]
