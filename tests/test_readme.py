@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -24,20 +25,21 @@ def blocks(page: Path, language: str) -> list[re.Match[str]]:
     return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
 
 
-def test_its_programs_run_from_top_to_bottom(tmp_path):
-    make_atlas(tmp_path / "atlas.h5ad", 2_000, 300)
-    text = (ROOT / "README.md").read_text()
-    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the README's
-    assert blocks(ROOT / "README.md", "python")
+def run_programs(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the programs of a page from top to bottom, in a folder with an atlas."""
+    make_atlas(folder / "atlas.h5ad", 2_000, 300)
+    text = page.read_text()
+    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the page's
+    assert blocks(page, "python")
     lines = program.split("\n")
-    for block in blocks(ROOT / "README.md", "python"):
+    for block in blocks(page, "python"):
         first = text.count("\n", 0, block.start(2))
         code = block[2].split("\n")
         lines[first : first + len(code)] = code
-    (tmp_path / "README.py").write_text("\n".join(lines))
+    (folder / f"{page.stem}.py").write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, "README.py"],
-        cwd=tmp_path,
+        [sys.executable, f"{page.stem}.py"],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -45,8 +47,23 @@ def test_its_programs_run_from_top_to_bottom(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+    return done
+
+
+def test_its_programs_run_from_top_to_bottom(tmp_path):
+    done = run_programs(ROOT / "README.md", tmp_path)
     assert "sparse_csr torch.Size([64, 100])" in done.stdout
     assert "watch at http" in done.stdout
+
+
+def test_the_programs_on_watching_run_and_show_figures(tmp_path):
+    done = run_programs(ROOT / "docs" / "watching.md", tmp_path)
+    assert "cells/s, waited" in done.stderr  # the progress bar
+    assert re.search(r"^4 fetches took", done.stdout, re.MULTILINE)
+    assert re.search(r"watch at http://\S+/loader$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "epoch.html").stat().st_size > 10_000
+    if importlib.util.find_spec("prometheus_client") is not None:
+        assert 'dasksc_loader_wait_share{dataset="atlas"' in done.stdout
 
 
 def test_the_ten_lines_are_ten():
@@ -75,7 +92,7 @@ def shell_lines() -> list[str]:
 @pytest.mark.parametrize("line", shell_lines())
 def test_shell_commands_name_what_is_there(line):
     words = shlex.split(line)
-    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd"}
+    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd", "dask"}
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
