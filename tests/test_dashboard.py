@@ -19,6 +19,7 @@ from typing import Any
 import dask
 import distributed
 import pytest
+import torch.utils.data
 from make_atlas import make_atlas
 
 import dasksc
@@ -237,6 +238,39 @@ def test_a_scheduler_of_the_command_line_preloads_the_page(tmp_path, atlas):
     finally:
         process.terminate()
         process.wait()
+
+
+def test_dataloader_workers_are_rows_of_their_own_and_go_when_they_end(atlas):
+    with (
+        distributed.LocalCluster(
+            n_workers=1, processes=False, protocol="tcp://", host="127.0.0.1", dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        dashboard.install(client)
+        data = dataset(atlas, client)
+        loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+        batches = iter(loader)
+        n_rows = len(next(batches))  # the workers wait until more is taken
+        assert eventually(lambda: len(loaders(cluster)) == 2)
+        reports = loaders(cluster)
+        assert [report["worker"] for report in reports] == [0, 1]
+        assert len({report["pid"] for report in reports} | {os.getpid()}) == 3
+        assert sum(report["n_batches"] + report["n_batches_left"] for report in reports) == len(data)
+        assert n_rows + sum(len(batch) for batch in batches) == 2_000
+        del batches
+        assert eventually(lambda: loaders(cluster) == [])
+
+
+def test_an_epoch_outlives_a_page_that_fails(cluster, client, atlas, caplog):
+    dashboard.install(client)
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("the page is broken")
+
+    cluster.scheduler.handlers[reporting.OPERATION] = fail
+    assert sum(len(batch) for batch in dataset(atlas, client)) == 2_000
+    assert loaders(cluster) == []
 
 
 # What the scheduler keeps
