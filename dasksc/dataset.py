@@ -254,8 +254,8 @@ class scDataset(IterableDataset[Any]):
         mmap: bool,
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
-        if isinstance(data, str | os.PathLike):
-            self._name = Path(data).stem
+        if isinstance(data, str | os.PathLike) or collections.is_several(data):
+            self._name = Path(data).stem if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
             wanted = list(names["obs"])
             label_key = getattr(self.strategy, "label_key", None)
             if label_key is not None and label_key not in wanted:

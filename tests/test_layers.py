@@ -28,6 +28,7 @@ ROOMS = [
     "progress",
     "storage",
     "lazy",
+    "concat",
     "collection",
     "window",
     "batch",
@@ -50,13 +51,13 @@ LIBRARIES = {
     "zarr": ({"storage", "collection", "convert"}, set()),
     "numcodecs": ({"storage"}, set()),
     "anndata": (
-        {"collection", "dataset", "convert", "cli"},
+        {"concat", "collection", "dataset", "convert", "cli"},
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
     "distributed": ({"dashboard"}, {"window", "dataset", "experimental"}),
     "dask": (
-        {"config", "lazy", "collection", "window", "batch", "dataset", "experimental", "dashboard", "cli"},
+        {"config", "lazy", "concat", "collection", "window", "batch", "dataset", "experimental", "dashboard", "cli"},
         set(),
     ),
 }
