@@ -124,8 +124,8 @@ def test_several_are_what_anndata_makes_of_them(
         values = dense(expected.X if some is None else expected[:, some].X)
         seen = []
         for batch in dataset:
-            np.testing.assert_array_equal(batch.X.numpy(), values[batch.index].astype(batch.X.numpy().dtype))
-            np.testing.assert_array_equal(batch.obs["n"], expected.obs["n"].to_numpy()[batch.index])
+            np.testing.assert_array_equal(batch.X.numpy(), values[batch.index.numpy()].astype(batch.X.numpy().dtype))
+            np.testing.assert_array_equal(batch.obs["n"], expected.obs["n"].to_numpy()[batch.index.numpy()])
             seen.append(batch.index)
         assert sorted(torch.cat(seen).tolist()) == list(range(n_obs))
 
