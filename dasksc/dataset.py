@@ -458,6 +458,16 @@ class scDataset(IterableDataset[Any]):
         """Batches this rank yields in a whole epoch."""
         return self._plan_of(self._settle(), epoch=0).n_batches
 
+    @property
+    def n_batches_left(self) -> int:
+        """Batches this rank yields in the next iteration: of a whole epoch, or what `load_state_dict` left of one."""
+        epoch = self._counter.peek()
+        if self._resume is None or self._resume[0] != epoch:
+            return len(self)
+        world = self._settle()
+        consumed, n_done = self._split(self._resume[1], world)
+        return self._plan_of(world, epoch, consumed).n_batches - n_done
+
     # --- Ranks and epochs -----------------------------------------------------------------------------
 
     def _settle(self) -> World:
@@ -666,7 +676,10 @@ class scDataset(IterableDataset[Any]):
         if resume[0] != epoch:
             logger.warning("the state that was loaded is of epoch %d; epoch %d begins at its start", resume[0], epoch)
             return (), 0
-        consumed = resume[1]
+        return self._split(resume[1], world)
+
+    def _split(self, consumed: tuple[Stretch, ...], world: World) -> tuple[tuple[Stretch, ...], int]:
+        """Part the stretches that were read in other ways from the batches read in this one."""
         if consumed and self._goes_on(consumed[-1], world):
             return consumed[:-1], consumed[-1].n_batches
         return consumed, 0
