@@ -232,6 +232,8 @@ class scDataset(IterableDataset[Any]):
         # Epoch and stretches read of it: where this process is, and where it is to go on.
         self._place: tuple[int, tuple[Stretch, ...]] | None = None
         self._resume: tuple[int, tuple[Stretch, ...]] | None = None
+        # The epoch whose end a DataLoader worker has reached, while others may be in the middle of it.
+        self._ended: int | None = None
         self._lock = threading.Lock()
         self._stats = EpochStats()
         self._recycling: memory.Recycling | None = None
@@ -615,8 +617,12 @@ class scDataset(IterableDataset[Any]):
         # Agreed on or not, the seed is the one that the state's batches came from.
         self._seed, self._seed_is_given = int(state["seed"]), True
         self.__dict__.pop("fingerprint", None)
-        self._place = self._resume = (int(state["epoch"]), consumed)
-        self._counter.set(int(state["epoch"]))
+        epoch = int(state["epoch"])
+        self._place = self._resume = (epoch, consumed)
+        if worker is None:
+            self._counter.set(epoch)
+        else:
+            self._counter.resume(worker.seed - worker.id, worker.id, worker.num_workers, epoch)
 
     def _goes_on(self, stretch: Stretch, world: World) -> bool:
         """Whether a stretch was read as this data set reads, so that its next batch is simply the next."""
@@ -626,6 +632,11 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        if self._ended is not None:
+            self._place, self._ended = (self._ended + 1, ()), None
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         # A generator: nothing is settled, and no epoch bound, before the first batch is asked for.
         world = self._check_world()
         worker = get_worker_info()
@@ -645,21 +656,20 @@ class scDataset(IterableDataset[Any]):
         n_batches = _n_batches(plan, ks) - n_done
         batches = self._batches(plan, ks, n_done, world, n_workers)
         self._stats = stats = EpochStats(plan, n_done)
+        if worker is not None:
+            self._place = epoch, (*consumed, self._stretch(world, n_done))
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
                     bar.update()
-                    stretch = Stretch(
-                        world_size=world.world_size,
-                        batch_size=self.batch_size,
-                        fetch_factor=self.fetch_factor,
-                        n_batches=n_done + stats.n_batches,
-                    )
-                    self._place = epoch, (*consumed, stretch)
+                    self._place = epoch, (*consumed, self._stretch(world, n_done + stats.n_batches))
                     yield batch
                     if stats.n_batches == 1 and agreement is not None:
                         agreement.go_on(iteration, 1)
-            self._place = epoch + 1, ()
+            if worker is None:
+                self._place = epoch + 1, ()
+            else:
+                self._ended = epoch
         finally:
             batches.close()
             if agreement is not None:
@@ -667,6 +677,14 @@ class scDataset(IterableDataset[Any]):
                     agreement.leave(iteration, stats.n_batches)
                 else:
                     agreement.finish(iteration)
+
+    def _stretch(self, world: World, n_batches: int) -> Stretch:
+        return Stretch(
+            world_size=world.world_size,
+            batch_size=self.batch_size,
+            fetch_factor=self.fetch_factor,
+            n_batches=n_batches,
+        )
 
     def _resumed(self, epoch: int, world: World) -> tuple[tuple[Stretch, ...], int]:
         """Return what was read of an epoch in other ways, and how many batches in this one."""

@@ -80,6 +80,27 @@ class EpochCounter:
             state["next"] = epoch + 1
             return epoch
 
+    def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
+        """Make a DataLoader worker, and those of the same pass, go on with `epoch` when they `join`.
+
+        The pass after it reads the next epoch, whether or not this one has been asked for a batch by then.
+
+        Parameters
+        ----------
+        base_seed, worker, n_workers
+            As for `join`.
+        epoch
+            Which epoch the pass was reading.
+        """
+        with self._locked() as state:
+            for known in reversed(state["passes"]):
+                if known["seed"] == base_seed and known["of"] == n_workers:
+                    if known["epoch"] == epoch and worker not in known["workers"]:
+                        return
+                    break
+            state["next"] = epoch + 1
+            _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": []})
+
     def join(self, base_seed: int, worker: int, n_workers: int) -> int:
         """Return the epoch that a DataLoader worker reads, beginning one if it is the first to ask.
 
@@ -99,9 +120,13 @@ class EpochCounter:
                     break
             epoch = int(state["next"])
             state["next"] = epoch + 1
-            state["passes"].append({"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
-            del state["passes"][:-_REMEMBERED_PASSES]
+            _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
             return epoch
+
+
+def _append(state: dict[str, Any], one_pass: dict[str, Any]) -> None:
+    state["passes"].append(one_pass)
+    del state["passes"][:-_REMEMBERED_PASSES]
 
 
 def _remove(path: str, pid: int) -> None:

@@ -73,3 +73,24 @@ def test_the_file_goes_with_the_interpreter(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(tmp_path))
     assert not list(tmp_path.glob("dasksc-epoch-*"))
+
+
+def test_workers_that_go_on_with_a_pass_read_its_epoch_and_the_pass_after_it_the_next():
+    counter = EpochCounter()
+    counter.set(9)
+    for worker in range(2):
+        counter.resume(1234, worker, 2, epoch=4)
+    # Whether or not the resumed workers have begun.
+    assert counter.join(99, 0, 2) == 5
+    assert [counter.join(1234, worker, 2) for worker in range(2)] == [4, 4]
+    assert counter.join(99, 1, 2) == 5
+    assert counter.peek() == 6
+
+
+def test_a_pass_can_be_gone_on_with_again():
+    counter = EpochCounter()
+    for epoch in (4, 4, 7):
+        for worker in range(2):
+            counter.resume(1234, worker, 2, epoch=epoch)
+        assert [counter.join(1234, worker, 2) for worker in range(2)] == [epoch, epoch]
+        assert counter.peek() == epoch + 1

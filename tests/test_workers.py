@@ -76,6 +76,31 @@ def test_the_set_of_batches_does_not_depend_on_the_number_of_workers(path, epoch
     assert sorted(rows(loader)) == sorted(epochs[1])
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(0, None), (2, 1), (2, 8)])
+def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, prefetch_factor, layout):
+    loader = DataLoader(
+        dataset(path, layout=layout),
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=True,
+    )
+    for epoch in epochs[:2]:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        assert sorted(rows(batches)) == sorted(epoch)
+        assert {type(batch).__name__ for batch in batches} == {"Batch"}
+        assert all(batch.X.is_pinned() == torch.cuda.is_available() for batch in batches if layout == "dense")
+
+
+def test_batches_handed_over_as_they_come_are_the_same_ones(path, epochs):
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=3, in_order=False)
+    assert sorted(rows(loader)) == sorted(epochs[0])
+    assert sorted(rows(loader)) == sorted(epochs[1])
+
+
 def test_more_workers_than_fetches_leave_some_idle(path):
     one = dataset(path, fetch_factor=16)
     loader = DataLoader(one, batch_size=None, num_workers=4)
