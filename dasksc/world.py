@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,7 +135,17 @@ def _local_size(environment: Mapping[str, str], world_size: int) -> int:
             return max(1, min(int(environment[name]), world_size))
         except (KeyError, ValueError):
             continue
+    if "SLURM_STEP_TASKS_PER_NODE" in environment:
+        return min(_slurm_tasks_here(environment), world_size)
     return world_size if environment.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
+
+
+def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """Return how many tasks of an srun step this node has: of "2(x3),1", two on each of three nodes, then one."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+    per_node = [int(n) for n, n_nodes in counts for _ in range(int(n_nodes or 1))]
+    node = int(environment.get("SLURM_NODEID", 0))
+    return per_node[node] if node < len(per_node) else 1
 
 
 _ordinals = itertools.count()

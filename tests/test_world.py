@@ -9,7 +9,8 @@ from dasksc import InputError, World
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
-    *("MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_NTASKS_PER_NODE", "MASTER_ADDR"),
+    *("MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"),
+    *("SLURM_NODEID", "MASTER_ADDR"),
 )
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
@@ -41,6 +42,10 @@ def bare(monkeypatch):
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}, 1, 2, 1),
         # srun.
         (SLURM, 3, 4, 1),
+        # srun says how many tasks are on which node, whether or not it was told.
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, 3, 4, 4),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "1"}, 3, 4, 1),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "2"}, 3, 4, 2),
         # One task of an sbatch script: no rank of anything.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 0, 1, 1),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 0, 1, 1),
