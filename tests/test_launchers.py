@@ -9,13 +9,17 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from make_atlas import make_atlas
 
+import dasksc
+from tests.data import make_adata, write_store
 from tests.programs.with_slurm import cluster, free_ports, missing
+from tests.test_ddp import torchrun
 
 ROOT = Path(__file__).parents[1]
 LAUNCHED = ROOT / "tests" / "programs" / "launched.py"
@@ -117,6 +121,56 @@ def test_the_cluster_takes_its_daemons_with_it():
     assert not Path(folder).exists()
     running = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if _readable(file)]
     assert not [command for command in running if folder.encode() in command]
+
+
+def test_deepspeed_trains_two_ranks_and_goes_on_from_its_checkpoint(tmp_path):
+    pytest.importorskip("deepspeed")
+    path = write_store(make_adata(60), tmp_path, "h5ad")
+    torchrun(2, "deepspeed_program.py", path, tmp_path)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert sorted(chain(*chain(*(rank["seen"] for rank in ranks)))) == list(range(60))
+    assert [rank["rest"] for rank in ranks] == [rank["seen"][2:] for rank in ranks]
+
+
+class Repeating:
+    """A loader that begins again, as DeepSpeed's `RepeatingLoader` does: nobody ever says which epoch it is."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["as DeepSpeed does", "DeepSpeed's"])
+def test_a_loader_repeated_without_a_word_reads_new_epochs(real, recwarn):
+    # DeepSpeed warns of torch's deprecations as it is imported, so nothing is an error here.
+    repeating = pytest.importorskip("deepspeed.runtime.dataloader").RepeatingLoader if real else Repeating
+    dataset = dasksc.scDataset(np.arange(40), dasksc.BlockShuffling(4), batch_size=10, seed=0)
+    batches = [batch.tolist() for batch in islice(repeating(dataset), 12)]
+    epochs = [list(chain(*batches[i : i + 4])) for i in (0, 4, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(40))] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path):
+    # Horovod itself has no wheels; what is faked is its module, and what horovodrun sets is set here.
+    program = ROOT / "tests" / "programs" / "horovod_program.py"
+    for rank in range(2):
+        told = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank)}
+        run([sys.executable, program, tmp_path], os.environ | told | {"HOROVOD_LOCAL_SIZE": "2"})
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for epoch in range(2):
+        assert sorted(chain(*(rank[epoch] for rank in ranks))) == list(range(104))
+    assert ranks[0][0] != ranks[0][1]
 
 
 def _readable(file: Path) -> bool:

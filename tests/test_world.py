@@ -7,7 +7,7 @@ import pytest
 from dasksc import InputError, World
 
 LAUNCHER_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
     *("MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"),
     *("SLURM_NODEID", "MASTER_ADDR"),
@@ -29,6 +29,8 @@ def bare(monkeypatch):
         ({}, 0, 1, 1),
         # torchrun, two nodes of two.
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 3, 4, 2),
+        # deepspeed, whose launcher has its own name for it.
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, 3, 4, 2),
         # Half of what torchrun sets is not torchrun.
         ({"RANK": "3"}, 0, 1, 1),
         # mpirun of Open MPI.
