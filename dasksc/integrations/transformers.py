@@ -43,6 +43,8 @@ class scTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Labels are among obs, so a model that returns a loss needs no argument called labels.
+        self.can_return_loss = True
         self.add_callback(_SaveState(self))
 
     def get_train_dataloader(self) -> Any:
