@@ -2,6 +2,9 @@
 """Train with Hugging Face Accelerate: the data set is not prepared, as it shares itself among the processes.
 
     accelerate launch train_accelerate.py atlas.h5ad
+
+or
+
     torchrun --nproc_per_node=2 train_accelerate.py atlas.h5ad
 """
 
@@ -27,7 +30,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the folder")
     args = parser.parse_args()
 
-    accelerator = Accelerator()
+    # Without GPUs it counts one process, unless it is told of the CPU.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     adata = dasksc.open(args.atlas, obs=[args.label])
     balanced = dasksc.ClassBalancedSampling(label_key=args.label)
     dataset = dasksc.scDataset(adata, balanced, 64, obs=[args.label], seed=0)
@@ -51,7 +55,9 @@ def main() -> None:
             sums += torch.stack([right, torch.full_like(right, len(batch.X))])
         accelerator.save_state(str(args.folder))
         right, n_cells = accelerator.reduce(sums).tolist()
-        accelerator.print(f"{n_cells:.0f} cells on {accelerator.num_processes} processes: accuracy {right / n_cells:.1%}")
+        accelerator.print(
+            f"{n_cells:.0f} cells on {accelerator.num_processes} processes: accuracy {right / n_cells:.1%}"
+        )
     accelerator.end_training()
 
 

@@ -2,6 +2,9 @@
 """Train with Hugging Face's Trainer, on any number of processes; go on from its latest checkpoint.
 
     torchrun --nproc_per_node=2 train_transformers.py atlas.h5ad
+
+and on from there:
+
     torchrun --nproc_per_node=2 train_transformers.py atlas.h5ad --resume
 """
 

@@ -136,9 +136,7 @@ def test_train_transformers_learns_on_two_processes_and_goes_on(atlas, tmp_path)
     pytest.importorskip("accelerate")
     program = (*TORCHRUN, EXAMPLES / "train_transformers.py", atlas, "--folder", tmp_path / "saved")
     steps, first = re.search(r"(\d+) steps: held-out loss ([\d.]+)", run(*program)).groups()
-    again, second = re.search(
-        r"(\d+) steps: held-out loss ([\d.]+)", run(*program, "--epochs", 2, "--resume")
-    ).groups()
+    again, second = re.search(r"(\d+) steps: held-out loss ([\d.]+)", run(*program, "--epochs", 2, "--resume")).groups()
     assert int(again) == 2 * int(steps)
     assert float(second) < float(first)
 

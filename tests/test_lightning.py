@@ -141,7 +141,9 @@ def test_a_module_of_pytorch_lightning_is_served_as_well(path, tmp_path):
             return torch.optim.SGD(self.parameters(), lr=1e-6)
 
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    one = other.Trainer(accelerator="cpu", default_root_dir=tmp_path, max_epochs=1, enable_model_summary=False, **options)
+    one = other.Trainer(
+        accelerator="cpu", default_root_dir=tmp_path, max_epochs=1, enable_model_summary=False, **options
+    )
     one.fit(Model(), datamodule=OtherDataModule(path, 8, train=BlockShuffling(4, indices=TRAINING), obs=["flag"]))
     assert sorted(seen) == TRAINING.tolist()
 
@@ -172,7 +174,8 @@ def test_from_the_end_of_an_epoch_training_goes_on_with_the_next(path, tmp_path)
 def test_epochs_cut_short_by_lightning_are_gone_on_with_as_it_would(path, tmp_path):
     unbroken = Recorder()
     options = {"limit_train_batches": 4, "max_epochs": 3}
-    trainer(tmp_path, callbacks=[every_step(tmp_path)], enable_checkpointing=True, **options).fit(unbroken, module(path))
+    saving = {"callbacks": [every_step(tmp_path)], "enable_checkpointing": True}
+    trainer(tmp_path, **saving, **options).fit(unbroken, module(path))
     assert len(unbroken.seen["train"]) == 12
     for step in (3, 4, 5, 8):
         again = Recorder()

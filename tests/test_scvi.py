@@ -11,7 +11,8 @@ import torch
 import dasksc
 from dasksc import InputError
 
-scvi = pytest.importorskip("scvi")
+pytest.importorskip("scvi")
+import scvi
 
 from dasksc.integrations.scvi import SCVIDataModule
 
@@ -67,7 +68,11 @@ def test_batches_have_the_keys_and_values_of_scvis_own(adata, path):
     ours = next(iter(data.inference_dataloader(batch_size=N_OBS)))
     whole = adata.copy()
     scvi.model.SCVI.setup_anndata(
-        whole, batch_key="donor", labels_key="type", categorical_covariate_keys=["sex"], continuous_covariate_keys=["age"]
+        whole,
+        batch_key="donor",
+        labels_key="type",
+        categorical_covariate_keys=["sex"],
+        continuous_covariate_keys=["age"],
     )
     model = scvi.model.SCVI(whole)
     theirs = next(iter(model._make_data_loader(whole, batch_size=N_OBS)))

@@ -113,7 +113,7 @@ class DataModule:
 
     def _make(self, name: str) -> scDataset:
         options = self._options if name == "train" else {**self._options, "drop_last": False, "equal_ranks": False}
-        ranks = self._ranks or {}
+        ranks: dict[str, Any] = self._ranks or {}
         return scDataset(self._data_collection, self._strategies[name], self._batch_size, **options, **ranks)
 
     # --- What Lightning calls -------------------------------------------------------------------------

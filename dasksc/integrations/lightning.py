@@ -16,5 +16,5 @@ from dasksc.integrations.data_module import DataModule
 __all__ = ["scDataModule"]
 
 
-class scDataModule(DataModule, LightningDataModule):
+class scDataModule(DataModule, LightningDataModule):  # noqa: D101 - documented in DataModule
     __doc__ = DataModule.__doc__

@@ -1,6 +1,7 @@
 """A `LightningDataModule` of one atlas, for trainers of the package ``pytorch_lightning``.
 
-Needs ``pip install pytorch-lightning``. It is what `dasksc.integrations.lightning` has, on the other package's base class.
+Needs ``pip install pytorch-lightning``.
+It is what `dasksc.integrations.lightning` has, on the other package's base class.
 """
 
 from __future__ import annotations
@@ -15,5 +16,5 @@ from dasksc.integrations.data_module import DataModule
 __all__ = ["scDataModule"]
 
 
-class scDataModule(DataModule, LightningDataModule):
+class scDataModule(DataModule, LightningDataModule):  # noqa: D101 - documented in DataModule
     __doc__ = DataModule.__doc__

@@ -33,7 +33,9 @@ def start() -> tuple[deepspeed.DeepSpeedEngine, dasksc.scDataset]:
     return engine, dataset
 
 
-def train(engine: deepspeed.DeepSpeedEngine, dataset: dasksc.scDataset, save_after: int | None = None) -> list[list[int]]:
+def train(
+    engine: deepspeed.DeepSpeedEngine, dataset: dasksc.scDataset, save_after: int | None = None
+) -> list[list[int]]:
     """What is left of an epoch."""
     seen = []
     for batch in dataset:
