@@ -44,6 +44,8 @@ from dasksc.world import Agreement, World
 
 if TYPE_CHECKING:
     from distributed import Client
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["scDataset"]
 
@@ -132,6 +134,10 @@ class scDataset(IterableDataset[Any]):
         Whether batches are put in page-locked memory.
     progress
         Show a progress bar (needs tqdm).
+    group
+        The processes that share every epoch, where they are not all: a ``torch.distributed`` process group,
+        or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
+        that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
 
     Attributes
     ----------
@@ -178,6 +184,7 @@ class scDataset(IterableDataset[Any]):
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         progress: bool = False,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.strategy = strategy
@@ -216,7 +223,7 @@ class scDataset(IterableDataset[Any]):
         self._adopt(data_collection, names, genes, layout, dtype, given, mmap)
         self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
 
-        self._given_world = (rank, world_size)
+        self._given_world: tuple[int | None, int | None, Any] = (rank, world_size, group)
         if fetch_factor is None:
             fetch_factor = self._fitting_fetch_factor()
         self.fetch_factor = _whole("fetch_factor", fetch_factor)
@@ -235,10 +242,10 @@ class scDataset(IterableDataset[Any]):
         self._lock = threading.Lock()
         self._stats = EpochStats()
         self._recycling: memory.Recycling | None = None
-        found = World.detect(rank, world_size)
+        found = World.detect(*self._given_world)
         self._plan_of(found, epoch=0)  # refuse sizes that do not fit
         # A world of one may yet become a larger one: the process group can be initialised later.
-        if found.world_size > 1 and (self._seed_is_given or found.source == "torch.distributed"):
+        if found.world_size > 1 and (self._seed_is_given or Agreement.is_possible()):
             self._settle()
 
     # --- The collection -----------------------------------------------------------------------------
@@ -870,8 +877,11 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        world = self._settle()
         state = self.__dict__.copy()
+        if self._given_world[2] is not None:
+            # A process group stays where it was made; what it said of this rank goes along.
+            state["_given_world"] = (world.rank, world.world_size, None)
         for name in ("_lock", "_agreement", "_stats"):
             del state[name]
         state["_recycling"] = None

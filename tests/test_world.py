@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from dasksc import InputError, World
@@ -79,3 +83,46 @@ def test_a_rank_beyond_the_world_names_where_it_came_from(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match=r"rank=4 and world_size=4 \(from RANK/WORLD_SIZE\)"):
         World.detect()
+
+
+def faked(module: str, **members: object) -> SimpleNamespace:
+    """A stand-in for a library that is not installed here; its conventions are what its documentation says."""
+    return SimpleNamespace(__name__=module, **members)
+
+
+def test_an_initialised_horovod_wins_over_the_environment(monkeypatch):
+    up = [True]
+    horovod = faked(
+        "horovod.torch",
+        is_initialized=lambda: up[0],
+        **{"rank": lambda: 3, "size": lambda: 4, "local_size": lambda: 2},
+    )
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    world = World.detect()
+    assert (world.rank, world.world_size, world.local_world_size, world.source) == (3, 4, 2, "horovod.torch")
+    up[0] = False
+    assert World.detect().world_size == 9
+
+
+def test_a_source_that_says_otherwise_is_logged_once_and_not_used(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "dasksc.world")
+    for name, value in {**SLURM, "RANK": "5", "WORLD_SIZE": "7", "PMI_RANK": "5", "PMI_SIZE": "7"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert World.detect().source == "RANK/WORLD_SIZE"
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 5 of 7 from RANK/WORLD_SIZE; SLURM_PROCID/SLURM_NTASKS says rank 3 of 4, which is not used"
+    ]
+
+
+def test_what_is_not_used_need_not_make_sense(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "first", "PMI_SIZE": "?"}.items():
+        monkeypatch.setenv(name, value)
+    assert World.detect().world_size == 2
+
+
+def test_a_group_without_torch_distributed_is_refused():
+    with pytest.raises(InputError, match="call init_process_group or init_device_mesh first"):
+        World.detect(group=object())
