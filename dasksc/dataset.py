@@ -33,7 +33,7 @@ from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan import EpochPlan, FetchPlan, Stretch
-from dasksc.progress import EpochStats, progress_bar
+from dasksc.progress import EpochStats, line_of, merged, progress_bar
 from dasksc.sampling import Sampler, SamplingStrategy, bind
 from dasksc.storage import Columns, Layout, Matrix, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
@@ -641,7 +641,8 @@ class scDataset(IterableDataset[Any]):
         ks = range(first, plan.n_fetches, n_workers)
         n_batches = _n_batches(plan, ks) - n_done
         batches = self._batches(plan, ks, n_done, world, n_workers)
-        self._stats = stats = EpochStats(plan, n_done)
+        has_last = plan.n_fetches - 1 in ks
+        self._stats = stats = EpochStats(plan, n_done=n_done, n_left=n_batches, has_last=has_last)
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
@@ -659,6 +660,10 @@ class scDataset(IterableDataset[Any]):
             self._place = epoch + 1, ()
         finally:
             batches.close()
+            if worker is not None:
+                self._report(worker, epoch, stats.report())
+            elif stats.n_batches == n_batches:
+                logger.info("%s", line_of(stats.report()))
             if agreement is not None:
                 if stats.n_batches < n_batches:
                     agreement.leave(iteration, stats.n_batches)
@@ -832,16 +837,34 @@ class scDataset(IterableDataset[Any]):
     # --- Accounts ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return what the latest epoch of this process did.
+        """Return what the latest epoch of this rank did.
+
+        Also logged at its end, at the level INFO, by ``dasksc.dataset``. Where DataLoader workers read, both
+        add up what the workers have done that came to their end (the last of them logs), and times are
+        those of the slowest.
 
         Returns
         -------
         dict
-            ``epoch``, ``n_batches`` yielded, ``n_rows`` yielded, ``n_padded`` and ``n_dropped`` over all
-            ranks in a whole epoch, ``wait_s`` the loop waited for batches, ``elapsed_s`` since the first
-            was asked for, ``wait_share`` of it, and ``rows_per_s``.
+            ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded, ``n_batches_before``
+            those that were yielded before the epoch was resumed; ``n_rank_padded`` and ``n_rank_dropped``, rows
+            that this rank repeats and leaves out in a whole epoch (of what was left when it was resumed), of
+            ``n_rank_batches`` batches;
+            ``n_padded`` and ``n_dropped``, those of all ranks, and rows that no rank was dealt; ``wait_s`` the
+            loop waited for batches, ``elapsed_s`` since the first was asked for, ``wait_share`` of it, and
+            ``rows_per_s``. Over all ranks ``n_rows`` add up to the rows of the epoch + ``n_padded`` -
+            ``n_dropped``.
         """
-        return self._stats.report()
+        reports = self._counter.reports() if get_worker_info() is None else None
+        return merged(reports) if reports else self._stats.report()
+
+    def _report(self, worker: Any, epoch: int, figures: dict[str, Any]) -> None:
+        """Leave what a DataLoader worker did where the loop's process finds it."""
+        everything = self._counter.report(worker.seed - worker.id, worker.id, worker.num_workers, epoch, figures)
+        if everything is not None:
+            total = merged(everything)
+            if total["n_batches"] + total["n_batches_before"] == total["n_rank_batches"]:
+                logger.info("%s", line_of(total))
 
     def to_dask(self, epoch: int | None = None) -> da.Array:
         """Return this rank's epoch of X as one lazy Dask array.

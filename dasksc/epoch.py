@@ -39,7 +39,7 @@ class EpochCounter:
     def _make(self, next_epoch: int) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"next": next_epoch, "passes": []}, file)
+            json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
         self._next = next_epoch
         self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
 
@@ -78,6 +78,7 @@ class EpochCounter:
         with self._locked() as state:
             epoch = int(state["next"])
             state["next"] = epoch + 1
+            state["by_workers"] = False
             return epoch
 
     def join(self, base_seed: int, worker: int, n_workers: int) -> int:
@@ -99,9 +100,42 @@ class EpochCounter:
                     break
             epoch = int(state["next"])
             state["next"] = epoch + 1
-            state["passes"].append({"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
+            begun = {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker], "reports": {}}
+            state["passes"].append(begun)
+            state["by_workers"] = True
             del state["passes"][:-_REMEMBERED_PASSES]
             return epoch
+
+    def report(
+        self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """Say what a DataLoader worker has done of an epoch.
+
+        Parameters
+        ----------
+        base_seed, worker, n_workers
+            As for `join`.
+        epoch
+            What `join` returned.
+        figures
+            Plain numbers and strings.
+
+        Returns
+        -------
+        list of dict or None
+            What all workers of the pass have said, if this was the last of them.
+        """
+        with self._locked() as state:
+            for known in reversed(state["passes"]):
+                if (known["seed"], known["of"], known["epoch"]) == (base_seed, n_workers, epoch):
+                    known["reports"][str(worker)] = figures
+                    return list(known["reports"].values()) if len(known["reports"]) == n_workers else None
+        return None
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """Return what DataLoader workers have said of the epoch begun last; None if none of them began it."""
+        with self._locked() as state:
+            return list(state["passes"][-1]["reports"].values()) if state["by_workers"] else None
 
 
 def _remove(path: str, pid: int) -> None:

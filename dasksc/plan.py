@@ -234,6 +234,19 @@ class EpochPlan:
             yielded = n_larger * self._n_yielded(0) + (self.world_size - n_larger) * self._n_yielded(n_larger)
         return self.n_dealt - yielded
 
+    @property
+    def n_rank_padded(self) -> int:
+        """Rows that this rank yields and another does too; 0 or 1."""
+        return int(self._is_padded)
+
+    @property
+    def n_rank_dropped(self) -> int:
+        """Rows dealt to this rank that it does not yield.
+
+        `n_dropped` counts beside them those that are dealt to no rank, so that ranks are equal.
+        """
+        return self._n_sequence(self.rank) - self.n_rank_rows
+
     # --- What is drawn, in which order, and the piece of this rank ---
 
     @cached_property

@@ -95,7 +95,9 @@ def test_an_initialised_horovod_wins_over_the_environment(monkeypatch):
     horovod = faked(
         "horovod.torch",
         is_initialized=lambda: up[0],
-        **{"rank": lambda: 3, "size": lambda: 4, "local_size": lambda: 2},
+        rank=lambda: 3,
+        size=lambda: 4,
+        local_size=lambda: 2,
     )
     monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
     monkeypatch.setenv("RANK", "0")
