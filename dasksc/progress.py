@@ -111,9 +111,9 @@ def line_of(report: Mapping[str, Any]) -> str:
     before = f" after the {report['n_batches_before']:,} of before" if report["n_batches_before"] else ""
     return (
         f"epoch {report['epoch']}, rank {report['rank']} of {report['world_size']}: {report['n_rows']:,} rows in "
-        f"{report['n_batches']:,} batches{before}, {report['n_rank_padded']} padded, {report['n_rank_dropped']} dropped "
-        f"({report['n_padded']} and {report['n_dropped']} over all ranks); {report['elapsed_s']:.1f} s, waited "
-        f"{report['wait_share']:.0%} of it"
+        f"{report['n_batches']:,} batches{before}, {report['n_rank_padded']} padded, {report['n_rank_dropped']} "
+        f"dropped ({report['n_padded']} and {report['n_dropped']} over all ranks); {report['elapsed_s']:.1f} s, "
+        f"waited {report['wait_share']:.0%} of it"
     )
 
 

@@ -181,6 +181,11 @@ class ChunkedArray:
         return 1.0
 
     @property
+    def chunk_length(self) -> int:
+        """Length of a chunk along the first axis."""
+        return self._chunk_shape[0]
+
+    @property
     def working_bytes(self) -> int:
         """A chunk as stored, decoded, and half-way."""
         return 3 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize

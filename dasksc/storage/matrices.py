@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
-from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, memory_dtype, row_bytes
+from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
 from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.fetched import CSRFetched, DenseFetched
 from dasksc.storage.matrix import FetchCost, Layout
@@ -84,6 +84,7 @@ class CSRMatrix:
             working=2 * _ROW_BYTES,
             fixed=max(array.working_bytes for array in (self._indptr, self._data, self._indices))
             + (offsets if offsets <= _INDPTR_KEPT_BYTES else 0),
+            chunk_rows=max(chunk_length(array) for array in (self._data, self._indices)) / max(1.0, mean),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
@@ -176,6 +177,7 @@ class DenseMatrix:
             row=max(1, stride),
             held=_ROW_BYTES + stride * self._values.held_share(1),
             fixed=self._values.working_bytes,
+            chunk_rows=chunk_length(self._values),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseFetched:
