@@ -85,7 +85,7 @@ class Check:
     Parameters
     ----------
     name
-        The data set.
+        The data set and its strategy.
     epoch
         Which epoch it is of.
     n_obs
@@ -105,7 +105,7 @@ class Check:
     label_key
         The column whose classes are counted.
     classes
-        Its classes, the most frequent first.
+        Its classes, those that most rows are of first.
     num_workers, prefetch_factor
         Of the DataLoader.
     process_bytes, prefetched_bytes
@@ -153,7 +153,8 @@ class Check:
     def _lines(self) -> Iterator[str]:
         yield f"{self.name}, epoch {self.epoch}, {self.world_size} rank{'s' * (self.world_size > 1)}"
         yield (
-            f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored, in {self.n_blocks:,} blocks of {self.block_size:,}"
+            f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored, in {self.n_blocks:,} blocks of "
+            f"{self.block_size:,}"
         )
         yield (
             f"  batches  {self.batch_size:,} rows a rank, {self.global_batch_size:,} over all; "
@@ -222,7 +223,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     name, labels = _labels_of(dataset, label_key)
     known = dataset._matrices is not None
     return Check(
-        name=repr(dataset),
+        name=f"{dataset._name} by {type(dataset.strategy).__name__}",
         epoch=plan.epoch,
         n_obs=dataset._n_obs,
         n_rows=plan.n_rows,
@@ -259,8 +260,8 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
     """The column to look at, and its labels; None where there is none."""
     strategy = dataset.strategy
     name = label_key or getattr(strategy, "label_key", None)
-    if name is None and getattr(strategy, "labels", None) is not None:
-        labels = strategy.labels
+    labels = getattr(strategy, "labels", None)
+    if name is None and labels is not None:
         return None, labels if len(labels) == dataset._n_obs else None
     if name is None:
         name = next(iter(dataset.categories), None)
@@ -273,20 +274,21 @@ def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
     positions = np.linspace(0, plan.n_rows - 1, min(plan.n_rows, _LOOKED_AT)).astype(np.int64)
     drawn = _shares(codes[plan.sampler.draw(plan.seed, plan.epoch).rows(positions)], len(names))
     stored = _shares(codes, len(names))
-    order = [int(c) for c in np.argsort(-drawn, kind="stable") if drawn[c] or stored[c]]
+    order = [int(c) for c in np.argsort(-stored, kind="stable") if drawn[c] or stored[c]]
     return tuple(ClassShare(name=names[c], drawn=float(drawn[c]), stored=float(stored[c])) for c in order)
 
 
 def _shares(codes: NDArray[Any], n_names: int) -> NDArray[np.float64]:
     counts = np.bincount(codes[codes >= 0], minlength=n_names)
-    return counts / max(1, counts.sum())
+    shares: NDArray[np.float64] = counts / max(1, counts.sum())
+    return shares
 
 
 def _of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
     if not any(share.n_batches for share in ranks):
         yield (
-            f"no rank yields a batch: {plan.n_rows:,} rows over {plan.world_size} ranks leave each less than a batch of "
-            f"{plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
+            f"no rank yields a batch: {plan.n_rows:,} rows over {plan.world_size} ranks leave each less than a batch "
+            f"of {plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
         )
     elif plan.n_dropped > _MUCH_DROPPED * plan.n_rows:
         yield (
