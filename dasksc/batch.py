@@ -209,7 +209,7 @@ def run_ahead(
             yield job()
         return
     pending: deque[Future[T]] = deque()
-    failure: BaseException | None = None
+    failure: Exception | None = None
     more = True
     with ThreadPoolExecutor(n_threads, thread_name_prefix="dasksc-gather") as pool:
 
@@ -220,7 +220,7 @@ def run_ahead(
                     pending.append(pool.submit(next(jobs)))
                 except StopIteration:
                     more = False
-                except BaseException as error:
+                except Exception as error:
                     # Its turn comes after what was asked for before it.
                     if not pending:
                         raise

@@ -66,6 +66,9 @@ _TOGETHER_BYTES = 2**23
 # Threads, what they and the allocator keep at hand, tasks.
 _PROCESS_BYTES = 2**24
 
+# Of a batch in which something went wrong.
+_ROWS_TOLD = 16
+
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
 
 
@@ -762,7 +765,7 @@ class scDataset(IterableDataset[Any]):
                 try:
                     made.append(maker.make(fetched, fetch.rows, fetch.batch(i)))
                 except Exception as error:
-                    _note(error, fetch.number * plan.fetch_factor + i, plan)
+                    _note(error, fetch, i, plan)
                     return made, error
             return made, None
 
@@ -804,7 +807,7 @@ class scDataset(IterableDataset[Any]):
             for k, data in window:
                 fetch = plans.pop(k)
                 for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
-                    with self._lock, _noting(k * plan.fetch_factor + i, plan):
+                    with self._lock, _noting(fetch, i, plan):
                         if self.batch_callback is not None:
                             batch = self.batch_callback(data, fetch.batch(i))
                         else:
@@ -943,17 +946,23 @@ def _n_batches(plan: EpochPlan, ks: range) -> int:
 
 
 @contextmanager
-def _noting(batch: int, plan: EpochPlan) -> Iterator[None]:
+def _noting(fetch: FetchPlan, i: int, plan: EpochPlan) -> Iterator[None]:
     """Add to any error raised inside in which batch it happened."""
     try:
         yield
     except Exception as error:
-        _note(error, batch, plan)
+        _note(error, fetch, i, plan)
         raise
 
 
-def _note(error: Exception, batch: int, plan: EpochPlan) -> None:
-    error.add_note(f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size})")
+def _note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
+    batch = fetch.number * plan.fetch_factor + i
+    rows = fetch.rows[fetch.batch(i)].tolist()
+    more = f" and {len(rows) - _ROWS_TOLD} more" if len(rows) > _ROWS_TOLD else ""
+    error.add_note(
+        f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size}), "
+        f"rows {', '.join(map(str, rows[:_ROWS_TOLD]))}{more}"
+    )
 
 
 def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:

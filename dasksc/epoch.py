@@ -53,15 +53,15 @@ class EpochCounter:
     def _locked(self) -> Iterator[dict[str, Any]]:
         if not os.path.exists(self._path):
             self._make(self._next)
-        with open(self._path, "r+") as file:
+        with open(self._path, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            state = json.load(file)
+            before = file.readall()
+            state = json.loads(before)
             yield state
             self._next = state["next"]
+            # In one piece, whatever interrupts or kills this process; spaces cover the end of what was longer.
             file.seek(0)
-            file.truncate()
-            json.dump(state, file)
-            file.flush()
+            file.write(json.dumps(state).encode().ljust(len(before)))
 
     def peek(self) -> int:
         """Return the epoch that the next iteration will read."""
