@@ -283,3 +283,42 @@ def test_what_compares_to_the_machine_is_measured(monkeypatch):
     spec = {"batch": 32, "n_vars": 200, "nnz": 20_000, "n_rows": 1_000}
     for kind in ("fill", "copy"):
         assert _limits.LIMITS[kind][1](spec) > 0
+
+
+def test_soak_compares_every_epoch_on_all_ranks(work):
+    done = run("soak.py", work, "--minutes", "0.1", "--ranks", "2", "--batch", "32", "--stalls", "0.05")
+    assert done.returncode == 0, done.stderr
+    report = last_json(done)
+    assert report["is_ok"]
+    assert report["n_epochs"] >= 1
+    assert len(report["ranks"]) == 2
+    # 1,500 cells, two ranks, batches of 32.
+    assert report["n_steps"] == 24 * report["n_epochs"]
+
+
+@pytest.mark.usefixtures("modules")
+def test_soak_finds_cells_that_are_lost_repeated_or_in_the_same_order(monkeypatch):
+    import soak
+    import torch
+
+    monkeypatch.setattr(soak.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(soak.dist, "all_reduce", lambda counts: None)
+    epoch = soak.Epoch(mode="threads", n_steps=3, digest="a", n_padded=1, anon_bytes=0, n_files=0)
+    steps = [3, 3]
+
+    def gather(everyone, one):
+        everyone[:] = [soak.dataclasses.replace(one, n_steps=n) for n in steps]
+
+    monkeypatch.setattr(soak.dist, "all_gather_object", gather)
+    seen: set[str] = set()
+
+    def problems(counts, digest):
+        one = soak.dataclasses.replace(epoch, digest=digest)
+        return soak.compare(one, torch.tensor(counts, dtype=torch.int32), seen, 7)
+
+    assert problems([1, 1, 2], "a") == []
+    assert problems([1, 1, 2], "a") == ["epoch 7 repeats another"]
+    assert problems([1, 0, 2], "b") == ["epoch 7: 1 cells not seen, 1 more than once, 1 padded"]
+    assert problems([1, 2, 2], "c") == ["epoch 7: 0 cells not seen, 2 more than once, 1 padded"]
+    steps[1] = 2
+    assert problems([1, 1, 2], "d") == ["epoch 7: steps [3, 2]"]
