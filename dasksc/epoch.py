@@ -92,6 +92,7 @@ class EpochCounter:
             Which worker, of how many.
         """
         with self._locked() as state:
+            state["by_workers"] = True
             for known in reversed(state["passes"]):
                 if known["seed"] == base_seed and known["of"] == n_workers:
                     if worker not in known["workers"]:
@@ -100,9 +101,7 @@ class EpochCounter:
                     break
             epoch = int(state["next"])
             state["next"] = epoch + 1
-            begun = {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker], "reports": {}}
-            state["passes"].append(begun)
-            state["by_workers"] = True
+            state["passes"].append({"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
             del state["passes"][:-_REMEMBERED_PASSES]
             return epoch
 
@@ -128,14 +127,15 @@ class EpochCounter:
         with self._locked() as state:
             for known in reversed(state["passes"]):
                 if (known["seed"], known["of"], known["epoch"]) == (base_seed, n_workers, epoch):
-                    known["reports"][str(worker)] = figures
-                    return list(known["reports"].values()) if len(known["reports"]) == n_workers else None
+                    reports: dict[str, dict[str, Any]] = known.setdefault("reports", {})
+                    reports[str(worker)] = figures
+                    return list(reports.values()) if len(reports) == n_workers else None
         return None
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Return what DataLoader workers have said of the epoch begun last; None if none of them began it."""
         with self._locked() as state:
-            return list(state["passes"][-1]["reports"].values()) if state["by_workers"] else None
+            return list(state["passes"][-1].get("reports", {}).values()) if state["by_workers"] else None
 
 
 def _remove(path: str, pid: int) -> None:

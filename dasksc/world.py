@@ -320,7 +320,11 @@ class Agreement:
         return _distributed() is not None or _jax() is not None
 
     def _store(self) -> Any:
-        return None if self._ordinal is None else _store(f"dasksc/{self._world.group}/{self._ordinal}")
+        if self._ordinal is None:
+            return None
+        # A store can outlive the processes that torchrun restarts, and notes of those before are not of these.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return _store(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
 
     def seed(self, proposed: int) -> int:
         """Return the seed that the first rank to ask proposed.

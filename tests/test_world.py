@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 
-from dasksc import InputError, World
+from dasksc import InputError, RankMismatchError, World
+from dasksc import world as world_module
 
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
@@ -128,3 +131,26 @@ def test_what_is_not_used_need_not_make_sense(monkeypatch):
 def test_a_group_without_torch_distributed_is_refused():
     with pytest.raises(InputError, match="call init_process_group or init_device_mesh first"):
         World.detect(group=object())
+
+
+def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch):
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    monkeypatch.setattr(world_module, "_store", lambda prefix: dist.PrefixStore(prefix, store))
+    monkeypatch.setattr(world_module.Agreement, "is_possible", staticmethod(lambda: True))
+
+    def agreement(attempt: int):
+        monkeypatch.setattr(world_module, "_ordinals", defaultdict(itertools.count))  # as in a new process
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        return world_module.Agreement(World(0, 2))
+
+    first = agreement(0)
+    first.begin(0, epoch=0, fingerprint="same")
+    first.leave(0, n_batches=1)
+    second = agreement(1)
+    second.begin(0, epoch=3, fingerprint="same")
+    second.go_on(0, n_batches=1)
+    with pytest.raises(RankMismatchError):
+        agreement(1).begin(0, epoch=4, fingerprint="same")
+    # A seed may live on: it is as good as any, and the same for all.
+    assert agreement(0).seed(5) == agreement(1).seed(6) == 5
