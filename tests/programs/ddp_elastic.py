@@ -28,6 +28,7 @@ rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 while (folder / f"batches-{attempt}-{rank}").exists():
     attempt += 1  # another torchrun
 dataset = dasksc.scDataset(np.arange(203.0), dasksc.BlockShuffling(4), batch_size=7, fetch_factor=2, seed=3)
+torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(1, 1))
 checkpoint = folder / "checkpoint"
 first_epoch = n_before = 0
