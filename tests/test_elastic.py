@@ -15,7 +15,7 @@ import torch
 PROGRAM = Path(__file__).parent / "programs" / "ddp_elastic.py"
 ROOT = Path(__file__).parents[1]
 N_OBS = 203
-PATIENCE_S = 180
+PATIENCE_S = 240
 
 
 def torchrun(*options: str, folder: Path, killed: int, more: tuple[str, ...] = ()) -> subprocess.Popen[str]:

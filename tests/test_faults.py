@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).parent / "programs" / "ddp_faults.py"
 N_OBS = 203
 # Beyond the 20 s after which the process group gives up, and what three processes take to start.
-PATIENCE_S = 120
+PATIENCE_S = 180
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
