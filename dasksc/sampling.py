@@ -14,7 +14,7 @@ import enum
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, cast
 
@@ -51,6 +51,12 @@ _TABLE_BLOCKS = 65_536
 _SEGMENT_LEVELS = 6
 _SEGMENT = 1 << _SEGMENT_LEVELS
 # Candidates whose weights are summed once and kept as one number: 10^8 rows have 1.6 million of them.
+
+_SPLIT_LEVELS = 16
+# Down to this level of the heap the draws of an epoch are split once, and kept: half a megabyte, 5 ms.
+
+_TINY, _SCALE = 2.0**-500, 2.0**500
+# Weights that sum to less than the first are drawn by multiplied with the second.
 
 _EMPTY_INTS: _Int64s = np.empty(0, dtype=np.int64)
 _EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
@@ -89,8 +95,8 @@ def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) 
 class Draw(Protocol):
     """The rows of one epoch, in storage order."""
 
-    def rows(self, positions: _Int64s) -> _Int64s:
-        """Return the row numbers at `positions`, each in [0, n_rows)."""
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+        """Return the row numbers at `positions`, each in [0, n_rows); or these rows in ascending order."""
 
     def digest(self) -> bytes:
         """Return what tells this draw from another."""
@@ -114,6 +120,10 @@ class Sampler(Protocol):
     @property
     def shuffle_rows(self) -> bool:
         """Whether the rows of a fetch are permuted."""
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether draws are independent of their positions, so that blocks need no other order."""
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """Draw an epoch."""
@@ -231,6 +241,10 @@ def _digest(*parts: Any) -> str:
 # --- Draws ----------------------------------------------------------------------------------------
 
 
+def _ascending(rows: _Int64s) -> _Int64s:
+    return np.sort(rows) if np.any(rows[1:] < rows[:-1]) else rows
+
+
 @dataclass(frozen=True, slots=True)
 class AllRows:
     """Every candidate once; `n_skipped` of them, from `skip_from` on, left out."""
@@ -239,11 +253,12 @@ class AllRows:
     skip_from: int = 0
     n_skipped: int = 0
 
-    def rows(self, positions: _Int64s) -> _Int64s:
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
         if self.n_skipped:
             positions = positions + self.n_skipped * (positions >= self.skip_from)
-        return self.candidates.rows(positions)
+        rows = self.candidates.rows(positions)
+        return _ascending(rows) if ascending else rows
 
     def digest(self) -> bytes:
         """See `Draw.digest`."""
@@ -256,9 +271,10 @@ class ChosenRows:
 
     chosen: _Int64s
 
-    def rows(self, positions: _Int64s) -> _Int64s:
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
-        return self.chosen[positions]
+        rows = self.chosen[positions]
+        return _ascending(rows) if ascending else rows
 
     def digest(self) -> bytes:
         """See `Draw.digest`."""
@@ -274,7 +290,7 @@ class Weights:
     lookup: _Int64s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightedRows:
     """Draws with replacement, each found when asked for.
 
@@ -300,17 +316,29 @@ class WeightedRows:
     key: np.uint64
     in_order: bool
 
-    def rows(self, positions: _Int64s) -> _Int64s:
+    @cached_property
+    def _starts(self) -> _Int64s:
+        """Where the draws of each node of an upper level of the tree begin."""
+        levels = min(_SPLIT_LEVELS, len(self.tree).bit_length() - 2)
+        starts = np.empty((1 << levels) + 1, dtype=np.int64)
+        draw_kernels.split_draws(self.n_draws, self.tree, levels, self.key, starts)
+        return starts
+
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
         out = np.empty(len(positions), dtype=np.int64)
-        n_levels = len(self.tree).bit_length() - 2
-        weights = (self.candidates.n, self.weights.values, self.weights.table, self.weights.lookup)
+        weights = self.weights
+        levels = (len(self.tree).bit_length() - 2, _SEGMENT_LEVELS)
+        source = (self.candidates.n, weights.values, weights.table, weights.lookup)
         if self.in_order:
-            draw_kernels.drawn_in_order(
-                positions, self.n_draws, self.tree, n_levels, _SEGMENT_LEVELS, *weights, self.key, out
-            )
+            positions = _ascending(positions) if ascending else positions
+            draw_kernels.drawn_in_order(positions, self._starts, self.tree, *levels, *source, self.key, out)
         else:
-            draw_kernels.drawn_singly(positions, self.tree, n_levels, _SEGMENT_LEVELS, *weights, self.key, out)
+            shares = np.empty(len(positions), dtype=np.float64)
+            draw_kernels.uniforms(positions, self.key, shares)
+            if ascending:
+                shares.sort()
+            draw_kernels.drawn_singly(shares, self.tree, *levels, *source, out)
         return self.candidates.rows(out)
 
     def digest(self) -> bytes:
@@ -331,6 +359,7 @@ class RowSampler:
     shuffle_blocks: bool
     shuffle_rows: bool
     drop_last: bool = False
+    is_shuffled: ClassVar[bool] = False
 
     @property
     def _n_skipped(self) -> int:
@@ -370,6 +399,11 @@ class WeightedSampler:
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
 
+    @property
+    def is_shuffled(self) -> bool:
+        """See `Sampler.is_shuffled`."""
+        return self.round_size is None and self.block_size == 1
+
     @cached_property
     def _tree(self) -> NDArray[np.float64]:
         """Weights of a heap over segments of candidates."""
@@ -392,6 +426,11 @@ class WeightedSampler:
         if not 0 < tree[1] < np.inf:
             raise InputError(f"weights must have a positive, finite sum; it is {tree[1]}")
         return tree
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights."""
+        return float(self._tree[1])
 
     def check(self) -> None:
         """Refuse weights that cannot be drawn by."""
@@ -427,7 +466,7 @@ class WeightedSampler:
             tree=self._tree,
             n_draws=self.n_rows,
             key=epoch_keys(seed, epoch, Purpose.DRAW)[0],
-            in_order=self.block_size > 1,
+            in_order=not self.is_shuffled,
         )
 
     def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
@@ -468,6 +507,7 @@ class QuotaSampler:
     block_size: int
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
+    is_shuffled: ClassVar[bool] = False
 
     @property
     def n_rows(self) -> int:
@@ -503,6 +543,7 @@ class UserSampler:
     n_rows: int
     block_size: ClassVar[None] = None
     shuffle_blocks: ClassVar[bool] = False
+    is_shuffled: ClassVar[bool] = False
 
     @property
     def shuffle_rows(self) -> bool:
@@ -836,6 +877,10 @@ def _weighted(
     if not strategy.replace:
         round_size = total if strategy.sampling_size is None else int(strategy.sampling_size)
     sampler = WeightedSampler(candidates, weights, int(strategy.block_size), total, round_size)
+    if 0 < sampler.total_weight < _TINY:
+        # Shares of denormal numbers would be rounded to whole multiples of the smallest.
+        scaled = replace(weights, values=weights.values.astype(np.float64) * _SCALE)
+        sampler = replace(sampler, weights=scaled)
     sampler.check()
     return sampler
 

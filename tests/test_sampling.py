@@ -74,6 +74,8 @@ WEIGHTS = {
     "one huge weight at the end": np.where(np.arange(1000) == 999, 1e3, 1.0),
     "only one weight": np.where(np.arange(1000) == 63, 3.0, 0.0),
     "denormal": np.arange(1, 200) * 5e-324,
+    "the smallest there are": np.array([5e-324, 0.0, 5e-324, 1e-323]),
+    "the smallest float32": np.array([1e-45, 3e-45], dtype=np.float32),
     "from denormal to large": np.repeat([5e-324, 1e-300, 1.0, 2.0], 60),
     "large": np.full(100, 1e306),
     "one row": np.array([0.25]),
@@ -152,6 +154,20 @@ def test_any_draws_are_the_same_asked_for_alone(
     wanted = data.draw(st.lists(st.integers(0, total_size - 1), max_size=30))
     some = sampler_of(strategy, n).draw(0, 0).rows(np.array(wanted, dtype=np.int64))
     np.testing.assert_array_equal(some, rows[wanted])
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_ascending_rows_are_the_same_rows(block_size: int) -> None:
+    for strategy in (
+        BlockWeightedSampling(block_size, weights=np.arange(1000.0)),
+        BlockWeightedSampling(block_size, weights=np.arange(1000.0), total_size=300, replace=False),
+        BlockShuffling(block_size, indices=np.arange(0, 1000, 3)),
+        BlockShuffling(block_size, drop_last=True),
+    ):
+        sampler = sampler_of(strategy, 1000)
+        draw = sampler.draw(0, 0)
+        positions = np.random.default_rng(0).permutation(sampler.n_rows)[:100]
+        np.testing.assert_array_equal(draw.rows(positions, ascending=True), np.sort(draw.rows(positions)))
 
 
 # --- Without replacement ----------------------------------------------------------------------------
