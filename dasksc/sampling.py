@@ -58,6 +58,9 @@ _SPLIT_LEVELS = 16
 _TINY, _SCALE = 2.0**-500, 2.0**500
 # Weights that sum to less than the first are drawn by multiplied with the second.
 
+_SAMPLED_KEYS = 65_536
+# Keys that are looked at to guess which are the largest.
+
 _EMPTY_INTS: _Int64s = np.empty(0, dtype=np.int64)
 _EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
 
@@ -267,13 +270,14 @@ class AllRows:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """Rows held one by one: shape (n_rows,), int64."""
+    """Candidates held one by one: shape (n_rows,), integers."""
 
-    chosen: _Int64s
+    candidates: Candidates
+    chosen: NDArray[np.integer]
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
-        rows = self.chosen[positions]
+        rows = self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
         return _ascending(rows) if ascending else rows
 
     def digest(self) -> bytes:
@@ -444,17 +448,13 @@ class WeightedSampler:
                 )
         tree.flags.writeable = False
 
+    @property
+    def _source(self) -> tuple[NDArray[Any], NDArray[np.float64], _Int64s]:
+        return self.weights.values, self.weights.table, self.weights.lookup
+
     @cached_property
     def _n_positive(self) -> int:
-        keys = self._gumbels(np.uint64(0))
-        return int(np.count_nonzero(keys > -np.inf))
-
-    def _gumbels(self, key: np.uint64) -> NDArray[np.float64]:
-        keys = np.empty(self.candidates.n, dtype=np.float64)
-        draw_kernels.gumbel_keys(
-            self.candidates.n, self.weights.values, self.weights.table, self.weights.lookup, key, keys
-        )
-        return keys
+        return int(draw_kernels.count_positive(self.candidates.n, *self._source))
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """See `Sampler.draw`."""
@@ -471,15 +471,46 @@ class WeightedSampler:
 
     def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
         assert self.round_size is not None
-        chosen: list[_Int64s] = []
-        left = self.n_rows
-        while left > 0:
-            size = min(self.round_size, left)
-            keys = self._gumbels(epoch_keys(seed, epoch, Purpose.DRAW, len(chosen))[0])
-            chosen.append(np.argpartition(keys, len(keys) - size)[len(keys) - size :])
-            left -= size
-        positions = np.sort(np.concatenate(chosen)) if chosen else _EMPTY_INTS
-        return ChosenRows(self.candidates.rows(positions.astype(np.int64, copy=False)))
+        n_rounds = -(-self.n_rows // self.round_size)
+        sizes = [self.round_size] * (n_rounds - 1) + [self.n_rows - self.round_size * (n_rounds - 1)]
+        keys = (epoch_keys(seed, epoch, Purpose.DRAW, i)[0] for i in range(n_rounds))
+        rounds = [self._choose(size, key) for size, key in zip(sizes, keys, strict=True)]
+        if n_rounds == 1:
+            return ChosenRows(self.candidates, rounds[0])
+        chosen = np.concatenate(rounds)
+        chosen.sort()
+        return ChosenRows(self.candidates, chosen)
+
+    def _choose(self, size: int, key: np.uint64) -> NDArray[np.integer]:
+        """Draw `size` candidates without replacement; in storage order, in the fewest bytes.
+
+        They are those with the largest keys. A sample of the keys says between which two the smallest of
+        them lies; one pass takes all above the lower, and only those between the two are sorted.
+        """
+        n = self.candidates.n
+        sampled = np.linspace(0, n - 1, min(n, _SAMPLED_KEYS)).astype(np.int64)
+        keys = np.empty(len(sampled), dtype=np.float64)
+        draw_kernels.gumbel_keys(sampled, *self._source, key, keys)
+        keys[::-1].sort()
+        rank = size / n * len(keys)
+        reach = 6 * np.sqrt(rank) + 6  # standard deviations, unless weights repeat with the sample's step
+        n_out, n_near = int((rank + reach) / len(keys) * n) + 1, int(2 * reach / len(keys) * n) + 1
+        while True:
+            first, last = int(rank - reach), int(rank + reach)
+            low = keys[last] if last < len(keys) else -np.inf
+            high = keys[first] if first >= 0 else np.inf
+            out = np.empty(min(n_out, self._n_positive), dtype=np.int32 if n < 2**31 else np.int64)
+            near = np.empty(min(n_near, self._n_positive), dtype=np.int64)
+            near_keys = np.empty(len(near), dtype=np.float64)
+            n_out, n_near = draw_kernels.select_above(n, *self._source, key, low, high, out, near, near_keys)
+            if not n_out - n_near <= size <= n_out:
+                reach *= 4
+            elif n_out <= len(out) and n_near <= len(near):
+                break
+        surplus = n_out - size
+        lowest = np.argpartition(near_keys[:n_near], surplus)[:surplus] if surplus else _EMPTY_INTS
+        draw_kernels.leave_out(out, n_out, np.sort(near[lowest]))
+        return out[:size]
 
     def digest(self) -> str:
         """See `Sampler.digest`."""
@@ -526,7 +557,7 @@ class QuotaSampler:
             epoch_keys(seed, epoch, Purpose.DRAW)[0],
             out,
         )
-        return ChosenRows(self.candidates.rows(out))
+        return ChosenRows(self.candidates, out)
 
     def digest(self) -> str:
         """See `Sampler.digest`."""
@@ -562,7 +593,7 @@ class UserSampler:
             raise InputError(f"{name}.get_len promised {self.n_rows} rows, get_indices returned {len(rows)}")
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_obs):
             raise InputError(f"{name}.get_indices returned rows outside [0, {self.n_obs})")
-        return ChosenRows(rows.astype(np.int64, copy=False))
+        return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64, copy=False))
 
     def digest(self) -> str:
         """See `Sampler.digest`."""

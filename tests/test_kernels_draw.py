@@ -265,13 +265,43 @@ def test_twin_of_draws_never_fall_on_what_has_no_weight(kernel: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_gumbel_keys(kind: str) -> None:
     source, weights = source_of(kind, 200)
-    out = np.empty(200)
-    draw.gumbel_keys(200, *source, np.uint64(9), out)
-    expected = [
-        math.log(weight) - math.log(-math.log1p(-twins.uniform(9, i))) if weight else -math.inf
+    candidates = np.arange(0, 200, 3)
+    out = np.empty(len(candidates))
+    draw.gumbel_keys(candidates, *source, np.uint64(9), out)
+    np.testing.assert_allclose(out, np.array(gumbel_twins(weights, 9))[candidates], rtol=1e-12)
+
+
+def gumbel_twins(weights: NDArray[np.float64], key: int) -> list[float]:
+    return [
+        math.log(weight) - math.log(-math.log1p(-twins.uniform(key, i))) if weight else -math.inf
         for i, weight in enumerate(weights)
     ]
-    np.testing.assert_allclose(out, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-math.inf, math.inf), (-1.0, 1.0), (2.0, math.inf), (800.0, 900.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_of_selecting_by_key(kind: str, low: float, high: float) -> None:
+    source, weights = source_of(kind, 3000)
+    keys = np.array(gumbel_twins(weights, 9))
+    expected = np.flatnonzero((keys >= low) & (weights > 0))
+    near = np.flatnonzero(keys[expected] <= high)
+    for room in (3000, 20, 0):
+        out, places, found = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int64), np.empty(room)
+        counts = draw.select_above(3000, *source, np.uint64(9), low, high, out, places, found)
+        assert counts == (len(expected), len(near))
+        np.testing.assert_array_equal(out[: counts[0]], expected[:room])
+        np.testing.assert_array_equal(places[: counts[1]], near[:room])
+        np.testing.assert_allclose(found[: counts[1]], keys[expected[near]][:room], rtol=1e-12)
+    assert draw.count_positive(3000, *source) == np.count_nonzero(weights)
+
+
+@given(st.lists(st.integers(), max_size=30, unique=True).map(len), st.data())
+@settings(deadline=None)
+def test_twin_of_leaving_out(n: int, data: st.DataObject) -> None:
+    places = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else [], dtype=np.int64)
+    values = np.arange(n, dtype=np.int32) + 100
+    draw.leave_out(values, n, places)
+    assert values[: n - len(places)].tolist() == np.delete(np.arange(n) + 100, places).tolist()
 
 
 @given(codes=st.lists(st.integers(-1, 3), min_size=1, max_size=80), key=st.integers(0, 2**64 - 1), data=st.data())

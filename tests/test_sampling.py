@@ -21,6 +21,8 @@ from scipy import stats
 
 import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, MissingKeyError, Streaming
+from dasksc import sampling
+from dasksc.kernels import draw as draw_kernels
 from dasksc.sampling import BlockOrder, Purpose, Sampler, bind, epoch_keys
 
 ERROR = 1e-4
@@ -187,6 +189,27 @@ def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> 
     rows = rows_of(strategy, n)
     assert len(np.unique(rows)) == len(rows) == total_size
     assert np.all(weights[rows] > 0)
+
+
+@pytest.mark.parametrize("kind", ["even", "rising", "one in 1,000", "by the sample's step", "huge and denormal"])
+def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
+    # More rows than keys are sampled, so that what the sample says is put to the test.
+    n = 4 * sampling._SAMPLED_KEYS
+    row = np.arange(n)
+    weights = {
+        "even": np.ones(n),
+        "rising": row + 1.0,
+        "one in 1,000": np.where(row % 1000 == 7, 1.0, 0.0),
+        "by the sample's step": np.where(row % 4 == 0, 1e-6, 1.0),
+        "huge and denormal": np.where(row % 7 == 0, 1e300, 5e-324),
+    }[kind]
+    keys = np.empty(n)
+    key = epoch_keys(3, 1, Purpose.DRAW, 0)[0]
+    draw_kernels.gumbel_keys(row, weights, np.empty(0), np.empty(0, dtype=np.int64), key, keys)
+    for total_size in (1, 200, np.count_nonzero(weights) // 2, np.count_nonzero(weights)):
+        strategy = BlockWeightedSampling(8, weights=weights, total_size=int(total_size), replace=False)
+        rows = rows_of(strategy, n, seed=3, epoch=1)
+        np.testing.assert_array_equal(rows, np.sort(np.argsort(keys)[n - total_size :]))
 
 
 def inclusion(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:

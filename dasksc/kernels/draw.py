@@ -18,9 +18,12 @@ from dasksc.kernels.permute import below, bits, stream, uniform
 __all__ = [
     "binomial",
     "count_codes",
+    "count_positive",
     "drawn_in_order",
     "drawn_singly",
     "gumbel_keys",
+    "leave_out",
+    "select_above",
     "segment_sums",
     "split_draws",
     "select_quotas",
@@ -36,6 +39,9 @@ _GROUP = 24
 
 _ABREAST = 64
 # Segments whose weights are waited for together.
+
+_CHUNK = 1024
+# Weights looked at together where all are.
 
 _RUN = 8
 # Candidates whose weights are summed together in a segment.
@@ -524,21 +530,99 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
 
 
 @kernel
-def gumbel_keys(n, values, table, lookup, key, out):
-    """Write a random key per candidate whose k largest are k draws without replacement by weight.
+def _gumbel(weight, u):
+    # Minus log1p(-u) is exponential; u == 0 would make its logarithm infinite.
+    return math.log(weight) - math.log(max(-math.log1p(-u), 1e-300))
+
+
+@kernel
+def gumbel_keys(candidates, values, table, lookup, key, out):
+    """Write the random key of each of `candidates`; the k largest are k draws without replacement by weight.
 
     The Efraimidis-Spirakis keys ``u ** (1 / w)`` under a monotone map, ``log(w) - log(-log(u))``, in
     which weights of any size keep their precision; a candidate without weight gets -inf. (Efraimidis,
     Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett. 97, 2006.)
     """
-    for i in range(n):
-        weight = _weight_at(i, values, table, lookup)
-        if weight > 0.0:
-            # (1 - u) lies in (0, 1]; u == 0 would make the inner logarithm zero.
-            exponential = -math.log1p(-uniform(key, i))
-            out[i] = math.log(weight) - math.log(max(exponential, 1e-300))
+    for k in range(candidates.shape[0]):
+        weight = _weight_at(candidates[k], values, table, lookup)
+        out[k] = _gumbel(weight, uniform(key, candidates[k])) if weight > 0.0 else -math.inf
+
+
+@kernel
+def count_positive(n, values, table, lookup):
+    """Return how many candidates have a weight above 0."""
+    weights = np.empty(_CHUNK, dtype=np.float64)
+    found = 0
+    for start in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
+        for i in range(size):
+            found += weights[i] > 0.0
+    return found
+
+
+@kernel
+def select_above(n, values, table, lookup, key, low, high, out, near, near_keys):
+    """Write the candidates whose key (see `gumbel_keys`) is at least `low` into `out`, in storage order.
+
+    Parameters
+    ----------
+    n, values, table, lookup, key
+        Candidates, their weights (see the module), and the uint64 key.
+    low, high
+        Bounds of keys; -inf and inf are none.
+    out
+        Candidates, integers; what does not fit is counted only.
+    near, near_keys
+        Where in `out` those are whose key is at most `high`, and their keys; what does not fit is counted
+        only.
+
+    Returns
+    -------
+    n_out, n_near
+        Candidates of a key of at least `low`, and how many of them are at most at `high`.
+    """
+    weights = np.empty(_CHUNK, dtype=np.float64)
+    # A key above `low` takes -log1p(-u) < weight * exp(-low), and that is never less than u: most
+    # candidates need no logarithm. Beyond these bounds exp would be 0 or infinite.
+    scale = math.exp(-low) * (1.0 + 1e-9) if -700.0 < low < 700.0 else math.inf
+    n_out = 0
+    n_near = 0
+    for start in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
+        for i in range(size):
+            weight = weights[i]
+            u = uniform(key, start + i)
+            if weight <= 0.0 or u > weight * scale:
+                continue
+            found = _gumbel(weight, u)
+            if found < low:
+                continue
+            if n_out < out.shape[0]:
+                out[n_out] = start + i
+            if found <= high:
+                if n_near < near.shape[0]:
+                    near[n_near] = n_out
+                    near_keys[n_near] = found
+                n_near += 1
+            n_out += 1
+    return n_out, n_near
+
+
+@kernel
+def leave_out(values, n, places):
+    """Move the first `n` of `values` together over those at ascending `places`, in place."""
+    if places.shape[0] == 0:
+        return
+    kept = places[0]
+    left_out = 0
+    for i in range(kept, n):
+        if left_out < places.shape[0] and places[left_out] == i:
+            left_out += 1
         else:
-            out[i] = -math.inf
+            values[kept] = values[i]
+            kept += 1
 
 
 @kernel
