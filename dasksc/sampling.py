@@ -273,7 +273,7 @@ class ChosenRows:
     """Candidates held one by one: shape (n_rows,), integers."""
 
     candidates: Candidates
-    chosen: NDArray[np.integer]
+    chosen: NDArray[Any]
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
@@ -481,7 +481,7 @@ class WeightedSampler:
         chosen.sort()
         return ChosenRows(self.candidates, chosen)
 
-    def _choose(self, size: int, key: np.uint64) -> NDArray[np.integer]:
+    def _choose(self, size: int, key: np.uint64) -> NDArray[Any]:
         """Draw `size` candidates without replacement; in storage order, in the fewest bytes.
 
         They are those with the largest keys. A sample of the keys says between which two the smallest of

@@ -224,7 +224,7 @@ def test_twin_of_draws_in_order(kind: str, n: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_splitting(kind: str) -> None:
-    source, weights = source_of(kind, 1000)
+    source, _ = source_of(kind, 1000)
     tree = tree_of(source, 1000)
     for levels in range(len(tree).bit_length() - 1):
         rows = drawn("in order", range(3000), 3000, source, 1000, split_levels=levels)

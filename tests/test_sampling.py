@@ -21,9 +21,8 @@ from scipy import stats
 
 import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, MissingKeyError, Streaming
-from dasksc import sampling
 from dasksc.kernels import draw as draw_kernels
-from dasksc.sampling import BlockOrder, Purpose, Sampler, bind, epoch_keys
+from dasksc.sampling import _SAMPLED_KEYS, BlockOrder, Purpose, Sampler, bind, epoch_keys
 
 ERROR = 1e-4
 
@@ -194,7 +193,7 @@ def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("kind", ["even", "rising", "one in 1,000", "by the sample's step", "huge and denormal"])
 def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
     # More rows than keys are sampled, so that what the sample says is put to the test.
-    n = 4 * sampling._SAMPLED_KEYS
+    n = 4 * _SAMPLED_KEYS
     row = np.arange(n)
     weights = {
         "even": np.ones(n),
