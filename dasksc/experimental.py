@@ -54,7 +54,7 @@ def estimate_sample_size(
     Returns
     -------
     int
-        Bytes per row. Without hooks a path, an AnnData on disk or on Dask and a Dask array are not read:
+        Bytes per row. Without hooks a path, an AnnData and a Dask array are not read:
         a row is n_vars float32 values then, as it is yielded. Otherwise `n_samples` rows spread
         over the collection are read in one go, and the mean is taken.
     """
@@ -63,7 +63,7 @@ def estimate_sample_size(
 
         data_collection = open_collection(data_collection)
     hooks = (fetch_callback, fetch_transform, batch_callback, batch_transform)
-    if _is_lazy(data_collection) and not any(hooks):
+    if _is_yielded_dense(data_collection) and not any(hooks):
         return int(np.dtype(np.float32).itemsize * data_collection.shape[1])
 
     n_rows = count_rows(data_collection)
@@ -146,7 +146,7 @@ def suggest_parameters(
     fetch_factor = min(max(fetch_factor, 1), _MAX_FETCH_FACTOR)
     fetch_bytes = batch_size * fetch_factor * sample_bytes
 
-    result = {
+    result: dict[str, Any] = {
         "num_workers": num_workers,
         "fetch_factor": fetch_factor,
         "block_size_conservative": max(1, fetch_factor // 2),
@@ -169,9 +169,9 @@ def suggest_parameters(
             "batch_callback": batch_callback,
             "batch_transform": batch_transform,
         }
-        result["measured"] = _measure_blocks(data_collection, batch_size, fetch_factor, labels, hooks)
-        for name, least in _LEAST_DIVERSITY.items():
-            result[f"block_size_{name}"] = _best_block(result["measured"], least)
+        measured = _measure_blocks(data_collection, batch_size, fetch_factor, labels, hooks)
+        result |= {f"block_size_{name}": _best_block(measured, least) for name, least in _LEAST_DIVERSITY.items()}
+        result["measured"] = measured
     if verbose:
         print(_explain(result, target_ram_fraction))
     return result
@@ -221,13 +221,11 @@ def _best_block(measured: Sequence[Mapping[str, float]], least: float) -> int:
     return int(min(one["block_size"] for one in mixed if one["rows_per_s"] >= _FAST_ENOUGH * fastest))
 
 
-def _is_lazy(data: Any) -> bool:
-    """Whether `data` is a 2-D Dask array, or an AnnData whose X is one or is on disk."""
+def _is_yielded_dense(data: Any) -> bool:
+    """Whether rows of `data` come as float32 tensors: those of a 2-D Dask array or an AnnData."""
     if hasattr(data, "dask") and getattr(data, "ndim", 0) == 2:
         return True
-    if not (hasattr(data, "obs") and hasattr(data, "n_vars")):
-        return False
-    return bool(getattr(data, "isbacked", False)) or hasattr(data.X, "dask")
+    return hasattr(data, "obs") and hasattr(data, "n_vars")
 
 
 def _memory_bytes(data: Any) -> int:
@@ -267,7 +265,7 @@ def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
         f"    more random    {suggestion['block_size_conservative']}",
         f"    faster         {suggestion['block_size_aggressive']}  (on compressed files)",
         *(
-            f"    {one['block_size']:>14,}  {one['diversity']:.1%} of the ideal entropy, {one['rows_per_s']:,.0f} rows/s"
+            f"    {one['block_size']:>14,}  {one['diversity']:.1%} of the ideal, {one['rows_per_s']:,.0f} rows/s"
             for one in suggestion.get("measured", ())
         ),
         "Memory",
