@@ -11,6 +11,7 @@ everything random is a pure function of a key and a position.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
@@ -458,8 +459,9 @@ class WeightedSampler:
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """See `Sampler.draw`."""
-        if self.round_size is not None:
-            return self._draw_rounds(seed, epoch)
+        return self._draw_all(seed, epoch) if self.round_size is None else self._draw_rounds(seed, epoch)
+
+    def _draw_all(self, seed: int, epoch: int) -> WeightedRows:
         return WeightedRows(
             candidates=self.candidates,
             weights=self.weights,
@@ -523,7 +525,19 @@ class WeightedSampler:
             self.block_size,
             self.n_rows,
             self.round_size,
+            _way_of_drawing(),
         )
+
+
+@functools.cache
+def _way_of_drawing() -> str:
+    """Return a digest of some draws: those of another version, or with other logarithms, have another."""
+    weights = Weights(np.arange(4096, dtype=np.float64), _EMPTY_FLOATS, _EMPTY_INTS)
+    sampler = WeightedSampler(Candidates(n=4096), weights, 8, 1_000_000, None)
+    in_order = sampler._draw_all(0, 0)
+    singly = replace(in_order, in_order=False)
+    some = np.arange(0, sampler.n_rows, 997)
+    return _digest(in_order.rows(some), singly.rows(some), sampler._choose(500, np.uint64(1)))
 
 
 @dataclass(frozen=True)
