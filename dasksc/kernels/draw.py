@@ -23,10 +23,10 @@ __all__ = [
     "drawn_singly",
     "gumbel_keys",
     "leave_out",
-    "select_above",
     "segment_sums",
-    "split_draws",
+    "select_above",
     "select_quotas",
+    "split_draws",
     "sum_up",
     "uniforms",
 ]
@@ -247,7 +247,11 @@ def binomial(key, n, p):
 
 @kernel
 def _sum_inside(number, segment, n, values, table, lookup, inside):
-    # The heap of one segment's weights, shape (2 * segment,).
+    # The heap of one segment's weights, shape (2 * segment,); its first entry, which is no node, says of
+    # which segment, so that it is not summed twice.
+    if inside[0] == number:
+        return
+    inside[0] = number
     start = number * segment
     size = min(segment, n - start)
     _copy_weights(start, size, values, table, lookup, inside[segment:])
@@ -364,8 +368,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
     top = 0
     while 1 << top < n_tops:
         top += 1
-    inside = np.zeros(2 * segment, dtype=np.float64)  # the heap of one segment
-    summed = np.int64(-1)
+    inside = np.full(2 * segment, -1.0)  # the heap of one segment
     numbers = np.empty(_GROUP, dtype=np.int64)
     rests = np.empty(_GROUP, dtype=np.float64)
     fallen = np.empty(_GROUP, dtype=np.uint64)
@@ -393,9 +396,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
                 else:
                     below_segment = level - n_levels
                     number = (node >> below_segment) - (1 << n_levels)
-                    if number != summed:
-                        _sum_inside(number, segment, n, values, table, lookup, inside)
-                        summed = number
+                    _sum_inside(number, segment, n, values, table, lookup, inside)
                     local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
                     left, right = inside[2 * local], inside[2 * local + 1]
                 middle = starts[level] + _go_left(key, node, stops[level] - starts[level], left, right)
@@ -405,9 +406,9 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
                 starts[level] = middle if goes_right else starts[level - 1]
                 stops[level] = stops[level - 1] if goes_right else middle
             if level < bottom:
-                n_fallen = stops[level] - starts[level]
-                _fall(key, nodes[level], n_fallen, numbers, rests)
                 node = nodes[level]
+                n_fallen = stops[level] - starts[level]
+                _fall(key, node, n_fallen, numbers, rests)
                 if level < n_levels:
                     for i in range(n_fallen):
                         fallen[i] = node
@@ -415,9 +416,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
                     _descend(tree, n_levels - level, n_fallen, fallen, rests)
                     for i in range(n_fallen):
                         number = np.int64(fallen[i]) - (1 << n_levels)
-                        if number != summed:
-                            _sum_inside(number, segment, n, values, table, lookup, inside)
-                            summed = number
+                        _sum_inside(number, segment, n, values, table, lookup, inside)
                         last_node[0] = 1
                         last_rest[0] = rests[i] / tree[fallen[i]] * inside[1]
                         _descend(inside, segment_levels, 1, last_node, last_rest)
@@ -425,9 +424,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
                 else:
                     below_segment = level - n_levels
                     number = (node >> below_segment) - (1 << n_levels)
-                    if number != summed:
-                        _sum_inside(number, segment, n, values, table, lookup, inside)
-                        summed = number
+                    _sum_inside(number, segment, n, values, table, lookup, inside)
                     local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
                     for i in range(n_fallen):
                         fallen[i] = local
