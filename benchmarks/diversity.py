@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "column": options.column,
         "batch": options.batch,
         "machine": machine(),
+        "load": os.getloadavg()[0],
         "results": rows,
     }
     if options.out is not None:
