@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     path = atlas(options)
     read_through(path)
     read = run("reading", str(path), repeats=options.repeats)
-    print("reading: " + ", ".join(f"{rate:,.0f} rows/s {how}" for how, rate in read.items()))
+    print("reading: " + ", ".join(f"{rate:,.0f} rows/s {how}" for how, rate in read.items()), flush=True)
 
     n = options.rows
     cases = [("blocks", n, block, 1) for block in (64, 1)]
