@@ -33,13 +33,16 @@ class FetchCost:
     working
         For each row of a fetch, while it is being read.
     fixed
-        While a fetch is being read, whatever its rows: chunks being decoded, offsets that are kept.
+        While a fetch is being read, whatever its rows: chunks being decoded.
+    kept
+        From the first fetch on: offsets, what was converted.
     """
 
     row: float
     held: float
     working: float = 0.0
     fixed: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -53,7 +53,8 @@ class SlicedArray:
     def working_bytes(self) -> int:
         """A slice, and chunks that the library decodes."""
         stride = row_bytes(self)
-        return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 2 * stride * self._chunk
+        # Chunks are decoded step by step, filters may widen them, and the slice is put together of them.
+        return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 6 * stride * self._chunk
 
     def reader(self) -> ReadSlice:
         """Return what reads, after a check that the array is the one that was opened."""
