@@ -19,6 +19,7 @@ from dasksc import (
     InputError,
     SamplingStrategy,
     Streaming,
+    sampling,
     scDataset,
 )
 from dasksc.plan import EpochPlan, Stretch
@@ -342,3 +343,12 @@ def test_a_loader_without_workers_passes_the_state_through():
     other.load_state_dict(one.state_dict())
     tail = [batch.tolist() for batch in DataLoader(other, batch_size=None)]
     assert head + tail == [batch.tolist() for batch in dataset()]
+
+
+def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):
+    strategy = BlockWeightedSampling(4, weights=np.arange(103))
+    state = through_json(dataset(strategy=strategy).state_dict())
+    dataset(strategy=strategy).load_state_dict(state)
+    monkeypatch.setattr(sampling, "_way_of_drawing", lambda: "that of another version")
+    with pytest.raises(InputError, match="strategy is 'BlockWeightedSampling"):
+        dataset(strategy=strategy).load_state_dict(state)
