@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from zarr.storage import LocalStore
 
-from dasksc.storage import arrays, chunked, hdf5, plain, zarr
+from dasksc.storage import arrays, chunked, plain, sliced
 
 __all__ = ["Reads", "recorded_reads"]
 
@@ -94,7 +94,7 @@ def recorded_reads() -> Iterator[Reads]:
     with mock.patch.object(LocalStore, "get", get):
         patches = [
             mock.patch.object(cls, "reach", recording_reach(cls.reach))
-            for cls in (arrays.MemoryArray, chunked.ChunkedArray, hdf5.H5Array, plain.PlainArray, zarr.ZarrArray)
+            for cls in (arrays.MemoryArray, chunked.ChunkedArray, plain.PlainArray, sliced.SlicedArray)
         ] + [
             mock.patch.object(h5py.Dataset, name, recording_h5py(getattr(h5py.Dataset, name)))
             for name in ("__getitem__", "read_direct")

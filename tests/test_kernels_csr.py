@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,25 @@ def test_scattered_rows_equal_the_dense_matrix(stored: str, wanted: str) -> None
     bad = kernels.scatter_rows(rows.positions, rows.lengths, rows.data_at, rows.indices_at, N_VARS, out, *rows.likes)
     assert bad == -1
     np.testing.assert_array_equal(out, rows.expected.astype(wanted))
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "mixed"])
+@pytest.mark.parametrize("n_vars", [1, 2047, 2048, 2049, 6000])
+def test_long_rows_are_cleared_whatever_the_order_of_their_columns(n_vars: int, order: str) -> None:
+    rng = np.random.default_rng(5)
+    csr = sp.random(20, n_vars, density=0.02, format="csr", dtype=np.float32, random_state=rng)
+    indices, data = csr.indices.copy(), csr.data.copy()
+    for start, stop in pairwise(csr.indptr):
+        within = {"ascending": slice(None), "descending": slice(None, None, -1), "mixed": rng.permutation(stop - start)}
+        indices[start:stop], data[start:stop] = (part[start:stop][within[order]] for part in (csr.indices, csr.data))
+    starts = csr.indptr[:-1].astype(np.uint64)
+    data_at, indices_at = (np.uint64(part.ctypes.data) + starts * np.uint64(4) for part in (data, indices))
+    out = garbage((20, n_vars), "float32")
+    bad = kernels.scatter_rows(
+        np.arange(20), np.diff(csr.indptr).astype(np.int64), data_at, indices_at, n_vars, out, data[:0], indices[:0]
+    )
+    assert bad == -1
+    np.testing.assert_array_equal(out, csr.toarray())
 
 
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)

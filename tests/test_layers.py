@@ -33,6 +33,7 @@ ROOMS = [
     "batch",
     "transforms",
     "dataset",
+    "dryrun",
     "experimental",
     "convert",
     "cli",
@@ -56,7 +57,7 @@ LIBRARIES = {
     "numba": ({"kernels"}, set()),
     "distributed": ({"dashboard"}, {"window", "dataset", "experimental"}),
     "dask": (
-        {"config", "lazy", "collection", "window", "batch", "dataset", "experimental", "dashboard", "cli"},
+        {"config", "lazy", "collection", "window", "batch", "dataset", "dryrun", "experimental", "dashboard", "cli"},
         set(),
     ),
 }

@@ -124,6 +124,9 @@ def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
     assert np.maximum(times - drawn, 0).sum() == plan.n_padded
     assert np.maximum(drawn - times, 0).sum() == plan.n_dropped
     assert plan.n_padded < plan.world_size
+    assert sum(rank.n_rank_padded for rank in ranks) == plan.n_padded
+    n_undealt = plan.n_dropped - sum(rank.n_rank_dropped for rank in ranks)
+    assert 0 <= n_undealt < plan.world_size if plan.drop_last and plan.equal_ranks else n_undealt == 0
     if not plan.drop_last:
         assert plan.n_dropped == 0
     if not plan.equal_ranks or plan.drop_last:

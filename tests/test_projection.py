@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -25,12 +27,17 @@ N_OBS, N_VARS, FETCH = 6_000, 3_000, 1_024
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("projection")
     csr = sp.random(N_OBS, N_VARS, density=0.4, format="csr", dtype=np.float32, random_state=0)
-    paths = {name: folder / name for name in ("plain.h5ad", "gzip.h5ad", "dense.h5ad")}
+    paths = {name: folder / name for name in ("plain.h5ad", "gzip.h5ad", "dense.h5ad", "scaled.h5ad")}
     obs = pd.DataFrame({"cell_type": "a"}, index=np.arange(N_OBS).astype(str))
     sparse, dense = anndata.AnnData(X=csr, obs=obs), anndata.AnnData(X=csr.toarray(), obs=obs)
     sparse.write_h5ad(paths["plain.h5ad"])
     sparse.write_h5ad(paths["gzip.h5ad"], compression="gzip", compression_opts=1)
     dense.write_h5ad(paths["dense.h5ad"], compression="gzip", compression_opts=1)
+    shutil.copyfile(paths["plain.h5ad"], paths["scaled.h5ad"])
+    with h5py.File(paths["scaled.h5ad"], "r+") as file:
+        # HDF5's own filter, which only h5py reads.
+        del file["X/indices"]
+        file["X"].create_dataset("indices", data=csr.indices, chunks=(50_000,), scaleoffset=0)
     return paths | {"csr.zarr": write_store(sparse, folder, "zarr3", "csr")}
 
 
@@ -45,6 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("gzip.h5ad", ["--layout", "csr"], FETCH * N_VARS * 0.4 * 8),
         ("dense.h5ad", [], FETCH * N_VARS * 4),
         ("csr.zarr", [], FETCH * N_VARS * 0.4 * 8),
+        ("scaled.h5ad", [], FETCH * N_VARS * 0.4 * 4),
     ],
     ids=str,
 )

@@ -427,6 +427,19 @@ def test_a_zarr_store_that_was_replaced_is_refused(store: Path) -> None:
         matrix.fetch(np.arange(5))
 
 
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_a_zarr_chunk_that_changed_since_it_was_read_is_refused(store: Path, change: str) -> None:
+    matrix = open_matrix(store, "X")
+    matrix.fetch(np.arange(5))
+    chunk = store / "X" / "data" / ("c/0" if (store / "X" / "data" / "c").exists() else "0")
+    content = chunk.read_bytes()
+    chunk.unlink()
+    if change == "replaced":
+        chunk.write_bytes(content + b"more")
+    with pytest.raises(CorruptDataError, match="since it was opened"):
+        matrix.fetch(np.arange(5))
+
+
 def test_a_broken_zarr_chunk_is_named_with_its_row(store: Path) -> None:
     chunks = sorted((store / "X" / "data" / "c").iterdir(), key=lambda path: int(path.name))
     chunks[4].write_bytes(b"not what was there")

@@ -9,7 +9,9 @@ import os
 import pickle
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCode
 from dasksc.errors import CorruptDataError
 from dasksc.storage import Fetched, hdf5_layout, open_matrix, zarr_layout
 from dasksc.storage.arrays import UnknownLayoutError
-from dasksc.storage.files import can_map
+from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.identity import FileIdentity
 
 DTYPES = ["float32", "float64", "int8", "uint16", "int64", "bool"]
 INDEX_DTYPES = ["int32", "int64", "uint16", "uint32"]
@@ -452,6 +455,34 @@ def test_files_of_this_machine_are_mapped_and_those_of_others_are_not(tmp_path: 
         assert not can_map("/mnt/data/x.h5ad")
         assert can_map("/mnt/database.h5ad")
         assert can_map("/mnt/data/fast disk/x.h5ad")
+
+
+def test_threads_that_open_a_file_at_once_use_one_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"what belongs here")
+    file = LocalFile(FileIdentity.of(str(path)))
+    barrier = threading.Barrier(4)
+    opened = os.open
+
+    def opened_together(*args: Any) -> int:
+        number = opened(*args)
+        barrier.wait(10)
+        return number
+
+    def read(_: int) -> tuple[int, bytes]:
+        number = file._number()
+        barrier.wait(10)
+        # Were it closed by now, its number would be that of another file.
+        into = bytearray(17)
+        file.read(0, memoryview(into))
+        return number, bytes(into)
+
+    with mock.patch("os.open", opened_together), ThreadPoolExecutor(4) as threads:
+        results = set(threads.map(read, range(4)))
+    assert len(results) == 1
+    ((number, content),) = results
+    assert content == b"what belongs here"
+    assert os.path.samestat(os.fstat(number), path.stat())
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (2**20,), "compression": "gzip"}, {"chunks": (2**20,)}], ids=str)

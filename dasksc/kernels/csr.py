@@ -49,6 +49,9 @@ __all__ = [
 ]
 
 
+_CLEARED_AHEAD = np.uint64(2048)
+
+
 @intrinsic
 def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
     """Return element `index` of the array of `like`'s type that starts at `address`, aligned or not."""
@@ -70,13 +73,20 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
     for i in range(len(positions)):
         row = positions[i]
         dense = out[i]
-        dense[:] = 0
+        # Cleared just ahead of the columns, which mostly ascend: a whole row would leave the nearest cache
+        # before it is written to.
+        n_cleared = np.uint64(0)
         for k in range(lengths[row]):
             # A negative column wraps to a number far beyond n_vars.
             column = np.uint64(load(indices_at[row], k, like_indices))
-            if column >= n_columns:
-                return row
+            if column >= n_cleared:
+                if column >= n_columns:
+                    return row
+                stop = min(column + _CLEARED_AHEAD, n_columns)
+                dense[n_cleared:stop] = 0
+                n_cleared = stop
             dense[column] += load(data_at[row], k, like_data)
+        dense[n_cleared:] = 0
     return -1
 
 

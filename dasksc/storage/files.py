@@ -45,11 +45,11 @@ class LocalFile:
 
     def __init__(self, identity: FileIdentity) -> None:
         self.identity = identity
-        self._descriptor: _Descriptor | None = None
+        self._descriptors: dict[str, _Descriptor] = {}
         self._mapped: NDArray[np.uint8] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"identity": self.identity, "_descriptor": None, "_mapped": None}
+        return {"identity": self.identity, "_descriptors": {}, "_mapped": None}
 
     @property
     def path(self) -> str:
@@ -133,14 +133,17 @@ class LocalFile:
             first = after
 
     def _number(self) -> int:
-        if self._descriptor is None:
+        descriptor = self._descriptors.get("r")
+        if descriptor is None:
             try:
                 descriptor = _Descriptor(self.path)
             except OSError as error:
                 raise StorageError(f"{self.path} cannot be opened: {error}") from error
             self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
-            self._descriptor = descriptor
-        return self._descriptor.number
+            # Of threads that race here the first wins, at once and without a lock that a fork could inherit:
+            # to replace a descriptor would close it, and its number may name another file by then.
+            descriptor = self._descriptors.setdefault("r", descriptor)
+        return descriptor.number
 
 
 def read_at(number: int, offset: int, into: memoryview) -> int:

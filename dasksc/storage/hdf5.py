@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from typing import Any
@@ -11,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
 from dasksc.storage.identity import FileIdentity
-from dasksc.storage.reach import Reached
-from dasksc.storage.runs import locate, merge
+from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]
 
@@ -65,7 +64,23 @@ def _open(path: str) -> h5py.File:
         raise StorageError(f"{path} cannot be opened as HDF5: {error}") from error
 
 
-class H5Array:
+def _check_filters(dataset: h5py.Dataset, label: str) -> None:
+    """Refuse what HDF5 lacks a filter for, after a look for the package that has most of them."""
+    plist = dataset.id.get_create_plist()
+    filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
+    lacking = [(number, name) for number, _, _, name in filters if not h5py.h5z.filter_avail(number)]
+    if lacking:
+        with contextlib.suppress(ImportError):
+            import hdf5plugin  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+    for number, name in lacking:
+        if not h5py.h5z.filter_avail(number):
+            raise StorageError(
+                f"{label} is stored with HDF5's filter {number} ({name.decode(errors='replace')}), which is not "
+                "installed: pip install hdf5plugin"
+            )
+
+
+class H5Array(SlicedArray):
     """An HDF5 dataset (or one field of a compound one), read through h5py.
 
     Parameters
@@ -81,52 +96,26 @@ class H5Array:
     def __init__(self, file: H5File, name: str, *, field: str | None = None) -> None:
         dataset = file.open()[name]
         dtype = dataset.dtype if field is None else dataset.dtype[field]
+        super().__init__(
+            label=f"{file.path}:/{name}" + ("" if field is None else f"/{field}"),
+            shape=(*dataset.shape, *dtype.shape),
+            dtype=dtype.base.newbyteorder("="),
+            chunk=dataset.chunks[0] if dataset.chunks else 1,
+            gap_bytes=_GAP_BYTES,
+        )
         self._file = file
         self._name = name
         self._field = field
-        self.shape: tuple[int, ...] = (*dataset.shape, *dtype.shape)
-        self.dtype: np.dtype[Any] = dtype.base.newbyteorder("=")
-        self._chunk = dataset.chunks[0] if dataset.chunks else 1
 
-    @property
-    def label(self) -> str:
-        """What to call it in errors."""
-        end = "" if self._field is None else f"/{self._field}"
-        return f"{self._file.path}:/{self._name}{end}"
+    def reader(self) -> ReadSlice:
+        """Return what reads, after a check that the file is the one that was opened."""
+        dataset = self._file.open()[self._name]
+        _check_filters(dataset, self.label)
 
-    def held_share(self, run: float) -> float:
-        """Return an estimate: gaps between neighbouring runs are read and held as well."""
-        return 2.0
+        def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
+            if self._field is not None:
+                into[...] = dataset.fields(self._field)[start:stop]
+            elif into.size:
+                dataset.read_direct(into, np.s_[start:stop])
 
-    @property
-    def working_bytes(self) -> int:
-        """Chunks that the library decodes."""
-        return 4 * self._chunk * row_bytes(self)
-
-    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Read the runs, neighbours together, into one block."""
-        file = self._file.open()
-        dtype = memory_dtype(self.dtype)
-        stride = row_bytes(self)
-        run_starts, run_stops = merge(starts, stops, gap=_GAP_BYTES // max(stride, 1), chunk=self._chunk)
-        block = np.empty((int((run_stops - run_starts).sum()), *self.shape[1:]), dtype=dtype)
-        dataset = file[self._name]
-        at = 0
-        for start, stop in zip(run_starts.tolist(), run_stops.tolist(), strict=True):
-            into = slice(at, at + stop - start)
-            try:
-                if self._field is not None:
-                    block[into] = dataset.fields(self._field)[start:stop]
-                elif block[into].size:
-                    dataset.read_direct(block, np.s_[start:stop], into)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise BrokenRunError(self.label, start, stop, str(error)) from error
-            at = into.stop
-        return Reached.inside(
-            (block,),
-            dtype=dtype,
-            which=0,
-            offsets=locate(starts, stops, run_starts, run_stops) * stride,
-            sizes=(stops - starts) * stride,
-            held_bytes=block.nbytes,
-        )
+        return read

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from zarr.storage import LocalStore, ZipStore
 
 from dasksc.errors import StorageError
-from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
 from dasksc.storage.identity import FileIdentity
-from dasksc.storage.reach import Reached
-from dasksc.storage.runs import locate, merge
+from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
@@ -69,7 +67,7 @@ class ZarrFile:
         raise StorageError(f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray)")
 
 
-class ZarrArray:
+class ZarrArray(SlicedArray):
     """A Zarr array, read through zarr-python.
 
     Parameters
@@ -82,50 +80,25 @@ class ZarrArray:
 
     def __init__(self, file: ZarrFile, name: str) -> None:
         array = zarr.open_array(file.store(), path=name, mode="r")
+        dtype = np.dtype(array.dtype)
+        super().__init__(
+            label=f"{file.path}:/{name}",
+            shape=array.shape,
+            # Types of strings have no byte order, and are refused where numbers are needed.
+            dtype=dtype.newbyteorder("=") if dtype.kind in "biufc" else dtype,
+            chunk=int(array.chunks[0]) if array.chunks else 1,
+            gap_bytes=_GAP_BYTES,
+        )
         self._file = file
         self._name = name
         self._identity = file.identity(name)
-        self.shape: tuple[int, ...] = array.shape
-        dtype = np.dtype(array.dtype)
-        # Types of strings have no byte order, and are refused where numbers are needed.
-        self.dtype: np.dtype[Any] = dtype.newbyteorder("=") if dtype.kind in "biufc" else dtype
-        self._chunk = int(array.chunks[0]) if array.chunks else 1
 
-    @property
-    def label(self) -> str:
-        """What to call it in errors."""
-        return f"{self._file.path}:/{self._name}"
-
-    def held_share(self, run: float) -> float:
-        """Return an estimate: gaps between neighbouring runs are read and held as well."""
-        return 2.0
-
-    @property
-    def working_bytes(self) -> int:
-        """Chunks that the library decodes."""
-        return 4 * self._chunk * row_bytes(self)
-
-    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Read the runs, neighbours together, into one block."""
+    def reader(self) -> ReadSlice:
+        """Return what reads, after a check that the array is the one that was opened."""
         self._identity.check()
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
-        dtype = memory_dtype(self.dtype)
-        stride = row_bytes(self)
-        run_starts, run_stops = merge(starts, stops, gap=_GAP_BYTES // max(stride, 1), chunk=self._chunk)
-        block = np.empty((int((run_stops - run_starts).sum()), *self.shape[1:]), dtype=dtype)
-        at = 0
-        for start, stop in zip(run_starts.tolist(), run_stops.tolist(), strict=True):
-            try:
-                block[at : at + stop - start] = array[start:stop]
-            # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
-            except Exception as error:
-                raise BrokenRunError(self.label, start, stop, str(error)) from error
-            at += stop - start
-        return Reached.inside(
-            (block,),
-            dtype=dtype,
-            which=0,
-            offsets=locate(starts, stops, run_starts, run_stops) * stride,
-            sizes=(stops - starts) * stride,
-            held_bytes=block.nbytes,
-        )
+
+        def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
+            into[...] = array[start:stop]
+
+        return read

@@ -1,0 +1,122 @@
+"""Arrays that a library reads by slices: what h5py's and zarr-python's have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.storage import memory
+from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
+from dasksc.storage.reach import Reached
+from dasksc.storage.runs import locate, merge
+
+__all__ = ["SlicedArray"]
+
+# A slice of neighbours with what lies between them is read up to this size, then what is wanted is kept.
+_SLICE_BYTES = 8 * 2**20
+
+
+class ReadSlice(Protocol):
+    """Fills an array with the elements ``[start, stop)`` along the first axis."""
+
+    def __call__(self, start: int, stop: int, *, into: NDArray[Any]) -> None: ...
+
+
+class SlicedArray:
+    """An array read by slices; what it has in `shape`, `dtype` and `label` is as in `StoredArray`.
+
+    Parameters
+    ----------
+    label, shape, dtype
+        As in `StoredArray`.
+    chunk
+        Length of a chunk along the first axis; 1 where there are none.
+    gap_bytes
+        Runs closer than this are read as one slice.
+    """
+
+    def __init__(self, *, label: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunk: int, gap_bytes: int) -> None:
+        self.label = label
+        self.shape = shape
+        self.dtype = dtype
+        self._chunk = chunk
+        self._gap_bytes = gap_bytes
+
+    @property
+    def chunk_length(self) -> int:
+        """Length of a chunk along the first axis; 0 where there are none."""
+        return self._chunk if self._chunk > 1 else 0
+
+    def held_share(self, run: float) -> float:
+        """Return 1: what is wanted is copied, and nothing else kept."""
+        return 1.0
+
+    @property
+    def working_bytes(self) -> int:
+        """A slice, and chunks that the library decodes."""
+        stride = row_bytes(self)
+        # Chunks are decoded step by step, filters may widen them, and the slice is put together of them.
+        return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 6 * stride * self._chunk
+
+    def reader(self) -> ReadSlice:
+        """Return what reads, after a check that the array is the one that was opened."""
+        raise NotImplementedError
+
+    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+        """Read the runs into one block, neighbours by one slice."""
+        read = self.reader()
+        stride = row_bytes(self)
+        kept_starts, kept_stops = merge(starts, stops, gap=0, chunk=1)
+        block = memory.empty((int((kept_stops - kept_starts).sum()), *self.shape[1:]), memory_dtype(self.dtype))
+        at = 0
+        for runs in self._slices(kept_starts.tolist(), kept_stops.tolist()):
+            n = sum(stop - start for start, stop in runs)
+            self._read(read, runs, into=block[at : at + n])
+            at += n
+        return Reached.inside(
+            (block,),
+            dtype=block.dtype,
+            which=0,
+            offsets=locate(starts, stops, kept_starts, kept_stops) * stride,
+            sizes=(stops - starts) * stride,
+            held_bytes=block.nbytes,
+        )
+
+    def _slices(self, starts: list[int], stops: list[int]) -> Iterator[list[tuple[int, int]]]:
+        """Yield the runs, disjoint and ascending, that are read by one slice."""
+        stride = max(row_bytes(self), 1)
+        gap, longest = self._gap_bytes // stride, max(_SLICE_BYTES // stride, self._chunk)
+        runs: list[tuple[int, int]] = []
+        for start, stop in zip(starts, stops, strict=True):
+            if runs:
+                before = runs[-1][1]
+                is_near = start - before <= gap or start // self._chunk == (before - 1) // self._chunk
+                if not is_near or stop - runs[0][0] > longest:
+                    yield runs
+                    runs = []
+            runs.append((start, stop))
+        if runs:
+            yield runs
+
+    def _read(self, read: ReadSlice, runs: list[tuple[int, int]], *, into: NDArray[Any]) -> None:
+        """Read runs by one slice, or one by one if it cannot be read: what is broken may lie in a gap."""
+        start, stop = runs[0][0], runs[-1][1]
+        try:
+            if len(runs) == 1:
+                read(start, stop, into=into)
+            else:
+                whole = np.empty((stop - start, *self.shape[1:]), into.dtype)
+                read(start, stop, into=whole)
+                np.concatenate([whole[a - start : b - start] for a, b in runs], out=into)
+        # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
+        except Exception as error:
+            if len(runs) == 1:
+                raise BrokenRunError(self.label, start, stop, str(error)) from error
+            at = 0
+            for run in runs:
+                n = run[1] - run[0]
+                self._read(read, [run], into=into[at : at + n])
+                at += n

@@ -1,0 +1,93 @@
+"""What h5py and zarr-python read by slices: no more is held than was asked for, and what is broken is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dasksc.storage.arrays import BrokenRunError
+from dasksc.storage.hdf5 import H5Array, H5File
+from dasksc.storage.sliced import SlicedArray
+from dasksc.storage.zarr import ZarrArray, ZarrFile
+
+N_ROWS, N_COLUMNS = 20_000, 25
+
+
+@pytest.fixture(scope="module")
+def values() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 1000, (N_ROWS, N_COLUMNS), dtype=np.int32)
+
+
+@pytest.fixture(scope="module", params=["h5py", "h5py chunked", "zarr-python"])
+def array(request: pytest.FixtureRequest, values: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> SlicedArray:
+    path = tmp_path_factory.mktemp("sliced") / "array"
+    if request.param == "zarr-python":
+        zarr.open_group(path, mode="w").create_array("X", data=values, chunks=(96, N_COLUMNS))
+        return ZarrArray(ZarrFile(str(path)), "X")
+    with h5py.File(path, "w") as file:
+        file.create_dataset("X", data=values, chunks=(96, N_COLUMNS) if "chunked" in request.param else None)
+    return H5Array(H5File(str(path)), "X")
+
+
+def read(array: SlicedArray, starts: Any, stops: Any) -> tuple[list[np.ndarray], int]:
+    """Return what was reached, run by run, and the bytes that it holds."""
+    starts, stops = np.asarray(starts, dtype=np.int64), np.asarray(stops, dtype=np.int64)
+    reached = array.reach(starts, stops)
+    (block,) = reached.owners
+    firsts = (reached.at - np.uint64(block.ctypes.data)).astype(np.int64) // (4 * N_COLUMNS)
+    return [block[a : a + n] for a, n in zip(firsts, stops - starts, strict=True)], reached.held_bytes
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, N_ROWS), st.integers(0, 300)), min_size=1, max_size=60))
+def test_any_runs_are_read(array: SlicedArray, values: np.ndarray, runs: list[tuple[int, int]]) -> None:
+    starts = np.sort([start for start, _ in runs])
+    stops = np.minimum(starts + [n for _, n in runs], N_ROWS)
+    for start, stop, got in zip(starts, stops, read(array, starts, stops)[0], strict=True):
+        if stop > start:
+            np.testing.assert_array_equal(got, values[start:stop])
+
+
+def test_scattered_rows_hold_themselves_and_not_what_lies_between(
+    array: SlicedArray, values: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices = []
+    reader = array.reader()
+
+    def recording() -> Any:
+        def read(start: int, stop: int, *, into: np.ndarray) -> None:
+            slices.append(stop - start)
+            reader(start, stop, into=into)
+
+        return read
+
+    monkeypatch.setattr(array, "reader", recording)
+    monkeypatch.setattr("dasksc.storage.sliced._SLICE_BYTES", 2**16)
+    rows = np.arange(0, N_ROWS, 7)
+    got, held = read(array, rows, rows + 1)
+    np.testing.assert_array_equal(np.concatenate(got), values[rows])
+    assert held == len(rows) * 4 * N_COLUMNS
+    # Neighbours are read together, but no slice is longer than was set.
+    assert len(slices) < len(rows) / 50
+    assert max(slices) <= 2**16 // (4 * N_COLUMNS)
+
+
+def test_what_is_broken_is_named_and_a_broken_gap_harms_nobody(values: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "array"
+    zarr.open_group(path, mode="w", zarr_format=3).create_array("X", data=values, chunks=(96, N_COLUMNS))
+    (path / "X" / "c" / "2" / "0").write_bytes(b"not what was there")
+    array = ZarrArray(ZarrFile(str(path)), "X")
+    for row in (10, 100, 300, 400):
+        np.testing.assert_array_equal(read(array, [row], [row + 1])[0][0], values[row : row + 1])
+    got, _ = read(array, [10, 100, 300, 400], [11, 101, 301, 401])
+    np.testing.assert_array_equal(np.concatenate(got), values[[10, 100, 300, 400]])
+    with pytest.raises(BrokenRunError) as raised:
+        read(array, [10, 100, 200, 300], [11, 101, 210, 301])
+    assert (raised.value.start, raised.value.stop) == (200, 210)
