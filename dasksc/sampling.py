@@ -824,7 +824,7 @@ class BlockShuffling(_BuiltIn):
     Parameters
     ----------
     block_size
-        Rows of a block. Larger blocks read faster and mix less.
+        Rows of a block. Larger blocks read faster and mix less; one of all rows is taken as two.
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     drop_last
@@ -842,7 +842,12 @@ class BlockShuffling(_BuiltIn):
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `bind`."""
         candidates = Candidates.of(self.indices, n_obs)
-        return RowSampler(candidates, self.block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
+        block_size = self.block_size
+        if block_size >= candidates.n > 1 and not self.drop_last:
+            # One block has one order only, and where a fetch is shorter, the same rows would come last in every
+            # epoch: with drop_last they would never be seen.
+            block_size = -(-candidates.n // 2)
+        return RowSampler(candidates, block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
 
 
 def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:

@@ -196,6 +196,14 @@ def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size:
     assert seen == set(range(n))
 
 
+def test_no_row_of_a_single_block_is_left_out_for_ever_by_drop_last() -> None:
+    seen: set[int] = set()
+    for epoch in range(50):
+        plan = plan_of(dasksc.BlockShuffling(8), 8, batch_size=3, fetch_factor=1, drop_last=True, epoch=epoch)
+        seen |= set(yielded_by(plan).tolist())
+    assert seen == set(range(8))
+
+
 def test_the_row_too_many_is_not_always_that_of_the_short_block() -> None:
     # All that is left to deal out is the short block of one row, which does not divide by two ranks.
     left_out = []
