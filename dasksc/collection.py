@@ -482,7 +482,8 @@ def _reading(path: str) -> Iterator[None]:
                     f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
                 ) from error
             raise StorageError(f"{path} cannot be read: {error}") from error
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        # Whatever the libraries raise on damaged metadata.
+        except Exception as error:
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error
 
 
@@ -535,10 +536,15 @@ def _lazy_element(path: str, stored: Any) -> Any:
     encoding = stored.attrs.get("encoding-type", "")
     if isinstance(stored, h5py.Group | zarr.Group):
         if encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs:
-            return _stored(path, stored.name)
+            return _stored(_path_of(stored, path), stored.name)
     elif encoding in ("array", "") and _is_numeric_matrix(stored):
-        return _stored(path, stored.name)
+        return _stored(_path_of(stored, path), stored.name)
     return read_elem(stored)
+
+
+def _path_of(stored: Any, path: str) -> str:
+    """The file that an element is in: a link of HDF5 may lead to another one."""
+    return path if isinstance(stored, zarr.Group | zarr.Array) else os.path.abspath(stored.file.filename)
 
 
 def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ ROOMS = [
     "batch",
     "transforms",
     "dataset",
+    "dryrun",
     "experimental",
     "convert",
     "cli",
@@ -57,7 +58,19 @@ LIBRARIES = {
     "numba": ({"kernels"}, set()),
     "distributed": ({"dashboard"}, {"window", "dataset", "experimental"}),
     "dask": (
-        {"config", "lazy", "concat", "collection", "window", "batch", "dataset", "experimental", "dashboard", "cli"},
+        {
+            "config",
+            "lazy",
+            "concat",
+            "collection",
+            "window",
+            "batch",
+            "dataset",
+            "dryrun",
+            "experimental",
+            "dashboard",
+            "cli",
+        },
         set(),
     ),
 }

@@ -24,20 +24,20 @@ def blocks(page: Path, language: str) -> list[re.Match[str]]:
     return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
 
 
-def test_its_programs_run_from_top_to_bottom(tmp_path):
-    make_atlas(tmp_path / "atlas.h5ad", 2_000, 300)
-    text = (ROOT / "README.md").read_text()
-    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the README's
-    assert blocks(ROOT / "README.md", "python")
-    lines = program.split("\n")
-    for block in blocks(ROOT / "README.md", "python"):
+def run_programs(page: Path, folder: Path) -> str:
+    """Run a page's programs as one, from top to bottom; return what they print."""
+    text = page.read_text()
+    lines = re.sub(r"[^\n]", "", text).split("\n")  # as many lines, so that a traceback names the page's
+    assert blocks(page, "python")
+    for block in blocks(page, "python"):
         first = text.count("\n", 0, block.start(2))
         code = block[2].split("\n")
         lines[first : first + len(code)] = code
-    (tmp_path / "README.py").write_text("\n".join(lines))
+    program = folder / f"{page.stem}.py"
+    program.write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, "README.py"],
-        cwd=tmp_path,
+        [sys.executable, program.name],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -45,8 +45,20 @@ def test_its_programs_run_from_top_to_bottom(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    assert "sparse_csr torch.Size([64, 100])" in done.stdout
-    assert "watch at http" in done.stdout
+    return done.stdout
+
+
+def test_its_programs_run_from_top_to_bottom(tmp_path):
+    make_atlas(tmp_path / "atlas.h5ad", 2_000, 300)
+    printed = run_programs(ROOT / "README.md", tmp_path)
+    assert "sparse_csr torch.Size([64, 100])" in printed
+    assert "watch at http" in printed
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda page: page.name)
+def test_programs_of_other_pages_run_too(page, tmp_path):
+    make_atlas(tmp_path / "atlas.h5ad", 2_000, 300)
+    assert run_programs(page, tmp_path)
 
 
 def test_the_ten_lines_are_ten():

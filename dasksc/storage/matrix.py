@@ -34,13 +34,20 @@ class FetchCost:
     working
         For each row of a fetch, while it is being read.
     fixed
-        While a fetch is being read, whatever its rows: chunks being decoded, offsets that are kept.
+        While a fetch is being read, whatever its rows: chunks being decoded.
+    kept
+        From the first fetch on: offsets, what was converted.
+    chunk_rows
+        Rows of what must be decoded as one, a chunk; below 1 where rows are longer than chunks, 0 where any row
+        can be read by itself.
     """
 
     row: float
     held: float
     working: float = 0.0
     fixed: int = 0
+    kept: int = 0
+    chunk_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -62,7 +62,14 @@ class StackedMatrix:
         row, held, working = (
             float(shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")
         )
-        return FetchCost(row=row, held=held, working=working, fixed=sum(cost.fixed for cost in costs))
+        return FetchCost(
+            row=row,
+            held=held,
+            working=working,
+            fixed=max(cost.fixed for cost in costs),
+            kept=sum(cost.kept for cost in costs),
+            chunk_rows=max(cost.chunk_rows for cost in costs),
+        )
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
         """Bring `rows` within reach; see `Matrix.fetch`."""
