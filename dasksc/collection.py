@@ -109,19 +109,30 @@ def open(
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    token = _may_map.set(mmap)
-    try:
-        several = _several(data)
-        if several is None:
+    several = _several(data)
+    if several is None:
+        with _told(mmap=mmap, may_lack=False):
             return _open_one(data, obs)
-        parts, names = several
-        if not parts:
-            raise InputError(f"nothing to open: {data!r} is empty")
+    parts, names = several
+    if not parts:
+        raise InputError(f"there is nothing to open in {data!r}")
+    with _told(mmap=mmap, may_lack=True):
         opened = [_open_one(part, obs) for part in parts]
-    finally:
-        _may_map.reset(token)
     keys = _keys_of(keys, names, isinstance(data, Mapping))
-    return concatenated(opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    result = concatenated(opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    if obs is not None:
+        _known_columns(obs, result.obs.columns, f"{len(names)} atlases joined by {join!r}")
+    return result
+
+
+@contextmanager
+def _told(*, mmap: bool, may_lack: bool) -> Iterator[None]:
+    tokens = _may_map.set(mmap), _may_lack.set(may_lack)
+    try:
+        yield
+    finally:
+        _may_map.reset(tokens[0])
+        _may_lack.reset(tokens[1])
 
 
 def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:

@@ -257,7 +257,7 @@ def test_no_file_stays_open_and_many_open_quickly_enough(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("data", "options", "error", "match"),
     [
-        ([], {}, InputError, "nothing to open"),
+        ([], {}, InputError, "nothing to open in"),
         ("none*.h5ad", {}, MissingPathError, "nothing fits the pattern"),
         ([3], {}, InputError, "cannot open an object of type builtins.int"),
         ([atlas(0, 3)], {"join": "left"}, InputError, "neither 'inner' nor 'outer'"),
