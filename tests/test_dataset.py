@@ -268,7 +268,8 @@ def test_an_error_in_a_batch_hook_says_in_which_batch(path):
 
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         list(dataset(path, batch_transform=broken))
-    assert caught.value.__notes__ == ["in batch 0 of 13 (epoch 0, rank 0 of 1)"]
+    (note,) = caught.value.__notes__
+    assert note.startswith("in batch 0 of 13 (epoch 0, rank 0 of 1), rows ")
 
 
 def test_an_error_in_a_fetch_reaches_the_loop_with_file_fetch_and_rows(path):
@@ -295,7 +296,7 @@ def test_a_damaged_matrix_is_named_in_the_loop(tmp_path):
         file["X/indices"][500] = 10_000
     with pytest.raises(CorruptDataError, match=r"atlas\.h5ad:/X/indices: row \d+ has a column outside") as caught:
         list(dataset(path))
-    assert any("of 13 (epoch 0, rank 0 of 1)" in note for note in caught.value.__notes__)
+    assert any("of 13 (epoch 0, rank 0 of 1), rows " in note for note in caught.value.__notes__)
 
 
 # --- Leaving early ----------------------------------------------------------------------------------

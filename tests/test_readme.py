@@ -26,19 +26,19 @@ def blocks(page: Path, language: str) -> list[re.Match[str]]:
 
 
 def run_programs(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the programs of a page from top to bottom, in a folder with an atlas."""
+    """Run the programs of a page as one, from top to bottom, in a folder with an atlas."""
     make_atlas(folder / "atlas.h5ad", 2_000, 300)
     text = page.read_text()
-    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the page's
+    lines = re.sub(r"[^\n]", "", text).split("\n")  # as many lines, so that a traceback names the page's
     assert blocks(page, "python")
-    lines = program.split("\n")
     for block in blocks(page, "python"):
         first = text.count("\n", 0, block.start(2))
         code = block[2].split("\n")
         lines[first : first + len(code)] = code
-    (folder / f"{page.stem}.py").write_text("\n".join(lines))
+    program = folder / f"{page.stem}.py"
+    program.write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, f"{page.stem}.py"],
+        [sys.executable, program.name],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -54,6 +54,15 @@ def test_its_programs_run_from_top_to_bottom(tmp_path):
     done = run_programs(ROOT / "README.md", tmp_path)
     assert "sparse_csr torch.Size([64, 100])" in done.stdout
     assert "watch at http" in done.stdout
+
+
+# What docs/trainers.md needs is not always there: tests/test_trainers_page.py runs it library by library.
+RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ("trainers", "watching")]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_programs_of_other_pages_run_too(page, tmp_path):
+    assert run_programs(page, tmp_path).stdout
 
 
 def test_the_programs_on_watching_run_and_show_figures(tmp_path):

@@ -182,9 +182,14 @@ class ChunkedArray:
         return 1.0
 
     @property
+    def chunk_length(self) -> int:
+        """Length of a chunk along the first axis."""
+        return self._chunk_shape[0]
+
+    @property
     def working_bytes(self) -> int:
-        """A chunk as stored, decoded, and half-way."""
-        return 3 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize
+        """A chunk as stored, decoded, and twice half-way."""
+        return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Decode the chunks that the runs touch, and keep of each what was asked for."""
@@ -234,7 +239,15 @@ class ChunkedArray:
         out = block.reshape(-1).view(np.uint8)
         scratch = np.empty(chunk_bytes, dtype=np.uint8)
         before = 0
-        for group in clock.read_from(groups):
+        reading = clock.read_from(groups)
+        while True:
+            try:
+                group = next(reading, None)
+            # Told by what reads chunk by chunk, which knows in which one it happened.
+            except (CorruptDataError, OSError):
+                return False
+            if group is None:
+                return True
             after = before + len(group.at)
             here = slice(*np.searchsorted(chunk_of, [before, after]).tolist())
             chunks = chunk_of[here] - before
@@ -257,7 +270,6 @@ class ChunkedArray:
             if bad >= 0:
                 return False
             before = after
-        return True
 
     def _in_place(self, block: NDArray[Any], width: int) -> bool:
         """Whether rows of a chunk are rows of `block`, as they are."""

@@ -46,6 +46,11 @@ class SlicedArray:
         self._chunk = chunk
         self._gap_bytes = gap_bytes
 
+    @property
+    def chunk_length(self) -> int:
+        """Length of a chunk along the first axis; 0 where there are none."""
+        return self._chunk if self._chunk > 1 else 0
+
     def held_share(self, run: float) -> float:
         """Return 1: what is wanted is copied, and nothing else kept."""
         return 1.0
@@ -54,7 +59,8 @@ class SlicedArray:
     def working_bytes(self) -> int:
         """A slice, and chunks that the library decodes."""
         stride = row_bytes(self)
-        return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 2 * stride * self._chunk
+        # Chunks are decoded step by step, filters may widen them, and the slice is put together of them.
+        return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 6 * stride * self._chunk
 
     def reader(self) -> ReadSlice:
         """Return what reads, after a check that the array is the one that was opened."""

@@ -86,7 +86,8 @@ class Runner(Protocol):
     def close(self, pending: Sequence[Any], *, wait_s: float, exiting: bool) -> None:
         """Cancel the `pending` promises, let go of everything, and wait until nothing of it runs any more.
 
-        Waits at most `wait_s` seconds. `exiting` says that the interpreter is about to. Called once.
+        Waits at most `wait_s` seconds. `exiting` says that the interpreter is about to. Called once, and once more
+        where Ctrl-C cut that short.
         """
 
 
@@ -124,6 +125,8 @@ class _Flight:
         self.runner = runner
         self.promises: deque[tuple[int, Promise]] = deque()
         self.closed = False
+        self._pending: list[Promise] = []
+        self._is_cut_short = False
         self.exiting = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
@@ -138,17 +141,25 @@ class _Flight:
         return self._pid != os.getpid()
 
     def close(self, *, wait_s: float, exiting: bool = False) -> None:
-        """Let go of everything, once, in the process that made it."""
+        """Let go of everything, once, in the process that made it.
+
+        Ctrl-C may cut that short anywhere. Then the next call does it all again: the window's finaliser at the latest.
+        """
         if self.foreign:
             return
-        with self.lock:
-            if self.closed:
-                return
-            self.closed = True
-            self.exiting = exiting
-            pending = [promise for _, promise in self.promises]
-            self.promises.clear()
-        self.runner.close(pending, wait_s=wait_s, exiting=exiting)
+        try:
+            with self.lock:
+                if self.closed and not self._is_cut_short:
+                    return
+                self.closed, self._is_cut_short = True, False
+                self.exiting = exiting
+                self._pending += [promise for _, promise in self.promises]
+                self.promises.clear()
+            self.runner.close(self._pending, wait_s=wait_s, exiting=exiting)
+            self._pending.clear()
+        except BaseException:
+            self._is_cut_short = True
+            raise
         atexit.unregister(self.close)
         _to_close_early.discard(self)
 
