@@ -40,6 +40,7 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
     from unittest import mock
 
     from dasksc import dataset as module
+    from dasksc.progress import FetchFigures
 
     class PlainWindow:
         """As many fetches at a time, on as many threads, handed over in order."""
@@ -54,6 +55,9 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
         def _fill(self, depth: int) -> None:
             while len(self._pending) < depth and (k := next(self._ks, None)) is not None:
                 self._pending.append((k, self._pool.submit(self._run, k)))
+
+        def figures(self) -> Any:
+            return FetchFigures()
 
         def next_is_done(self) -> bool:
             return not self._pending or self._pending[0][1].done()

@@ -1,17 +1,18 @@
-"""What planning costs: time to the first fetch, memory, and each fetch from then on.
+"""What planning costs: time to the first fetch, memory, and each fetch from then on beside reading it.
+
+    python benchmarks/plans.py --cells 200000               # up to 10^8 rows
+    python benchmarks/plans.py --cells 200000 --billion     # and 10^9
 
 Each case runs in fresh processes, a few times; medians are printed. Kernels are compiled before the clock
 starts, on a small data set with the same types. Memory is the peak of resident memory over what the
-process held before, codes and weights included in the latter.
-
-    python benchmarks/plans.py                   # up to 10^8 rows
-    python benchmarks/plans.py --billion         # and 10^9
-    python benchmarks/plans.py --peer            # and scDataset, where it is installed
+process held before: imports, kernels, and the codes or weights themselves. Reading is what the loader hands
+over from an atlas in the same run; scDataset, where it is installed, makes the indices of an epoch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -23,12 +24,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _atlas import add_options, atlas
+from _machine import machine, read_through
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BATCH, FETCH_FACTOR = 64, 256
-READING_ROWS_PER_S = 300_000
-"""What a fast loader reads; a plan is to cost a few per cent of that."""
+PEER_ROWS = 2 * 10**6
+"""Rows that scDataset balances: all would take minutes, so its cost per row is scaled."""
+
+# Case and block: what the first fetch, construction, a new epoch (seconds), memory beyond the data (bytes)
+# may take, and how many times as long the peer must.
+TARGETS: dict[tuple[str, int], dict[str, float]] = {
+    ("blocks", 64): {"first_fetch_s": 5e-3, "peak_bytes": 1e6, "ratio": 500},
+    ("balanced", 64): {"construct_s": 0.5, "new_epoch_s": 0.3, "peak_bytes": 200e6, "ratio": 300},
+    ("weighted", 64): {"construct_s": 2.0, "new_epoch_s": 0.5, "peak_bytes": 400e6},
+    ("blocks, rank 1,023 of 1,024", 64): {"first_fetch_s": 5e-3, "peak_bytes": 1e6},
+    ("balanced, mapped", 64): {"first_fetch_s": 10.0, "anonymous_bytes": 1e9},
+}
+SHARE_OF_READING = {64: 0.02, 1: 0.06}
+LAYOUTS = ("dense", "csr")
 
 
 def codes_of(n: int) -> np.ndarray:
@@ -61,19 +76,26 @@ def no_data(n: int) -> None:
     return None
 
 
-# What to make first (not timed), the strategy's name, and what the data are to it.
-CASES: dict[str, tuple[Callable[[int], Any], str, str | None]] = {
-    "blocks": (no_data, "BlockShuffling", None),
-    "balanced": (codes_of, "ClassBalancedSampling", "labels"),
-    "balanced, mapped": (mapped_codes_of, "ClassBalancedSampling", "labels"),
-    "weighted": (weights_of, "BlockWeightedSampling", "weights"),
-    "one huge weight": (huge_weight_of, "BlockWeightedSampling", "weights"),
+# What to make first (not timed), the strategy's name, what the data are to it, and its other options.
+CASES: dict[str, tuple[Callable[[int], Any], str, str | None, Callable[[int], dict[str, Any]]]] = {
+    "blocks": (no_data, "BlockShuffling", None, lambda n: {}),
+    "blocks, rank 1,023 of 1,024": (no_data, "BlockShuffling", None, lambda n: {}),
+    "balanced": (codes_of, "ClassBalancedSampling", "labels", lambda n: {}),
+    "balanced, mapped": (mapped_codes_of, "ClassBalancedSampling", "labels", lambda n: {}),
+    "weighted": (weights_of, "BlockWeightedSampling", "weights", lambda n: {}),
+    "one huge weight": (huge_weight_of, "BlockWeightedSampling", "weights", lambda n: {}),
+    "a tenth, each once": (
+        weights_of,
+        "BlockWeightedSampling",
+        "weights",
+        lambda n: {"total_size": n // 10, "replace": False},
+    ),
 }
 
 
-def strategy_of(library: Any, case: str, data: Any, block: int) -> Any:
-    _, name, option = CASES[case]
-    return getattr(library, name)(block_size=block, **({option: data} if option else {}))
+def strategy_of(library: Any, case: str, data: Any, block: int, n: int) -> Any:
+    _, name, option, more = CASES[case]
+    return getattr(library, name)(block_size=block, **({option: data} if option else {}), **more(n))
 
 
 def memory_bytes(what: str) -> int:
@@ -90,7 +112,7 @@ def child(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
     make_data = CASES[case][0]
 
     def plan_of(data: Any, n: int, epoch: int, sampler: Any = None) -> Any:
-        sampler = sampler or bind(strategy_of(dasksc, case, data, block), None, n, None)
+        sampler = sampler or bind(strategy_of(dasksc, case, data, block, n), None, n, None)
         return dasksc.EpochPlan(
             sampler=sampler,
             batch_size=BATCH,
@@ -124,7 +146,7 @@ def child(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
         "anonymous_bytes": memory_bytes("RssAnon") - anonymous,
     }
     times = []
-    for k in range(1, min(plan.n_fetches, 40)):
+    for k in range(min(plan.n_fetches, 40)):
         start = time.perf_counter()
         plan.fetch(k)
         times.append(time.perf_counter() - start)
@@ -132,7 +154,7 @@ def child(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
     return result
 
 
-def peer(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
+def peer(case: str, n: int, block: int) -> dict[str, float]:
     """Time scDataset's indices of an epoch, which every rank and worker makes whole."""
     import scdataset
 
@@ -140,9 +162,37 @@ def peer(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
     data = make_data(n)
     before = memory_bytes("VmRSS")
     start = time.perf_counter()
-    strategy = strategy_of(scdataset, case, data, block)
+    strategy = strategy_of(scdataset, case, data, block, n)
     strategy.get_indices(range(n), seed=0)
     return {"first_fetch_s": time.perf_counter() - start, "peak_bytes": memory_bytes("VmHWM") - before}
+
+
+def reading(path: str) -> dict[str, float]:
+    """Time a loader handing over epochs of an atlas, the first one left out; rows a second by layout and block."""
+    import dasksc
+
+    adata = dasksc.open(path)
+    found = {}
+    for layout in LAYOUTS:
+        for block in SHARE_OF_READING:
+            dataset = dasksc.scDataset(
+                adata,
+                dasksc.BlockShuffling(block_size=block),
+                batch_size=BATCH,
+                fetch_factor=FETCH_FACTOR,
+                layout=layout,
+                rank=0,
+                world_size=1,
+                seed=0,
+            )
+            rates = []
+            for _ in range(4):
+                start = time.perf_counter()
+                for _ in dataset:
+                    pass
+                rates.append(adata.n_obs / (time.perf_counter() - start))
+            found[f"{layout} {block}"] = statistics.median(rates[1:])
+    return found
 
 
 def run(*arguments: Any, repeats: int) -> dict[str, float]:
@@ -156,49 +206,88 @@ def run(*arguments: Any, repeats: int) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in runs) for name in runs[0]}
 
 
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, cells=100_000)
     parser.add_argument("--rows", type=int, default=10**8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), help="only these")
     parser.add_argument("--billion", action="store_true", help="also 10^9 rows: 1 GB of disk, 0.6 GB of memory")
-    parser.add_argument("--peer", action="store_true", help="also scDataset, balanced on 2 * 10^6 rows and scaled")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--out", type=Path, help="where to write .json, without the ending")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         kind, *rest = json.loads(options.child)
-        print(json.dumps({"ours": child, "peer": peer}[kind](*rest)))
-        return []
+        print(json.dumps({"ours": child, "peer": peer, "reading": reading}[kind](*rest)))
+        return {}
+
+    path = atlas(options)
+    read_through(path)
+    read = run("reading", str(path), repeats=options.repeats)
+    print("reading: " + ", ".join(f"{rate:,.0f} rows/s {how}" for how, rate in read.items()), flush=True)
 
     n = options.rows
     cases = [("blocks", n, block, 1) for block in (64, 1)]
-    cases += [(case, n, block, 1) for case in ("balanced", "weighted", "one huge weight") for block in (64, 8, 1)]
+    cases += [(case, n, block, 1) for case in ("balanced", "weighted", "one huge weight") for block in (64, 1)]
+    cases += [("a tenth, each once", n, 64, 1)]
     if options.billion:
-        cases += [("blocks", 10**9, 64, 1024), ("balanced, mapped", 10**9, 64, 1)]
-    report: list[dict[str, Any]] = []
-    print("case                  rows block   construct first fetch   new epoch       peak  anonymous  each fetch")
+        cases += [("blocks, rank 1,023 of 1,024", 10**9, 64, 1024), ("balanced, mapped", 10**9, 64, 1)]
+    results: list[dict[str, Any]] = []
     for case, rows, block, world_size in cases:
-        found = run("ours", case, rows, block, world_size, repeats=options.repeats)
-        share = found["fetch_s"] / (BATCH * FETCH_FACTOR / READING_ROWS_PER_S)
-        report.append({"case": case, "rows": rows, "block": block, "share_of_reading": share, **found})
-        ms = "".join(f"{found[name] * 1e3:>9.1f} ms" for name in ("construct_s", "first_fetch_s", "new_epoch_s"))
-        mb = "".join(f"{found[name] / 1e6:>8.1f} MB" for name in ("peak_bytes", "anonymous_bytes"))
-        each = f"{found['fetch_s'] * 1e3:>8.2f} ms, {share:.1%} of reading"
-        print(f"{case:<18}{rows:>8.0e}{block:>6}{ms}{mb}{each}", flush=True)
-    if options.peer:
-        for case, rows in (("blocks", n), ("balanced", min(n, 2 * 10**6))):
-            found = run("peer", case, rows, 64, 1, repeats=options.repeats)
-            peer_s = found["first_fetch_s"] * n / rows
-            ours = next(one for one in report if one["case"] == case and one["block"] == 64)
-            ratio = peer_s / ours["first_fetch_s"]
-            report.append({"case": f"scDataset, {case}", "rows": rows, **found, "scaled_s": peer_s, "ratio": ratio})
-            print(
-                f"scDataset, {case}: {found['first_fetch_s']:.2f} s at {rows:.0e} rows, {peer_s:.1f} s at {n:.0e}: "
-                f"{ratio:,.0f} times ours; peak {found['peak_bytes'] / 1e6:.0f} MB"
-            )
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        if options.cases and case not in options.cases:
+            continue
+        found: dict[str, Any] = run("ours", case, rows, block, world_size, repeats=options.repeats)
+        shares = {how: found["fetch_s"] * read[f"{how} {block}"] / (BATCH * FETCH_FACTOR) for how in LAYOUTS}
+        results.append({"case": case, "rows": rows, "block": block, "share_of_reading": shares, **found})
+        print(f"{case}, {rows:.0e} rows, block {block}: measured", file=sys.stderr, flush=True)
+    if importlib.util.find_spec("scdataset") is not None:
+        for one in results:
+            if one["block"] == 64 and one["case"] in ("blocks", "balanced"):
+                peer_rows = n if one["case"] == "blocks" else min(n, PEER_ROWS)
+                found = run("peer", one["case"], peer_rows, 64, repeats=options.repeats)
+                scaled = found["first_fetch_s"] * n / peer_rows
+                one["peer"] = {**found, "rows": peer_rows, "scaled_s": scaled}
+                one["ratio"] = scaled / one["first_fetch_s"]
+    print(HEADER)
+    for one in results:
+        one["missed"] = missed(one) if n >= 10**8 else []
+        print(line(one))
+    for one in results:
+        if one["missed"]:
+            print(f"missed by {one['case']}, block {one['block']}: {', '.join(one['missed'])}")
+    report = {"machine": machine(), "atlas": path.name, "reading_rows_per_s": read, "results": results}
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def missed(one: dict[str, Any]) -> list[str]:
+    """Return the targets that a result does not reach."""
+    failed = []
+    for name, limit in TARGETS.get((one["case"], one["block"]), {}).items():
+        if name in one and (one[name] < limit if name == "ratio" else one[name] > limit):
+            failed.append(name)
+    for layout, share in one["share_of_reading"].items():
+        if share > SHARE_OF_READING[one["block"]]:
+            failed.append(f"share of reading {layout}")
+    return failed
+
+
+HEADER = """
+| n | plan | block | construct | first fetch | new epoch | peak | anonymous | each fetch | of reading: dense, CSR | \
+times the peer's |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+
+
+def line(one: dict[str, Any]) -> str:
+    """Return a result as a row of a table."""
+    cells = [f"{one['rows']:.0e}", one["case"], str(one["block"])]
+    cells += [f"{one[name] * 1e3:,.1f} ms" for name in ("construct_s", "first_fetch_s", "new_epoch_s")]
+    cells += [f"{one[name] / 1e6:,.1f} MB" for name in ("peak_bytes", "anonymous_bytes")]
+    cells += [f"{one['fetch_s'] * 1e3:.2f} ms", ", ".join(f"{share:.1%}" for share in one["share_of_reading"].values())]
+    cells += [f"{one['ratio']:,.0f}" if "ratio" in one else ""]
+    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

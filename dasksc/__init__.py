@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
     from dasksc.dataset import scDataset
+    from dasksc.dryrun import check
     from dasksc.experimental import estimate_sample_size, suggest_parameters
     from dasksc.lazy import row_local
     from dasksc.mixing import diversity
@@ -62,6 +63,7 @@ _HOMES = {
     "World": "dasksc.world",
     "adata_to_mindex": "dasksc.transforms",
     "bionemo_to_tensor": "dasksc.transforms",
+    "check": "dasksc.dryrun",
     "diversity": "dasksc.mixing",
     "estimate_sample_size": "dasksc.experimental",
     "fetch_transform_adata": "dasksc.transforms",
@@ -97,6 +99,7 @@ __all__ = [
     "World",
     "adata_to_mindex",
     "bionemo_to_tensor",
+    "check",
     "diversity",
     "estimate_sample_size",
     "experimental",

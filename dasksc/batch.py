@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from dasksc.errors import InputError
 from dasksc.storage import Columns, Fetched, Layout, memory
 from dasksc.window.tasks import FetchedMatrices
 
@@ -153,8 +154,10 @@ class BatchMaker:
         dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
         indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=self.columns)
         n_vars = part.shape[1] if self.columns is None else len(self.columns)
+        if indptr[-1] > np.iinfo(np.int32).max:
+            raise InputError(f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros; lower batch_size")
         return _csr_tensor(
-            # Both index arrays of a CSR tensor are of one type; a batch never has 2**31 nonzeros.
+            # Both index arrays of a CSR tensor are of one type.
             torch.from_numpy(indptr.astype(np.int32)),
             torch.from_numpy(indices),
             torch.from_numpy(data),
@@ -209,7 +212,7 @@ def run_ahead(
             yield job()
         return
     pending: deque[Future[T]] = deque()
-    failure: BaseException | None = None
+    failure: Exception | None = None
     more = True
     with ThreadPoolExecutor(n_threads, thread_name_prefix="dasksc-gather") as pool:
 
@@ -220,7 +223,7 @@ def run_ahead(
                     pending.append(pool.submit(next(jobs)))
                 except StopIteration:
                     more = False
-                except BaseException as error:
+                except Exception as error:
                     # Its turn comes after what was asked for before it.
                     if not pending:
                         raise

@@ -8,6 +8,7 @@ read as AnnData reads it.
 from __future__ import annotations
 
 import difflib
+import glob
 import os
 import uuid
 import warnings
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import dask.array as da
 import h5py
@@ -27,25 +29,40 @@ from anndata import AnnData, OldFormatWarning
 from anndata.io import read_elem
 from numpy.typing import NDArray
 
+from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Matrix, as_matrix, open_matrix
 
-__all__ = ["AnnDataView", "encode_column", "open"]
+__all__ = ["AnnDataView", "Openable", "encode_column", "is_several", "open"]
+
+Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
 ACCEPTED = (
-    "the path of an .h5ad file, the path of a Zarr store (a directory), or an AnnData "
-    "(in memory, backed, or of Dask arrays)"
+    "the path of an .h5ad file, the path of a Zarr store (a directory), an AnnData (in memory, backed, or of Dask "
+    "arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or a directory of them"
 )
 
-# What `open` was told, for every matrix that it opens, however deep in the file.
+# What `open` was told, for everything that it opens, however deep in the file.
 _may_map: ContextVar[bool] = ContextVar("may_map", default=True)
+# Whether columns of obs that were asked for may be missing: of several atlases, some may lack what others have.
+_may_lack: ContextVar[bool] = ContextVar("may_lack", default=False)
 
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
-def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = None, mmap: bool = True) -> AnnData:
-    """Open an atlas lazily.
+def open(
+    data: Openable | Sequence[Openable] | Mapping[str, Openable],
+    *,
+    obs: Sequence[str] | None = None,
+    mmap: bool = True,
+    join: Join = "inner",
+    label: str | None = None,
+    keys: Sequence[str] | None = None,
+    index_unique: str | None = None,
+    merge: str | None = None,
+) -> AnnData:
+    """Open an atlas lazily, or several as one.
 
     Parameters
     ----------
@@ -53,11 +70,22 @@ def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = 
         The path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its
         arrays are shared, not copied), read with ``backed="r"`` (X comes from its file, everything
         else, with your edits, from the object), or of Dask arrays already.
+
+        Several, one below the other: a list of these, or a dict by their keys; a pattern
+        (``"atlas/*.h5ad"``) or a directory, whose files and stores are taken by name; a store of
+        ``dataset_*`` groups, as annbatch writes it; AnnData's `AnnCollection`. Nothing is rewritten: a column
+        is renumbered while the rows of a batch are gathered.
     obs
         The obs columns to read. Default: all of them.
     mmap
         Whether uncompressed files of this machine may be mapped into memory. It is the fastest way to read
         them, but a file that is truncated while it is read ends the process; False raises an error then.
+    join, label, keys, index_unique, merge
+        Of several, as for `anndata.concat`, which concatenates their tables: keep the variables that all have
+        (``"inner"``) or any (``"outer"``); name an obs column that says which row is of which, by `keys`
+        (default: of paths, their names). Matrices of different types take their common one, with a warning; a
+        variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones. Layers and obsm that
+        not all have are left out, and so are obsp and raw.
 
     Returns
     -------
@@ -69,7 +97,7 @@ def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = 
     Raises
     ------
     InputError
-        If `data` is of another kind.
+        If `data` is of another kind, or several do not fit together.
     MissingPathError
         If there is nothing at the path.
     StorageError
@@ -79,17 +107,93 @@ def open(data: str | os.PathLike[str] | AnnData, *, obs: Sequence[str] | None = 
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
-    token = _may_map.set(mmap)
+    if join not in ("inner", "outer"):
+        raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
+    several = _several(data)
+    if several is None:
+        with _told(mmap=mmap, may_lack=False):
+            return _open_one(data, obs)
+    parts, names = several
+    if not parts:
+        raise InputError(f"there is nothing to open in {data!r}")
+    with _told(mmap=mmap, may_lack=True):
+        opened = [_open_one(part, obs) for part in parts]
+    keys = _keys_of(keys, names, isinstance(data, Mapping))
+    result = concatenated(opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    if obs is not None:
+        _known_columns(obs, result.obs.columns, f"{len(names)} atlases joined by {join!r}")
+    return result
+
+
+@contextmanager
+def _told(*, mmap: bool, may_lack: bool) -> Iterator[None]:
+    tokens = _may_map.set(mmap), _may_lack.set(may_lack)
     try:
-        if isinstance(data, AnnData):
-            return _open_anndata(data, obs)
-        if isinstance(data, str | os.PathLike):
-            return _open_path(os.fspath(data), obs)
+        yield
     finally:
-        _may_map.reset(token)
+        _may_map.reset(tokens[0])
+        _may_lack.reset(tokens[1])
+
+
+def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
+    if isinstance(data, AnnData):
+        return _open_anndata(data, obs)
+    if isinstance(data, str | os.PathLike):
+        return _open_path(os.fspath(data), obs)
     raise InputError(
         f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
     )
+
+
+def is_several(data: Any) -> bool:
+    """Return whether `data` is a list, tuple or dict of what `open` takes, or an AnnCollection."""
+    items = list(data.values()) if isinstance(data, Mapping) else data
+    if type(items) in (list, tuple):
+        return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
+    return type(data).__name__ == "AnnCollection" and hasattr(data, "adatas")
+
+
+def _several(data: Any) -> tuple[list[Any], list[str]] | None:
+    """Return the atlases that `data` stands for, and their names; None if it is one."""
+    if isinstance(data, Mapping):
+        return list(data.values()), [str(key) for key in data]
+    if isinstance(data, list | tuple):
+        stems = [Path(part).stem if isinstance(part, str | os.PathLike) else str(i) for i, part in enumerate(data)]
+        return list(data), stems
+    if is_several(data):
+        return list(data.adatas), [str(i) for i in range(len(data.adatas))]
+    paths = _paths_at(os.fspath(data)) if isinstance(data, str | os.PathLike) else None
+    return None if paths is None else (paths, [Path(path).stem for path in paths])
+
+
+def _paths_at(path: str) -> list[str] | None:
+    """Return the atlases that a pattern or a directory stands for, by name; None if it is one."""
+    if os.path.isdir(path):
+        if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
+            inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
+            return inside if inside and not os.path.exists(os.path.join(path, "obs")) else None
+        return sorted(entry.path for entry in os.scandir(path) if entry.name.endswith((".h5ad", ".zarr"))) or None
+    if os.path.exists(path) or not glob.has_magic(path):
+        return None
+    paths = sorted(glob.glob(path))
+    if not paths:
+        raise MissingPathError(f"nothing fits the pattern {path!r}")
+    return paths
+
+
+def _by_number(path: str) -> tuple[int, str]:
+    digits = path.rpartition("_")[2]
+    return int(digits) if digits.isdigit() else 0, path
+
+
+def _keys_of(keys: Sequence[str] | None, names: Sequence[str], are_given: bool) -> Sequence[str]:
+    if keys is None:
+        return names if len(set(names)) == len(names) else [str(i) for i in range(len(names))]
+    if are_given:
+        raise InputError("keys= cannot be used with a dict, whose own keys these are")
+    if isinstance(keys, str) or len(keys) != len(names):
+        raise InputError(f"keys={keys!r} must be a list of {len(names)} names, one for each atlas")
+    return keys
 
 
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
@@ -357,8 +461,8 @@ def _root_of(path: str) -> Iterator[Any]:
     if os.path.isdir(path):
         if not any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
             raise StorageError(
-                f"{path} is a directory but not a Zarr group: it holds none of {', '.join(ZARR_MARKERS)}. "
-                "Give the path of one .h5ad file or one Zarr store."
+                f"{path} is a directory but not a Zarr group (it holds none of {', '.join(ZARR_MARKERS)}), nor are "
+                f"there .h5ad files or .zarr stores in it. Expected {ACCEPTED}."
             )
         yield zarr.open_group(path, mode="r")
         return
@@ -389,7 +493,8 @@ def _reading(path: str) -> Iterator[None]:
                     f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
                 ) from error
             raise StorageError(f"{path} cannot be read: {error}") from error
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        # Whatever the libraries raise on damaged metadata.
+        except Exception as error:
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error
 
 
@@ -442,10 +547,15 @@ def _lazy_element(path: str, stored: Any) -> Any:
     encoding = stored.attrs.get("encoding-type", "")
     if isinstance(stored, h5py.Group | zarr.Group):
         if encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs:
-            return _stored(path, stored.name)
+            return _stored(_path_of(stored, path), stored.name)
     elif encoding in ("array", "") and _is_numeric_matrix(stored):
-        return _stored(path, stored.name)
+        return _stored(_path_of(stored, path), stored.name)
     return read_elem(stored)
+
+
+def _path_of(stored: Any, path: str) -> str:
+    """The file that an element is in: a link of HDF5 may lead to another one."""
+    return path if isinstance(stored, zarr.Group | zarr.Array) else os.path.abspath(stored.file.filename)
 
 
 def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str, Any]:
@@ -552,7 +662,9 @@ def _assemble(
 def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str) -> list[str]:
     known = list(known)
     missing = [name for name in wanted if name not in known]
-    if missing:
+    if _may_lack.get():
+        wanted = [name for name in wanted if name in known]
+    elif missing:
         near = {name: difflib.get_close_matches(str(name), known, n=3) for name in missing}
         hints = "; ".join(f"{name!r}, near {', '.join(map(repr, found))}" for name, found in near.items() if found)
         raise MissingKeyError(

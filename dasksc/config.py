@@ -7,9 +7,9 @@ from typing import Any
 
 import dask.config
 import yaml
-from dask.utils import parse_bytes
+from dask.utils import parse_bytes, parse_timedelta
 
-__all__ = ["get", "get_bytes"]
+__all__ = ["get", "get_bytes", "get_seconds"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
@@ -26,3 +26,9 @@ def get(key: str) -> Any:
 def get_bytes(key: str) -> int:
     """Return the value of ``dasksc.<key>`` in bytes, from a number or a text such as ``"2GiB"``."""
     return int(parse_bytes(get(key)))
+
+
+def get_seconds(key: str) -> float | None:
+    """Return the value of ``dasksc.<key>`` in seconds, from a number or a text such as ``"500ms"``; None if it is."""
+    value = get(key)
+    return None if value is None else float(parse_timedelta(value))

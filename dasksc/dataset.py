@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import difflib
 import functools
@@ -11,11 +10,13 @@ import logging
 import math
 import os
 import secrets
+import socket
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import cloudpickle
 import dask.array as da
@@ -33,17 +34,20 @@ from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan import EpochPlan, FetchPlan, Stretch
-from dasksc.progress import EpochStats, progress_bar
+from dasksc.progress import EpochStats, line_of, merged, progress_bar
 from dasksc.sampling import Sampler, SamplingStrategy, bind
-from dasksc.storage import Columns, Layout, Matrix, memory
+from dasksc.storage import Columns, FetchCost, Layout, Matrix, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.parts import Assembled, PartNumbers, part_of
+from dasksc.window.reporting import reporting
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from dasksc.world import Agreement, World
 
 if TYPE_CHECKING:
     from distributed import Client
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["scDataset"]
 
@@ -56,6 +60,8 @@ _LONGER_ROWS = 1.1
 # Row number and position of a row in a plan.
 _PLAN_ROW_BYTES = 16
 _MAX_FETCH_FACTOR = 4096
+# Threads for which fetch_factor=None finds the size of a fetch, whatever the machine.
+_NOMINAL_THREADS = 2
 # A fetch that holds more than this is read in several tasks.
 _PART_BYTES = 2**25
 _MAX_PARTS = 64
@@ -64,7 +70,16 @@ _TOGETHER_BYTES = 2**23
 # Threads, what they and the allocator keep at hand, tasks.
 _PROCESS_BYTES = 2**24
 
+# Of a batch in which something went wrong.
+_ROWS_TOLD = 16
+
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
+
+
+class _Made(NamedTuple):
+    batches: list[Any]
+    gather_s: float
+    error: Exception | None = None
 
 
 class scDataset(IterableDataset[Any]):
@@ -132,6 +147,10 @@ class scDataset(IterableDataset[Any]):
         Whether batches are put in page-locked memory.
     progress
         Show a progress bar (needs tqdm).
+    group
+        The processes that share every epoch, where they are not all: a ``torch.distributed`` process group,
+        or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
+        that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
 
     Attributes
     ----------
@@ -178,6 +197,7 @@ class scDataset(IterableDataset[Any]):
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         progress: bool = False,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.strategy = strategy
@@ -191,7 +211,10 @@ class scDataset(IterableDataset[Any]):
         prefetch = config.get("prefetch") if prefetch is None else prefetch
         self._prefetch = None if prefetch is None else _whole("prefetch", prefetch)
         limit = config.get("memory-limit") if memory_limit is None else memory_limit
-        self._memory_limit = _whole("memory_limit", int(parse_bytes(limit)))
+        try:
+            self._memory_limit = _whole("memory_limit", int(parse_bytes(limit)))
+        except ValueError as error:
+            raise InputError(f"memory_limit={limit!r} is no number of bytes and no text such as '2GiB'") from error
         self._device = device
         self._pin_memory = pin_memory
         self._progress = progress
@@ -216,7 +239,7 @@ class scDataset(IterableDataset[Any]):
         self._adopt(data_collection, names, genes, layout, dtype, given, mmap)
         self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
 
-        self._given_world = (rank, world_size)
+        self._given_world: tuple[int | None, int | None, Any] = (rank, world_size, group)
         if fetch_factor is None:
             fetch_factor = self._fitting_fetch_factor()
         self.fetch_factor = _whole("fetch_factor", fetch_factor)
@@ -232,13 +255,16 @@ class scDataset(IterableDataset[Any]):
         # Epoch and stretches read of it: where this process is, and where it is to go on.
         self._place: tuple[int, tuple[Stretch, ...]] | None = None
         self._resume: tuple[int, tuple[Stretch, ...]] | None = None
+        # The epoch whose end a DataLoader worker has reached, while others may be in the middle of it.
+        self._ended: int | None = None
         self._lock = threading.Lock()
         self._stats = EpochStats()
+        self._token = secrets.token_hex(4)  # tells data sets of one name apart
         self._recycling: memory.Recycling | None = None
-        found = World.detect(rank, world_size)
+        found = World.detect(*self._given_world)
         self._plan_of(found, epoch=0)  # refuse sizes that do not fit
         # A world of one may yet become a larger one: the process group can be initialised later.
-        if found.world_size > 1 and (self._seed_is_given or found.source == "torch.distributed"):
+        if found.world_size > 1 and (self._seed_is_given or Agreement.is_possible()):
             self._settle()
 
     # --- The collection -----------------------------------------------------------------------------
@@ -254,8 +280,8 @@ class scDataset(IterableDataset[Any]):
         mmap: bool,
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
-        if isinstance(data, str | os.PathLike):
-            self._name = Path(data).stem
+        if isinstance(data, str | os.PathLike) or collections.is_several(data):
+            self._name = Path(data).stem if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
             wanted = list(names["obs"])
             label_key = getattr(self.strategy, "label_key", None)
             if label_key is not None and label_key not in wanted:
@@ -361,31 +387,37 @@ class scDataset(IterableDataset[Any]):
         """
         return None if self._matrices is None else self._projection(self._depth(), self.fetch_factor)
 
-    def _projection(self, depth: int, fetch_factor: int) -> int:
+    def _projection(self, depth: int, fetch_factor: int, n_threads: int | None = None) -> int:
         """Memory with `depth` parts of fetches in flight."""
-        n_threads = 0 if self._fetches_travel else self._n_threads()
-        return self._needed(fetch_factor, self._held_row_bytes(), depth=depth, n_threads=n_threads)
+        if n_threads is None:
+            n_threads = 0 if self._fetches_travel else self._n_threads
+        return self._needed(fetch_factor, self._held_row_bytes, depth=depth, n_threads=n_threads)
 
     @property
     def _fetches_travel(self) -> bool:
         """Whether other processes fetch, and what they read is sent here."""
         return not resolve_scheduler(self._scheduler).in_process
 
+    @property
     def _held_row_bytes(self) -> float:
         """What a fetched row holds here: nothing of what is mapped, unless another process has sent it."""
-        costs = [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
-        return sum(max(cost.row, cost.held) if self._fetches_travel else cost.held for cost in costs)
+        return sum(max(cost.row, cost.held) if self._fetches_travel else cost.held for cost in self._costs)
+
+    @functools.cached_property
+    def _costs(self) -> list[FetchCost]:
+        return [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
 
     def _needed(self, fetch_factor: int, row_bytes: float, *, depth: int, n_threads: int) -> int:
         """Memory if a fetched row holds `row_bytes`."""
-        costs = [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
+        costs = self._costs
         rows = self.batch_size * fetch_factor
         n_parts = _n_parts(rows * row_bytes)
         held = _LONGER_ROWS * row_bytes + _PLAN_ROW_BYTES
         working = _LONGER_ROWS * max(cost.working for cost in costs)
         fetches = (1 + depth / n_parts) * rows * held
         reading = min(depth, n_threads) * (rows * working / n_parts + max(cost.fixed for cost in costs))
-        return int(_PROCESS_BYTES + fetches + reading + self._batches_bytes())
+        kept = sum(cost.kept for cost in costs)
+        return int(_PROCESS_BYTES + kept + fetches + reading + self._batches_bytes())
 
     def _batches_bytes(self) -> float:
         """Memory of the batches that are gathered ahead, being handed over, and being used."""
@@ -406,20 +438,32 @@ class scDataset(IterableDataset[Any]):
             row_bytes += dense if is_obsm or maker.layout == "dense" else 2 * _LONGER_ROWS * matrix.cost.row
         return self.batch_size * row_bytes
 
+    @functools.cached_property
     def _n_threads(self) -> int:
-        """Threads that fetch, in a process that is no DataLoader worker; of a cluster, this rank's share."""
+        """Threads that fetch, in a process that is no DataLoader worker: as many as the memory allows.
+
+        Of a cluster, this rank's share.
+        """
         world = World.detect(*self._given_world)
         n_of_cluster = resolve_scheduler(self._scheduler).n_threads
         if n_of_cluster is not None:
             return max(1, n_of_cluster // world.world_size)
-        return default_threads(local_world_size=world.local_world_size)
+        n_threads = default_threads(local_world_size=world.local_world_size)
+        if self._matrices is not None and self._prefetch is not None:
+            depth = self._prefetch * self._n_parts
+            while (
+                n_threads > _NOMINAL_THREADS
+                and self._projection(depth, self.fetch_factor, n_threads) > self._memory_limit
+            ):
+                n_threads -= 1
+        return n_threads
 
     @property
     def _n_parts(self) -> int:
         """Tasks of a fetch."""
         if self._matrices is None:
             return 1
-        return _n_parts(self.fetch_size * self._held_row_bytes())
+        return _n_parts(self.fetch_size * self._held_row_bytes)
 
     def _depth(self) -> int:
         """Parts of fetches in flight beyond the fetch being yielded."""
@@ -427,7 +471,7 @@ class scDataset(IterableDataset[Any]):
         if self._prefetch is not None:
             return self._prefetch * n_parts
         # Results are handed over in order: a thread that is done early needs another one to go on with.
-        depth = n_parts - 1 + 2 * self._n_threads()
+        depth = n_parts - 1 + 2 * self._n_threads
         if self._matrices is not None:
             while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_limit:
                 depth -= 1
@@ -456,20 +500,30 @@ class scDataset(IterableDataset[Any]):
         if self._matrices is None:
             raise InputError("fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size")
         # As if nothing were mapped, and with a number of threads that does not depend on the machine.
-        row_bytes = sum(max(matrix.cost.row, matrix.cost.held) for matrix in self._matrices.values())
-        n_threads = 2
+        row_bytes = sum(max(cost.row, cost.held) for cost in self._costs)
+        n_threads = _NOMINAL_THREADS
 
         def fits(factor: int) -> bool:
             n_parts = _n_parts(self.batch_size * factor * row_bytes)
             depth = self._prefetch * n_parts if self._prefetch else n_parts - 1 + 2 * n_threads
             return self._needed(factor, row_bytes, depth=depth, n_threads=n_threads) <= self._memory_limit
 
-        # The largest that fits.
-        return max(1, bisect.bisect_left(range(1, _MAX_FETCH_FACTOR + 1), True, key=lambda factor: not fits(factor)))
+        # The largest that fits. One more part makes a fetch need less again, so halving intervals could miss it.
+        return next((factor for factor in range(_MAX_FETCH_FACTOR, 1, -1) if fits(factor)), 1)
 
     def __len__(self) -> int:
         """Batches this rank yields in a whole epoch."""
         return self._plan_of(self._settle(), epoch=0).n_batches
+
+    @property
+    def n_batches_left(self) -> int:
+        """Batches this rank yields in the next iteration: of a whole epoch, or what `load_state_dict` left of one."""
+        epoch = self._counter.peek()
+        if self._resume is None or self._resume[0] != epoch:
+            return len(self)
+        world = self._settle()
+        consumed, n_done = self._split(self._resume[1], world)
+        return self._plan_of(world, epoch, consumed).n_batches - n_done
 
     # --- Ranks and epochs -----------------------------------------------------------------------------
 
@@ -529,7 +583,10 @@ class scDataset(IterableDataset[Any]):
     @functools.cached_property
     def fingerprint(self) -> str:
         """What ranks compare: a digest of shapes, types, the strategy with its arrays, the sizes and the seed."""
-        sizes = (self.batch_size, self.fetch_factor, self.seed)
+        maker = self._maker
+        columns = None if maker is None or maker.columns is None else maker.columns.positions.tobytes()
+        yielded = None if maker is None else (maker.layout, str(maker.dtype), columns)
+        sizes = (self.batch_size, self.fetch_factor, self.seed, yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
@@ -618,8 +675,12 @@ class scDataset(IterableDataset[Any]):
         # Agreed on or not, the seed is the one that the state's batches came from.
         self._seed, self._seed_is_given = int(state["seed"]), True
         self.__dict__.pop("fingerprint", None)
-        self._place = self._resume = (int(state["epoch"]), consumed)
-        self._counter.set(int(state["epoch"]))
+        epoch = int(state["epoch"])
+        self._place = self._resume = (epoch, consumed)
+        if worker is None:
+            self._counter.set(epoch)
+        else:
+            self._counter.resume(worker.seed - worker.id, worker.id, worker.num_workers, epoch)
 
     def _goes_on(self, stretch: Stretch, world: World) -> bool:
         """Whether a stretch was read as this data set reads, so that its next batch is simply the next."""
@@ -629,6 +690,11 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        if self._ended is not None:
+            self._place, self._ended = (self._ended + 1, ()), None
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         # A generator: nothing is settled, and no epoch bound, before the first batch is asked for.
         world = self._check_world()
         worker = get_worker_info()
@@ -647,29 +713,42 @@ class scDataset(IterableDataset[Any]):
         ks = range(first, plan.n_fetches, n_workers)
         n_batches = _n_batches(plan, ks) - n_done
         batches = self._batches(plan, ks, n_done, world, n_workers)
-        self._stats = stats = EpochStats(plan, n_done)
+        has_last = plan.n_fetches - 1 in ks
+        self._stats = stats = EpochStats(plan, n_done=n_done, n_left=n_batches, has_last=has_last)
+        if worker is not None:
+            self._place = epoch, (*consumed, self._stretch(world, n_done))
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
                     bar.update()
-                    stretch = Stretch(
-                        world_size=world.world_size,
-                        batch_size=self.batch_size,
-                        fetch_factor=self.fetch_factor,
-                        n_batches=n_done + stats.n_batches,
-                    )
-                    self._place = epoch, (*consumed, stretch)
+                    self._place = epoch, (*consumed, self._stretch(world, n_done + stats.n_batches))
                     yield batch
                     if stats.n_batches == 1 and agreement is not None:
                         agreement.go_on(iteration, 1)
-            self._place = epoch + 1, ()
+            if worker is None:
+                self._place = epoch + 1, ()
+            else:
+                self._ended = epoch
         finally:
             batches.close()
+            stats.freeze()
+            if worker is not None:
+                self._report(worker, epoch, stats.report())
+            elif stats.n_batches == n_batches:
+                logger.info("%s", line_of(stats.report()))
             if agreement is not None:
                 if stats.n_batches < n_batches:
                     agreement.leave(iteration, stats.n_batches)
                 else:
                     agreement.finish(iteration)
+
+    def _stretch(self, world: World, n_batches: int) -> Stretch:
+        return Stretch(
+            world_size=world.world_size,
+            batch_size=self.batch_size,
+            fetch_factor=self.fetch_factor,
+            n_batches=n_batches,
+        )
 
     def _resumed(self, epoch: int, world: World) -> tuple[tuple[Stretch, ...], int]:
         """Return what was read of an epoch in other ways, and how many batches in this one."""
@@ -679,7 +758,10 @@ class scDataset(IterableDataset[Any]):
         if resume[0] != epoch:
             logger.warning("the state that was loaded is of epoch %d; epoch %d begins at its start", resume[0], epoch)
             return (), 0
-        consumed = resume[1]
+        return self._split(resume[1], world)
+
+    def _split(self, consumed: tuple[Stretch, ...], world: World) -> tuple[tuple[Stretch, ...], int]:
+        """Part the stretches that were read in other ways from the batches read in this one."""
         if consumed and self._goes_on(consumed[-1], world):
             return consumed[:-1], consumed[-1].n_batches
         return consumed, 0
@@ -691,6 +773,8 @@ class scDataset(IterableDataset[Any]):
         ks = ks[n_done // plan.fetch_factor :]
         n_skipped = n_done % plan.fetch_factor
         n_threads = default_threads(local_world_size=world.local_world_size, n_workers=n_workers)
+        if self._matrices is not None:
+            n_threads = min(n_threads, self._n_threads)
         key = f"dasksc-fetch-{self._name}-e{plan.epoch}-r{plan.rank}"
         if self._matrices is not None and self._maker is not None:
             return self._gathered(plan, ks, n_skipped, key, n_threads)
@@ -699,7 +783,7 @@ class scDataset(IterableDataset[Any]):
     def _expected_bytes(self, n_parts: int) -> int | None:
         if self._matrices is None:
             return None
-        return int(self.fetch_size / n_parts * self._held_row_bytes())
+        return int(self.fetch_size / n_parts * self._held_row_bytes)
 
     def _describe(self, plan: EpochPlan, plans: dict[int, FetchPlan], n_parts: int) -> Callable[[int], str]:
         labels = [matrix.label for matrix in (self._matrices or {}).values()] or [self._name]
@@ -744,7 +828,19 @@ class scDataset(IterableDataset[Any]):
             n_threads=n_threads,
             expected_bytes=self._expected_bytes(n_parts),
         )
+        self._stats.fetches = window.figures
         return window, plans
+
+    def _loader(self) -> dict[str, str | int | None]:
+        """Return what tells this loader from others on the loader page."""
+        worker = get_worker_info()
+        return {
+            "key": self._token,
+            "name": self._name,
+            "worker": None if worker is None else worker.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
 
     def _gathered(
         self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int
@@ -757,17 +853,18 @@ class scDataset(IterableDataset[Any]):
         n_together = max(1, min(int(_TOGETHER_BYTES / self._batch_bytes()), n_ahead // 2, self.fetch_factor))
         left_in_fetch = 0
 
-        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> tuple[list[Any], Exception | None]:
+        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
+            start = perf_counter()
             made: list[torch.Tensor | Batch] = []
             for i in numbers:
                 try:
                     made.append(maker.make(fetched, fetch.rows, fetch.batch(i)))
                 except Exception as error:
-                    _note(error, fetch.number * plan.fetch_factor + i, plan)
-                    return made, error
-            return made, None
+                    _note(error, fetch, i, plan)
+                    return _Made(made, perf_counter() - start, error)
+            return _Made(made, perf_counter() - start)
 
-        def jobs() -> Iterator[Callable[[], tuple[list[Any], Exception | None]]]:
+        def jobs() -> Iterator[Callable[[], _Made]]:
             nonlocal left_in_fetch
             for k, fetched in fetches:
                 fetch = plans.pop(k)
@@ -783,13 +880,15 @@ class scDataset(IterableDataset[Any]):
         window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
         fetches = Assembled(window, self._n_parts)
         synchronous = window.scheduler.kind == "synchronous"
-        with window:
-            for made, error in run_ahead(
+        stats, loader = self._stats, self._loader()
+        with reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
+            for made, gather_s, error in run_ahead(
                 jobs(),
                 is_ready=lambda: left_in_fetch > 0 or fetches.is_ready(),
                 n_ahead=-(-n_ahead // n_together),
                 n_threads=0 if synchronous else min(config.get("gather-threads"), n_threads + 1),
             ):
+                stats.gather_s += gather_s
                 made.reverse()
                 while made:
                     yield self._placed(made.pop())
@@ -801,11 +900,12 @@ class scDataset(IterableDataset[Any]):
     ) -> Generator[Any, None, None]:
         """Batches of a collection that is read by indexing, or through hooks."""
         window, plans = self._window(self._read, plan, ks, key, n_threads, in_process=True)
+        stats = self._stats
         with window:
             for k, data in window:
                 fetch = plans.pop(k)
                 for i in range(n_skipped if k == ks[0] else 0, fetch.n_batches):
-                    with self._lock, _noting(k * plan.fetch_factor + i, plan):
+                    with self._lock, stats.gathering(), _noting(fetch, i, plan):
                         if self.batch_callback is not None:
                             batch = self.batch_callback(data, fetch.batch(i))
                         else:
@@ -838,16 +938,40 @@ class scDataset(IterableDataset[Any]):
     # --- Accounts ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return what the latest epoch of this process did.
+        """Return what the latest epoch of this rank did.
+
+        Also logged at its end, at the level INFO, by ``dasksc.dataset``. Where DataLoader workers read, both
+        add up what the workers have done that came to their end (the last of them logs), and times are
+        those of the slowest.
 
         Returns
         -------
         dict
-            ``epoch``, ``n_batches`` yielded, ``n_rows`` yielded, ``n_padded`` and ``n_dropped`` over all
-            ranks in a whole epoch, ``wait_s`` the loop waited for batches, ``elapsed_s`` since the first
-            was asked for, ``wait_share`` of it, and ``rows_per_s``.
+            ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded, ``n_batches_before``
+            those that were yielded before the epoch was resumed, ``n_batches_left`` those to come;
+            ``n_rank_padded`` and ``n_rank_dropped``, rows
+            that this rank repeats and leaves out in a whole epoch (of what was left when it was resumed), of
+            ``n_rank_batches`` batches;
+            ``n_padded`` and ``n_dropped``, those of all ranks, and rows that no rank was dealt; ``wait_s`` the
+            loop waited for batches, ``elapsed_s`` since the first was asked for, ``wait_share`` of it, and
+            ``rows_per_s``. Over all ranks ``n_rows`` add up to the rows of the epoch + ``n_padded`` -
+            ``n_dropped``.
+            Fetch tasks (a large fetch is several): ``n_fetching``, ``n_ready`` and ``n_fetched`` (taken);
+            ``in_flight_bytes`` of what is ready and, as the largest seen, of what is being fetched, against
+            ``limit_bytes``. Seconds, summed over threads: ``fetch_s`` that the tasks taken took, ``read_s`` and
+            ``decode_s`` of it (where files are mapped, pages are waited for where they are first used),
+            ``transfer_s`` that results took from a cluster's workers, ``gather_s`` of making batches.
         """
-        return self._stats.report()
+        reports = self._counter.reports() if get_worker_info() is None else None
+        return merged(reports) if reports else self._stats.report()
+
+    def _report(self, worker: Any, epoch: int, figures: dict[str, Any]) -> None:
+        """Leave what a DataLoader worker did where the loop's process finds it."""
+        everything = self._counter.report(worker.seed - worker.id, worker.id, worker.num_workers, epoch, figures)
+        if everything is not None:
+            total = merged(everything)
+            if total["n_batches"] + total["n_batches_before"] == total["n_rank_batches"]:
+                logger.info("%s", line_of(total))
 
     def to_dask(self, epoch: int | None = None) -> da.Array:
         """Return this rank's epoch of X as one lazy Dask array.
@@ -883,8 +1007,11 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        world = self._settle()
         state = self.__dict__.copy()
+        if self._given_world[2] is not None:
+            # A process group stays where it was made; what it said of this rank goes along.
+            state["_given_world"] = (world.rank, world.world_size, None)
         for name in ("_lock", "_agreement", "_stats"):
             del state[name]
         state["_recycling"] = None
@@ -923,17 +1050,23 @@ def _n_batches(plan: EpochPlan, ks: range) -> int:
 
 
 @contextmanager
-def _noting(batch: int, plan: EpochPlan) -> Iterator[None]:
+def _noting(fetch: FetchPlan, i: int, plan: EpochPlan) -> Iterator[None]:
     """Add to any error raised inside in which batch it happened."""
     try:
         yield
     except Exception as error:
-        _note(error, batch, plan)
+        _note(error, fetch, i, plan)
         raise
 
 
-def _note(error: Exception, batch: int, plan: EpochPlan) -> None:
-    error.add_note(f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size})")
+def _note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
+    batch = fetch.number * plan.fetch_factor + i
+    rows = fetch.rows[fetch.batch(i)].tolist()
+    more = f" and {len(rows) - _ROWS_TOLD} more" if len(rows) > _ROWS_TOLD else ""
+    error.add_note(
+        f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size}), "
+        f"rows {', '.join(map(str, rows[:_ROWS_TOLD]))}{more}"
+    )
 
 
 def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
@@ -990,14 +1123,28 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
     n_vars = len(cast(Sequence[Any], var_names))
     if isinstance(genes, str):
         raise InputError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
+    if isinstance(genes, set | frozenset | Mapping):
+        # The order of a set differs between processes, and with it the columns.
+        raise InputError(f"genes is a {type(genes).__name__}, which has no order; give a list: genes=sorted(...)")
     wanted = np.arange(n_vars)[genes] if isinstance(genes, slice) else np.asarray(genes)
+    if wanted.ndim != 1:
+        raise InputError(f"genes has shape {wanted.shape}; give one list of names, a mask or positions")
     if wanted.dtype == np.bool_:
         if wanted.shape != (n_vars,):
             raise InputError(f"genes is a mask of shape {wanted.shape} for {n_vars} columns")
         wanted = np.flatnonzero(wanted)
-    elif not np.issubdtype(wanted.dtype, np.integer):
-        position = {name: i for i, name in enumerate(var_names)}
-        wanted = np.array([position[_known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64)
     if not len(wanted):
         raise InputError("genes leave no column; give at least one")
+    if not np.issubdtype(wanted.dtype, np.integer):
+        if wanted.dtype.kind not in "UOT":
+            raise InputError(f"genes holds {wanted.dtype}; names, a mask or whole positions are needed")
+        position: dict[Any, int] = {}
+        repeated = set()
+        for i, name in enumerate(var_names):
+            if position.setdefault(name, i) != i:
+                repeated.add(name)
+        unclear = [name for name in wanted.tolist() if name in repeated]
+        if unclear:
+            raise InputError(f"var_names repeats {unclear[:3]}, so they do not say which column; give positions")
+        wanted = np.array([position[_known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64)
     return Columns(wanted.astype(np.int64), n_vars)

@@ -39,7 +39,7 @@ class EpochCounter:
     def _make(self, next_epoch: int) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"next": next_epoch, "passes": []}, file)
+            json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
         self._next = next_epoch
         self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
 
@@ -53,15 +53,15 @@ class EpochCounter:
     def _locked(self) -> Iterator[dict[str, Any]]:
         if not os.path.exists(self._path):
             self._make(self._next)
-        with open(self._path, "r+") as file:
+        with open(self._path, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            state = json.load(file)
+            before = file.readall()
+            state = json.loads(before)
             yield state
             self._next = state["next"]
+            # In one piece, whatever interrupts or kills this process; spaces cover the end of what was longer.
             file.seek(0)
-            file.truncate()
-            json.dump(state, file)
-            file.flush()
+            file.write(json.dumps(state).encode().ljust(len(before)))
 
     def peek(self) -> int:
         """Return the epoch that the next iteration will read."""
@@ -78,7 +78,29 @@ class EpochCounter:
         with self._locked() as state:
             epoch = int(state["next"])
             state["next"] = epoch + 1
+            state["by_workers"] = False
             return epoch
+
+    def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
+        """Make a DataLoader worker, and those of the same pass, go on with `epoch` when they `join`.
+
+        The pass after it reads the next epoch, whether or not this one has been asked for a batch by then.
+
+        Parameters
+        ----------
+        base_seed, worker, n_workers
+            As for `join`.
+        epoch
+            Which epoch the pass was reading.
+        """
+        with self._locked() as state:
+            for known in reversed(state["passes"]):
+                if known["seed"] == base_seed and known["of"] == n_workers:
+                    if known["epoch"] == epoch and worker not in known["workers"]:
+                        return
+                    break
+            state["next"] = epoch + 1
+            _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": []})
 
     def join(self, base_seed: int, worker: int, n_workers: int) -> int:
         """Return the epoch that a DataLoader worker reads, beginning one if it is the first to ask.
@@ -91,6 +113,7 @@ class EpochCounter:
             Which worker, of how many.
         """
         with self._locked() as state:
+            state["by_workers"] = True
             for known in reversed(state["passes"]):
                 if known["seed"] == base_seed and known["of"] == n_workers:
                     if worker not in known["workers"]:
@@ -99,9 +122,45 @@ class EpochCounter:
                     break
             epoch = int(state["next"])
             state["next"] = epoch + 1
-            state["passes"].append({"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
-            del state["passes"][:-_REMEMBERED_PASSES]
+            _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
             return epoch
+
+    def report(
+        self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """Say what a DataLoader worker has done of an epoch.
+
+        Parameters
+        ----------
+        base_seed, worker, n_workers
+            As for `join`.
+        epoch
+            What `join` returned.
+        figures
+            Plain numbers and strings.
+
+        Returns
+        -------
+        list of dict or None
+            What all workers of the pass have said, if this was the last of them.
+        """
+        with self._locked() as state:
+            for known in reversed(state["passes"]):
+                if (known["seed"], known["of"], known["epoch"]) == (base_seed, n_workers, epoch):
+                    reports: dict[str, dict[str, Any]] = known.setdefault("reports", {})
+                    reports[str(worker)] = figures
+                    return list(reports.values()) if len(reports) == n_workers else None
+        return None
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """Return what DataLoader workers have said of the epoch begun last; None if none of them began it."""
+        with self._locked() as state:
+            return list(state["passes"][-1].get("reports", {}).values()) if state["by_workers"] else None
+
+
+def _append(state: dict[str, Any], one_pass: dict[str, Any]) -> None:
+    state["passes"].append(one_pass)
+    del state["passes"][:-_REMEMBERED_PASSES]
 
 
 def _remove(path: str, pid: int) -> None:

@@ -234,6 +234,19 @@ class EpochPlan:
             yielded = n_larger * self._n_yielded(0) + (self.world_size - n_larger) * self._n_yielded(n_larger)
         return self.n_dealt - yielded
 
+    @property
+    def n_rank_padded(self) -> int:
+        """Rows that this rank yields and another does too; 0 or 1."""
+        return int(self._is_padded)
+
+    @property
+    def n_rank_dropped(self) -> int:
+        """Rows dealt to this rank that it does not yield.
+
+        `n_dropped` counts beside them those that are dealt to no rank, so that ranks are equal.
+        """
+        return self._n_sequence(self.rank) - self.n_rank_rows
+
     # --- What is drawn, in which order, and the piece of this rank ---
 
     @cached_property
@@ -243,7 +256,7 @@ class EpochPlan:
     @cached_property
     def _order(self) -> BlockOrder:
         n_full = self.n_rows // self.block_size
-        if not self.sampler.shuffle_blocks:
+        if not self.sampler.shuffle_blocks or self.sampler.is_shuffled:
             return BlockOrder.storage(n_full)
         return BlockOrder.shuffled(n_full, self.seed, self.epoch)
 
@@ -351,20 +364,24 @@ class EpochPlan:
         """
         if not 0 <= k < self.n_fetches:
             raise IndexError(f"fetch {k} of {self.n_fetches}")
-        _, rows, order = self._fetch(k)
+        _, rows, order = self._fetch(k, with_positions=False)
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
-    def _fetch(self, k: int) -> tuple[_Int64s, _Int64s, _Int64s]:
-        """Return a fetch's positions in storage order, its ascending rows, and the order of yielding."""
+    def _fetch(self, k: int, *, with_positions: bool) -> tuple[_Int64s, _Int64s, _Int64s]:
+        """Return a fetch's positions in storage order, its ascending rows, and the order of yielding.
+
+        Without `with_positions` the first may be in another order than the rows, which is cheaper.
+        """
         start = k * self.fetch_rows
         # The last fetch holds its dropped rows too: which of them are dropped is then random.
         stop = min(start + self.fetch_rows, self._n_sequence(self.rank))
         n_yielded = min(stop, self.n_rank_rows) - start
         positions = self._positions(start, stop)
-        if self.sampler.shuffle_rows:
+        if self.sampler.shuffle_rows and not self.sampler.is_shuffled:
             # Blocks come as ascending runs, which a merging sort leaves whole.
             positions.sort(kind="stable" if self.block_size > 4 else None)
-        rows = self._draw.rows(self._stored(positions))
+        ascending = self.sampler.shuffle_rows and not with_positions
+        rows = self._draw.rows(self._stored(positions), ascending=ascending)
         order = np.arange(len(rows), dtype=np.int64)
         if np.any(rows[1:] < rows[:-1]):
             # A user's own order: read sorted, yielded as given.
@@ -451,7 +468,7 @@ class EpochPlan:
         loose = [np.empty(0, dtype=np.int64)]
 
         def loosen(fetch: int, skipped: int) -> None:
-            positions, _, order = self._fetch(fetch)
+            positions, _, order = self._fetch(fetch, with_positions=True)
             loose.append(positions[order[skipped:]])
 
         if n_within:

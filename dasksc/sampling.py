@@ -11,10 +11,11 @@ everything random is a pure function of a key and a position.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, cast
 
@@ -51,6 +52,15 @@ _TABLE_BLOCKS = 65_536
 _SEGMENT_LEVELS = 6
 _SEGMENT = 1 << _SEGMENT_LEVELS
 # Candidates whose weights are summed once and kept as one number: 10^8 rows have 1.6 million of them.
+
+_SPLIT_LEVELS = 16
+# Down to this level of the heap the draws of an epoch are split once, and kept: half a megabyte, 5 ms.
+
+_TINY, _SCALE = 2.0**-500, 2.0**500
+# Weights that sum to less than the first are drawn by multiplied with the second.
+
+_SAMPLED_KEYS = 65_536
+# Keys that are looked at to guess which are the largest.
 
 _EMPTY_INTS: _Int64s = np.empty(0, dtype=np.int64)
 _EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
@@ -89,8 +99,8 @@ def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) 
 class Draw(Protocol):
     """The rows of one epoch, in storage order."""
 
-    def rows(self, positions: _Int64s) -> _Int64s:
-        """Return the row numbers at `positions`, each in [0, n_rows)."""
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+        """Return the row numbers at `positions`, each in [0, n_rows); or these rows in ascending order."""
 
     def digest(self) -> bytes:
         """Return what tells this draw from another."""
@@ -114,6 +124,10 @@ class Sampler(Protocol):
     @property
     def shuffle_rows(self) -> bool:
         """Whether the rows of a fetch are permuted."""
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether draws are independent of their positions, so that blocks need no other order."""
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """Draw an epoch."""
@@ -231,6 +245,10 @@ def _digest(*parts: Any) -> str:
 # --- Draws ----------------------------------------------------------------------------------------
 
 
+def _ascending(rows: _Int64s) -> _Int64s:
+    return np.sort(rows) if np.any(rows[1:] < rows[:-1]) else rows
+
+
 @dataclass(frozen=True, slots=True)
 class AllRows:
     """Every candidate once; `n_skipped` of them, from `skip_from` on, left out."""
@@ -239,11 +257,12 @@ class AllRows:
     skip_from: int = 0
     n_skipped: int = 0
 
-    def rows(self, positions: _Int64s) -> _Int64s:
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
         if self.n_skipped:
             positions = positions + self.n_skipped * (positions >= self.skip_from)
-        return self.candidates.rows(positions)
+        rows = self.candidates.rows(positions)
+        return _ascending(rows) if ascending else rows
 
     def digest(self) -> bytes:
         """See `Draw.digest`."""
@@ -252,13 +271,15 @@ class AllRows:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """Rows held one by one: shape (n_rows,), int64."""
+    """Candidates held one by one: shape (n_rows,), integers."""
 
-    chosen: _Int64s
+    candidates: Candidates
+    chosen: NDArray[Any]
 
-    def rows(self, positions: _Int64s) -> _Int64s:
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
-        return self.chosen[positions]
+        rows = self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
+        return _ascending(rows) if ascending else rows
 
     def digest(self) -> bytes:
         """See `Draw.digest`."""
@@ -274,7 +295,7 @@ class Weights:
     lookup: _Int64s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightedRows:
     """Draws with replacement, each found when asked for.
 
@@ -300,17 +321,29 @@ class WeightedRows:
     key: np.uint64
     in_order: bool
 
-    def rows(self, positions: _Int64s) -> _Int64s:
+    @cached_property
+    def _starts(self) -> _Int64s:
+        """Where the draws of each node of an upper level of the tree begin."""
+        levels = min(_SPLIT_LEVELS, len(self.tree).bit_length() - 2)
+        starts = np.empty((1 << levels) + 1, dtype=np.int64)
+        draw_kernels.split_draws(self.n_draws, self.tree, levels, self.key, starts)
+        return starts
+
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """See `Draw.rows`."""
         out = np.empty(len(positions), dtype=np.int64)
-        n_levels = len(self.tree).bit_length() - 2
-        weights = (self.candidates.n, self.weights.values, self.weights.table, self.weights.lookup)
+        weights = self.weights
+        levels = (len(self.tree).bit_length() - 2, _SEGMENT_LEVELS)
+        source = (self.candidates.n, weights.values, weights.table, weights.lookup)
         if self.in_order:
-            draw_kernels.drawn_in_order(
-                positions, self.n_draws, self.tree, n_levels, _SEGMENT_LEVELS, *weights, self.key, out
-            )
+            positions = _ascending(positions) if ascending else positions
+            draw_kernels.drawn_in_order(positions, self._starts, self.tree, *levels, *source, self.key, out)
         else:
-            draw_kernels.drawn_singly(positions, self.tree, n_levels, _SEGMENT_LEVELS, *weights, self.key, out)
+            shares = np.empty(len(positions), dtype=np.float64)
+            draw_kernels.uniforms(positions, self.key, shares)
+            if ascending:
+                shares.sort()
+            draw_kernels.drawn_singly(shares, self.tree, *levels, *source, out)
         return self.candidates.rows(out)
 
     def digest(self) -> bytes:
@@ -331,6 +364,7 @@ class RowSampler:
     shuffle_blocks: bool
     shuffle_rows: bool
     drop_last: bool = False
+    is_shuffled: ClassVar[bool] = False
 
     @property
     def _n_skipped(self) -> int:
@@ -370,6 +404,11 @@ class WeightedSampler:
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
 
+    @property
+    def is_shuffled(self) -> bool:
+        """See `Sampler.is_shuffled`."""
+        return self.round_size is None and self.block_size == 1
+
     @cached_property
     def _tree(self) -> NDArray[np.float64]:
         """Weights of a heap over segments of candidates."""
@@ -393,6 +432,11 @@ class WeightedSampler:
             raise InputError(f"weights must have a positive, finite sum; it is {tree[1]}")
         return tree
 
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights."""
+        return float(self._tree[1])
+
     def check(self) -> None:
         """Refuse weights that cannot be drawn by."""
         tree = self._tree
@@ -405,42 +449,70 @@ class WeightedSampler:
                 )
         tree.flags.writeable = False
 
+    @property
+    def _source(self) -> tuple[NDArray[Any], NDArray[np.float64], _Int64s]:
+        return self.weights.values, self.weights.table, self.weights.lookup
+
     @cached_property
     def _n_positive(self) -> int:
-        keys = self._gumbels(np.uint64(0))
-        return int(np.count_nonzero(keys > -np.inf))
-
-    def _gumbels(self, key: np.uint64) -> NDArray[np.float64]:
-        keys = np.empty(self.candidates.n, dtype=np.float64)
-        draw_kernels.gumbel_keys(
-            self.candidates.n, self.weights.values, self.weights.table, self.weights.lookup, key, keys
-        )
-        return keys
+        return int(draw_kernels.count_positive(self.candidates.n, *self._source))
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """See `Sampler.draw`."""
-        if self.round_size is not None:
-            return self._draw_rounds(seed, epoch)
+        return self._draw_all(seed, epoch) if self.round_size is None else self._draw_rounds(seed, epoch)
+
+    def _draw_all(self, seed: int, epoch: int) -> WeightedRows:
         return WeightedRows(
             candidates=self.candidates,
             weights=self.weights,
             tree=self._tree,
             n_draws=self.n_rows,
             key=epoch_keys(seed, epoch, Purpose.DRAW)[0],
-            in_order=self.block_size > 1,
+            in_order=not self.is_shuffled,
         )
 
     def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
         assert self.round_size is not None
-        chosen: list[_Int64s] = []
-        left = self.n_rows
-        while left > 0:
-            size = min(self.round_size, left)
-            keys = self._gumbels(epoch_keys(seed, epoch, Purpose.DRAW, len(chosen))[0])
-            chosen.append(np.argpartition(keys, len(keys) - size)[len(keys) - size :])
-            left -= size
-        positions = np.sort(np.concatenate(chosen)) if chosen else _EMPTY_INTS
-        return ChosenRows(self.candidates.rows(positions.astype(np.int64, copy=False)))
+        n_rounds = -(-self.n_rows // self.round_size)
+        sizes = [self.round_size] * (n_rounds - 1) + [self.n_rows - self.round_size * (n_rounds - 1)]
+        keys = (epoch_keys(seed, epoch, Purpose.DRAW, i)[0] for i in range(n_rounds))
+        rounds = [self._choose(size, key) for size, key in zip(sizes, keys, strict=True)]
+        if n_rounds == 1:
+            return ChosenRows(self.candidates, rounds[0])
+        chosen = np.concatenate(rounds)
+        chosen.sort()
+        return ChosenRows(self.candidates, chosen)
+
+    def _choose(self, size: int, key: np.uint64) -> NDArray[Any]:
+        """Draw `size` candidates without replacement; in storage order, in the fewest bytes.
+
+        They are those with the largest keys. A sample of the keys says between which two the smallest of
+        them lies; one pass takes all above the lower, and only those between the two are sorted.
+        """
+        n = self.candidates.n
+        sampled = np.linspace(0, n - 1, min(n, _SAMPLED_KEYS)).astype(np.int64)
+        keys = np.empty(len(sampled), dtype=np.float64)
+        draw_kernels.gumbel_keys(sampled, *self._source, key, keys)
+        keys[::-1].sort()
+        rank = size / n * len(keys)
+        reach = 6 * np.sqrt(rank) + 6  # standard deviations, unless weights repeat with the sample's step
+        n_out, n_near = int((rank + reach) / len(keys) * n) + 1, int(2 * reach / len(keys) * n) + 1
+        while True:
+            first, last = int(rank - reach), int(rank + reach)
+            low = keys[last] if last < len(keys) else -np.inf
+            high = keys[first] if first >= 0 else np.inf
+            out = np.empty(min(n_out, self._n_positive), dtype=np.int32 if n < 2**31 else np.int64)
+            near = np.empty(min(n_near, self._n_positive), dtype=np.int64)
+            near_keys = np.empty(len(near), dtype=np.float64)
+            n_out, n_near = draw_kernels.select_above(n, *self._source, key, low, high, out, near, near_keys)
+            if not n_out - n_near <= size <= n_out:
+                reach *= 4
+            elif n_out <= len(out) and n_near <= len(near):
+                break
+        surplus = n_out - size
+        lowest = np.argpartition(near_keys[:n_near], surplus)[:surplus] if surplus else _EMPTY_INTS
+        draw_kernels.leave_out(out, n_out, np.sort(near[lowest]))
+        return out[:size]
 
     def digest(self) -> str:
         """See `Sampler.digest`."""
@@ -453,7 +525,19 @@ class WeightedSampler:
             self.block_size,
             self.n_rows,
             self.round_size,
+            _way_of_drawing(),
         )
+
+
+@functools.cache
+def _way_of_drawing() -> str:
+    """Return a digest of some draws: those of another version, or with other logarithms, have another."""
+    weights = Weights(np.arange(4096, dtype=np.float64), _EMPTY_FLOATS, _EMPTY_INTS)
+    sampler = WeightedSampler(Candidates(n=4096), weights, 8, 1_000_000, None)
+    in_order = sampler._draw_all(0, 0)
+    singly = replace(in_order, in_order=False)
+    some = np.arange(0, sampler.n_rows, 997)
+    return _digest(in_order.rows(some), singly.rows(some), sampler._choose(500, np.uint64(1)))
 
 
 @dataclass(frozen=True)
@@ -468,6 +552,7 @@ class QuotaSampler:
     block_size: int
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
+    is_shuffled: ClassVar[bool] = False
 
     @property
     def n_rows(self) -> int:
@@ -486,7 +571,7 @@ class QuotaSampler:
             epoch_keys(seed, epoch, Purpose.DRAW)[0],
             out,
         )
-        return ChosenRows(self.candidates.rows(out))
+        return ChosenRows(self.candidates, out)
 
     def digest(self) -> str:
         """See `Sampler.digest`."""
@@ -503,6 +588,7 @@ class UserSampler:
     n_rows: int
     block_size: ClassVar[None] = None
     shuffle_blocks: ClassVar[bool] = False
+    is_shuffled: ClassVar[bool] = False
 
     @property
     def shuffle_rows(self) -> bool:
@@ -521,7 +607,7 @@ class UserSampler:
             raise InputError(f"{name}.get_len promised {self.n_rows} rows, get_indices returned {len(rows)}")
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_obs):
             raise InputError(f"{name}.get_indices returned rows outside [0, {self.n_obs})")
-        return ChosenRows(rows.astype(np.int64, copy=False))
+        return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64, copy=False))
 
     def digest(self) -> str:
         """See `Sampler.digest`."""
@@ -738,7 +824,7 @@ class BlockShuffling(_BuiltIn):
     Parameters
     ----------
     block_size
-        Rows of a block. Larger blocks read faster and mix less.
+        Rows of a block. Larger blocks read faster and mix less; one of all rows is taken as two.
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     drop_last
@@ -756,7 +842,12 @@ class BlockShuffling(_BuiltIn):
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `bind`."""
         candidates = Candidates.of(self.indices, n_obs)
-        return RowSampler(candidates, self.block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
+        block_size = self.block_size
+        if block_size >= candidates.n > 1 and not self.drop_last:
+            # One block has one order only, and where a fetch is shorter, the same rows would come last in every
+            # epoch: with drop_last they would never be seen.
+            block_size = -(-candidates.n // 2)
+        return RowSampler(candidates, block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
 
 
 def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:
@@ -836,6 +927,10 @@ def _weighted(
     if not strategy.replace:
         round_size = total if strategy.sampling_size is None else int(strategy.sampling_size)
     sampler = WeightedSampler(candidates, weights, int(strategy.block_size), total, round_size)
+    if 0 < sampler.total_weight < _TINY:
+        # Shares of denormal numbers would be rounded to whole multiples of the smallest.
+        scaled = replace(weights, values=weights.values.astype(np.float64) * _SCALE)
+        sampler = replace(sampler, weights=scaled)
     sampler.check()
     return sampler
 

@@ -3,6 +3,11 @@
 
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad
 
+or, where MASTER_ADDR and MASTER_PORT say at which free port of which node the ranks meet:
+
+    mpirun -n 2 python train_ddp.py atlas.h5ad
+    srun -n 2 python train_ddp.py atlas.h5ad
+
 Each rank reads its own share of every epoch. Training draws all cell types equally often, however
 rare; validation sees every held-out cell exactly once.
 """
@@ -10,7 +15,6 @@ rare; validation sees every held-out cell exactly once.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 import numpy as np
@@ -84,10 +88,11 @@ def main() -> None:
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    world = dasksc.World.detect()  # what torchrun, mpirun or srun has set
+    device = torch.device("cuda", world.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", rank=world.rank, world_size=world.world_size)
 
     adata = dasksc.open(args.atlas, obs=[args.label])
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # the same on every rank

@@ -211,6 +211,55 @@ def test_cluster_prints_every_ratio_and_what_a_scheduler_carries(work):
     assert report["shared"]["ranks_at_100_ms"] == pytest.approx(100 / report["shared"]["cpu_ms_per_fetch"])
 
 
+def test_plans_measures_every_case_beside_reading_and_the_peer(work, tmp_path):
+    pytest.importorskip("scdataset")
+    out = tmp_path / "plans"
+    cases = ["blocks", "balanced", "a tenth, each once"]
+    done = run("plans.py", work, "--rows", "40000", "--repeats", "1", "--out", str(out), "--cases", *cases)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.with_suffix(".json").read_text())
+    results = {(one["case"], one["block"]): one for one in report["results"]}
+    assert {case for case, _ in results} == set(cases)
+    for one in results.values():
+        assert one["first_fetch_s"] >= one["construct_s"] > 0
+        for layout, share in one["share_of_reading"].items():
+            rate = report["reading_rows_per_s"][f"{layout} {one['block']}"]
+            assert share == pytest.approx(one["fetch_s"] / (64 * 256 / rate))
+        assert f"| {one['case']} | {one['block']} |" in done.stdout
+    for case in ("blocks", "balanced"):
+        one = results[case, 64]
+        assert one["ratio"] == one["peer"]["scaled_s"] / one["first_fetch_s"] > 0
+
+
+@pytest.mark.usefixtures("modules")
+def test_plans_names_the_targets_that_are_missed():
+    from plans import missed
+
+    good = {"first_fetch_s": 0.001, "peak_bytes": 5e5, "ratio": 600, "share_of_reading": {"dense": 0.01, "csr": 0.02}}
+    assert missed({"case": "blocks", "block": 64, **good}) == []
+    bad = {"first_fetch_s": 0.006, "peak_bytes": 5e5, "ratio": 499, "share_of_reading": {"dense": 0.01, "csr": 0.021}}
+    assert missed({"case": "blocks", "block": 64, **bad}) == ["first_fetch_s", "ratio", "share of reading csr"]
+    assert missed({"case": "one huge weight", "block": 1, "share_of_reading": {"dense": 0.05, "csr": 0.07}}) == [
+        "share of reading csr"
+    ]
+
+
+def test_diversity_measures_entropy_and_throughput_and_draws_both(work, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "diversity"
+    sizes = ["--batch", "32", "--blocks", "1", "64", "--fetch-factors", "4", "16"]
+    done = run("diversity.py", work, *sizes, "--rounds", "1", "--seconds", "0.02", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.with_suffix(".json").read_text())["results"]
+    assert [(row["fetch_factor"], row["block_size"]) for row in rows] == [(4, 1), (4, 64), (16, 1), (16, 64)]
+    assert all(row["rows_per_s"] > 0 for row in rows)
+    share = {(row["fetch_factor"], row["block_size"]): row["share"] for row in rows}
+    # Single rows mix as random ones; of blocks, longer fetches mix more.
+    assert share[4, 1] == pytest.approx(1, abs=0.05)
+    assert share[4, 64] < share[16, 64] < share[16, 1]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 class Clock:
     """Time that passes only when a batch is made."""
 
@@ -300,3 +349,42 @@ def test_what_compares_to_the_machine_is_measured(monkeypatch):
     spec = {"batch": 32, "n_vars": 200, "nnz": 20_000, "n_rows": 1_000}
     for kind in ("fill", "copy"):
         assert _limits.LIMITS[kind][1](spec) > 0
+
+
+def test_soak_compares_every_epoch_on_all_ranks(work):
+    done = run("soak.py", work, "--minutes", "0.1", "--ranks", "2", "--batch", "32", "--stalls", "0.05")
+    assert done.returncode == 0, done.stderr
+    report = last_json(done)
+    assert report["is_ok"]
+    assert report["n_epochs"] >= 1
+    assert len(report["ranks"]) == 2
+    # 1,500 cells, two ranks, batches of 32.
+    assert report["n_steps"] == 24 * report["n_epochs"]
+
+
+@pytest.mark.usefixtures("modules")
+def test_soak_finds_cells_that_are_lost_repeated_or_in_the_same_order(monkeypatch):
+    import soak
+    import torch
+
+    monkeypatch.setattr(soak.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(soak.dist, "all_reduce", lambda counts: None)
+    epoch = soak.Epoch(mode="threads", n_steps=3, digest="a", n_padded=1, anon_bytes=0, n_files=0)
+    steps = [3, 3]
+
+    def gather(everyone, one):
+        everyone[:] = [soak.dataclasses.replace(one, n_steps=n) for n in steps]
+
+    monkeypatch.setattr(soak.dist, "all_gather_object", gather)
+    seen: set[str] = set()
+
+    def problems(counts, digest):
+        one = soak.dataclasses.replace(epoch, digest=digest)
+        return soak.compare(one, torch.tensor(counts, dtype=torch.int32), seen, 7)
+
+    assert problems([1, 1, 2], "a") == []
+    assert problems([1, 1, 2], "a") == ["epoch 7 repeats another"]
+    assert problems([1, 0, 2], "b") == ["epoch 7: 1 cells not seen, 1 more than once, 1 padded"]
+    assert problems([1, 2, 2], "c") == ["epoch 7: 0 cells not seen, 2 more than once, 1 padded"]
+    steps[1] = 2
+    assert problems([1, 1, 2], "d") == ["epoch 7: steps [3, 2]"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import pickle
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from dask.diagnostics import Profiler, ProgressBar
 from distributed import Client
 
 import dasksc
@@ -266,7 +268,8 @@ def test_an_error_in_a_batch_hook_says_in_which_batch(path):
 
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         list(dataset(path, batch_transform=broken))
-    assert caught.value.__notes__ == ["in batch 0 of 13 (epoch 0, rank 0 of 1)"]
+    (note,) = caught.value.__notes__
+    assert note.startswith("in batch 0 of 13 (epoch 0, rank 0 of 1), rows ")
 
 
 def test_an_error_in_a_fetch_reaches_the_loop_with_file_fetch_and_rows(path):
@@ -293,7 +296,7 @@ def test_a_damaged_matrix_is_named_in_the_loop(tmp_path):
         file["X/indices"][500] = 10_000
     with pytest.raises(CorruptDataError, match=r"atlas\.h5ad:/X/indices: row \d+ has a column outside") as caught:
         list(dataset(path))
-    assert any("of 13 (epoch 0, rank 0 of 1)" in note for note in caught.value.__notes__)
+    assert any("of 13 (epoch 0, rank 0 of 1), rows " in note for note in caught.value.__notes__)
 
 
 # --- Leaving early ----------------------------------------------------------------------------------
@@ -398,7 +401,53 @@ def test_progress_shows_a_bar_that_counts_batches(path, capfd):
     shown = capfd.readouterr().err
     assert "epoch 0" in shown
     assert "13/13" in shown
-    assert "waited" in shown
+    stats = one.stats()
+    assert shown.rstrip().endswith(f"{stats['rows_per_s']:,.0f} cells/s, waited {stats['wait_share']:.0%}]")
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_stats_tell_where_the_time_of_fetches_goes(tmp_path, compression, scheduler):
+    make_adata(N_OBS).write_h5ad(tmp_path / "atlas.h5ad", compression=compression)
+    one = dataset(tmp_path / "atlas.h5ad", scheduler=scheduler)
+    list(one)
+    stats = one.stats()
+    assert stats["n_fetched"] == one.plan(0).n_fetches
+    assert (stats["n_fetching"], stats["n_ready"], stats["in_flight_bytes"]) == (0, 0, 0)
+    assert stats["read_s"] > 0
+    assert (stats["decode_s"] > 0) == (compression is not None)
+    assert stats["read_s"] + stats["decode_s"] <= stats["fetch_s"]
+    assert stats["gather_s"] > 0
+    assert stats["transfer_s"] == 0
+
+
+def test_stats_of_an_epoch_that_goes_on_tell_what_is_left(path):
+    one = dataset(path)
+    list(islice(one, 5))
+    assert (one.stats()["n_batches"], one.stats()["n_batches_left"]) == (5, len(one) - 5)
+    other = dataset(path)
+    other.load_state_dict(one.state_dict())
+    list(islice(other, 3))
+    stats = other.stats()
+    assert (stats["n_batches_before"], stats["n_batches"], stats["n_batches_left"]) == (5, 3, len(one) - 8)
+    assert (stats["rank"], stats["world_size"]) == (0, 1)
+
+
+def test_batches_made_by_indexing_are_timed_too(path):
+    one = dataset(path, batch_transform=lambda adata: adata.n_obs)
+    list(one)
+    assert one.stats()["gather_s"] > 0
+    assert one.stats()["fetch_s"] > 0
+
+
+def test_dasks_own_diagnostics_see_the_fetches_of_an_epoch(path):
+    one = dataset(path, scheduler="threads")
+    shown = io.StringIO()
+    with Profiler() as profiler, ProgressBar(dt=0.001, out=shown):
+        list(one)
+    assert len(profiler.results) == one.plan(0).n_fetches
+    assert {entry.key[0] for entry in profiler.results} == {f"dasksc-fetch-{path.stem}-e0-r0"}
+    assert "100% Completed" in shown.getvalue()
 
 
 @pytest.mark.parametrize("layout", ["dense", "csr"])

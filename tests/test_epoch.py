@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import subprocess
 import sys
+import time
 from multiprocessing import get_context
 
 import pytest
@@ -73,3 +75,63 @@ def test_the_file_goes_with_the_interpreter(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(tmp_path))
     assert not list(tmp_path.glob("dasksc-epoch-*"))
+
+
+def test_workers_that_go_on_with_a_pass_read_its_epoch_and_the_pass_after_it_the_next():
+    counter = EpochCounter()
+    counter.set(9)
+    for worker in range(2):
+        counter.resume(1234, worker, 2, epoch=4)
+    # Whether or not the resumed workers have begun.
+    assert counter.join(99, 0, 2) == 5
+    assert [counter.join(1234, worker, 2) for worker in range(2)] == [4, 4]
+    assert counter.join(99, 1, 2) == 5
+    assert counter.peek() == 6
+
+
+def test_a_pass_can_be_gone_on_with_again():
+    counter = EpochCounter()
+    for epoch in (4, 4, 7):
+        for worker in range(2):
+            counter.resume(1234, worker, 2, epoch=epoch)
+        assert [counter.join(1234, worker, 2) for worker in range(2)] == [epoch, epoch]
+        assert counter.peek() == epoch + 1
+
+
+def test_a_process_killed_at_any_moment_leaves_the_count_readable() -> None:
+    counter = EpochCounter()
+    context = get_context("fork")
+    for i in range(20):
+        child = context.Process(target=_count_for_ever, args=(counter,))
+        child.start()
+        time.sleep(0.005 * (1 + i % 4))
+        child.kill()
+        child.join()
+        before = counter.peek()
+        assert [counter.advance(), counter.join(i, 0, 2), counter.peek()] == [before, before + 1, before + 2]
+
+
+def _count_for_ever(counter: EpochCounter) -> None:
+    for seed in itertools.count():
+        counter.join(seed % 20, seed % 3, 10 ** (seed % 9))
+
+
+def test_a_shorter_count_leaves_nothing_of_a_longer_one() -> None:
+    counter = EpochCounter()
+    counter.set(10**9)
+    counter.set(3)
+    assert counter.advance() == 3
+
+
+def test_what_workers_did_is_known_once_all_have_said_it() -> None:
+    counter = EpochCounter()
+    assert counter.reports() is None
+    assert [counter.join(11, worker, 2) for worker in (0, 1)] == [0, 0]
+    assert counter.report(11, 1, 2, 0, {"n": 1}) is None
+    assert counter.reports() == [{"n": 1}]
+    assert counter.report(11, 0, 2, 0, {"n": 2}) == [{"n": 1}, {"n": 2}]
+    assert counter.report(99, 0, 2, 0, {"n": 3}) is None
+    counter.join(12, 0, 2)
+    assert counter.reports() == []
+    counter.advance()
+    assert counter.reports() is None

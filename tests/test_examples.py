@@ -101,3 +101,55 @@ def test_incremental_fit_learns_from_the_chunks_of_an_epoch(atlas, options):
     printed = run(EXAMPLES / "incremental_fit.py", atlas, *options)
     # Of 50 types, the commonest makes up less than a quarter.
     assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 50
+
+
+@pytest.fixture(scope="module")
+def small_atlas(tmp_path_factory) -> Path:
+    return make_atlas(tmp_path_factory.mktemp("atlas") / "small.h5ad", 2_000, 300)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+def test_train_lightning_learns_on_two_devices_and_goes_on_with_another_epoch(atlas, tmp_path):
+    pytest.importorskip("lightning")
+    program = (EXAMPLES / "train_lightning.py", atlas, "--folder", tmp_path, "--devices", 2, "--batch-size", 32)
+    printed = run(*program)
+    predicted = [int(n) for n in re.findall(r"rank \d: accuracy [\d.]+%, predicted (\d+)", printed)]
+    assert len(predicted) == 2
+    assert 700 < sum(predicted) < 900  # a tenth of all cells
+    printed = run(*program, "--epochs", 2, "--resume", tmp_path / "last.ckpt")
+    # Of 50 types, the commonest makes up less than a quarter.
+    assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 30
+
+
+def test_train_workers_reads_every_cell_once_in_two_goes(small_atlas, tmp_path):
+    pytest.importorskip("torchdata")
+    program = (EXAMPLES / "train_workers.py", small_atlas, "--checkpoint", tmp_path / "checkpoint.pt")
+    assert run(*program, "--stop-after", 20).startswith("1280 of 2000 cells")
+    assert run(*program, "--resume").startswith("2000 of 2000 cells")
+
+
+def test_train_accelerate_learns_on_two_processes_and_goes_on(atlas, tmp_path):
+    pytest.importorskip("accelerate")
+    program = (*TORCHRUN, EXAMPLES / "train_accelerate.py", atlas, "--folder", tmp_path / "saved")
+    first = float(re.search(r"8000 cells on 2 processes: accuracy ([\d.]+)%", run(*program, timeout_s=300))[1])
+    (second,) = re.findall(r"accuracy ([\d.]+)%", run(*program, "--resume"))
+    assert float(second) > first
+
+
+def test_train_transformers_learns_on_two_processes_and_goes_on(atlas, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    program = (*TORCHRUN, EXAMPLES / "train_transformers.py", atlas, "--folder", tmp_path / "saved")
+    steps, first = re.search(r"(\d+) steps: held-out loss ([\d.]+)", run(*program)).groups()
+    again, second = re.search(r"(\d+) steps: held-out loss ([\d.]+)", run(*program, "--epochs", 2, "--resume")).groups()
+    assert int(again) == 2 * int(steps)
+    assert float(second) < float(first)
+
+
+def test_train_scvi_embeds_every_cell(small_atlas, tmp_path):
+    pytest.importorskip("scvi")
+    printed = run(EXAMPLES / "train_scvi.py", small_atlas, "--batch-key", "plate", "--out", tmp_path / "latent.npy")
+    assert printed.splitlines()[-1].startswith("2000 cells in 10 dimensions")
+    assert np.isfinite(np.load(tmp_path / "latent.npy")).all()

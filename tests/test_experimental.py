@@ -162,6 +162,61 @@ def test_verbose_recommends_no_workers_and_shows_what_it_returns(capsys):
     assert "0 is recommended" in capsys.readouterr().out
 
 
+def rates_by(rates, monkeypatch):
+    """Let a block of each size read at a rate of its own."""
+    measured = experimental._rows_per_s
+    seen = []
+
+    def rows_per_s(dataset, batch_size, *, n_batches):
+        assert measured(dataset, batch_size, n_batches=n_batches) > 0
+        seen.append(n_batches)
+        return rates[len(seen) - 1]
+
+    monkeypatch.setattr(experimental, "_rows_per_s", rows_per_s)
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([1, 2, 4, 8, 16, 32], (4, 16, 64)),  # larger blocks read faster: the largest that mix well enough
+        ([100, 99, 98, 97, 96, 95], (1, 1, 1)),  # all read as fast: nothing speaks against the smallest
+        ([10, 100, 105, 109, 50, 10], (4, 4, 4)),  # none that mixes worse is worth its while
+    ],
+)
+def test_blocks_are_chosen_by_diversity_and_throughput(rates, expected, monkeypatch):
+    shares = {1: 1.0, 4: 0.995, 16: 0.97, 64: 0.85, 256: 0.5, 1024: 0.1}
+    measured = [
+        {"block_size": block, "diversity": share, "rows_per_s": rate}
+        for (block, share), rate in zip(shares.items(), rates, strict=True)
+    ]
+    assert tuple(experimental._best_block(measured, least) for least in (0.99, 0.95, 0.8)) == expected
+    # Where none mixes well enough, the one that mixes best.
+    assert experimental._best_block(measured[3:], 0.99) == 64
+
+
+def test_blocks_are_measured_where_there_are_labels(monkeypatch, capsys):
+    labels = np.arange(20_000) // 1000
+    rates_by([1, 2, 4, 8, 16, 32], monkeypatch)
+    result = suggest_parameters(np.zeros((20_000, 20_000), np.float16), 64, 0.01, labels=labels)
+    assert set(result) == KEYS | {"measured"}
+    measured = result["measured"]
+    assert [one["block_size"] for one in measured] == [1, 4, 16, 64, 256, 1024]
+    shares = [one["diversity"] for one in measured]
+    assert shares[0] == pytest.approx(1, abs=0.02)
+    assert shares[-1] < 0.8
+    assert 1 <= result["block_size_conservative"] <= result["block_size_balanced"] <= result["block_size_aggressive"]
+    assert result["block_size_aggressive"] < 1024
+    assert "of the ideal, " in capsys.readouterr().out
+
+
+def test_labels_may_be_a_column(monkeypatch):
+    rates_by([1, 1, 1, 1, 1, 1], monkeypatch)
+    obs = pd.DataFrame({"kind": np.arange(500) // 50}, index=[str(i) for i in range(500)])
+    adata = ad.AnnData(np.zeros((500, 10), np.float32), obs=obs)
+    result = suggest_parameters(adata, 16, verbose=False, labels="kind")
+    assert result["block_size_balanced"] == 1
+
+
 def test_silence_is_kept(capsys):
     suggest_parameters(np.zeros((10, 8)), 4, verbose=False)
     assert capsys.readouterr().out == ""

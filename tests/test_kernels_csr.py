@@ -62,10 +62,11 @@ def garbage(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     return np.full(shape, 77).astype(dtype)
 
 
-def lookup_of(columns: NDArray[np.int64]) -> NDArray[np.int32]:
+def lookup_of(columns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The same map for every row."""
     lookup = np.full(N_VARS, -1, dtype=np.int32)
     lookup[columns] = np.arange(len(columns))
-    return lookup
+    return np.zeros(100, dtype=np.int32), lookup[None]
 
 
 COLUMNS = np.array([30, 2, 36, 0, 17])
@@ -113,7 +114,7 @@ def test_scattered_columns_equal_the_columns_of_the_dense_matrix(stored: str, wa
     rows = Rows(data_dtype=stored)
     out = garbage((len(rows.positions), len(COLUMNS)), wanted)
     bad = kernels.scatter_columns(
-        rows.positions, rows.lengths, rows.data_at, rows.indices_at, lookup_of(COLUMNS), out, *rows.likes
+        rows.positions, rows.lengths, rows.data_at, rows.indices_at, *lookup_of(COLUMNS), out, *rows.likes
     )
     assert bad == -1
     np.testing.assert_array_equal(out, rows.expected[:, COLUMNS].astype(wanted))
@@ -147,7 +148,7 @@ def test_copied_csr_columns_equal_those_scipy_takes() -> None:
     rows = Rows()
     lookup = lookup_of(COLUMNS)
     counts = garbage((len(rows.positions),), "int64")
-    assert kernels.count_columns(rows.positions, rows.lengths, rows.indices_at, lookup, counts, rows.likes[1]) == -1
+    assert kernels.count_columns(rows.positions, rows.lengths, rows.indices_at, *lookup, counts, rows.likes[1]) == -1
     np.testing.assert_array_equal(counts, (rows.expected[:, COLUMNS] != 0).sum(axis=1))
     indptr = np.concatenate(([0], np.cumsum(counts)))
     indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
@@ -156,7 +157,7 @@ def test_copied_csr_columns_equal_those_scipy_takes() -> None:
         rows.lengths,
         rows.data_at,
         rows.indices_at,
-        lookup,
+        *lookup,
         indptr[:-1],
         indices,
         data,
@@ -182,11 +183,11 @@ def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) 
     lookup = lookup_of(np.arange(N_VARS))
     where = (positions, rows.lengths, rows.data_at, indices_at)
     assert kernels.scatter_rows(*where, N_VARS, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
-    assert kernels.scatter_columns(*where, lookup, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
+    assert kernels.scatter_columns(*where, *lookup, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
     assert kernels.copy_rows_csr(*where, N_VARS, indptr, *everything, *rows.likes) == culprit
-    assert kernels.copy_columns_csr(*where, lookup, indptr, *everything, *rows.likes) == culprit
+    assert kernels.copy_columns_csr(*where, *lookup, indptr, *everything, *rows.likes) == culprit
     counts = np.empty(n, "int64")
-    assert kernels.count_columns(positions, rows.lengths, indices_at, lookup, counts, rows.likes[1]) == culprit
+    assert kernels.count_columns(positions, rows.lengths, indices_at, *lookup, counts, rows.likes[1]) == culprit
 
 
 def test_a_repeated_column_adds_up_as_in_scipy() -> None:
@@ -214,8 +215,54 @@ def test_dense_rows_are_copied_from_any_address(stored: str, wanted: str, shift:
     kernels.copy_rows(positions, rows_at, out, dense[:0, 0])
     np.testing.assert_array_equal(out, dense[positions].astype(wanted))
     out = garbage((20, len(COLUMNS)), wanted)
-    kernels.copy_columns(positions, rows_at, COLUMNS, out, dense[:0, 0])
+    maps, missing = np.zeros(11, np.int32), garbage((1,), wanted)
+    kernels.copy_columns(positions, rows_at, maps, COLUMNS[None], out, missing, dense[:0, 0])
     np.testing.assert_array_equal(out, dense[positions][:, COLUMNS].astype(wanted))
+
+
+def test_rows_of_several_matrices_are_gathered_each_by_its_own_map() -> None:
+    rng = np.random.default_rng(2)
+    n, widths, kept = 12, np.array([N_VARS, 20]), 25
+    maps = rng.integers(0, 2, n).astype(np.int32)
+    dense = rng.integers(0, 4, (n, N_VARS)).astype("f4")
+    dense[maps == 1, widths[1] :] = 0
+    lookups = np.full((2, N_VARS), -2, dtype=np.int32)
+    for lookup, width in zip(lookups, widths, strict=True):
+        lookup[:width] = np.where(rng.random(width) < 0.6, -1, 0)
+        lookup[:width][lookup[:width] == 0] = rng.permutation(kept)[: (lookup[:width] == 0).sum()]
+    twin = np.zeros((n, kept), "f4")
+    for i, lookup in enumerate(lookups[maps]):
+        twin[i, lookup[lookup >= 0]] = dense[i, lookup >= 0]
+    csr = sp.csr_array(dense)
+    lengths, starts = np.diff(csr.indptr).astype(np.int64), csr.indptr[:-1].astype(np.uint64)
+    where = (lengths, address(csr.data) + starts * np.uint64(4), address(csr.indices) + starts * np.uint64(4))
+    positions = rng.permutation(n)
+    out = garbage((n, kept), "float32")
+    assert kernels.scatter_columns(positions, *where, maps, lookups, out, csr.data[:0], csr.indices[:0]) == -1
+    np.testing.assert_array_equal(out, twin[positions])
+    counts = garbage((n,), "int64")
+    assert kernels.count_columns(positions, lengths, where[2], maps, lookups, counts, csr.indices[:0]) == -1
+    indptr = np.concatenate(([0], np.cumsum(counts)))
+    indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
+    to = (indptr[:-1], indices, data, csr.data[:0], csr.indices[:0])
+    assert kernels.copy_columns_csr(positions, *where, maps, lookups, *to) == -1
+    np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=(n, kept)).toarray(), twin[positions])
+
+    # A column that the row's own matrix does not have, though another has.
+    row = int(np.flatnonzero((maps == 1) & (lengths > 0))[0])
+    csr.indices[csr.indptr[row]] = widths[1]
+    assert kernels.scatter_columns(np.array([row]), *where, maps, lookups, out, csr.data[:0], csr.indices[:0]) == row
+    assert kernels.count_columns(np.array([row]), lengths, where[2], maps, lookups, counts, csr.indices[:0]) == row
+
+    sources = np.full((2, kept), -1)
+    for source, lookup in zip(sources, lookups, strict=True):
+        source[lookup[lookup >= 0]] = np.flatnonzero(lookup >= 0)
+    rows_at = (address(dense) + np.arange(n) * 4 * N_VARS).astype(np.uint64)
+    missing = np.array([np.nan], "f4")
+    kernels.copy_columns(positions, rows_at, maps, sources, out, missing, dense[:0, 0])
+    for i, row in enumerate(positions):
+        source = sources[maps[row]]
+        np.testing.assert_array_equal(out[i], np.where(source < 0, np.nan, dense[row, source]))
 
 
 def test_squeezing_keeps_what_is_not_zero_nan_included() -> None:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -63,16 +64,27 @@ def tree_of(source: Source, n: int) -> NDArray[np.float64]:
     return tree
 
 
-def drawn(kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: int = 5) -> NDArray[np.int64]:
+def drawn(
+    kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: int = 5, split_levels: int = 16
+) -> NDArray[np.int64]:
     tree = tree_of(source, n)
     wanted = np.asarray(wanted, dtype=np.int64)
     out = np.empty(len(wanted), dtype=np.int64)
     levels = (len(tree).bit_length() - 2, SEGMENT_LEVELS)
     if kernel == "in order":
-        draw.drawn_in_order(wanted, n_draws, tree, *levels, n, *source, np.uint64(key), out)
+        starts = starts_of(tree, n_draws, min(split_levels, levels[0]), key)
+        draw.drawn_in_order(wanted, starts, tree, *levels, n, *source, np.uint64(key), out)
     else:
-        draw.drawn_singly(wanted, tree, *levels, n, *source, np.uint64(key), out)
+        shares = np.empty(len(wanted))
+        draw.uniforms(wanted, np.uint64(key), shares)
+        draw.drawn_singly(shares, tree, *levels, n, *source, out)
     return out
+
+
+def starts_of(tree: NDArray[np.float64], n_draws: int, levels: int, key: int) -> NDArray[np.int64]:
+    starts = np.empty((1 << levels) + 1, dtype=np.int64)
+    draw.split_draws(n_draws, tree, levels, np.uint64(key), starts)
+    return starts
 
 
 # --- Sums and counts --------------------------------------------------------------------------------
@@ -115,10 +127,10 @@ def test_twin_of_counts(codes: list[int], some: bool) -> None:
 # --- Binomials --------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 64), st.floats(0, 1))
+@given(st.integers(0, 2**64 - 1), st.integers(0, draw._COUNTED), st.floats(0, 1) | st.sampled_from([0.25, 0.5, 0.75]))
 @settings(deadline=None)
 def test_twin_of_small_binomials(key: int, n: int, p: float) -> None:
-    heads = sum(twins.bits(key, i) >> 11 < math.floor(p * 2**53) for i in range(n))
+    heads = n if p == 1 else twins.heads(key, n, math.floor(p * 2**53))
     assert draw.binomial(np.uint64(key), n, p) == heads
 
 
@@ -154,8 +166,8 @@ def test_binomials_of_certain_coins_are_certain(n: int) -> None:
 # --- Draws ------------------------------------------------------------------------------------------
 
 
-def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], key: int) -> list[int]:
-    """All draws in storage order, by plain recursion; single ones as the kernel promises them."""
+def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], key: int, split_levels: int) -> list[int]:
+    """All draws in storage order, by plain recursion; few at a node as the kernel promises them."""
     tree = tree_of(source, len(weights))
     n_leaves = len(tree) // 2
     padded = np.zeros(n_leaves * SEGMENT)
@@ -175,7 +187,7 @@ def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], ke
         rest = share * (weight(node) if node < n_leaves else inner(node))
         while node < n_leaves * SEGMENT:
             if node >= n_leaves and node < 2 * n_leaves:
-                rest = min(rest / weight(node), 1.0) * inner(node)
+                rest = rest / weight(node) * inner(node)
             heavier = inner if node >= n_leaves else weight
             node *= 2
             if rest >= heavier(node) and heavier(node + 1) > 0:
@@ -188,8 +200,9 @@ def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], ke
             return []
         if node >= n_leaves * SEGMENT:
             return [node - n_leaves * SEGMENT] * count
-        if count == 1:
-            return [down(node, twins.uniform(twins.stream(key, node), 0))]
+        if count <= draw._GROUP and node >= 1 << min(split_levels, n_leaves.bit_length() - 1):
+            own = twins.stream(key, node)
+            return [down(node, share) for share in sorted(twins.uniform(own, i) for i in range(count))]
         of = weight if node < n_leaves else inner
         share = of(2 * node) / (of(2 * node) + of(2 * node + 1))
         left = int(draw.binomial(np.uint64(twins.stream(key, node)), count, share))
@@ -202,11 +215,22 @@ def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], ke
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_draws_in_order(kind: str, n: int) -> None:
     source, weights = source_of(kind, n)
-    for n_draws in (1, 2, 3, 50, 3000):
-        expected = in_order_twin(n_draws, source, weights, key=5)
-        assert drawn("in order", range(n_draws), n_draws, source, n).tolist() == expected
-        backwards = drawn("in order", range(n_draws)[::-3], n_draws, source, n)
+    for n_draws, split_levels in product((1, 2, 3, 50, 3000), (0, 2, 16)):
+        expected = in_order_twin(n_draws, source, weights, 5, split_levels)
+        assert drawn("in order", range(n_draws), n_draws, source, n, split_levels=split_levels).tolist() == expected
+        backwards = drawn("in order", range(n_draws)[::-3], n_draws, source, n, split_levels=split_levels)
         assert backwards.tolist() == expected[::-3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_of_splitting(kind: str) -> None:
+    source, _ = source_of(kind, 1000)
+    tree = tree_of(source, 1000)
+    for levels in range(len(tree).bit_length() - 1):
+        rows = drawn("in order", range(3000), 3000, source, 1000, split_levels=levels)
+        width = (len(tree) // 2 >> levels) * SEGMENT
+        expected = np.searchsorted(rows, np.arange((1 << levels) + 1) * width)
+        np.testing.assert_array_equal(starts_of(tree, 3000, levels, 5), expected)
 
 
 @pytest.mark.parametrize("n", N)
@@ -218,6 +242,12 @@ def test_twin_of_single_draws(kind: str, n: int) -> None:
     ends = np.cumsum(weights)
     numbers = np.array([twins.uniform(5, i) for i in range(500)]) * ends[-1]
     np.testing.assert_array_equal(rows, np.searchsorted(ends, numbers, side="right"))
+    # Ascending numbers fall on ascending rows.
+    out = np.empty(500, dtype=np.int64)
+    tree = tree_of(source, n)
+    levels = (len(tree).bit_length() - 2, SEGMENT_LEVELS)
+    draw.drawn_singly(np.sort(numbers / ends[-1]), tree, *levels, n, *source, out)
+    assert np.all(np.diff(out) >= 0)
 
 
 @pytest.mark.parametrize("kernel", ["in order", "singly"])
@@ -235,13 +265,43 @@ def test_twin_of_draws_never_fall_on_what_has_no_weight(kernel: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_gumbel_keys(kind: str) -> None:
     source, weights = source_of(kind, 200)
-    out = np.empty(200)
-    draw.gumbel_keys(200, *source, np.uint64(9), out)
-    expected = [
-        math.log(weight) - math.log(-math.log1p(-twins.uniform(9, i))) if weight else -math.inf
+    candidates = np.arange(0, 200, 3)
+    out = np.empty(len(candidates))
+    draw.gumbel_keys(candidates, *source, np.uint64(9), out)
+    np.testing.assert_allclose(out, np.array(gumbel_twins(weights, 9))[candidates], rtol=1e-12)
+
+
+def gumbel_twins(weights: NDArray[np.float64], key: int) -> list[float]:
+    return [
+        math.log(weight) - math.log(-math.log1p(-twins.uniform(key, i))) if weight else -math.inf
         for i, weight in enumerate(weights)
     ]
-    np.testing.assert_allclose(out, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-math.inf, math.inf), (-1.0, 1.0), (2.0, math.inf), (800.0, 900.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_of_selecting_by_key(kind: str, low: float, high: float) -> None:
+    source, weights = source_of(kind, 3000)
+    keys = np.array(gumbel_twins(weights, 9))
+    expected = np.flatnonzero((keys >= low) & (weights > 0))
+    near = np.flatnonzero(keys[expected] <= high)
+    for room in (3000, 20, 0):
+        out, places, found = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int64), np.empty(room)
+        counts = draw.select_above(3000, *source, np.uint64(9), low, high, out, places, found)
+        assert counts == (len(expected), len(near))
+        np.testing.assert_array_equal(out[: counts[0]], expected[:room])
+        np.testing.assert_array_equal(places[: counts[1]], near[:room])
+        np.testing.assert_allclose(found[: counts[1]], keys[expected[near]][:room], rtol=1e-12)
+    assert draw.count_positive(3000, *source) == np.count_nonzero(weights)
+
+
+@given(st.lists(st.integers(), max_size=30, unique=True).map(len), st.data())
+@settings(deadline=None)
+def test_twin_of_leaving_out(n: int, data: st.DataObject) -> None:
+    places = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else [], dtype=np.int64)
+    values = np.arange(n, dtype=np.int32) + 100
+    draw.leave_out(values, n, places)
+    assert values[: n - len(places)].tolist() == np.delete(np.arange(n) + 100, places).tolist()
 
 
 @given(codes=st.lists(st.integers(-1, 3), min_size=1, max_size=80), key=st.integers(0, 2**64 - 1), data=st.data())

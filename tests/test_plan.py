@@ -124,6 +124,9 @@ def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
     assert np.maximum(times - drawn, 0).sum() == plan.n_padded
     assert np.maximum(drawn - times, 0).sum() == plan.n_dropped
     assert plan.n_padded < plan.world_size
+    assert sum(rank.n_rank_padded for rank in ranks) == plan.n_padded
+    n_undealt = plan.n_dropped - sum(rank.n_rank_dropped for rank in ranks)
+    assert 0 <= n_undealt < plan.world_size if plan.drop_last and plan.equal_ranks else n_undealt == 0
     if not plan.drop_last:
         assert plan.n_dropped == 0
     if not plan.equal_ranks or plan.drop_last:
@@ -191,6 +194,14 @@ def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size:
         assume(plan.n_dropped * 2 <= n)
         seen |= {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
     assert seen == set(range(n))
+
+
+def test_no_row_of_a_single_block_is_left_out_for_ever_by_drop_last() -> None:
+    seen: set[int] = set()
+    for epoch in range(50):
+        plan = plan_of(dasksc.BlockShuffling(8), 8, batch_size=3, fetch_factor=1, drop_last=True, epoch=epoch)
+        seen |= set(yielded_by(plan).tolist())
+    assert seen == set(range(8))
 
 
 def test_the_row_too_many_is_not_always_that_of_the_short_block() -> None:

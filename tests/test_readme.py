@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -25,20 +26,19 @@ def blocks(page: Path, language: str) -> list[re.Match[str]]:
 
 
 def run_programs(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the programs of a page as one, beside an atlas."""
+    """Run the programs of a page as one, from top to bottom, in a folder with an atlas."""
     make_atlas(folder / "atlas.h5ad", 2_000, 300)
     text = page.read_text()
-    program = re.sub(r"[^\n]", "", text)  # as many lines, so that a traceback names the page's
+    lines = re.sub(r"[^\n]", "", text).split("\n")  # as many lines, so that a traceback names the page's
     assert blocks(page, "python")
-    lines = program.split("\n")
     for block in blocks(page, "python"):
         first = text.count("\n", 0, block.start(2))
         code = block[2].split("\n")
         lines[first : first + len(code)] = code
-    script = folder / f"{page.stem}.py"
-    script.write_text("\n".join(lines))
+    program = folder / f"{page.stem}.py"
+    program.write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, program.name],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -61,6 +61,26 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path):
     assert "scheduler at tcp://127.0.0.1:" in done.stdout
     assert "2000 rows\n31 batches left" in done.stdout
     assert "<html" in (tmp_path / "epoch.html").read_text()
+
+
+# What docs/trainers.md needs is not always there: tests/test_trainers_page.py runs it library by library.
+ELSEWHERE = ("trainers", "watching", "cluster")
+RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_programs_of_other_pages_run_too(page, tmp_path):
+    assert run_programs(page, tmp_path).stdout
+
+
+def test_the_programs_on_watching_run_and_show_figures(tmp_path):
+    done = run_programs(ROOT / "docs" / "watching.md", tmp_path)
+    assert "cells/s, waited" in done.stderr  # the progress bar
+    assert re.search(r"^4 fetches took", done.stdout, re.MULTILINE)
+    assert re.search(r"watch at http://\S+/loader$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "epoch.html").stat().st_size > 10_000
+    if importlib.util.find_spec("prometheus_client") is not None:
+        assert 'dasksc_loader_wait_share{dataset="atlas"' in done.stdout
 
 
 def test_the_ten_lines_are_ten():
@@ -89,7 +109,7 @@ def shell_lines() -> list[str]:
 @pytest.mark.parametrize("line", shell_lines())
 def test_shell_commands_name_what_is_there(line):
     words = shlex.split(line)
-    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd"}
+    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd", "dask"}
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)

@@ -19,6 +19,7 @@ from dasksc import (
     InputError,
     SamplingStrategy,
     Streaming,
+    sampling,
     scDataset,
 )
 from dasksc.plan import EpochPlan, Stretch
@@ -198,6 +199,120 @@ def test_a_data_set_goes_on_with_other_ranks_and_sizes(before, after):
     assert len(everything) <= 103 + after
 
 
+RANKS = st.integers(1, 4)
+SIZES = st.fixed_dictionaries({"batch_size": st.sampled_from([3, 7, 16]), "fetch_factor": st.sampled_from([1, 2, 8])})
+
+
+def ranks_of(world_size: int, state=None, **options) -> list[scDataset]:
+    """The data sets of all ranks, gone on with from `state`."""
+    ranks = [dataset(rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    for rank in ranks:
+        if state is not None:
+            rank.load_state_dict(state)
+    return ranks
+
+
+def read(ranks: list[scDataset], n_steps: int | None = None) -> tuple[list[list[list[int]]], dict]:
+    """Batches of each rank's next `n_steps` (None: all), and the state after them, the same on all."""
+    batches, states = [], []
+    for rank in ranks:
+        iterator = iter(rank)
+        batches.append([batch.tolist() for batch in (iterator if n_steps is None else islice(iterator, n_steps))])
+        states.append(through_json(rank.state_dict()))
+        iterator.close()
+    if n_steps is not None:
+        assert states == states[:1] * len(ranks)
+    return batches, states[0]
+
+
+def drawn(one: scDataset) -> Counter[int]:
+    plan = one.plan(0)
+    return Counter(plan.sampler.draw(plan.seed, 0).rows(np.arange(plan.n_rows)).tolist())
+
+
+def rows_in(batches: list[list[list[int]]]) -> Counter[int]:
+    return Counter(row for rank in batches for batch in rank for row in batch)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    strategy=st.sampled_from(STRATEGIES), drop_last=st.booleans(), equal_ranks=st.booleans(), world=RANKS, size=SIZES
+)
+def test_from_every_step_the_same_ranks_read_the_rest_of_the_same_epoch(strategy, drop_last, equal_ranks, world, size):
+    options = {"strategy": strategy, "drop_last": drop_last, "equal_ranks": equal_ranks, **size}
+    unbroken, _ = read(ranks_of(world, **options))
+    for step in range(min(map(len, unbroken)) + 1):
+        head, state = read(ranks_of(world, **options), step)
+        tail, _ = read(ranks_of(world, state, **options))
+        assert [first + rest for first, rest in zip(head, tail, strict=True)] == unbroken
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    drop_last=st.booleans(),
+    equal_ranks=st.booleans(),
+    worlds=st.tuples(RANKS, RANKS).filter(lambda worlds: worlds[0] != worlds[1]),
+    sizes=st.tuples(SIZES, SIZES),
+)
+def test_from_every_step_other_ranks_cover_the_rest_of_the_epoch(strategy, drop_last, equal_ranks, worlds, sizes):
+    options = {"strategy": strategy, "drop_last": drop_last, "equal_ranks": equal_ranks}
+    before = [rank.plan(0) for rank in ranks_of(worlds[0], **options, **sizes[0])]
+    whole = drawn(dataset(**options))
+    for step in range(min(plan.n_batches for plan in before) + 1):
+        head, state = read(ranks_of(worlds[0], **options, **sizes[0]), step)
+        ranks = ranks_of(worlds[1], state, **options, **sizes[1])
+        tail, _ = read(ranks)
+        if equal_ranks:
+            assert len({tuple(map(len, batches)) for batches in tail}) == 1
+        seen, accounts = rows_in(head) + rows_in(tail), [rank.stats() for rank in ranks]
+        assert [one["n_rows"] for one in accounts] == [sum(map(len, batches)) for batches in tail]
+        after = accounts[0]
+        # Of the padding of those before, only what they came to is repeated.
+        assert 0 <= (seen - whole).total() - after["n_padded"] <= before[0].n_padded
+        n_dropped = after["n_dropped"] + (before[0].n_dropped if step else 0)
+        assert (whole - seen).total() == n_dropped
+        if not drop_last:
+            assert n_dropped == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_an_epoch_can_be_stopped_three_times_and_gone_on_with_elsewhere(data):
+    strategy = data.draw(st.sampled_from(STRATEGIES), label="strategy")
+    options = {"strategy": strategy, "equal_ranks": data.draw(st.booleans(), label="equal_ranks")}
+    whole, seen, state, n_padded = drawn(dataset(**options)), Counter[int](), None, 0
+    for stretch in range(4):
+        world, size = data.draw(RANKS, label="world_size"), data.draw(SIZES, label="sizes")
+        ranks = ranks_of(world, state, **options, **size)
+        n_steps = None if stretch == 3 else data.draw(st.integers(0, 3), label="n_steps")
+        if n_steps is not None:
+            # No rank can be asked for more than it has.
+            n_left = [sum(1 for _ in rank) for rank in ranks_of(world, state, **options, **size)]
+            n_steps = min([n_steps, *n_left])
+        batches, state = read(ranks, n_steps)
+        seen += rows_in(batches)
+        n_padded += ranks[0].stats()["n_padded"]
+    assert not whole - seen
+    assert (seen - whole).total() <= n_padded
+    assert (state["epoch"], state["consumed"]) == (1, [])
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 4), (2, 8)), ((1, 12), (3, 4)), ((2, 6), (4, 3))])
+def test_the_global_batch_can_be_kept_when_the_world_changes(before, after):
+    sizes = [{"world_size": world, "batch_size": batch} for world, batch in (before, after)]
+    head, state = read(ranks_of(**sizes[0]), 3)
+    ranks = ranks_of(**sizes[1], state=state)
+    tail, _ = read(ranks)
+    n_global = before[0] * before[1]
+    assert n_global == after[0] * after[1]
+    steps = [sum(map(len, batches)) for batches in [*zip(*head, strict=True), *zip(*tail, strict=True)]]
+    assert steps[:-1] == [n_global] * (len(steps) - 1)
+    seen = rows_in(head) + rows_in(tail)
+    assert set(seen) == set(range(103))
+    assert seen.total() - 103 == ranks[0].stats()["n_padded"]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -228,3 +343,12 @@ def test_a_loader_without_workers_passes_the_state_through():
     other.load_state_dict(one.state_dict())
     tail = [batch.tolist() for batch in DataLoader(other, batch_size=None)]
     assert head + tail == [batch.tolist() for batch in dataset()]
+
+
+def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):
+    strategy = BlockWeightedSampling(4, weights=np.arange(103))
+    state = through_json(dataset(strategy=strategy).state_dict())
+    dataset(strategy=strategy).load_state_dict(state)
+    monkeypatch.setattr(sampling, "_way_of_drawing", lambda: "that of another version")
+    with pytest.raises(InputError, match="strategy is 'BlockWeightedSampling"):
+        dataset(strategy=strategy).load_state_dict(state)

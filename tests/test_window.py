@@ -662,6 +662,39 @@ def test_every_callback_fires_for_every_fetch(scheduler: str) -> None:
     assert bar.getvalue().count("\n") == 1
 
 
+def test_figures_tell_running_from_ready_and_weigh_both() -> None:
+    first, rest = threading.Event(), threading.Event()
+
+    def fetch(k: int) -> np.ndarray:
+        (rest if k else first).wait(WAIT_S)
+        return np.zeros(100, dtype=np.uint8)
+
+    with Window(fetch, range(5), name="w", depth=3, scheduler="threads", n_threads=3, max_bytes=10_000) as window:
+        first.set()
+        next(window)  # only one fetch is let through until a size is known
+        figures = window.figures()
+        assert (figures.n_fetching, figures.n_ready, figures.n_fetched) == (3, 0, 1)
+        assert (figures.in_flight_bytes, figures.limit_bytes) == (300, 10_000)
+        rest.set()
+        assert eventually(lambda: window.figures().n_ready == 3)
+        assert window.figures().in_flight_bytes == 300
+        assert len(list(window)) == 4
+    figures = window.figures()
+    assert (figures.n_fetching, figures.n_ready, figures.n_fetched, figures.in_flight_bytes) == (0, 0, 5, 0)
+
+
+def test_figures_can_be_had_while_a_failed_fetch_waits_for_its_turn() -> None:
+    def fetch(k: int) -> int:
+        if k:
+            raise OSError("torn")
+        return k
+
+    with Window(fetch, range(4), name="w", depth=2, scheduler="threads", n_threads=1) as window:
+        assert eventually(lambda: window.figures().n_ready == 2)
+        with pytest.raises(FetchError, match="torn"):
+            list(window)
+
+
 def test_callbacks_hear_of_an_epoch_that_was_broken_off() -> None:
     ends: list[bool] = []
     with (

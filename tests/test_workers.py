@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +77,31 @@ def test_the_set_of_batches_does_not_depend_on_the_number_of_workers(path, epoch
     assert sorted(rows(loader)) == sorted(epochs[1])
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(0, None), (2, 1), (2, 8)])
+def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, prefetch_factor, layout):
+    loader = DataLoader(
+        dataset(path, layout=layout),
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=True,
+    )
+    for epoch in epochs[:2]:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        assert sorted(rows(batches)) == sorted(epoch)
+        assert {type(batch).__name__ for batch in batches} == {"Batch"}
+        assert all(batch.X.is_pinned() == torch.cuda.is_available() for batch in batches if layout == "dense")
+
+
+def test_batches_handed_over_as_they_come_are_the_same_ones(path, epochs):
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=3, in_order=False)
+    assert sorted(rows(loader)) == sorted(epochs[0])
+    assert sorted(rows(loader)) == sorted(epochs[1])
+
+
 def test_more_workers_than_fetches_leave_some_idle(path):
     one = dataset(path, fetch_factor=16)
     loader = DataLoader(one, batch_size=None, num_workers=4)
@@ -84,11 +110,26 @@ def test_more_workers_than_fetches_leave_some_idle(path):
     assert sorted(row for batch in batches for row in batch) == list(range(N_OBS))
 
 
-def test_fifty_epochs_of_short_lived_workers_are_all_different():
-    one = scDataset(np.arange(40), BlockShuffling(1), batch_size=8, fetch_factor=2, seed=0)
-    loader = DataLoader(one, batch_size=None, num_workers=2)
-    epochs = {tuple(np.concatenate(list(loader)).tolist()) for _ in range(50)}
+def anonymous_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def test_fifty_epochs_of_four_short_lived_workers_are_all_different_and_keep_nothing(path):
+    one = dataset(path, batch_size=4)
+    loader = DataLoader(one, batch_size=None, num_workers=4)
+    epochs, n_files, held = set(), [], []
+    for _ in range(50):
+        batches = rows(loader)
+        assert sorted(row for batch in batches for row in batch) == list(range(N_OBS))
+        epochs.add(tuple(batches))
+        n_files.append(len(os.listdir("/proc/self/fd")))
+        held.append(anonymous_bytes())
     assert len(epochs) == 50
+    # Workers that are just ending may still hold a pipe each.
+    assert max(n_files[25:]) <= max(n_files[:25])
+    # What one epoch keeps would be there forty times: 8 MiB are 200 KiB an epoch, a worker's pipes and queues.
+    assert min(held[40:]) - min(held[5:15]) < 8 * 2**20
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

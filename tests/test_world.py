@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 
-from dasksc import InputError, World
+from dasksc import InputError, RankMismatchError, World
+from dasksc import world as world_module
 
 LAUNCHER_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
-    *("MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_NTASKS_PER_NODE", "MASTER_ADDR"),
+    *(
+        "MPI_LOCALNRANKS",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_STEP_ID",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),
+    *("SLURM_NODEID", "MASTER_ADDR"),
 )
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
@@ -28,6 +43,8 @@ def bare(monkeypatch):
         ({}, 0, 1, 1),
         # torchrun, two nodes of two.
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 3, 4, 2),
+        # deepspeed, whose launcher has its own name for it.
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, 3, 4, 2),
         # Half of what torchrun sets is not torchrun.
         ({"RANK": "3"}, 0, 1, 1),
         # mpirun of Open MPI.
@@ -41,6 +58,10 @@ def bare(monkeypatch):
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}, 1, 2, 1),
         # srun.
         (SLURM, 3, 4, 1),
+        # srun says how many tasks are on which node, whether or not it was told.
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, 3, 4, 4),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "1"}, 3, 4, 1),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "2"}, 3, 4, 2),
         # One task of an sbatch script: no rank of anything.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 0, 1, 1),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 0, 1, 1),
@@ -79,3 +100,71 @@ def test_a_rank_beyond_the_world_names_where_it_came_from(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match=r"rank=4 and world_size=4 \(from RANK/WORLD_SIZE\)"):
         World.detect()
+
+
+def faked(module: str, **members: object) -> SimpleNamespace:
+    """A stand-in for a library that is not installed here; its conventions are what its documentation says."""
+    return SimpleNamespace(__name__=module, **members)
+
+
+def test_an_initialised_horovod_wins_over_the_environment(monkeypatch):
+    up = [True]
+    horovod = faked(
+        "horovod.torch",
+        is_initialized=lambda: up[0],
+        rank=lambda: 3,
+        size=lambda: 4,
+        local_size=lambda: 2,
+    )
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    world = World.detect()
+    assert (world.rank, world.world_size, world.local_world_size, world.source) == (3, 4, 2, "horovod.torch")
+    up[0] = False
+    assert World.detect().world_size == 9
+
+
+def test_a_source_that_says_otherwise_is_logged_once_and_not_used(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "dasksc.world")
+    for name, value in {**SLURM, "RANK": "5", "WORLD_SIZE": "7", "PMI_RANK": "5", "PMI_SIZE": "7"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert World.detect().source == "RANK/WORLD_SIZE"
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 5 of 7 from RANK/WORLD_SIZE; SLURM_PROCID/SLURM_NTASKS says rank 3 of 4, which is not used"
+    ]
+
+
+def test_what_is_not_used_need_not_make_sense(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "first", "PMI_SIZE": "?"}.items():
+        monkeypatch.setenv(name, value)
+    assert World.detect().world_size == 2
+
+
+def test_a_group_without_torch_distributed_is_refused():
+    with pytest.raises(InputError, match="call init_process_group or init_device_mesh first"):
+        World.detect(group=object())
+
+
+def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch):
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    monkeypatch.setattr(world_module, "_store", lambda prefix: dist.PrefixStore(prefix, store))
+    monkeypatch.setattr(world_module.Agreement, "is_possible", staticmethod(lambda: True))
+
+    def agreement(attempt: int):
+        monkeypatch.setattr(world_module, "_ordinals", defaultdict(itertools.count))  # as in a new process
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        return world_module.Agreement(World(0, 2))
+
+    first = agreement(0)
+    first.begin(0, epoch=0, fingerprint="same")
+    first.leave(0, n_batches=1)
+    second = agreement(1)
+    second.begin(0, epoch=3, fingerprint="same")
+    second.go_on(0, n_batches=1)
+    with pytest.raises(RankMismatchError):
+        agreement(1).begin(0, epoch=4, fingerprint="same")
+    # A seed may live on: it is as good as any, and the same for all.
+    assert agreement(0).seed(5) == agreement(1).seed(6) == 5

@@ -58,3 +58,21 @@ def permuted(position: int, n: int, half_bits: int, round_keys: Sequence[int]) -
         x = left * 2**half_bits + right
         if x < n:
             return x
+
+
+def heads(key: int, n: int, end: int) -> int:
+    """How many of n 53-bit numbers lie below `end`: bit i of a word is one bit of number i, highest first."""
+    total = counter = 0
+    for first in range(0, n, 64):
+        undecided = 2 ** min(64, n - first) - 1
+        for place in reversed(range(53)):
+            if not undecided or not end % 2 ** (place + 1):
+                break
+            word = bits(key, counter)
+            counter += 1
+            if end >> place & 1:
+                total += (undecided & ~word).bit_count()
+                undecided &= word
+            else:
+                undecided &= ~word
+    return total

@@ -19,8 +19,9 @@ data_at, indices_at, rows_at
     Address of the first element of each row fetched, shape (n_fetched,), uint64.
 like_data, like_indices, like
     Empty arrays that carry the type of what lies at the addresses.
-lookup
-    Where each column goes, shape (n_vars,), int32; -1 where it is left out.
+maps, lookups
+    Which row of `lookups` holds for each row fetched, shape (n_fetched,), int32; and where each column goes,
+    shape (n_maps, n_columns), int32: -1 where it is left out, below that where no row may have one.
 """
 
 from __future__ import annotations
@@ -91,11 +92,12 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
 
 
 @kernel
-def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_data, like_indices):
+def scatter_columns(positions, lengths, data_at, indices_at, maps, lookups, out, like_data, like_indices):
     """Write the kept columns of CSR rows into `out`, dense, shape (n_rows, n_kept)."""
-    n_columns = np.uint64(len(lookup))
+    n_columns = np.uint64(lookups.shape[1])
     for i in range(len(positions)):
         row = positions[i]
+        lookup = lookups[maps[row]]
         dense = out[i]
         dense[:] = 0
         for k in range(lengths[row]):
@@ -105,6 +107,8 @@ def scatter_columns(positions, lengths, data_at, indices_at, lookup, out, like_d
             kept = lookup[column]
             if kept >= 0:
                 dense[kept] += load(data_at[row], k, like_data)
+            elif kept < -1:
+                return row
     return -1
 
 
@@ -153,15 +157,16 @@ def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indic
 
 
 @kernel
-def count_columns(positions, lengths, indices_at, lookup, counts, like_indices):
+def count_columns(positions, lengths, indices_at, maps, lookups, counts, like_indices):
     """Count the kept nonzeros of each row into `counts`, shape (n_rows,)."""
-    n_columns = np.uint64(len(lookup))
+    n_columns = np.uint64(lookups.shape[1])
     for i in range(len(positions)):
         row = positions[i]
+        lookup = lookups[maps[row]]
         count = 0
         for k in range(lengths[row]):
             column = np.uint64(load(indices_at[row], k, like_indices))
-            if column >= n_columns:
+            if column >= n_columns or lookup[column] < -1:
                 return row
             count += lookup[column] >= 0
         counts[i] = count
@@ -169,15 +174,18 @@ def count_columns(positions, lengths, indices_at, lookup, counts, like_indices):
 
 
 @kernel
-def copy_columns_csr(positions, lengths, data_at, indices_at, lookup, indptr, indices, data, like_data, like_indices):
+def copy_columns_csr(
+    positions, lengths, data_at, indices_at, maps, lookups, indptr, indices, data, like_data, like_indices
+):
     """Write the kept columns of CSR rows, renumbered, row i at ``indptr[i]``; `count_columns` ran before."""
-    n_columns = np.uint64(len(lookup))
+    n_columns = np.uint64(lookups.shape[1])
     for i in range(len(positions)):
         row = positions[i]
+        lookup = lookups[maps[row]]
         to = indptr[i]
         for k in range(lengths[row]):
             column = np.uint64(load(indices_at[row], k, like_indices))
-            if column >= n_columns:
+            if column >= n_columns or lookup[column] < -1:
                 return row
             kept = lookup[column]
             if kept >= 0:
@@ -198,13 +206,23 @@ def copy_rows(positions, rows_at, out, like):
 
 
 @kernel
-def copy_columns(positions, rows_at, columns, out, like):
-    """Write the given columns of dense rows into `out`, shape (n_rows, n_kept)."""
+def copy_columns(positions, rows_at, maps, sources, out, missing, like):
+    """Write columns of dense rows into `out`, shape (n_rows, n_kept).
+
+    `sources` says where each is taken from, shape (n_maps, n_kept), int64: at -1 stands `missing`, an array of
+    one element.
+    """
     for i in range(len(positions)):
-        row_at = rows_at[positions[i]]
+        row = positions[i]
+        row_at = rows_at[row]
+        columns = sources[maps[row]]
         dense = out[i]
         for k in range(len(columns)):
-            dense[k] = load(row_at, columns[k], like)
+            column = columns[k]
+            if column < 0:
+                dense[k] = missing[0]
+            else:
+                dense[k] = load(row_at, column, like)
 
 
 @kernel

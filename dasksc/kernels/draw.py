@@ -18,22 +18,39 @@ from dasksc.kernels.permute import below, bits, stream, uniform
 __all__ = [
     "binomial",
     "count_codes",
+    "count_positive",
     "drawn_in_order",
     "drawn_singly",
     "gumbel_keys",
+    "leave_out",
     "segment_sums",
+    "select_above",
     "select_quotas",
+    "split_draws",
     "sum_up",
+    "uniforms",
 ]
 
-_COUNTED = 64
+_COUNTED = 128
 # Up to here a binomial is a count of coins: integers only, and cheaper than any other way.
 
-_ABREAST = 64
-# Draws that walk down a heap side by side.
+_GROUP = 24
+# Draws at a node that are no longer split between its children: each falls by a number of its own.
 
+_ABREAST = 64
+# Segments whose weights are waited for together.
+
+_CHUNK = 1024
+# Weights looked at together where all are.
+
+_RUN = 8
+# Candidates whose weights are summed together in a segment.
+
+_U0 = np.uint64(0)
 _U1 = np.uint64(1)
+_U8 = np.uint64(8)
 _U11 = np.uint64(11)
+_U63 = np.uint64(63)
 
 
 @kernel
@@ -136,6 +153,35 @@ def _tail(k):
 
 
 @kernel
+def _heads(key, n, end):
+    # How many of n 53-bit numbers lie below `end`, compared 64 at a time from the top bit down: a word
+    # is one bit of each, and few bits decide.
+    heads = np.int64(0)
+    counter = 0
+    for first in range(0, n, 64):
+        undecided = ~_U0 >> np.uint64(64 - min(64, n - first))
+        rest = end << _U11
+        while undecided != _U0 and rest != _U0:
+            word = bits(key, counter)
+            counter += 1
+            if rest >> _U63:
+                heads += _ones(undecided & ~word)
+                undecided &= word
+            else:
+                undecided &= ~word
+            rest <<= _U1
+    return heads
+
+
+@kernel
+def _ones(word):
+    word -= (word >> _U1) & np.uint64(0x5555555555555555)
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@kernel
 def binomial(key, n, p):
     """Return how many of `n` coins fall heads, each with probability `p`; exact to rounding of `p`.
 
@@ -148,11 +194,7 @@ def binomial(key, n, p):
     if p >= 1.0:
         return np.int64(n)
     if n <= _COUNTED:
-        end = np.uint64(p * 9007199254740992.0)
-        heads = np.int64(0)
-        for i in range(n):
-            heads += (bits(key, i) >> _U11) < end
-        return heads
+        return _heads(key, n, np.uint64(p * 9007199254740992.0))
     q = min(p, 1.0 - p)
     if n * q < 10.0:
         heads = np.int64(0)
@@ -205,7 +247,11 @@ def binomial(key, n, p):
 
 @kernel
 def _sum_inside(number, segment, n, values, table, lookup, inside):
-    # The heap of one segment's weights, shape (2 * segment,).
+    # The heap of one segment's weights, shape (2 * segment,); its first entry, which is no node, says of
+    # which segment, so that it is not summed twice.
+    if inside[0] == number:
+        return
+    inside[0] = number
     start = number * segment
     size = min(segment, n - start)
     _copy_weights(start, size, values, table, lookup, inside[segment:])
@@ -215,19 +261,94 @@ def _sum_inside(number, segment, n, values, table, lookup, inside):
 
 
 @kernel
-def drawn_in_order(wanted, n_draws, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
+def split_draws(n_draws, tree, n_levels, key, out):
+    """Split the draws of an epoch over the nodes of one level of a heap, as `drawn_in_order` does.
+
+    Parameters
+    ----------
+    n_draws
+        Draws in all.
+    tree
+        Weights of the heap's nodes, float64.
+    n_levels
+        Levels from the root to the nodes.
+    key
+        The epoch's uint64 key.
+    out
+        Where each node's draws begin, and where the last one's end, shape ((1 << n_levels) + 1,), int64.
+    """
+    out[0] = n_draws
+    for level in range(n_levels):
+        width = 1 << level
+        for i in range(width - 1, -1, -1):
+            node = width + i
+            count = out[i]
+            n_left = _go_left(key, node, count, tree[2 * node], tree[2 * node + 1])
+            out[2 * i] = n_left
+            out[2 * i + 1] = count - n_left
+    total = np.int64(0)
+    for i in range(1 << n_levels):
+        count = out[i]
+        out[i] = total
+        total += count
+    out[1 << n_levels] = total
+
+
+@kernel
+def _go_left(key, node, count, left, right):
+    if count == 0 or left == 0.0:
+        return np.int64(0)
+    return binomial(stream(key, node), count, left / (left + right))
+
+
+@kernel
+def _descend(heap, n_levels, n, nodes, rests):
+    # Walk from the first n of `nodes` down a heap, side by side so that they wait for memory together:
+    # `rests` says how much of a node's weight lies before the draw, and goes with it.
+    for _ in range(n_levels):
+        for i in range(n):
+            child = nodes[i] << _U1
+            left = heap[child]
+            goes_right = rests[i] >= left
+            nodes[i] = child + np.uint64(goes_right)
+            rests[i] = rests[i] - left if goes_right else rests[i]
+    for i in range(n):
+        # Rounding can leave a rest as large as all there is; it must not fall on nothing.
+        while heap[nodes[i]] == 0.0:
+            nodes[i] -= _U1
+            rests[i] = heap[nodes[i]]
+
+
+@kernel
+def _fall(key, node, n_draws, numbers, shares):
+    # Shares of a node's weight that its few draws fall on, in ascending order. To be ranked without
+    # branches, the numbers are made distinct by bits below those that count.
+    own = stream(key, node)
+    for i in range(n_draws):
+        numbers[i] = np.int64(((bits(own, i) >> _U11) << _U8) | np.uint64(i))
+    for i in range(n_draws):
+        number = numbers[i]
+        rank = 0
+        for k in range(n_draws):
+            rank += numbers[k] < number
+        shares[rank] = np.float64(number >> 8) * (1.0 / 9007199254740992.0)
+
+
+@kernel
+def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
     """Return which candidate each wanted draw fell on, draws standing in storage order.
 
     A heap over the candidates splits the draws: of those at a node, a binomial number fall on its left
     child, by the weights of the two, from a key of the node's own. So any draw is found by walking
-    down, and the walks of neighbours share their beginnings.
+    down, and the walks of neighbours share their beginnings. Where few draws are left, each falls by a
+    number of its own.
 
     Parameters
     ----------
     wanted
         Numbers of the draws, shape (k,), int64; ascending ones are cheap.
-    n_draws
-        Draws in all.
+    starts_at
+        What `split_draws` found for a level of the heap.
     tree
         Weights of the heap's nodes down to segments of candidates, shape (2 << n_levels,), float64.
     n_levels, segment_levels
@@ -243,121 +364,262 @@ def drawn_in_order(wanted, n_draws, tree, n_levels, segment_levels, n, values, t
     """
     segment = 1 << segment_levels
     bottom = n_levels + segment_levels
-    inside = np.zeros(2 * segment, dtype=np.float64)  # the heap of one segment
-    summed = np.int64(-1)
-    nodes = np.empty(bottom + 1, dtype=np.int64)
-    starts = np.empty(bottom + 1, dtype=np.int64)
-    stops = np.empty(bottom + 1, dtype=np.int64)
-    nodes[0], starts[0], stops[0] = 1, 0, n_draws
-    level = 0
+    n_tops = starts_at.shape[0] - 1
+    top = 0
+    while 1 << top < n_tops:
+        top += 1
+    inside = np.full(2 * segment, -1.0)  # the heap of one segment
+    numbers = np.empty(_GROUP, dtype=np.int64)
+    rests = np.empty(_GROUP, dtype=np.float64)
+    fallen = np.empty(_GROUP, dtype=np.uint64)
+    last_rest = np.empty(1, dtype=np.float64)
+    last_node = np.empty(1, dtype=np.uint64)
+    rows = np.empty(_GROUP, dtype=np.int64)
+    nodes = np.zeros(bottom + 1, dtype=np.int64)
+    starts = np.zeros(bottom + 1, dtype=np.int64)
+    stops = np.zeros(bottom + 1, dtype=np.int64)
+    level = top
     for w in range(wanted.shape[0]):
         draw = wanted[w]
-        while not starts[level] <= draw < stops[level]:
-            level -= 1
-        while level < bottom and stops[level] - starts[level] > 1:
-            node = nodes[level]
-            if level < n_levels:
-                left, right = tree[2 * node], tree[2 * node + 1]
-            else:
-                below_segment = level - n_levels
-                number = (node >> below_segment) - (1 << n_levels)
-                if number != summed:
+        if not starts[level] <= draw < stops[level]:
+            while level > top and not starts[level] <= draw < stops[level]:
+                level -= 1
+            if not starts[level] <= draw < stops[level]:
+                number = np.searchsorted(starts_at, draw, side="right") - 1
+                nodes[level] = n_tops + number
+                starts[level] = starts_at[number]
+                stops[level] = starts_at[number + 1]
+            while level < bottom and stops[level] - starts[level] > _GROUP:
+                node = nodes[level]
+                if level < n_levels:
+                    left, right = tree[2 * node], tree[2 * node + 1]
+                else:
+                    below_segment = level - n_levels
+                    number = (node >> below_segment) - (1 << n_levels)
                     _sum_inside(number, segment, n, values, table, lookup, inside)
-                    summed = number
-                local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
-                left, right = inside[2 * local], inside[2 * local + 1]
-            middle = starts[level] + binomial(stream(key, node), stops[level] - starts[level], left / (left + right))
-            goes_right = draw >= middle
-            level += 1
-            nodes[level] = 2 * node + goes_right
-            starts[level] = middle if goes_right else starts[level - 1]
-            stops[level] = stops[level - 1] if goes_right else middle
-        node = nodes[level]
-        if level < bottom:
-            # A single draw needs no counts: one number leads it all the way down.
-            share = uniform(stream(key, node), 0)
-            if level < n_levels:
-                rest = share * tree[node]
-                for _ in range(level, n_levels):
-                    node *= 2
-                    goes_right = (rest >= tree[node]) & (tree[node + 1] > 0.0)
-                    rest -= tree[node] * goes_right
-                    node += goes_right
-                share = min(rest / tree[node], 1.0)
-            below_segment = max(level - n_levels, 0)
-            number = (node >> below_segment) - (1 << n_levels)
-            if number != summed:
-                _sum_inside(number, segment, n, values, table, lookup, inside)
-                summed = number
-            local = np.uint64((1 << below_segment) + (node & ((1 << below_segment) - 1)))
-            rest = share * inside[local]
-            for _ in range(max(level, n_levels), bottom):
-                local <<= _U1
-                goes_right = (rest >= inside[local]) & (inside[local + _U1] > 0.0)
-                rest -= inside[local] * goes_right
-                local += np.uint64(goes_right)
-            out[w] = number * segment + np.int64(local) - segment
-        else:
-            out[w] = node - (np.int64(1) << bottom)
+                    local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
+                    left, right = inside[2 * local], inside[2 * local + 1]
+                middle = starts[level] + _go_left(key, node, stops[level] - starts[level], left, right)
+                goes_right = draw >= middle
+                level += 1
+                nodes[level] = 2 * node + goes_right
+                starts[level] = middle if goes_right else starts[level - 1]
+                stops[level] = stops[level - 1] if goes_right else middle
+            if level < bottom:
+                node = nodes[level]
+                n_fallen = stops[level] - starts[level]
+                _fall(key, node, n_fallen, numbers, rests)
+                if level < n_levels:
+                    for i in range(n_fallen):
+                        fallen[i] = node
+                        rests[i] *= tree[node]
+                    _descend(tree, n_levels - level, n_fallen, fallen, rests)
+                    for i in range(n_fallen):
+                        number = np.int64(fallen[i]) - (1 << n_levels)
+                        _sum_inside(number, segment, n, values, table, lookup, inside)
+                        last_node[0] = 1
+                        last_rest[0] = rests[i] / tree[fallen[i]] * inside[1]
+                        _descend(inside, segment_levels, 1, last_node, last_rest)
+                        rows[i] = (number - 1) * segment + np.int64(last_node[0])
+                else:
+                    below_segment = level - n_levels
+                    number = (node >> below_segment) - (1 << n_levels)
+                    _sum_inside(number, segment, n, values, table, lookup, inside)
+                    local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
+                    for i in range(n_fallen):
+                        fallen[i] = local
+                        rests[i] *= inside[local]
+                    _descend(inside, bottom - level, n_fallen, fallen, rests)
+                    for i in range(n_fallen):
+                        rows[i] = (number - 1) * segment + np.int64(fallen[i])
+        out[w] = rows[draw - starts[level]] if level < bottom else nodes[level] - (np.int64(1) << bottom)
 
 
 @kernel
-def drawn_singly(wanted, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
-    """Return which candidate each wanted draw fell on, each draw made by itself.
+def _touch(start, stop, values, lookup):
+    # Read something of every cache line, so that several segments are waited for together.
+    touched = 0.0
+    if lookup.shape[0] > 0:
+        for i in range(start, stop, 8):
+            touched += lookup[np.uint64(i)]
+    elif values.shape[0] > 0:
+        for i in range(start, stop, 64 // values.itemsize):
+            touched += values[np.uint64(i)]
+    return touched
 
-    For draws that are read one by one, in no order. Parameters are those of `drawn_in_order`.
+
+@kernel
+def uniforms(counters, key, out):
+    """Write the number in [0, 1) of each of `counters` into `out`, float64."""
+    for i in range(counters.shape[0]):
+        out[i] = uniform(key, counters[i])
+
+
+@kernel
+def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, lookup, out):
+    """Return which candidate each draw fell on, each draw made by itself.
+
+    For draws that are read one by one, in no order.
+
+    Parameters
+    ----------
+    shares
+        How much of all the weight lies before each draw, shape (k,), in [0, 1); ascending ones are cheap.
+    tree, n_levels, segment_levels, n, values, table, lookup, out
+        As for `drawn_in_order`. Ascending shares give ascending candidates.
     """
-    n_wanted = wanted.shape[0]
-    nodes = np.empty(_ABREAST, dtype=np.uint64)
-    rests = np.empty(_ABREAST, dtype=np.float64)
+    n_wanted = shares.shape[0]
+    nodes = np.ones(n_wanted, dtype=np.uint64)
+    rests = np.empty(n_wanted, dtype=np.float64)
+    for i in range(n_wanted):
+        rests[i] = shares[i] * tree[1]
+    _descend(tree, n_levels, n_wanted, nodes, rests)
     segment = 1 << segment_levels
-    weights = np.empty(segment, dtype=np.float64)
+    weights = np.zeros(segment, dtype=np.float64)
+    n_runs = segment // _RUN
+    sums = np.empty(n_runs, dtype=np.float64)
+    is_plain = values.shape[0] > 0 and table.shape[0] == 0 and lookup.shape[0] == 0
+    touched = 0.0
     for first in range(0, n_wanted, _ABREAST):
-        size = min(_ABREAST, n_wanted - first)
-        for i in range(size):
-            nodes[i] = 1
-            rests[i] = uniform(key, wanted[first + i]) * tree[1]
-        # Several walk down side by side, so that they wait for memory together.
-        for _ in range(n_levels):
-            for i in range(size):
-                child = nodes[i] << _U1
-                left = tree[child]
-                # Rounding can leave a rest as large as all there is; it must not fall on nothing.
-                goes_right = (rests[i] >= left) & (tree[child + _U1] > 0.0)
-                nodes[i] = child + np.uint64(goes_right)
-                rests[i] -= left * goes_right
-        for i in range(size):
+        stop = min(first + _ABREAST, n_wanted)
+        for i in range(first, stop):
             start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
-            n_rows = min(segment, n - start)
-            _copy_weights(start, n_rows, values, table, lookup, weights)
+            touched += _touch(start, min(start + segment, n), values, lookup)
+        for i in range(first, stop):
+            start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
+            size = min(segment, n - start)
+            # By runs first: their sums do not wait for each other.
+            if is_plain and size == segment:
+                for run in range(n_runs):
+                    total = 0.0
+                    for k in range(_RUN):
+                        total += values[np.uint64(start) + np.uint64(run * _RUN + k)]
+                    sums[run] = total
+            else:
+                _copy_weights(start, size, values, table, lookup, weights)
+                weights[size:] = 0.0
+                for run in range(n_runs):
+                    total = 0.0
+                    for k in range(_RUN):
+                        total += weights[run * _RUN + k]
+                    sums[run] = total
+            rest = rests[i]
+            run = 0
+            while run < n_runs - 1 and rest >= sums[run]:
+                rest -= sums[run]
+                run += 1
+            if is_plain and size == segment:
+                for k in range(_RUN):
+                    weights[run * _RUN + k] = values[np.uint64(start) + np.uint64(run * _RUN + k)]
             total = 0.0
             n_passed = 0
-            for k in range(n_rows):
-                total += weights[k]
-                n_passed += total <= rests[i]
-            if n_passed == n_rows:
-                n_passed -= 1
-                while n_passed > 0 and weights[n_passed] == 0.0:
+            for k in range(_RUN):
+                total += weights[run * _RUN + k]
+                n_passed += total <= rest
+            n_passed = run * _RUN + min(n_passed, _RUN - 1)
+            if weights[n_passed] == 0.0:  # as in `_descend`
+                _copy_weights(start, size, values, table, lookup, weights)
+                while weights[n_passed] == 0.0:
                     n_passed -= 1
-            out[first + i] = start + n_passed
+            out[i] = start + n_passed
+    if touched == -0.5:  # it never is, but reading what is not used would be left out
+        out[:] = -1
 
 
 @kernel
-def gumbel_keys(n, values, table, lookup, key, out):
-    """Write a random key per candidate whose k largest are k draws without replacement by weight.
+def _gumbel(weight, u):
+    # Minus log1p(-u) is exponential; u == 0 would make its logarithm infinite.
+    return math.log(weight) - math.log(max(-math.log1p(-u), 1e-300))
+
+
+@kernel
+def gumbel_keys(candidates, values, table, lookup, key, out):
+    """Write the random key of each of `candidates`; the k largest are k draws without replacement by weight.
 
     The Efraimidis-Spirakis keys ``u ** (1 / w)`` under a monotone map, ``log(w) - log(-log(u))``, in
     which weights of any size keep their precision; a candidate without weight gets -inf. (Efraimidis,
     Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett. 97, 2006.)
     """
-    for i in range(n):
-        weight = _weight_at(i, values, table, lookup)
-        if weight > 0.0:
-            # (1 - u) lies in (0, 1]; u == 0 would make the inner logarithm zero.
-            exponential = -math.log1p(-uniform(key, i))
-            out[i] = math.log(weight) - math.log(max(exponential, 1e-300))
+    for k in range(candidates.shape[0]):
+        weight = _weight_at(candidates[k], values, table, lookup)
+        out[k] = _gumbel(weight, uniform(key, candidates[k])) if weight > 0.0 else -math.inf
+
+
+@kernel
+def count_positive(n, values, table, lookup):
+    """Return how many candidates have a weight above 0."""
+    weights = np.empty(_CHUNK, dtype=np.float64)
+    found = 0
+    for start in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
+        for i in range(size):
+            found += weights[i] > 0.0
+    return found
+
+
+@kernel
+def select_above(n, values, table, lookup, key, low, high, out, near, near_keys):
+    """Write the candidates whose key (see `gumbel_keys`) is at least `low` into `out`, in storage order.
+
+    Parameters
+    ----------
+    n, values, table, lookup, key
+        Candidates, their weights (see the module), and the uint64 key.
+    low, high
+        Bounds of keys; -inf and inf are none.
+    out
+        Candidates, integers; what does not fit is counted only.
+    near, near_keys
+        Where in `out` those are whose key is at most `high`, and their keys; what does not fit is counted
+        only.
+
+    Returns
+    -------
+    n_out, n_near
+        Candidates of a key of at least `low`, and how many of them are at most at `high`.
+    """
+    weights = np.empty(_CHUNK, dtype=np.float64)
+    # A key above `low` takes -log1p(-u) < weight * exp(-low), and that is never less than u: most
+    # candidates need no logarithm. Beyond these bounds exp would be 0 or infinite.
+    scale = math.exp(-low) * (1.0 + 1e-9) if -700.0 < low < 700.0 else math.inf
+    n_out = 0
+    n_near = 0
+    for start in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
+        for i in range(size):
+            weight = weights[i]
+            u = uniform(key, start + i)
+            if weight <= 0.0 or u > weight * scale:
+                continue
+            found = _gumbel(weight, u)
+            if found < low:
+                continue
+            if n_out < out.shape[0]:
+                out[n_out] = start + i
+            if found <= high:
+                if n_near < near.shape[0]:
+                    near[n_near] = n_out
+                    near_keys[n_near] = found
+                n_near += 1
+            n_out += 1
+    return n_out, n_near
+
+
+@kernel
+def leave_out(values, n, places):
+    """Move the first `n` of `values` together over those at ascending `places`, in place."""
+    if places.shape[0] == 0:
+        return
+    kept = places[0]
+    left_out = 0
+    for i in range(kept, n):
+        if left_out < places.shape[0] and places[left_out] == i:
+            left_out += 1
         else:
-            out[i] = -math.inf
+            values[kept] = values[i]
+            kept += 1
 
 
 @kernel

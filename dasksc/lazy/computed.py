@@ -77,7 +77,8 @@ class DaskMatrix:
     def cost(self) -> FetchCost:
         """What memory a fetch takes, an estimate: nothing says how many values a sparse chunk holds."""
         row = self._row_bytes()
-        return FetchCost(row=row, held=row, working=row, fixed=int(3 * row * max(self._array.chunks[0], default=0)))
+        chunk_rows = max(self._array.chunks[0], default=0)
+        return FetchCost(row=row, held=row, working=row, fixed=int(3 * row * chunk_rows), chunk_rows=chunk_rows)
 
     def _row_bytes(self) -> float:
         n_vars, itemsize = self.shape[1], self.dtype.itemsize

@@ -138,9 +138,31 @@ class RowLocalMatrix(DaskMatrix):
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes, an estimate: rows as stored, between two layers, and at the end."""
+        """What memory a fetch takes, an estimate: rows as stored, after every layer, and put together.
+
+        Layers are taken to leave zeros as they are, so that a sparse row has as many values as it has in storage.
+        """
+        run = _Run()
+        for node in self._blocks[0] if self._blocks else []:
+            run.demand(node, np.zeros(min(1, self.shape[0]), dtype=np.int64))
+        costs = [matrix.cost for matrix, _ in run.needs.values()]
         row = self._row_bytes()
-        return FetchCost(row=row, held=row, working=3 * row)
+        if self.layout == "csr" and costs:
+            itemsize = self.dtype.itemsize + np.dtype(np.int32).itemsize
+            # Column numbers of a stored row are of two bytes at the least.
+            values = sum(
+                cost.row / (matrix.dtype.itemsize + 2)
+                for cost, (matrix, _) in zip(costs, run.needs.values(), strict=True)
+            )
+            row = 8 + min(values, self.shape[1]) * itemsize
+        return FetchCost(
+            row=row,
+            held=row,
+            working=sum(cost.held + cost.working for cost in costs) + (2 + len(run.memory)) * row,
+            fixed=sum(cost.fixed for cost in costs),
+            kept=sum(cost.kept for cost in costs),
+            chunk_rows=max((cost.chunk_rows for cost in costs), default=0.0),
+        )
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
         """Read the rows that `rows` need, once from each stored matrix, and compute on those.

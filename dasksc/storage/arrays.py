@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from dasksc.storage.reach import Reached
 
-__all__ = ["BrokenRunError", "MemoryArray", "StoredArray", "UnknownLayoutError", "memory_dtype", "row_bytes"]
+__all__ = [
+    "BrokenRunError",
+    "MemoryArray",
+    "StoredArray",
+    "UnknownLayoutError",
+    "chunk_length",
+    "memory_dtype",
+    "row_bytes",
+]
 
 
 class BrokenRunError(Exception):
@@ -117,6 +125,11 @@ class MemoryArray:
             sizes=(stops - starts) * stride,
             held_bytes=0,
         )
+
+
+def chunk_length(array: StoredArray) -> int:
+    """Return how much of the first axis must be decoded as one; 0 where anything can be read by itself."""
+    return int(getattr(array, "chunk_length", 0))
 
 
 def row_bytes(array: StoredArray) -> int:

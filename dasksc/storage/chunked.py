@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
-from dasksc.storage import memory
+from dasksc.storage import clock, memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile
@@ -181,9 +182,14 @@ class ChunkedArray:
         return 1.0
 
     @property
+    def chunk_length(self) -> int:
+        """Length of a chunk along the first axis."""
+        return self._chunk_shape[0]
+
+    @property
     def working_bytes(self) -> int:
-        """A chunk as stored, decoded, and half-way."""
-        return 3 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize
+        """A chunk as stored, decoded, and twice half-way."""
+        return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Decode the chunks that the runs touch, and keep of each what was asked for."""
@@ -221,7 +227,8 @@ class ChunkedArray:
         if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
             return False
         numbers, chunk_of = np.unique(rows, return_inverse=True)
-        groups = self._source.mapped(numbers)
+        with clock.reading():
+            groups = self._source.mapped(numbers)
         if groups is None:
             return False
         stride = block.strides[0]
@@ -232,15 +239,23 @@ class ChunkedArray:
         out = block.reshape(-1).view(np.uint8)
         scratch = np.empty(chunk_bytes, dtype=np.uint8)
         before = 0
-        for group in groups:
+        reading = clock.read_from(groups)
+        while True:
+            try:
+                group = next(reading, None)
+            # Told by what reads chunk by chunk, which knows in which one it happened.
+            except (CorruptDataError, OSError):
+                return False
+            if group is None:
+                return True
             after = before + len(group.at)
             here = slice(*np.searchsorted(chunk_of, [before, after]).tolist())
             chunks = chunk_of[here] - before
             written = group.at[chunks] != 0
             for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
                 block[begin // stride : (begin + size) // stride] = self._fill
-            if (
-                blosc.getitems(
+            with clock.decoding():
+                bad = blosc.getitems(
                     function,
                     group.at,
                     group.sizes,
@@ -252,11 +267,9 @@ class ChunkedArray:
                     scratch,
                     out,
                 )
-                >= 0
-            ):
+            if bad >= 0:
                 return False
             before = after
-        return True
 
     def _in_place(self, block: NDArray[Any], width: int) -> bool:
         """Whether rows of a chunk are rows of `block`, as they are."""
@@ -284,6 +297,7 @@ class ChunkedArray:
         # Where all of a chunk is wanted, it is decoded straight into the block.
         in_place = self._in_place(block, width)
         stored = self._source.read(numbers)
+        spent = clock.here()
         for i in range(len(numbers)):
             row, across = divmod(i, n_across)
             wanted = pieces[groups[row] : groups[row + 1]]
@@ -293,12 +307,16 @@ class ChunkedArray:
             left = across * width
             right = min(left + width, block.shape[1])
             try:
+                begun = perf_counter()
                 data, skipped = next(stored)
+                got = perf_counter()
+                spent.read_s += got - begun
                 if data is None:
                     chunk = None
                 else:
                     into = None if place is None else place.reshape(-1).view(np.uint8)
                     chunk = self._chain.decode(data, shape=shape, skipped=skipped, rows=(low, high), into=into)
+                    spent.decode_s += perf_counter() - got
             # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
             except Exception as error:
                 start = int(grid_rows[row]) * self._chunk_shape[0]

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 # Codecs of numcodecs that turn bytes into bytes, or numbers into numbers of the same type.
+_CHECKED_BYTES = 2**18
 _KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
 
 
@@ -84,10 +85,31 @@ class Deflate:
         """Return `data` inflated; its checksum is verified."""
         images = _imagecodecs()
         if images is None:
-            return zlib.decompress(data, wbits=self.wbits, bufsize=n_bytes)
+            return _inflated(data, n_bytes, wbits=self.wbits)
         # libdeflate, thrice as fast as zlib.
-        inflate = images.deflate_decode if self.wbits == 15 else images.gzip_decode
-        return inflate(data, out=np.empty(n_bytes, dtype=np.uint8) if into is None else into)
+        out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
+        if self.wbits == 15:
+            return images.deflate_decode(data, out=out)
+        try:
+            inflated = images.gzip_decode(data, out=out)
+        except (RuntimeError, ValueError):
+            inflated = b""
+        # It takes files of one member only.
+        return inflated if len(inflated) == n_bytes else _inflated(data, n_bytes, wbits=self.wbits)
+
+
+def _inflated(data: Any, n_bytes: int, *, wbits: int) -> bytes:
+    """Return `data` inflated by zlib, all its members, as far as the first byte too many."""
+    members = []
+    rest, left = bytes(data), n_bytes + 1
+    while rest and left > 0:
+        stream = zlib.decompressobj(wbits=wbits)
+        members.append(stream.decompress(rest, left))
+        left -= len(members[-1])
+        if not stream.eof and left > 0:
+            raise ValueError("it ends before its last byte")
+        rest = stream.unused_data
+    return b"".join(members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +254,11 @@ class Crc32c:
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` without its checksum."""
         view = memoryview(data).cast("B")
-        if google_crc32c.value(bytes(view[:-4])) != int.from_bytes(view[-4:], "little"):
+        checksum = 0
+        # The library takes bytes only: one piece at a time, so that no whole chunk is copied.
+        for at in range(0, len(view) - 4, _CHECKED_BYTES):
+            checksum = google_crc32c.extend(checksum, bytes(view[at : min(at + _CHECKED_BYTES, len(view) - 4)]))
+        if len(view) < 4 or checksum != int.from_bytes(view[-4:], "little"):
             raise ValueError("its CRC32C checksum does not match")
         return view[:-4]
 

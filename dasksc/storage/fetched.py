@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,13 +13,66 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.matrix import Columns, Fetched, Layout
+from dasksc.storage.matrix import ColumnMaps, Columns, Fetched, Layout
 from dasksc.storage.reach import Reached
 
 __all__ = ["CSRFetched", "DenseFetched", "join"]
 
 
-class CSRFetched:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Origins:
+    """Which of several matrices each row of a fetch is of.
+
+    Parameters
+    ----------
+    numbers
+        Number of its matrix, shape (n_rows,), int32.
+    labels
+        What to call the matrices in errors.
+    maps
+        How their columns become common ones; None: they have the same.
+    """
+
+    numbers: NDArray[np.int32]
+    labels: tuple[str, ...]
+    maps: ColumnMaps | None
+
+    def without_maps(self) -> Origins:
+        """Return the same of rows whose columns are the common ones already."""
+        return replace(self, maps=None)
+
+
+class _Rows:
+    """What CSR and dense rows have in common; parameters as for `CSRFetched`."""
+
+    def __init__(
+        self, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], origins: Origins | None
+    ) -> None:
+        self.label = label
+        self.rows = rows
+        self.shape = (len(rows), n_vars)
+        self.dtype = dtype
+        self._origins = origins
+        self._column_maps = None if origins is None else origins.maps
+        self._kept_maps: NDArray[np.int32] | None = None
+
+    @property
+    def _maps(self) -> NDArray[np.int32]:
+        """Number of the map of each row's columns, shape (n_rows,)."""
+        # Made when it is first needed, and kept for the other batches.
+        if self._kept_maps is None:
+            origins = self._origins
+            if origins is None or origins.maps is None:
+                self._kept_maps = np.zeros(self.shape[0], dtype=np.int32)
+            else:
+                self._kept_maps = origins.maps.which[origins.numbers]
+        return self._kept_maps
+
+    def _label_of(self, row: int) -> str:
+        return self.label if self._origins is None else self._origins.labels[self._origins.numbers[row]]
+
+
+class CSRFetched(_Rows):
     """CSR rows, each lying somewhere in memory.
 
     Parameters
@@ -35,6 +89,8 @@ class CSRFetched:
         Nonzeros of each row, shape (n_rows,), int64.
     data, indices
         Where each row's values and column numbers lie.
+    origins
+        Which matrices the rows are of, if of several.
     """
 
     layout: Layout = "csr"
@@ -49,14 +105,13 @@ class CSRFetched:
         lengths: NDArray[np.int64],
         data: Reached,
         indices: Reached,
+        origins: Origins | None = None,
     ) -> None:
-        self.label = label
-        self.rows = rows
-        self.shape = (len(rows), n_vars)
-        self.dtype = dtype
+        super().__init__(label, rows, n_vars, dtype, origins)
         self._lengths = lengths
         self._data = data
         self._indices = indices
+        self._n_columns = n_vars if self._column_maps is None else self._column_maps.n_columns
         self._block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]] | None = None
 
     @property
@@ -77,14 +132,13 @@ class CSRFetched:
         """Write the rows at `positions` into `out`, dense; see `Fetched.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         target = kernel_target(out, self._data.dtype)
-        if columns is None:
+        mapped = self._mapped(columns)
+        if mapped is None:
             bad = kernels.scatter_rows(
                 positions, *self._where, self.shape[1], target, self._data.like, self._indices.like
             )
         else:
-            bad = kernels.scatter_columns(
-                positions, *self._where, columns.lookup, target, self._data.like, self._indices.like
-            )
+            bad = kernels.scatter_columns(positions, *self._where, *mapped, target, self._data.like, self._indices.like)
         self._refuse(bad)
         if target is not out:
             out[...] = target
@@ -103,32 +157,42 @@ class CSRFetched:
         n_values = kernels.row_starts(positions, self._lengths, indptr)
         if n_values < 0:
             check_positions(self.shape[0], positions)
-        if columns is not None:
+        mapped = self._mapped(columns)
+        if mapped is not None:
             counts = np.empty(len(positions), dtype=np.int64)
             self._refuse(
-                kernels.count_columns(
-                    positions, self._lengths, self._indices.at, columns.lookup, counts, self._indices.like
-                )
+                kernels.count_columns(positions, self._lengths, self._indices.at, *mapped, counts, self._indices.like)
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
         indices, data = csr_pair(n_values, dtype if has_kernel_dtype(dtype) else self._data.dtype)
-        self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
+        self._copy(positions, indptr=indptr, indices=indices, data=data, mapped=mapped)
         return indptr, indices, data.astype(dtype, copy=False)
 
     def compact(self) -> CSRFetched:
-        """Return the same rows in a block of their own; a block returns itself.
+        """Return the same rows in a block of their own, their columns the common ones; a block returns itself.
 
         Values keep their stored type; column numbers take two bytes where that is enough.
         """
         if self._block is not None:
             return self
+        return self.converted(self._data.dtype, narrowest(self._indices.dtype, self.shape[1]))
+
+    @property
+    def _types(self) -> tuple[np.dtype[Any], ...]:
+        return self._data.dtype, self._indices.dtype
+
+    def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRFetched:
+        """Return the same rows in a block of their own, in the given types, their columns the common ones."""
         positions = np.arange(self.shape[0], dtype=np.int64)
-        indptr = indptr_of(self._lengths)
-        indices = memory.empty(int(indptr[-1]), narrowest(self._indices.dtype, self.shape[1]))
-        data = memory.empty(int(indptr[-1]), self._data.dtype)
-        self._copy(positions, indptr=indptr, indices=indices, data=data, columns=None)
-        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, data))
+        if self._column_maps is not None:
+            indptr, columns, values = self.gather_csr(positions, dtype=data)
+            columns = columns.astype(indices, copy=False)
+        else:
+            indptr = indptr_of(self._lengths)
+            columns, values = memory.empty(int(indptr[-1]), indices), memory.empty(int(indptr[-1]), data)
+            self._copy(positions, indptr=indptr, indices=columns, data=values, mapped=None)
+        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
     @classmethod
     def of_block(
@@ -168,6 +232,12 @@ class CSRFetched:
     def _where(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
         return self._lengths, self._data.at, self._indices.at
 
+    def _mapped(self, columns: Columns | None) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+        """Return the maps and lookups by which columns go elsewhere; None if all stay where they are."""
+        if self._column_maps is not None:
+            return self._maps, self._column_maps.lookups(columns)
+        return None if columns is None else (self._maps, columns.lookup[None])
+
     def _copy(
         self,
         positions: NDArray[np.int64],
@@ -175,23 +245,20 @@ class CSRFetched:
         indptr: NDArray[np.int64],
         indices: NDArray[Any],
         data: NDArray[Any],
-        columns: Columns | None,
+        mapped: tuple[NDArray[np.int32], NDArray[np.int32]] | None,
     ) -> None:
-        likes = (self._data.like, self._indices.like)
-        if columns is None:
-            self._refuse(
-                kernels.copy_rows_csr(positions, *self._where, self.shape[1], indptr[:-1], indices, data, *likes)
-            )
+        to = (indptr[:-1], indices, data, self._data.like, self._indices.like)
+        if mapped is None:
+            self._refuse(kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to))
         else:
-            self._refuse(
-                kernels.copy_columns_csr(positions, *self._where, columns.lookup, indptr[:-1], indices, data, *likes)
-            )
+            self._refuse(kernels.copy_columns_csr(positions, *self._where, *mapped, *to))
 
     def _refuse(self, bad_row: int) -> None:
         if bad_row >= 0:
             raise CorruptDataError(
-                f"{self.label}/indices: row {self.rows[bad_row]} has a column outside [0, {self.shape[1]}). "
-                "The file is corrupt, or its shape attribute does not belong to it; write it again from its source."
+                f"{self._label_of(bad_row)}/indices: row {self.rows[bad_row]} has a column outside "
+                f"[0, {self._n_columns}). The file is corrupt, or its shape attribute does not belong to it; write it "
+                "again from its source."
             )
 
 
@@ -206,7 +273,7 @@ def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> Reached:
     )
 
 
-class DenseFetched:
+class DenseFetched(_Rows):
     """Dense rows, each lying somewhere in memory.
 
     Parameters
@@ -221,17 +288,23 @@ class DenseFetched:
         Type of the values as stored.
     values
         Where each row lies.
+    origins
+        Which matrices the rows are of, if of several.
     """
 
     layout: Layout = "dense"
 
     def __init__(
-        self, *, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], values: Reached
+        self,
+        *,
+        label: str,
+        rows: NDArray[np.int64],
+        n_vars: int,
+        dtype: np.dtype[Any],
+        values: Reached,
+        origins: Origins | None = None,
     ) -> None:
-        self.label = label
-        self.rows = rows
-        self.shape = (len(rows), n_vars)
-        self.dtype = dtype
+        super().__init__(label, rows, n_vars, dtype, origins)
         self._values = values
         self._block: NDArray[Any] | None = None
 
@@ -253,10 +326,16 @@ class DenseFetched:
         """Write the rows at `positions` into `out`; see `Fetched.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         target = kernel_target(out, self._values.dtype)
-        if columns is None:
+        sources = self._sources(columns)
+        if sources is None:
             kernels.copy_rows(positions, self._values.at, target, self._values.like)
         else:
-            kernels.copy_columns(positions, self._values.at, columns.positions, target, self._values.like)
+            if target.dtype.kind != "f" and (sources < 0).any():
+                raise InputError(
+                    f"{self.label} lacks columns in some parts, which {out.dtype} cannot say; ask for a float"
+                )
+            missing = np.full(1, np.nan if target.dtype.kind == "f" else 0, dtype=target.dtype)
+            kernels.copy_columns(positions, self._values.at, self._maps, sources, target, missing, self._values.like)
         if target is not out:
             out[...] = target
 
@@ -270,12 +349,13 @@ class DenseFetched:
         """Return ``(indptr, indices, data)`` of the rows at `positions`, without their zeros."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         n_vars = self.shape[1] if columns is None else len(columns)
-        dense = np.empty((len(positions), n_vars), dtype=self._values.dtype)
+        held = self._values.dtype if self._column_maps is None else memory_dtype(self.dtype)
+        dense = np.empty((len(positions), n_vars), dtype=held)
         self.gather(positions, out=dense, columns=columns)
         counts = np.empty(len(positions), dtype=np.int64)
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
-        indices, data = csr_pair(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else self._values.dtype)
+        indices, data = csr_pair(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else held)
         kernels.squeeze(dense, indptr[:-1], indices, data)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -283,7 +363,15 @@ class DenseFetched:
         """Return the same rows in a block of their own, in the type they are stored in; a block returns itself."""
         if self._block is not None:
             return self
-        block = memory.empty(self.shape, self._values.dtype)
+        return self.converted(self._values.dtype if self._column_maps is None else memory_dtype(self.dtype))
+
+    @property
+    def _types(self) -> tuple[np.dtype[Any], ...]:
+        return (self._values.dtype,)
+
+    def converted(self, dtype: np.dtype[Any]) -> DenseFetched:
+        """Return the same rows in a block of their own, in the given type, their columns the common ones."""
+        block = memory.empty(self.shape, dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
         return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
 
@@ -313,31 +401,80 @@ class DenseFetched:
     def __reduce__(self) -> tuple[Any, ...]:
         return DenseFetched.of_block, (self.label, self.rows, self.dtype, self.block)
 
+    def _sources(self, columns: Columns | None) -> NDArray[np.int64] | None:
+        """Return where each column out comes from; None if all stay where they are."""
+        if self._column_maps is not None:
+            return self._column_maps.sources(columns)
+        return None if columns is None else columns.positions[None]
+
 
 def join(parts: Sequence[Fetched]) -> Fetched:
     """Return fetches of one matrix as one, their rows one after the other; nothing of them is copied."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
-    if isinstance(first, CSRFetched):
-        sparse = cast(Sequence[CSRFetched], parts)
-        return CSRFetched(
-            label=first.label,
-            rows=np.concatenate([part.rows for part in sparse]),
-            n_vars=first.shape[1],
-            dtype=first.dtype,
-            lengths=np.concatenate([part._lengths for part in sparse]),
-            data=Reached.joined([part._data for part in sparse]),
-            indices=Reached.joined([part._indices for part in sparse]),
-        )
-    dense = cast(Sequence[DenseFetched], parts)
-    return DenseFetched(
-        label=dense[0].label,
-        rows=np.concatenate([part.rows for part in dense]),
-        n_vars=first.shape[1],
+        return parts[0]
+    rows = cast(Sequence[CSRFetched | DenseFetched], parts)
+    origins = [part._origins for part in rows if part._origins is not None]
+    joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
+    if len({part._types for part in rows}) == 1:
+        return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
+    # Of several matrices: what each part of the fetch holds depends on which it met.
+    first = rows[0]
+    return stack(
+        parts,
+        label=first.label,
         dtype=first.dtype,
-        values=Reached.joined([part._values for part in dense]),
+        layout=first.layout,
+        origins=None if joined is None else joined.without_maps(),
     )
+
+
+def stack(
+    parts: Sequence[Fetched], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
+) -> Fetched:
+    """Return fetches of several matrices as one; only what differs in type or layout is copied.
+
+    Parameters
+    ----------
+    parts
+        At least one.
+    label, dtype, layout, origins
+        Of the result; it is CSR if any of the parts is.
+    """
+    rows = cast(Sequence[CSRFetched | DenseFetched], parts)
+    if layout == "csr":
+        rows = [_as_csr(part) for part in rows]
+    held = [np.result_type(*types) for types in zip(*(part._types for part in rows), strict=True)]
+    rows = [part if part._column_maps is None and list(part._types) == held else part.converted(*held) for part in rows]
+    return _concatenated(rows, label=label, dtype=dtype, origins=origins)
+
+
+def _concatenated(
+    parts: Sequence[CSRFetched | DenseFetched], *, label: str, dtype: np.dtype[Any], origins: Origins | None
+) -> Fetched:
+    rows = np.concatenate([part.rows for part in parts])
+    n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
+    if isinstance(parts[0], DenseFetched):
+        dense = cast(Sequence[DenseFetched], parts)
+        values = Reached.joined([part._values for part in dense])
+        return DenseFetched(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
+    sparse = cast(Sequence[CSRFetched], parts)
+    return CSRFetched(
+        label=label,
+        rows=rows,
+        n_vars=n_vars,
+        dtype=dtype,
+        lengths=np.concatenate([part._lengths for part in sparse]),
+        data=Reached.joined([part._data for part in sparse]),
+        indices=Reached.joined([part._indices for part in sparse]),
+        origins=origins,
+    )
+
+
+def _as_csr(part: CSRFetched | DenseFetched) -> CSRFetched:
+    if isinstance(part, CSRFetched):
+        return part
+    indptr, indices, data = part.gather_csr(np.arange(part.shape[0], dtype=np.int64))
+    return CSRFetched.of_block(part.label, part.rows, part.shape[1], part.dtype, (indptr, indices, data))
 
 
 def csr_pair(n_values: int, dtype: np.dtype[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:

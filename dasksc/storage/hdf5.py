@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from typing import Any
@@ -63,6 +64,22 @@ def _open(path: str) -> h5py.File:
         raise StorageError(f"{path} cannot be opened as HDF5: {error}") from error
 
 
+def _check_filters(dataset: h5py.Dataset, label: str) -> None:
+    """Refuse what HDF5 lacks a filter for, after a look for the package that has most of them."""
+    plist = dataset.id.get_create_plist()
+    filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
+    lacking = [(number, name) for number, _, _, name in filters if not h5py.h5z.filter_avail(number)]
+    if lacking:
+        with contextlib.suppress(ImportError):
+            import hdf5plugin  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+    for number, name in lacking:
+        if not h5py.h5z.filter_avail(number):
+            raise StorageError(
+                f"{label} is stored with HDF5's filter {number} ({name.decode(errors='replace')}), which is not "
+                "installed: pip install hdf5plugin"
+            )
+
+
 class H5Array(SlicedArray):
     """An HDF5 dataset (or one field of a compound one), read through h5py.
 
@@ -93,6 +110,7 @@ class H5Array(SlicedArray):
     def reader(self) -> ReadSlice:
         """Return what reads, after a check that the file is the one that was opened."""
         dataset = self._file.open()[self._name]
+        _check_filters(dataset, self.label)
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
             if self._field is not None:

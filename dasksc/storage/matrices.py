@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
-from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, memory_dtype, row_bytes
+from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
 from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.fetched import CSRFetched, DenseFetched
 from dasksc.storage.matrix import FetchCost, Layout
@@ -82,8 +82,9 @@ class CSRMatrix:
             row=_ROW_BYTES + values + columns,
             held=_ROW_BYTES + values * self._data.held_share(mean) + columns * self._indices.held_share(mean),
             working=2 * _ROW_BYTES,
-            fixed=max(array.working_bytes for array in (self._indptr, self._data, self._indices))
-            + (offsets if offsets <= _INDPTR_KEPT_BYTES else 0),
+            fixed=max(array.working_bytes for array in (self._indptr, self._data, self._indices)),
+            kept=offsets if offsets <= _INDPTR_KEPT_BYTES else 0,
+            chunk_rows=max(chunk_length(array) for array in (self._data, self._indices)) / max(1.0, mean),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
@@ -176,6 +177,7 @@ class DenseMatrix:
             row=max(1, stride),
             held=_ROW_BYTES + stride * self._values.held_share(1),
             fixed=self._values.working_bytes,
+            chunk_rows=chunk_length(self._values),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseFetched:
@@ -242,7 +244,7 @@ class CSCMatrix:
         """What memory a fetch takes: the whole matrix, three times while it is converted."""
         n_bytes = self._data.shape[0] * (self._data.dtype.itemsize + self._indices.dtype.itemsize)
         row = _ROW_BYTES + n_bytes / max(1, self.shape[0])
-        return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=3 * n_bytes)
+        return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=2 * n_bytes, kept=n_bytes)
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
         """Bring `rows` within reach; the first call reads the whole matrix."""

@@ -7,6 +7,7 @@ order. Everything above this seam (the Dask tasks, the batches) knows these two 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 
-__all__ = ["Columns", "FetchCost", "Fetched", "Layout", "Matrix"]
+__all__ = ["ColumnMaps", "Columns", "FetchCost", "Fetched", "Layout", "Matrix"]
 
 Layout = Literal["csr", "dense"]
 
@@ -33,13 +34,20 @@ class FetchCost:
     working
         For each row of a fetch, while it is being read.
     fixed
-        While a fetch is being read, whatever its rows: chunks being decoded, offsets that are kept.
+        While a fetch is being read, whatever its rows: chunks being decoded.
+    kept
+        From the first fetch on: offsets, what was converted.
+    chunk_rows
+        Rows of what must be decoded as one, a chunk; below 1 where rows are longer than chunks, 0 where any row
+        can be read by itself.
     """
 
     row: float
     held: float
     working: float = 0.0
     fixed: int = 0
+    kept: int = 0
+    chunk_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +84,71 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+
+class ColumnMaps:
+    """How the columns of several matrices become common ones.
+
+    Parameters
+    ----------
+    positions
+        For each matrix, where each of its columns goes, shape (n_columns,), integers; -1 where it is left out.
+        Matrices may share one.
+    n_vars
+        Number of common columns.
+
+    Attributes
+    ----------
+    which
+        Which row of the tables holds for each matrix, shape (n_matrices,), int32.
+    n_columns
+        Columns of the widest matrix.
+    """
+
+    def __init__(self, positions: Sequence[NDArray[np.integer[Any]]], n_vars: int) -> None:
+        shared = {id(one): one for one in positions}
+        numbers = {key: number for number, key in enumerate(shared)}
+        self.n_vars = n_vars
+        self.n_columns = max(len(one) for one in positions)
+        self.which = np.array([numbers[id(one)] for one in positions], dtype=np.int32)
+        # Beyond the columns of a narrower matrix no row of it may have one.
+        lookups = np.full((len(shared), self.n_columns), -2, dtype=np.int32)
+        for lookup, one in zip(lookups, shared.values(), strict=True):
+            lookup[: len(one)] = one
+        self._all = lookups, _sources(lookups, n_vars)
+        self._selected: tuple[Columns, _Tables] | None = None
+
+    def lookups(self, columns: Columns | None) -> NDArray[np.int32]:
+        """Return where each column goes if of the common ones only `columns` are kept, shape (n_maps, n_columns)."""
+        return self._tables(columns)[0]
+
+    def sources(self, columns: Columns | None) -> NDArray[np.int64]:
+        """Return where each kept column comes from, -1 if from nowhere, shape (n_maps, n_kept)."""
+        return self._tables(columns)[1]
+
+    def _tables(self, columns: Columns | None) -> _Tables:
+        if columns is None:
+            return self._all
+        # Every batch of an epoch asks for the same. To replace the pair is one step, so threads may race.
+        selected = self._selected
+        if selected is None or selected[0] is not columns:
+            every = self._all[0]
+            lookups = np.where(every < 0, every, columns.lookup[every])
+            selected = self._selected = columns, (lookups, _sources(lookups, len(columns)))
+        return selected[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_selected": None}
+
+
+_Tables = tuple[NDArray[np.int32], NDArray[np.int64]]
+
+
+def _sources(lookups: NDArray[np.int32], n_kept: int) -> NDArray[np.int64]:
+    sources = np.full((len(lookups), n_kept), -1, dtype=np.int64)
+    maps, taken = np.nonzero(lookups >= 0)
+    sources[maps, lookups[maps, taken]] = taken
+    return sources
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, row_bytes
+from dasksc.storage.clock import reading
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
 from dasksc.storage.runs import locate, merge
@@ -105,8 +106,9 @@ class PlainArray:
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Address runs inside the map, after asking for the pages they lie in, or read them."""
-        self._file.check()
-        return self._reach_mapped(starts, stops) if self._use_mmap else self._reach_read(starts, stops)
+        with reading():
+            self._file.check()
+            return self._reach_mapped(starts, stops) if self._use_mmap else self._reach_read(starts, stops)
 
     def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         firsts, extents = self._extents.firsts, self._extents.offsets

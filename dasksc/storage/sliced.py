@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
+from dasksc.storage.clock import reading
 from dasksc.storage.reach import Reached
 from dasksc.storage.runs import locate, merge
 
@@ -45,6 +46,11 @@ class SlicedArray:
         self._chunk = chunk
         self._gap_bytes = gap_bytes
 
+    @property
+    def chunk_length(self) -> int:
+        """Length of a chunk along the first axis; 0 where there are none."""
+        return self._chunk if self._chunk > 1 else 0
+
     def held_share(self, run: float) -> float:
         """Return 1: what is wanted is copied, and nothing else kept."""
         return 1.0
@@ -53,7 +59,8 @@ class SlicedArray:
     def working_bytes(self) -> int:
         """A slice, and chunks that the library decodes."""
         stride = row_bytes(self)
-        return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 2 * stride * self._chunk
+        # Chunks are decoded step by step, filters may widen them, and the slice is put together of them.
+        return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 6 * stride * self._chunk
 
     def reader(self) -> ReadSlice:
         """Return what reads, after a check that the array is the one that was opened."""
@@ -100,10 +107,12 @@ class SlicedArray:
         start, stop = runs[0][0], runs[-1][1]
         try:
             if len(runs) == 1:
-                read(start, stop, into=into)
+                with reading():  # and decoding, which the library does not tell apart
+                    read(start, stop, into=into)
             else:
                 whole = np.empty((stop - start, *self.shape[1:]), into.dtype)
-                read(start, stop, into=whole)
+                with reading():
+                    read(start, stop, into=whole)
                 np.concatenate([whole[a - start : b - start] for a, b in runs], out=into)
         # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def direct_array(directory: str, *, label: str, use_mmap: bool) -> StoredArray:
                     layout = layout_of(json.load(file))
                 except (KeyError, TypeError, ValueError) as error:
                     raise UnknownLayoutError(f"its metadata is not understood ({error!r})") from error
-            keys = Keys(directory=directory, prefix=layout.prefix, separator=layout.separator, metadata=identity)
+            keys = Keys.now(directory, layout, metadata=identity)
             source: ChunkSource
             use_mmap = use_mmap and can_map(directory)
             if layout.shard_shape is None:
@@ -224,12 +225,47 @@ class Keys:
         What keys begin with, and what is between their numbers.
     metadata
         The file with the array's metadata, by which a replaced array is known.
+    folder
+        The directory of all the objects, if it is one: its time of change tells when one came, went or was replaced.
+    opened_ns
+        When the array was opened, if the files have this machine's clock: an object changed since is refused.
     """
 
     directory: str
     prefix: str
     separator: str
     metadata: FileIdentity
+    folder: FileIdentity | None
+    opened_ns: int | None
+
+    @classmethod
+    def now(cls, directory: str, layout: Layout, *, metadata: FileIdentity) -> Keys:
+        """Return the keys of an array in the state that it is in."""
+        folder = None
+        if layout.separator != "/" or len(layout.shape) == 1:
+            path = os.path.dirname(f"{directory}/{layout.prefix}0")
+            folder = FileIdentity.of(path) if os.path.isdir(path) else None
+        return cls(
+            directory=directory,
+            prefix=layout.prefix,
+            separator=layout.separator,
+            metadata=metadata,
+            folder=folder,
+            opened_ns=time.time_ns() if can_map(directory) else None,
+        )
+
+    def check(self) -> None:
+        """Refuse an array that was replaced, or of which objects came, went or were replaced."""
+        self.metadata.check()
+        if self.folder is not None:
+            self.folder.check()
+
+    def check_object(self, now: FileIdentity) -> None:
+        """Refuse an object that was written to after the array was opened."""
+        if self.opened_ns is not None and now.mtime_ns > self.opened_ns:
+            raise CorruptDataError(
+                f"{now.path} was changed since it was opened. Open it again, and do not write to it."
+            )
 
     def path(self, numbers: tuple[int, ...]) -> str:
         """Return the file of the object at these numbers of the grid."""
@@ -260,8 +296,8 @@ class FileChunks:
         return self.__dict__ | {"_seen": {}}
 
     def check(self) -> None:
-        """Refuse an array that was replaced."""
-        self._keys.metadata.check()
+        """Refuse an array that was changed."""
+        self._keys.check()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
@@ -306,6 +342,7 @@ class FileChunks:
                 yield None
                 return
             now = FileIdentity.of_open(path, file.fileno())
+            self._keys.check_object(now)
             self._seen.setdefault(at, now).compare(now)
             yield file.fileno(), now.size
 
@@ -340,8 +377,8 @@ class ShardChunks:
         return self.__dict__ | {"_shards": {}, "_files": {}}
 
     def check(self) -> None:
-        """Refuse an array that was replaced."""
-        self._keys.metadata.check()
+        """Refuse an array that was changed."""
+        self._keys.check()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
@@ -384,9 +421,9 @@ class ShardChunks:
             file = self._files.pop(shard_at, None) or LocalFile(shard.identity)
             file.check()
             self._files[shard_at] = file
-            while len(self._files) > _OPEN_SHARDS:
-                # Threads that race here close one that another is using, which then opens it again.
-                self._files.pop(next(iter(self._files)), None)
+            # Threads that race here drop one that another has just looked up, which keeps it while it reads.
+            for oldest in list(self._files)[:-_OPEN_SHARDS]:
+                self._files.pop(oldest, None)
             offsets, sizes = shard.offsets[within[chunks]], shard.sizes[within[chunks]]
             if (offsets + sizes).max() > shard.identity.size:
                 raise CorruptDataError(
@@ -404,6 +441,7 @@ class ShardChunks:
             except FileNotFoundError:
                 self._shards[at] = None
             else:
+                self._keys.check_object(identity)
                 self._shards[at] = self._read_index(identity)
         return self._shards[at]
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 from dask.sizeof import sizeof
 
 from dasksc.errors import FetchError, InputError
+from dasksc.progress import FetchFigures
 from dasksc.window.local import OnDemandRunner, ThreadRunner, Timed
 from dasksc.window.schedulers import (
     Scheduler,
@@ -75,13 +76,18 @@ class Runner(Protocol):
     def needs_executors(self) -> bool:
         """Whether it can close only while the executors of this process (of the standard library) work."""
 
+    @property
+    def transfer_s(self) -> float:
+        """Seconds from the ends of fetches to their results being here, summed."""
+
     def submit(self, k: int) -> Any:
         """Ask for fetch `k`; returns a `Promise`."""
 
     def close(self, pending: Sequence[Any], *, wait_s: float, exiting: bool) -> None:
         """Cancel the `pending` promises, let go of everything, and wait until nothing of it runs any more.
 
-        Waits at most `wait_s` seconds. `exiting` says that the interpreter is about to. Called once.
+        Waits at most `wait_s` seconds. `exiting` says that the interpreter is about to. Called once, and once more
+        where Ctrl-C cut that short.
         """
 
 
@@ -97,8 +103,8 @@ class WindowStats:
         Results consumed.
     wait_s
         Seconds the consumer spent waiting for results.
-    fetch_s
-        Seconds that the consumed fetches took, summed.
+    fetch_s, read_s, decode_s
+        Seconds that the consumed fetches took, and of them what reading and decoding did, summed.
     n_bytes
         Size of the consumed results: their ``nbytes``, or else what `dask.sizeof` makes of them.
     """
@@ -107,6 +113,8 @@ class WindowStats:
     n_done: int = 0
     wait_s: float = 0.0
     fetch_s: float = 0.0
+    read_s: float = 0.0
+    decode_s: float = 0.0
     n_bytes: int = 0
 
 
@@ -117,6 +125,8 @@ class _Flight:
         self.runner = runner
         self.promises: deque[tuple[int, Promise]] = deque()
         self.closed = False
+        self._pending: list[Promise] = []
+        self._is_cut_short = False
         self.exiting = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
@@ -131,17 +141,25 @@ class _Flight:
         return self._pid != os.getpid()
 
     def close(self, *, wait_s: float, exiting: bool = False) -> None:
-        """Let go of everything, once, in the process that made it."""
+        """Let go of everything, once, in the process that made it.
+
+        Ctrl-C may cut that short anywhere. Then the next call does it all again: the window's finaliser at the latest.
+        """
         if self.foreign:
             return
-        with self.lock:
-            if self.closed:
-                return
-            self.closed = True
-            self.exiting = exiting
-            pending = [promise for _, promise in self.promises]
-            self.promises.clear()
-        self.runner.close(pending, wait_s=wait_s, exiting=exiting)
+        try:
+            with self.lock:
+                if self.closed and not self._is_cut_short:
+                    return
+                self.closed, self._is_cut_short = True, False
+                self.exiting = exiting
+                self._pending += [promise for _, promise in self.promises]
+                self.promises.clear()
+            self.runner.close(self._pending, wait_s=wait_s, exiting=exiting)
+            self._pending.clear()
+        except BaseException:
+            self._is_cut_short = True
+            raise
         atexit.unregister(self.close)
         _to_close_early.discard(self)
 
@@ -259,6 +277,25 @@ class Window(Generic[T]):
         """Fetches asked for and not consumed."""
         return len(self._flight.promises)
 
+    def figures(self) -> FetchFigures:
+        """Return how the fetches are going; any thread may ask."""
+        promises = [promise for _, promise in list(self._flight.promises)]
+        try:
+            n_fetching, n_bytes = self._weigh(promises)
+        except Exception:  # of a failed fetch, which is told at its turn
+            n_fetching, n_bytes = sum(not promise.done() for promise in promises), 0
+        return FetchFigures(
+            n_fetching=n_fetching,
+            n_ready=len(promises) - n_fetching,
+            n_fetched=self.stats.n_done,
+            in_flight_bytes=n_bytes + n_fetching * (self._largest or 0),
+            limit_bytes=self._max_bytes,
+            fetch_s=self.stats.fetch_s,
+            read_s=self.stats.read_s,
+            decode_s=self.stats.decode_s,
+            transfer_s=self._flight.runner.transfer_s,
+        )
+
     def next_is_done(self) -> bool:
         """Whether the next result, or the end, can be had without waiting."""
         promises = self._flight.promises
@@ -308,6 +345,10 @@ class Window(Generic[T]):
         self._largest = max(n_bytes, self._largest or 0)
         self.stats.n_done += 1
         self.stats.fetch_s += fetch_s
+        spent = getattr(result, "spent", None)
+        if spent is not None:
+            self.stats.read_s += spent.read_s
+            self.stats.decode_s += spent.decode_s
         self.stats.n_bytes += n_bytes
         return k, result
 
@@ -355,18 +396,23 @@ class Window(Generic[T]):
         promises = self._flight.promises
         if self._max_bytes is None or not promises:
             return True
+        try:
+            n_running, held_bytes = self._weigh([promise for _, promise in promises])
+        except Exception:
+            return False  # nothing after a failed fetch will be wanted
+        return self._largest is not None and held_bytes + (n_running + 1) * self._largest <= self._max_bytes
+
+    def _weigh(self, promises: Sequence[Promise]) -> tuple[int, int]:
+        """Return how many fetches have not finished, and the bytes of those that have."""
         held_bytes = n_running = 0
-        for _, promise in promises:
+        for promise in promises:
             if not promise.done():
                 n_running += 1
                 continue
-            try:
-                n_bytes = _n_bytes(promise.result()[1])
-            except Exception:
-                return False  # nothing after a failed fetch will be wanted
+            n_bytes = _n_bytes(promise.result()[1])
             held_bytes += n_bytes
             self._largest = max(n_bytes, self._largest or 0)
-        return self._largest is not None and held_bytes + (n_running + 1) * self._largest <= self._max_bytes
+        return n_running, held_bytes
 
     def _fetch_error(self, k: int, error: BaseException) -> FetchError:
         what = f"fetch {k}" if self._describe is None else self._describe(k)

@@ -8,6 +8,7 @@ mapped from a file would weigh nothing and be copied by the worker's event loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dask.sizeof import sizeof
 from distributed.protocol import dask_deserialize, dask_serialize, deserialize, serialize
 from numpy.typing import NDArray
 
+from dasksc.storage.clock import Spent
 from dasksc.storage.fetched import CSRFetched, DenseFetched
 from dasksc.window.tasks import FetchedMatrices
 
@@ -56,6 +58,7 @@ def _dump_matrices(fetched: FetchedMatrices) -> tuple[Header, Frames]:
         "names": list(fetched.parts),
         "headers": [part_header for part_header, _ in dumped],
         "n_frames": [len(part_frames) for _, part_frames in dumped],
+        "spent": None if fetched.spent is None else astuple(fetched.spent),
     }
     return header, [frame for _, part_frames in dumped for frame in part_frames]
 
@@ -65,7 +68,7 @@ def _load_matrices(header: Header, frames: Frames) -> FetchedMatrices:
     for name, part_header, n_frames in zip(header["names"], header["headers"], header["n_frames"], strict=True):
         parts[name] = deserialize(part_header, frames[first : first + n_frames])
         first += n_frames
-    return FetchedMatrices(parts)
+    return FetchedMatrices(parts, None if header["spent"] is None else Spent(*header["spent"]))
 
 
 def _dump_arrays(arrays: Sequence[NDArray[Any]]) -> tuple[Header, Frames]:

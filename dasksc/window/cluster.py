@@ -30,8 +30,9 @@ from dasksc import config
 from dasksc.errors import FetchError, StorageError
 from dasksc.storage.memory import Recycling
 from dasksc.window import blocks as blocks  # registers how results travel, here and on the workers
-from dasksc.window import sight
+from dasksc.window import metrics, sight
 from dasksc.window.local import Timed
+from dasksc.window.reporting import runs_here
 from dasksc.window.schedulers import address_of
 
 __all__ = ["ClusterRunner"]
@@ -57,6 +58,10 @@ class Carrier(WorkerPlugin):
         self._task = task
         self._lock = threading.Lock()
         self._n_running = 0
+
+    def setup(self, worker: object) -> None:
+        """Show at the worker's ``/metrics`` what its fetches do."""
+        metrics.export()
 
     def run(self, argument: Any) -> Timed:
         """Run one fetch."""
@@ -154,6 +159,7 @@ class ClusterRunner:
         self._closed = False
         self._direct: asyncio.Task[bool] | None = None
         self._watching: asyncio.Task[str] | None = None
+        self.transfer_s = 0.0
         if self._in_process:
             _carriers[self._token] = Carrier(task)
         else:
@@ -192,7 +198,7 @@ class ClusterRunner:
         if self._client.status == "closed" or not loop.is_running():
             return
         closing = asyncio.run_coroutine_threadsafe(self._close(pending, carrier, exiting=exiting), loop)
-        if wait_s > 0 and not _runs_here(loop):
+        if wait_s > 0 and not runs_here(loop):
             try:
                 closing.result(min(wait_s, _CLOSE_S))
             except concurrent.futures.CancelledError:
@@ -245,7 +251,9 @@ class ClusterRunner:
             if self._closed:
                 return 0.0, None
             self._arriving.add(k)
+            start = perf_counter()
             timed: Timed = await self._client.gather(future, direct=await self._reachable())
+            self.transfer_s += perf_counter() - start
             if isinstance(timed[1], Stray) and not self._closed:
                 raise RuntimeError(f"a worker has lost the task of {self._name}")
             return timed
@@ -373,13 +381,6 @@ def _gone(client: Any) -> str:
 def _loop(client: Any) -> asyncio.AbstractEventLoop:
     loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
     return loop
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 # What was found out about a Client's workers, so that it is looked into, and said, once.

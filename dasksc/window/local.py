@@ -15,6 +15,7 @@ import logging
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from time import perf_counter
@@ -113,6 +114,7 @@ class _LocalRunner:
     """What both runners do with one fetch."""
 
     needs_executors = False
+    transfer_s = 0.0
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any]) -> None:
         self._name = name
@@ -165,8 +167,7 @@ class ThreadRunner(_LocalRunner):
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any], *, n_threads: int) -> None:
         super().__init__(name, ks, run)
-        self._member = object()
-        self._threads = _Threads.join_in(self._member, n_threads)
+        self._threads = _Threads.join_in(self, n_threads)
 
     def submit(self, k: int) -> Future[Timed]:
         """Start fetch `k` as soon as a thread is free."""
@@ -181,7 +182,7 @@ class ThreadRunner(_LocalRunner):
             # The waits of the standard library refuse infinity.
             wait(pending, min(max(0.0, deadline - perf_counter()), threading.TIMEOUT_MAX))
         finally:
-            self._threads.leave(self._member, deadline=deadline)
+            self._threads.leave(self, deadline=deadline)
             self._diagnostics.finish()
 
 
@@ -201,7 +202,8 @@ class _Threads:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._limit = 0
-        self._members: set[object] = set()
+        # One that Ctrl-C kept from leaving must not keep the threads up.
+        self._members: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
         self._queue: queue.SimpleQueue[tuple[Future[Timed], Callable[[], Timed]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -209,7 +211,7 @@ class _Threads:
         self._stopped = False
 
     @classmethod
-    def join_in(cls, member: object, n_threads: int) -> _Threads:
+    def join_in(cls, member: ThreadRunner, n_threads: int) -> _Threads:
         """Return this process's executor, of at least `n_threads`, and keep it up until `member` leaves."""
         with cls._registry:
             while True:
@@ -221,15 +223,14 @@ class _Threads:
                 if not threads._stopped:
                     return threads
 
-    def leave(self, member: object, *, deadline: float) -> None:
+    def leave(self, member: ThreadRunner, *, deadline: float) -> None:
         """End the threads if `member` was the last; wait until they have ended or the deadline has passed."""
         with self._registry:
             self._members.discard(member)
-            if self._members or self._stopped:
+            if self._members:
                 return
             self._stopped = True
-            for _ in self._threads:
-                self._queue.put(None)
+            self._queue.put(None)
         for thread in self._threads:
             if (left_s := deadline - perf_counter()) > 0:
                 thread.join(min(left_s, threading.TIMEOUT_MAX))
@@ -270,6 +271,8 @@ class _Threads:
             del item, future, fetch
             with self._lock:
                 self._n_unfinished -= 1
+        # To the next thread: of one whose start Ctrl-C cut short, nobody knows.
+        self._queue.put(None)
 
 
 def _after_fork() -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLL_S = 0.05
 # Modules that the scheduler loads when it starts, by name.
-PRELOAD: list[str] = []
+PRELOAD = ["dasksc.dashboard"]
 
 _ordinals = itertools.count()
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.storage import Fetched, Matrix
+from dasksc.storage.clock import Clock, Spent
+from dasksc.window import metrics
 
 __all__ = ["FetchMatrices", "FetchedMatrices"]
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedMatrices:
-    """One fetch of every matrix, by name."""
+    """One fetch of every matrix, by name, and what the task that made it spent."""
 
     parts: Mapping[str, Fetched]
+    spent: Spent | None = None
 
     @property
     def nbytes(self) -> int:
@@ -29,7 +33,7 @@ class FetchedMatrices:
 
     def compact(self) -> FetchedMatrices:
         """Return the same rows in blocks of their own, which hold nothing else and travel as they are."""
-        return FetchedMatrices({name: part.compact() for name, part in self.parts.items()})
+        return FetchedMatrices({name: part.compact() for name, part in self.parts.items()}, self.spent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +44,9 @@ class FetchMatrices:
 
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
         """Fetch `rows`, ascending row numbers, of every matrix."""
-        return FetchedMatrices({name: matrix.fetch(rows) for name, matrix in self.matrices.items()})
+        start = perf_counter()
+        with Clock() as spent:
+            parts = {name: matrix.fetch(rows) for name, matrix in self.matrices.items()}
+        fetched = FetchedMatrices(parts, spent)
+        metrics.count(n_rows=len(rows), n_bytes=fetched.nbytes, fetch_s=perf_counter() - start, spent=spent)
+        return fetched

@@ -1,0 +1,159 @@
+#!/usr/bin/env python
+"""How well are batches mixed, and how fast do they come, for other blocks and fetches?
+
+    python benchmarks/diversity.py --cells 200000 --out benchmarks/results/diversity
+
+For each block size and fetch factor: the label entropy of batches beside that of ideal random ones (from
+the plan alone), and the cells a second that are handed to the loop. Each rate is the median over rounds that go
+through all sizes in turn, so that all meet the same machine; a round's first fetches are not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _atlas import add_options, atlas
+from _harness import measure
+from _machine import machine, read_through
+
+import dasksc
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the command line says; write and return what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=200_000)
+    parser.add_argument("--column", default="cell_type", help="whose labels are to be mixed")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--fetch-factors", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--layout", choices=["dense", "csr"], default="dense")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--out", type=Path, help="where to write .json and .png, without the ending")
+    options = parser.parse_args(arguments)
+
+    path = atlas(options)
+    read_through(path)
+    adata = dasksc.open(path)
+    sizes = [(factor, block) for factor in options.fetch_factors for block in options.blocks]
+    datasets = [
+        dasksc.scDataset(
+            adata,
+            dasksc.BlockShuffling(block_size=block),
+            batch_size=options.batch,
+            fetch_factor=factor,
+            layout=options.layout,
+            obs=[options.column],
+            rank=0,
+            world_size=1,
+            seed=0,
+        )
+        for factor, block in sizes
+    ]
+    rates: list[list[float]] = [[] for _ in sizes]
+    for i in range(-1, options.rounds):
+        for (factor, _), dataset, found in zip(sizes, datasets, rates, strict=True):
+            rate = rows_per_s(dataset, fetch_rows=factor * options.batch, seconds=options.seconds)
+            if i >= 0:  # the round before fills caches and compiles
+                found.append(rate)
+    rows = []
+    print("fetch factor  block   entropy ± spread   of ideal     cells/s")
+    for (factor, block), dataset, found in zip(sizes, datasets, rates, strict=True):
+        mixed = dasksc.diversity(dataset, options.column)
+        row = {
+            "fetch_factor": factor,
+            "block_size": block,
+            "entropy": mixed.mean,
+            "spread": mixed.spread,
+            "ideal_entropy": mixed.ideal_mean,
+            "share": mixed.share,
+            "rows_per_s": statistics.median(found),
+            "rounds": found,
+        }
+        rows.append(row)
+        print(
+            f"{factor:>12}{block:>7}{mixed.mean:>10.3f} ± {mixed.spread:.3f}{mixed.share:>11.1%}"
+            f"{row['rows_per_s']:>12,.0f}"
+        )
+    report = {
+        "n_rows": adata.n_obs,
+        "n_vars": adata.n_vars,
+        "files": options.files,
+        "layout": options.layout,
+        "column": options.column,
+        "batch": options.batch,
+        "machine": machine(),
+        "load": os.getloadavg()[0],
+        "results": rows,
+    }
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        draw(report, options.out.with_suffix(".png"))
+    return report
+
+
+def rows_per_s(dataset: Any, *, fetch_rows: int, seconds: float) -> float:
+    """Cells a second handed to a loop that does nothing with them; whole fetches are counted."""
+    return measure(lambda: map(_tensor, iter(dataset)), seconds=seconds, fetch_rows=fetch_rows, consume=None).rows_per_s
+
+
+def _tensor(batch: Any) -> Any:
+    return batch.X
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw entropy and throughput against the block size, a line for each fetch factor."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
+
+    figure, (mixing, speed) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    rows = report["results"]
+    factors = sorted({row["fetch_factor"] for row in rows})
+    for i, factor in enumerate(factors):
+        colour = plt.get_cmap("viridis")(0.8 * i / max(len(factors) - 1, 1))
+        line = sorted((row for row in rows if row["fetch_factor"] == factor), key=lambda row: row["block_size"])
+        blocks = [row["block_size"] for row in line]
+        label = f"{factor} ({factor * report['batch']:,} cells)"
+        means, spreads = ([row[name] for row in line] for name in ("entropy", "spread"))
+        mixing.errorbar(blocks, means, spreads, marker="o", ms=4, lw=1.5, elinewidth=0.7, capsize=2, color=colour)
+        rates = [row["rows_per_s"] for row in line]
+        speed.plot(blocks, rates, marker="o", ms=4, color=colour, label=label)
+    mixing.axhline(rows[0]["ideal_entropy"], color="0.5", lw=1, ls="--")
+    mixing.annotate(
+        "ideal random batches", (1, 1), xycoords="axes fraction", ha="right", va="bottom", color="0.4", fontsize=8
+    )
+    mixing.set_ylabel(f"entropy of {report['column']} in a batch, bits")
+    mixing.set_ylim(bottom=0)
+    speed.set_ylabel("cells per second")
+    speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(lambda rate, _: f"{rate:,.0f}")
+    speed.legend(title="fetch factor", frameon=False, fontsize=8, title_fontsize=8)
+    ticks = sorted({row["block_size"] for row in rows})
+    for axes in (mixing, speed):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("block size, rows")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"{report['n_rows']:,} cells x {report['n_vars']:,} genes sorted by {report['column']}, {report['files']}, "
+        f"{report['layout']} batches of {report['batch']}",
+        fontsize=9,
+        x=0.01,
+        ha="left",
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

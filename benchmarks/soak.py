@@ -1,0 +1,279 @@
+#!/usr/bin/env python
+"""Does training on several ranks go on for as long as it likes?
+
+    python benchmarks/soak.py --minutes 10 --ranks 3
+
+Trains under DDP (gloo, on the CPU) epoch after epoch, while now and then a rank stalls for up to two
+seconds, in its loop or in its reading. Epochs are read in turn by the rank's threads, by two DataLoader
+workers, and by threads with a stop at a random step after which another data set goes on from the state;
+three straight from the file, three through hooks (which stall), and so on. At the end of each, ranks compare:
+as many steps on each, every cell seen once but for the padding that was told, no order that was there before;
+and at the end of all, no more memory and no more open files. Exits with 1 where one of that fails, or nothing
+moves for a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime as dt
+import functools
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _atlas import add_options, atlas
+from _machine import rss_anon_bytes
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import dasksc
+
+MIB = 1 << 20
+MODES = ("threads", "workers", "resumed")
+_NOTHING_MOVES_S = 60
+_LONGEST_STALL_S = 2.0
+# What an allocator may keep more at the end than at the start.
+_FLAT_BYTES = 32 * MIB
+
+
+@dataclass(kw_only=True)
+class Stalls:
+    """Random stalls of one rank, each by itself.
+
+    Parameters
+    ----------
+    random
+        Another one on every rank.
+    probability
+        Of a stall, each time one could be.
+    longest_s
+        How long at most.
+    """
+
+    random: random.Random
+    probability: float
+    longest_s: float
+    n: int = 0
+    total_s: float = 0.0
+
+    def maybe(self) -> None:
+        if self.random.random() < self.probability:
+            stall_s = self.random.uniform(0, self.longest_s)
+            self.n += 1
+            self.total_s += stall_s
+            time.sleep(stall_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """What a rank saw of an epoch.
+
+    Parameters
+    ----------
+    mode
+        How it was read.
+    n_steps
+        Batches.
+    digest
+        Of the rows in the order they came.
+    n_padded
+        What the data set says was repeated, over all ranks.
+    anon_bytes, n_files
+        Anonymous memory and open files of the rank at its end.
+    """
+
+    mode: str
+    n_steps: int
+    digest: str
+    n_padded: int
+    anon_bytes: int
+    n_files: int
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Start the ranks as the command line says and wait for them; return what they found."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=20_011)
+    parser.set_defaults(genes=500)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--stalls", type=float, default=0.01, help="probability of a stall, per step and per fetch")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.as_rank:
+        soak(options)
+        return {"is_ok": True}
+    path = atlas(options)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
+    command += [str(Path(__file__).resolve()), "--as-rank", *arguments, "--atlas", str(path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.splitlines()
+    print(*lines[:-1], sep="\n")
+    if done.returncode or not lines:
+        raise SystemExit(f"the ranks ended with {done.returncode}")
+    report: dict[str, Any] = json.loads(lines[-1])
+    print(json.dumps(report))
+    return report
+
+
+def soak(options: argparse.Namespace) -> None:
+    """Train on one rank until the time is up."""
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=_NOTHING_MOVES_S))
+    rank = dist.get_rank()
+    stalls = Stalls(
+        random=random.Random(rank),
+        probability=options.stalls,
+        longest_s=min(_LONGEST_STALL_S, 60 * options.minutes / 20),
+    )
+    datasets = [make_dataset(options, stalls, hooked=hooked) for hooked in (False, True)]
+    model = DistributedDataParallel(torch.nn.Linear(datasets[0].collection.n_vars, 1))
+    n_obs = datasets[0].plan(0).n_rows
+    start, seen_orders, epochs, problems = time.monotonic(), set[str](), list[Epoch](), list[str]()
+    while go_on(start, options.minutes):
+        number = len(epochs)
+        mode, hooked = MODES[number % len(MODES)], number // len(MODES) % 2
+        dataset = datasets[hooked]
+        n_padded = dataset.plan().n_padded
+        counts = torch.zeros(n_obs, dtype=torch.int32)
+        order, n_steps = hashlib.blake2b(), 0
+        again = functools.partial(make_dataset, options, stalls, hooked=bool(hooked))
+        for batch in epoch_of(datasets, hooked, mode, number, again):
+            model(batch.X).sum().backward()  # waits for every other rank
+            stalls.maybe()
+            counts += torch.bincount(batch.index, minlength=n_obs).to(torch.int32)
+            order.update(batch.index.numpy().tobytes())
+            n_steps += 1
+        epochs.append(
+            Epoch(
+                mode=mode,
+                n_steps=n_steps,
+                digest=order.hexdigest()[:16],
+                n_padded=n_padded,
+                anon_bytes=rss_anon_bytes(),
+                n_files=len(os.listdir("/proc/self/fd")),
+            )
+        )
+        problems += compare(epochs[-1], counts, seen_orders, number)
+        if rank == 0:
+            print(f"epoch {number} ({mode}): {n_steps} steps, {epochs[-1].anon_bytes / MIB:,.0f} MiB", flush=True)
+        if problems:
+            break
+    finish(epochs, stalls, problems, time.monotonic() - start)
+    dist.destroy_process_group()
+
+
+def make_dataset(options: argparse.Namespace, stalls: Stalls, *, hooked: bool) -> dasksc.scDataset:
+    """A data set of this rank; the first of them agree on a seed, those that go on take it from the state."""
+
+    def slowly(data: Any, rows: Any) -> Any:
+        stalls.maybe()
+        return dasksc.MultiIndexable(X=data[rows].X.toarray(), index=rows)
+
+    def as_batch(parts: Any) -> dasksc.Batch:
+        return dasksc.Batch(X=torch.from_numpy(parts["X"]), index=torch.from_numpy(parts["index"]))
+
+    how: dict[str, Any] = {"fetch_callback": slowly, "batch_transform": as_batch} if hooked else {"obs": ["cell_type"]}
+    return dasksc.scDataset(options.atlas, dasksc.BlockShuffling(8), batch_size=options.batch, fetch_factor=4, **how)
+
+
+def epoch_of(
+    datasets: list[dasksc.scDataset], which: int, mode: str, number: int, again: Callable[[], dasksc.scDataset]
+) -> Iterator[Any]:
+    """The batches of the next epoch of a data set, which another takes the place of where it is resumed."""
+    dataset = datasets[which]
+    n_steps = len(dataset)
+    if mode == "resumed":
+        n_before = random.Random(number).randrange(n_steps)
+        yield from islice(iter(dataset), n_before)
+        datasets[which] = again()
+        datasets[which].load_state_dict(dataset.state_dict())
+        dataset, n_steps = datasets[which], n_steps - n_before
+    source: Any = DataLoader(dataset, batch_size=None, num_workers=2) if mode == "workers" else dataset
+    n_yielded = 0
+    for batch in source:
+        yield batch
+        n_yielded += 1
+    assert n_yielded == n_steps, f"{n_yielded} batches of {n_steps}"
+
+
+def go_on(start: float, minutes: float) -> bool:
+    """Whether the first rank's clock says there is time for another epoch."""
+    answer = torch.tensor([time.monotonic() - start < 60 * minutes], dtype=torch.int32)
+    dist.broadcast(answer, 0)
+    return bool(answer.item())
+
+
+def compare(epoch: Epoch, counts: torch.Tensor, seen_orders: set[str], number: int) -> list[str]:
+    """What is wrong with an epoch over all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, epoch)
+    dist.all_reduce(counts)
+    problems = []
+    if len({one.n_steps for one in everyone}) > 1:
+        problems.append(f"epoch {number}: steps {[one.n_steps for one in everyone]}")
+    if int(counts.min()) < 1 or int(counts.sum()) - len(counts) != epoch.n_padded:
+        problems.append(
+            f"epoch {number}: {int((counts == 0).sum())} cells not seen, {int((counts > 1).sum())} more than once, "
+            f"{epoch.n_padded} padded"
+        )
+    order = " ".join(one.digest for one in everyone)
+    if order in seen_orders:
+        problems.append(f"epoch {number} repeats another")
+    seen_orders.add(order)
+    return problems
+
+
+def finish(epochs: list[Epoch], stalls: Stalls, problems: list[str], elapsed_s: float) -> None:
+    """Put together what all ranks found; the first prints it."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (epochs, {"n": stalls.n, "total_s": round(stalls.total_s, 1)}))
+    if dist.get_rank():
+        return
+    ranks = []
+    for rank, (its_epochs, its_stalls) in enumerate(everyone):
+        quarter = max(1, len(its_epochs) // 4)
+        # The first quarter warms up: threads, compiled kernels, what allocators keep.
+        early, late = its_epochs[quarter : 2 * quarter] or its_epochs[:1], its_epochs[-quarter:]
+        growth = statistics.median(e.anon_bytes for e in late) - statistics.median(e.anon_bytes for e in early)
+        files = max(e.n_files for e in early), max(e.n_files for e in late)
+        ranks.append(
+            {
+                "stalls": its_stalls,
+                "anon_mib": [round(its_epochs[0].anon_bytes / MIB), round(its_epochs[-1].anon_bytes / MIB)],
+                "growth_mib": round(growth / MIB, 1),
+                "files": files,
+            }
+        )
+        if growth > _FLAT_BYTES:
+            problems.append(f"rank {rank} holds {growth / MIB:,.0f} MiB more at the end")
+        if files[1] > files[0]:
+            problems.append(f"rank {rank} has {files[1]} files open at the end, and had {files[0]}")
+    report = {
+        "minutes": round(elapsed_s / 60, 2),
+        "n_epochs": len(epochs),
+        "n_steps": sum(epoch.n_steps for epoch in epochs),
+        "ranks": ranks,
+        "last": dataclasses.asdict(epochs[-1]),
+        "problems": problems,
+        "is_ok": not problems,
+    }
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(not main()["is_ok"])

@@ -1,0 +1,74 @@
+"""The reports of the ranks at the scheduler's ``/metrics``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dasksc.window.metrics import export
+
+if TYPE_CHECKING:
+    from dasksc.dashboard.page import LoaderPage
+
+__all__ = ["show"]
+
+# Name, what it says, which figure it is.
+_GAUGES = (
+    ("epoch", "Epoch that is read", "epoch"),
+    ("rows_per_second", "Cells a second, mean over the epoch", "rows_per_s"),
+    ("wait_share", "Share of the epoch's time that training waited for batches", "wait_share"),
+    ("batches", "Batches yielded in this epoch", "n_batches"),
+    ("batches_left", "Batches to come in this epoch", "n_batches_left"),
+    ("in_flight_bytes", "Size of fetches that are ready or under way", "in_flight_bytes"),
+    ("limit_bytes", "What bounds it", "limit_bytes"),
+)
+_FETCHES = {"fetching": "n_fetching", "ready": "n_ready", "taken": "n_fetched"}
+_PARTS = {part: f"{part}_s" for part in ("fetch", "read", "decode", "transfer", "gather")}
+_LABELS = ["dataset", "rank", "worker", "host", "pid", "loader"]
+
+_pages: weakref.WeakSet[LoaderPage] = weakref.WeakSet()
+
+
+def show(page: LoaderPage) -> None:
+    """Show what ranks report to `page`, and what the fetches in this process do, where Prometheus is installed."""
+    _pages.add(page)
+    export("loaders", _Collector())
+    export()
+
+
+class _Collector:
+    def collect(self) -> Iterator[Any]:
+        """Yield the families of figures."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        reports = [loader.figures for page in list(_pages) for loader in page.loaders]
+        for name, text, figure in _GAUGES:
+            family = GaugeMetricFamily(f"dasksc_loader_{name}", text, labels=_LABELS)
+            for report in reports:
+                if report[figure] is not None:
+                    family.add_metric(_labels(report), report[figure])
+            yield family
+        fetches = GaugeMetricFamily("dasksc_loader_fetches", "Fetch tasks of this epoch", labels=[*_LABELS, "state"])
+        seconds = GaugeMetricFamily(
+            "dasksc_loader_seconds", "Thread seconds of this epoch's fetches and batches", labels=[*_LABELS, "part"]
+        )
+        for report in reports:
+            for state, figure in _FETCHES.items():
+                fetches.add_metric([*_labels(report), state], report[figure])
+            for part, figure in _PARTS.items():
+                seconds.add_metric([*_labels(report), part], report[figure])
+        yield fetches
+        yield seconds
+
+
+def _labels(report: Any) -> list[str]:
+    worker = report["worker"]
+    return [
+        report["name"],
+        str(report["rank"]),
+        "" if worker is None else str(worker),
+        report["host"],
+        str(report["pid"]),
+        report["key"],
+    ]

@@ -1,0 +1,143 @@
+"""What the scheduler keeps of the ranks' reports, and the page that shows it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.http.utils import RequestHandler
+
+from dasksc.dashboard import metrics
+from dasksc.window.reporting import ASKED_FOR, OPERATION
+
+__all__ = ["FiguresHandler", "Loader", "LoaderPage", "PageHandler", "page_of"]
+
+_NAME = "dasksc-loader-page"
+# Reports that are kept to draw a line through; and loaders of one Client, of which the oldest makes room.
+_N_KEPT = 90
+_SHORT_S = 0.01  # too short for a rate
+_N_LOADERS = 32
+
+
+@dataclass(slots=True, kw_only=True)
+class Loader:
+    """What one data set of one rank has reported.
+
+    Parameters
+    ----------
+    figures
+        The latest report: what `dasksc.scDataset.stats` returns, and whose it is.
+    at
+        When it came, by the scheduler's monotonic clock.
+    recent
+        Cells per second, and the share of time waited, between one report and the next, latest last.
+    """
+
+    figures: Mapping[str, Any]
+    at: float
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
+
+    def update(self, figures: Mapping[str, Any], at: float) -> None:
+        """Take the next report."""
+        before = self.figures
+        if (figures["epoch"], figures["n_batches_before"]) != (before["epoch"], before["n_batches_before"]):
+            before = dict.fromkeys(before, 0)
+        rows, clock_s, waited_s = (figures[name] - before[name] for name in ("n_rows", "clock_s", "waited_s"))
+        if clock_s > _SHORT_S:
+            self.recent.append((rows / clock_s, min(1.0, max(0.0, waited_s / clock_s))))
+        self.figures, self.at = figures, at
+
+
+class LoaderPage(SchedulerPlugin):
+    """The reports of all ranks that fetch through a scheduler.
+
+    Parameters
+    ----------
+    scheduler
+        The scheduler; it learns the operation by which ranks report.
+    """
+
+    name = _NAME
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._loaders: dict[tuple[str, str, Any], Loader] = {}
+        scheduler.handlers[OPERATION] = self.report
+        scheduler.task_metadata[ASKED_FOR] = True
+        metrics.show(self)
+
+    @property
+    def loaders(self) -> list[Loader]:
+        """What is known, by name, rank and worker."""
+        return sorted(self._loaders.values(), key=lambda loader: _order(loader.figures))
+
+    def report(self, client: str, figures: Mapping[str, Any]) -> bool:
+        """Take the report of a Client; return whether it is kept."""
+        if client not in self._scheduler.clients:  # it has gone meanwhile
+            return False
+        key = (client, figures["key"], figures["worker"])
+        loader = self._loaders.get(key)
+        if loader is None:
+            of_client = [known for known in self._loaders if known[0] == client]
+            if len(of_client) >= _N_LOADERS:
+                del self._loaders[min(of_client, key=lambda known: self._loaders[known].at)]
+            loader = self._loaders[key] = Loader(figures=dict.fromkeys(figures, 0), at=monotonic())
+        loader.update(figures, monotonic())
+        return True
+
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        """Drop what a Client has reported."""
+        for key in [key for key in self._loaders if key[0] == client]:
+            del self._loaders[key]
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the page draws."""
+        now = monotonic()
+        return {
+            "loaders": [
+                {**loader.figures, "age_s": now - loader.at, "recent": list(loader.recent)} for loader in self.loaders
+            ],
+            "n_workers": len(self._scheduler.workers),
+            "address": self._scheduler.address,
+        }
+
+
+def _order(figures: Mapping[str, Any]) -> tuple[Any, ...]:
+    worker = figures["worker"]
+    return figures["name"], figures["rank"], -1 if worker is None else worker, figures["key"]
+
+
+def page_of(scheduler: Any) -> LoaderPage:
+    """Return the page of a scheduler, which is made at the first call."""
+    page = scheduler.plugins.get(_NAME)
+    if page is None:
+        page = LoaderPage(scheduler)
+        scheduler.add_plugin(page, name=_NAME)
+    return page  # type: ignore[no-any-return]
+
+
+class FiguresHandler(RequestHandler):
+    """Serves the figures."""
+
+    def get(self) -> None:
+        """Answer with JSON."""
+        self.set_header("Cache-Control", "no-store")
+        self.write(page_of(self.server).figures())
+
+
+class PageHandler(RequestHandler):
+    """Serves the page, with the figures as they are."""
+
+    def get(self) -> None:
+        """Answer with HTML."""
+        html = importlib.resources.files("dasksc.dashboard").joinpath("loader.html").read_text(encoding="utf-8")
+        # In a script element, only "</" and "<!" could end it.
+        figures = json.dumps(page_of(self.server).figures()).replace("<", "\\u003c")
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.write(html.replace("/*figures*/null", figures))

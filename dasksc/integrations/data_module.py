@@ -1,0 +1,226 @@
+"""The data sets of a Lightning run, whichever of its two packages runs it.
+
+Lightning restores the state of a loader only where it takes the epoch for unfinished, and not at all where
+``trainer.estimated_stepping_batches`` was asked for first. So the state is the module's, which is always restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dasksc import InputError, SamplingStrategy, scDataset
+
+__all__ = ["DataModule"]
+
+_READ_IN = {
+    "fit": ("train", "validate"),
+    "validate": ("validate",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+
+
+class DataModule:
+    """The data sets of a Lightning run: one `dasksc.scDataset` for each strategy given.
+
+    The rank of each is the one Lightning counts for data-parallel training, and Lightning injects no sampler of its
+    own. Training yields equally many batches on every rank; the others yield every cell exactly once. Epochs count
+    up by themselves.
+
+    The place in the training epoch is part of every checkpoint: ``trainer.fit(..., ckpt_path=)`` goes on with the very
+    next batch, also on another number of devices or with another batch size, where what is left of the epoch is dealt
+    again.
+
+    Parameters
+    ----------
+    data_collection
+        As for `dasksc.scDataset`.
+    batch_size
+        Rows of a batch, per device.
+    train, validate, test, predict
+        What each of them draws. What is not given is not there.
+    **options
+        For `dasksc.scDataset`, the same for all; ``drop_last`` and ``equal_ranks`` are for training only.
+
+    Attributes
+    ----------
+    datasets
+        By the names of the strategies; made by `setup`.
+
+    Raises
+    ------
+    InputError
+        If no strategy is given, or `options` has what Lightning says (``rank``, ``world_size``).
+    """
+
+    trainer: Any = None  # Lightning sets it
+
+    def __init__(
+        self,
+        data_collection: Any,
+        batch_size: int,
+        *,
+        train: SamplingStrategy | None = None,
+        validate: SamplingStrategy | None = None,
+        test: SamplingStrategy | None = None,
+        predict: SamplingStrategy | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()  # Lightning's
+        given = {"train": train, "validate": validate, "test": test, "predict": predict}
+        self._strategies = {name: strategy for name, strategy in given.items() if strategy is not None}
+        if not self._strategies:
+            raise InputError("no strategy given: pass train=dasksc.BlockShuffling(), validate=dasksc.Streaming(), ...")
+        if refused := {"rank", "world_size"} & options.keys():
+            raise InputError(f"{' and '.join(sorted(refused))} cannot be given here: Lightning says which rank this is")
+        self._data_collection = data_collection
+        self._batch_size = batch_size
+        self._options = options
+        self.datasets: dict[str, scDataset] = {}
+        self._ranks: dict[str, int] | None = None
+        self._loader: _TrainingLoader | None = None
+        self._state: dict[str, Any] | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Make the data sets of a stage, unless they are there.
+
+        Parameters
+        ----------
+        stage
+            ``"fit"``, ``"validate"``, ``"test"``, ``"predict"`` or None for all.
+        """
+        ranks = self._detect_ranks()
+        if ranks != self._ranks:
+            # They were made before there was a trainer, or for another one.
+            self.datasets.clear()
+            self._loader = None
+            self._ranks = ranks
+        wanted = _READ_IN[str(getattr(stage, "value", stage))] if stage is not None else tuple(self._strategies)
+        for name in wanted:
+            if name in self._strategies and name not in self.datasets:
+                self.datasets[name] = self._make(name)
+        if "train" in self.datasets and self._loader is None:
+            self._loader = _TrainingLoader(self.datasets["train"], self)
+        self._resume()
+
+    def _detect_ranks(self) -> dict[str, int]:
+        """Say what Lightning would tell its own distributed sampler; nothing without a trainer."""
+        if self.trainer is None:
+            return {}
+        told = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return {"rank": int(told["rank"]), "world_size": int(told["num_replicas"])}
+
+    def _make(self, name: str) -> scDataset:
+        options = self._options if name == "train" else {**self._options, "drop_last": False, "equal_ranks": False}
+        ranks: dict[str, Any] = self._ranks or {}
+        return scDataset(self._data_collection, self._strategies[name], self._batch_size, **options, **ranks)
+
+    # --- What Lightning calls -------------------------------------------------------------------------
+
+    def train_dataloader(self) -> Any:
+        """Return the training set with its state."""
+        self._dataset("train")
+        return self._loader
+
+    def val_dataloader(self) -> Any:
+        """Return the validation set; nothing while training without one."""
+        if "validate" not in self._strategies and self.trainer is not None and self.trainer.state.fn == "fit":
+            return []
+        return self._dataset("validate")
+
+    def test_dataloader(self) -> Any:
+        """Return the test set."""
+        return self._dataset("test")
+
+    def predict_dataloader(self) -> Any:
+        """Return what to predict."""
+        return self._dataset("predict")
+
+    def _dataset(self, name: str) -> scDataset:
+        if name not in self._strategies:
+            raise InputError(f"this data module has {', '.join(self._strategies)}; pass {name}= for what is asked now")
+        if name not in self.datasets:
+            raise InputError(f"the {name} data set is not made yet: call setup() first, as a Trainer does")
+        return self.datasets[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the training epochs, the same on every rank."""
+        return {} if self._loader is None else self._loader.state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a place in the training epochs.
+
+        Parameters
+        ----------
+        state_dict
+            What `state_dict` returned.
+        """
+        self._state = dict(state_dict)
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._state and self._loader is not None:
+            self._loader.resume(self._state)
+            self._state = None
+
+
+class _TrainingLoader:
+    """What Lightning iterates while training.
+
+    Lightning stops asking at the last batch, so no iteration is ever read to its end; and it counts the batches
+    of a resumed epoch from where it was, which is elsewhere if the ranks are more or fewer now.
+    """
+
+    def __init__(self, dataset: scDataset, module: DataModule) -> None:
+        self._dataset = dataset
+        self._module = module
+        self._position = 0  # batches of this epoch that Lightning got
+        self._shift = 0
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._module.trainer is not None and self._module.trainer.overfit_batches > 0:
+            self._dataset.set_epoch(0)
+        self._position = len(self) - self._dataset.n_batches_left
+        for batch in self._dataset:
+            self._position += 1
+            yield batch
+
+    # --- The state --------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        dataset, position = self._dataset.state_dict(), self._position
+        n_batches = len(self) if self._module.trainer is None else self._module.trainer.num_training_batches
+        if dataset["consumed"] and position >= n_batches:
+            dataset, position = {**dataset, "epoch": dataset["epoch"] + 1, "consumed": []}, 0
+        return {"dataset": dataset, "position": position}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self._dataset.load_state_dict(state["dataset"])
+        self._position = len(self) - self._dataset.n_batches_left
+        self._shift = self._position - state["position"]
+
+    def state_dict(self) -> dict[str, Any]:
+        # A loader that has a state is one that Lightning knows to go on with; it is kept by the module.
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        pass
+
+    # --- Epochs -----------------------------------------------------------------------------------------
+
+    @property
+    def sampler(self) -> _TrainingLoader:
+        """What Lightning tells of every epoch that begins or goes on, after its counts are restored."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        # Lightning's number is not taken over: the data set counts on when there is a second trainer, too.
+        shift, self._shift = self._shift, 0
+        if shift and self._module.trainer is not None:
+            count = self._module.trainer.fit_loop.epoch_loop.batch_progress.current
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(count, name, getattr(count, name) + shift)

@@ -1,0 +1,223 @@
+"""An atlas for scvi-tools: ``SCVI.train(datamodule=...)`` without an AnnData in memory.
+
+Needs ``pip install dasksc[scvi]``. scvi-tools calls its own side of this experimental; tested with 1.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import dasksc
+from dasksc import Batch, InputError, SamplingStrategy, scDataset
+from dasksc.integrations.lightning import scDataModule
+
+try:
+    from scvi import __version__ as scvi_version
+except ImportError as error:
+    raise ImportError("dasksc.integrations.scvi needs scvi-tools: pip install 'dasksc[scvi]'") from error
+
+__all__ = ["SCVIDataModule"]
+
+
+class SCVIDataModule(scDataModule):
+    """Minibatches under the names that scvi-tools' models look for, and what they ask of a data set.
+
+    .. code-block:: python
+
+        data = SCVIDataModule("atlas.h5ad", 128, train=dasksc.BlockShuffling(), batch_key="donor")
+        model = scvi.model.SCVI(registry=data.registry)
+        model.train(datamodule=data, max_epochs=10)
+        latent = model.get_latent_representation(dataloader=data.inference_dataloader())
+
+    Parameters
+    ----------
+    data_collection
+        A path or AnnData; X holds counts.
+    batch_size
+        Rows of a batch, per device.
+    train, validate
+        What each of them draws.
+    layer
+        Of counts, to read instead of X.
+    batch_key, labels_key
+        Categorical obs columns: what to correct for, and cell types.
+    categorical_covariate_keys, continuous_covariate_keys
+        Further obs columns to correct for.
+    model_name
+        Of the model class this is for.
+    **options
+        For `dasksc.scDataset`.
+
+    Attributes
+    ----------
+    adata
+        What `dasksc.open` made of the collection.
+
+    Raises
+    ------
+    InputError
+        If a column is not there, has missing values, or is of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        data_collection: Any,
+        batch_size: int = 128,
+        *,
+        train: SamplingStrategy | None = None,
+        validate: SamplingStrategy | None = None,
+        layer: str | None = None,
+        batch_key: str | None = None,
+        labels_key: str | None = None,
+        categorical_covariate_keys: Sequence[str] = (),
+        continuous_covariate_keys: Sequence[str] = (),
+        model_name: str = "SCVI",
+        **options: Any,
+    ) -> None:
+        self.adata = dasksc.open(data_collection)
+        if layer is not None:
+            self.adata = self.adata.copy()
+            self.adata.X = self.adata.layers[layer]
+        self._layer = layer
+        self._batch_key, self._labels_key = batch_key, labels_key
+        self._categorical = list(categorical_covariate_keys)
+        self._continuous = list(continuous_covariate_keys)
+        self._model_name = model_name
+        wanted = [key for key in (batch_key, labels_key, *self._categorical) if key is not None]
+        self._labels = {key: self._categories(key) for key in wanted}
+        columns = list(dict.fromkeys([*wanted, *self._continuous, *options.pop("obs", ())]))
+        super().__init__(self.adata, batch_size, train=train, validate=validate, obs=columns, **options)
+
+    def _categories(self, key: str) -> list[Any]:
+        """Labels of a column, in the order of the codes that `dasksc.scDataset` gives them."""
+        reader = scDataset(self.adata, dasksc.Streaming(), 1, obs=[key], rank=0, world_size=1, seed=0)
+        if key not in reader.categories:
+            raise InputError(f"obs[{key!r}] is not categorical: adata.obs[{key!r}].astype('category') makes it so")
+        if self.adata.obs[key].isna().any():
+            raise InputError(f"obs[{key!r}] has missing values, which scvi-tools has no code for: name them")
+        return reader.categories[key]
+
+    # --- What models ask of a data set ------------------------------------------------------------------
+
+    @property
+    def n_obs(self) -> int:
+        """Cells of the collection."""
+        return int(self.adata.n_obs)
+
+    @property
+    def n_vars(self) -> int:
+        """Genes."""
+        return int(self.adata.n_vars)
+
+    @property
+    def var_names(self) -> Any:
+        """Names of the genes."""
+        return np.asarray(self.adata.var_names)
+
+    @property
+    def n_batch(self) -> int:
+        """Batches in scvi-tools' sense: categories of `batch_key`."""
+        return 1 if self._batch_key is None else len(self._labels[self._batch_key])
+
+    @property
+    def n_labels(self) -> int:
+        """Categories of `labels_key`."""
+        return 1 if self._labels_key is None else len(self._labels[self._labels_key])
+
+    @property
+    def n_samples(self) -> int:
+        """Samples, which SCVI has none of."""
+        return 0
+
+    @property
+    def batch_labels(self) -> list[Any] | None:
+        """Categories of `batch_key`, in the order of their codes."""
+        return None if self._batch_key is None else self._labels[self._batch_key]
+
+    @property
+    def label_keys(self) -> list[Any] | None:
+        """Categories of `labels_key`, in the order of their codes."""
+        return None if self._labels_key is None else self._labels[self._labels_key]
+
+    @property
+    def registry(self) -> dict[str, Any]:
+        """What `registry=` of a model takes: the setup of its data, in scvi-tools' own layout."""
+        n_cats = [len(self._labels[key]) for key in self._categorical]
+        categorical = {"field_keys": self._categorical, "n_cats_per_key": n_cats} if n_cats else {}
+        if n_cats:
+            categorical["mapping"] = {key: np.asarray(self._labels[key]) for key in self._categorical}
+        continuous = {"columns": np.asarray(self._continuous, dtype=object)} if self._continuous else {}
+        fields = {
+            "X": _field(
+                "X",
+                {"n_obs": self.n_obs, "n_vars": self.n_vars, "column_names": self.var_names},
+                {"n_vars": self.n_vars, "n_cells": self.n_obs},
+            ),
+            "batch": _field("obs", _mapping(self.batch_labels, self._batch_key), {"n_batch": self.n_batch}),
+            "labels": _field("obs", _mapping(self.label_keys, self._labels_key), {"n_labels": self.n_labels}),
+            "size_factor": _field(None, {}, {}),
+            "extra_categorical_covs": _field("obsm", categorical, {"n_extra_categorical_covs": len(n_cats)}),
+            "extra_continuous_covs": _field("obsm", continuous, {"n_extra_continuous_covs": len(self._continuous)}),
+        }
+        return {
+            "scvi_version": scvi_version,
+            "model_name": self._model_name,
+            "setup_method_name": "setup_datamodule",
+            "setup_args": {
+                "layer": self._layer,
+                "batch_key": self._batch_key,
+                "labels_key": self._labels_key,
+                "size_factor_key": None,
+                "categorical_covariate_keys": self._categorical or None,
+                "continuous_covariate_keys": self._continuous or None,
+            },
+            "field_registries": fields,
+        }
+
+    # --- Batches ------------------------------------------------------------------------------------------
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Name the parts of a batch as scvi-tools does."""
+        return self._renamed(batch)
+
+    def _renamed(self, batch: Batch) -> dict[str, torch.Tensor]:
+        none = torch.zeros(len(batch.index), 1, dtype=torch.int64)
+        renamed = {
+            "X": batch.X,
+            "batch": none if self._batch_key is None else batch.obs[self._batch_key][:, None],
+            "labels": none if self._labels_key is None else batch.obs[self._labels_key][:, None],
+            "ind_x": batch.index[:, None],
+        }
+        if self._categorical:
+            renamed["extra_categorical_covs"] = torch.stack([batch.obs[key] for key in self._categorical], dim=1)
+        if self._continuous:
+            columns = [batch.obs[key].float() for key in self._continuous]
+            renamed["extra_continuous_covs"] = torch.stack(columns, dim=1)
+        return renamed
+
+    def inference_dataloader(self, indices: Any = None, batch_size: int | None = None) -> Iterator[Any]:
+        """Return an iterator of every cell once, in storage order, for ``dataloader=`` of a trained model's methods.
+
+        Parameters
+        ----------
+        indices
+            Only these rows.
+        batch_size
+            Rows of a batch; default: that of training.
+        """
+        options = {**self._options, "drop_last": False, "equal_ranks": False, "rank": 0, "world_size": 1}
+        dataset = scDataset(self.adata, dasksc.Streaming(indices=indices), batch_size or self._batch_size, **options)
+        return map(self._renamed, dataset)
+
+
+def _field(attribute: str | None, state: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    data = {} if attribute is None else {"attr_name": attribute, "attr_key": None}
+    return {"data_registry": data, "state_registry": state, "summary_stats": summary}
+
+
+def _mapping(labels: list[Any] | None, key: str | None) -> dict[str, Any]:
+    return {"categorical_mapping": None if labels is None else np.asarray(labels), "original_key": key}

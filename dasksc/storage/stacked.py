@@ -1,0 +1,95 @@
+"""Several matrices as one, their rows one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.storage.fetched import Origins, stack
+from dasksc.storage.matrices import check_rows
+from dasksc.storage.matrix import ColumnMaps, FetchCost, Fetched, Layout, Matrix
+
+__all__ = ["StackedMatrix"]
+
+
+class StackedMatrix:
+    """Matrices one below the other. Nothing of them is rewritten: columns are renumbered while rows are gathered.
+
+    Parameters
+    ----------
+    label
+        What to call it; errors name the matrix that a row is of.
+    parts
+        At least one.
+    maps
+        How their columns become common ones; None: they have the same, in the same order.
+
+    Notes
+    -----
+    It is CSR if any of `parts` is. A column that a part does not have is 0 in a CSR matrix and NaN in a dense one,
+    whose type is then a floating one, as in `anndata.concat`.
+    """
+
+    def __init__(self, *, label: str, parts: Sequence[Matrix], maps: ColumnMaps | None) -> None:
+        if not parts:
+            raise InputError(f"{label}: there is no matrix to stack")
+        widths = {part.shape[1] for part in parts}
+        if maps is None and len(widths) > 1:
+            raise InputError(
+                f"{label}: matrices of {sorted(widths)} columns cannot be stacked without a map of columns"
+            )
+        self.label = label
+        self._parts = tuple(parts)
+        self._maps = maps
+        self._ends = np.cumsum([part.shape[0] for part in parts])
+        self.shape = int(self._ends[-1]), parts[0].shape[1] if maps is None else maps.n_vars
+        self.layout: Layout = "csr" if any(part.layout == "csr" for part in parts) else "dense"
+        self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in parts))
+        if self.layout == "dense" and maps is not None and (maps.sources(None) < 0).any() and self.dtype.kind != "f":
+            self.dtype = np.dtype(np.float64)
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes: rows of all parts in proportion, read one part after the other."""
+        costs = [part.cost for part in self._parts]
+        # Parts without rows count a little, so that there is a cost where none has any.
+        shares = np.array([max(1, part.shape[0]) for part in self._parts], dtype=float)
+        shares /= shares.sum()
+        row, held, working = (
+            float(shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")
+        )
+        return FetchCost(
+            row=row,
+            held=held,
+            working=working,
+            fixed=max(cost.fixed for cost in costs),
+            kept=sum(cost.kept for cost in costs),
+            chunk_rows=max(cost.chunk_rows for cost in costs),
+        )
+
+    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+        """Bring `rows` within reach; see `Matrix.fetch`."""
+        rows = check_rows(self.label, self.shape[0], rows)
+        ends = np.searchsorted(rows, self._ends)
+        counts = np.diff(ends, prepend=0)
+        # Of no rows at all, the first part says the types.
+        numbers = np.flatnonzero(counts) if len(rows) else np.array([0])
+        fetched = [
+            self._parts[number].fetch(
+                rows[ends[number] - counts[number] : ends[number]] - (self._ends[number] - self._parts[number].shape[0])
+            )
+            for number in numbers.tolist()
+        ]
+        origins = Origins(
+            numbers=np.repeat(numbers, counts[numbers]).astype(np.int32),
+            labels=tuple(part.label for part in self._parts),
+            maps=self._maps,
+        )
+        return stack(fetched, label=self.label, dtype=self.dtype, layout=self.layout, origins=origins)
+
+    def __repr__(self) -> str:
+        return f"<StackedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self._parts)}>"

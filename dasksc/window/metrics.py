@@ -1,0 +1,94 @@
+"""What the fetch tasks of this process have done so far, for Prometheus where it is installed.
+
+Dask's workers and schedulers serve all that is in the registry of ``prometheus_client``, if they
+could import it, at ``/metrics``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dasksc.storage.clock import Spent
+
+__all__ = ["Totals", "count", "export", "totals"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Sums over the fetch tasks of this process.
+
+    Parameters
+    ----------
+    n_fetches
+        Tasks.
+    n_rows, n_bytes
+        Rows fetched, and anonymous memory that they held.
+    read_s, decode_s, other_s
+        What the tasks took, in thread seconds: reading, decoding, all else.
+    """
+
+    n_fetches: int = 0
+    n_rows: int = 0
+    n_bytes: int = 0
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    other_s: float = 0.0
+
+
+totals = Totals()
+_lock = threading.Lock()
+
+
+def count(*, n_rows: int, n_bytes: int, fetch_s: float, spent: Spent) -> None:
+    """Add one fetch task."""
+    with _lock:
+        totals.n_fetches += 1
+        totals.n_rows += n_rows
+        totals.n_bytes += n_bytes
+        totals.read_s += spent.read_s
+        totals.decode_s += spent.decode_s
+        totals.other_s += max(0.0, fetch_s - spent.read_s - spent.decode_s)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Collector:
+    """Shows the totals to ``prometheus_client``."""
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily
+
+        yield CounterMetricFamily("dasksc_fetches", "Fetch tasks that have run in this process", totals.n_fetches)
+        yield CounterMetricFamily("dasksc_fetched_rows", "Rows that they fetched", totals.n_rows)
+        yield CounterMetricFamily("dasksc_fetched_bytes", "Memory that the rows held", totals.n_bytes)
+        seconds = CounterMetricFamily("dasksc_fetch_seconds", "Thread seconds that they took", labels=["part"])
+        for part in ("read", "decode", "other"):
+            seconds.add_metric([part], getattr(totals, f"{part}_s"))
+        yield seconds
+
+
+_collectors: dict[str, Any] = {}
+
+
+def export(name: str = "fetches", collector: Any = None) -> None:
+    """Show figures at this process's ``/metrics``, once for each name; default: the totals.
+
+    Does nothing where Dask has not found ``prometheus_client``.
+    """
+    library = sys.modules.get("prometheus_client")
+    with _lock:
+        if library is None or name in _collectors:
+            return
+        _collectors[name] = collector = _Collector() if collector is None else collector
+    library.REGISTRY.register(collector)

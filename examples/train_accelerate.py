@@ -1,0 +1,65 @@
+#!/usr/bin/env python
+"""Train with Hugging Face Accelerate: the data set is not prepared, as it shares itself among the processes.
+
+    accelerate launch train_accelerate.py atlas.h5ad
+
+or
+
+    torchrun --nproc_per_node=2 train_accelerate.py atlas.h5ad
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+
+import dasksc
+
+
+def main() -> None:
+    """Train, saving the place in the epoch with everything else."""
+    parser = argparse.ArgumentParser(description="Train a cell-type classifier with Accelerate.")
+    parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
+    parser.add_argument("--label", default="cell_type", help="obs column to predict")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("checkpoint"), help="saved to after every epoch")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder")
+    args = parser.parse_args()
+
+    # Without GPUs it counts one process, unless it is told of the CPU.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    adata = dasksc.open(args.atlas, obs=[args.label])
+    balanced = dasksc.ClassBalancedSampling(label_key=args.label)
+    dataset = dasksc.scDataset(adata, balanced, 64, obs=[args.label], seed=0)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(adata.n_vars, len(dataset.categories[args.label]))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    # Not the data set, and never a DataLoader around it: that would be dealt to the processes once more.
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(dataset)
+    if args.resume:
+        accelerator.load_state(str(args.folder))
+    for _ in range(args.epochs):
+        sums = torch.zeros(2, device=accelerator.device)  # right answers, cells
+        for batch in dataset:
+            batch = batch.to(accelerator.device)
+            scores = model(batch.X.log1p())
+            accelerator.backward(cross_entropy(scores, batch.obs[args.label]))
+            optimizer.step()
+            optimizer.zero_grad()
+            right = (scores.argmax(dim=1) == batch.obs[args.label]).sum()
+            sums += torch.stack([right, torch.full_like(right, len(batch.X))])
+        accelerator.save_state(str(args.folder))
+        right, n_cells = accelerator.reduce(sums).tolist()
+        accelerator.print(
+            f"{n_cells:.0f} cells on {accelerator.num_processes} processes: accuracy {right / n_cells:.1%}"
+        )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

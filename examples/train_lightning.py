@@ -1,0 +1,98 @@
+#!/usr/bin/env python
+"""Train a cell-type classifier with Lightning, on any number of devices; go on from where it was stopped.
+
+    python train_lightning.py atlas.h5ad --devices 2
+    python train_lightning.py atlas.h5ad --devices 2 --resume checkpoints/last.ckpt
+
+Checkpoints are written every 50 steps, with the place in the epoch: the resumed run goes on with the very next batch,
+also on another number of devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.functional import cross_entropy
+
+import dasksc
+from dasksc.integrations.lightning import scDataModule
+
+
+class Classifier(pl.LightningModule):
+    """A linear map from log counts to one score per label."""
+
+    def __init__(self, n_genes: int, n_labels: int, label: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.label = label
+        self.scores = torch.nn.Linear(n_genes, n_labels)
+
+    def forward(self, counts: torch.Tensor) -> torch.Tensor:
+        """Counts (batch, n_genes) to scores (batch, n_labels)."""
+        return self.scores(torch.log1p(counts))
+
+    def training_step(self, batch: dasksc.Batch, batch_idx: int) -> torch.Tensor:
+        """Loss of a batch."""
+        return cross_entropy(self(batch.X), batch.obs[self.label])
+
+    def validation_step(self, batch: dasksc.Batch, batch_idx: int) -> None:
+        """Log the accuracy, over the held-out cells of all devices."""
+        right = (self(batch.X).argmax(dim=1) == batch.obs[self.label]).float().mean()
+        self.log("accuracy", right, batch_size=len(batch.X), sync_dist=True, prog_bar=True)
+
+    def predict_step(self, batch: dasksc.Batch, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row numbers, and the labels they are taken for."""
+        return batch.index, self(batch.X).argmax(dim=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=2e-3)
+
+
+def main() -> None:
+    """Train, validate and predict."""
+    parser = argparse.ArgumentParser(description="Train a cell-type classifier with Lightning.")
+    parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
+    parser.add_argument("--label", default="cell_type", help="obs column to predict")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=128, help="per device")
+    parser.add_argument("--folder", default="checkpoints", help="for checkpoints")
+    parser.add_argument("--resume", help="a checkpoint to go on from")
+    args = parser.parse_args()
+
+    adata = dasksc.open(args.atlas, obs=[args.label])
+    held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # the same in every process
+    data = scDataModule(
+        adata,
+        batch_size=args.batch_size,
+        train=dasksc.ClassBalancedSampling(label_key=args.label, indices=np.flatnonzero(~held_out)),
+        validate=dasksc.Streaming(indices=np.flatnonzero(held_out)),
+        predict=dasksc.Streaming(indices=np.flatnonzero(held_out)),
+        obs=[args.label],
+        seed=0,
+    )
+    pl.seed_everything(0)
+    model = Classifier(adata.n_vars, adata.obs[args.label].nunique(), args.label)
+    trainer = pl.Trainer(
+        accelerator="auto",
+        devices=args.devices,
+        strategy="ddp" if args.devices > 1 else "auto",
+        max_epochs=args.epochs,
+        callbacks=[ModelCheckpoint(args.folder, every_n_train_steps=50, save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(model, data, ckpt_path=args.resume)
+    accuracy = trainer.callback_metrics["accuracy"].item()
+    predictions = trainer.predict(model, data)
+    n_cells = sum(len(rows) for rows, _ in predictions)
+    print(f"rank {trainer.global_rank}: accuracy {accuracy:.1%}, predicted {n_cells} held-out cells", flush=True)
+
+
+if __name__ == "__main__":
+    main()

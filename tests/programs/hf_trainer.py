@@ -1,0 +1,59 @@
+"""Train with Hugging Face's Trainer; write which rows each rank saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import TrainingArguments
+
+import dasksc
+from dasksc.integrations.transformers import scTrainer
+
+
+class Model(torch.nn.Module):
+    """A linear map that remembers which rows it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(17, 1)
+        self.seen: dict[str, list[list[int]]] = {"train": [], "eval": []}
+
+    def forward(self, X: torch.Tensor, index: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+        """Mean prediction, as a loss."""
+        self.seen["train" if self.training else "eval"].append(index.tolist())
+        return {"loss": self.layer(X).mean(), "index": index}
+
+
+def main() -> None:
+    """Do what the JSON on the command line says."""
+    given = json.loads(sys.argv[1])
+    folder = Path(given["folder"])
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        num_train_epochs=2,
+        per_device_train_batch_size=8,
+        save_strategy="steps",
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        learning_rate=1e-6,
+        gradient_accumulation_steps=given.get("accumulate", 1),
+    )
+    common = {"batch_size": 8, "fetch_factor": 2, "obs": ["cell_type"], "seed": 3}
+    training = dasksc.scDataset(given["path"], dasksc.BlockShuffling(4, indices=np.arange(50)), **common)
+    held_out = dasksc.scDataset(given["path"], dasksc.Streaming(indices=np.arange(50, 60)), **common)
+    model = Model()
+    trainer = scTrainer(model, arguments, train_dataset=training, eval_dataset=held_out)
+    trainer.train(resume_from_checkpoint=given.get("checkpoint"))
+    trainer.evaluate()
+    (folder / f"seen-{training.rank}.json").write_text(json.dumps(model.seen))
+
+
+if __name__ == "__main__":
+    main()

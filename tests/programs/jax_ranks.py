@@ -1,0 +1,40 @@
+"""One of several processes of jax.distributed: read two epochs, hand the batches to JAX, write what was seen."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dasksc
+
+address, n_processes, process, path, out = sys.argv[1:]
+jax.distributed.initialize(address, int(n_processes), int(process))
+# seed=None: the processes agree on one.
+dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["cell_type"])
+total = jax.jit(jnp.sum)
+epochs, sums = [], []
+for _ in range(2):
+    rows = []
+    for batch in dataset:
+        X = jnp.from_dlpack(batch.X)
+        assert X.dtype == np.float32
+        assert X.shape == (len(batch.index), 17)
+        sums.append(float(total(X)))
+        rows += batch.index.tolist()
+    epochs.append(rows)
+world = dasksc.World.detect()
+found = {"source": world.source, "rank": dataset.rank, "size": dataset.world_size, "seed": dataset.seed}
+
+apart = dasksc.scDataset(np.arange(50), dasksc.BlockShuffling(4), batch_size=8, seed=0)
+apart.set_epoch(dataset.rank)
+try:
+    found["apart"] = len(list(apart))
+except dasksc.RankMismatchError as error:
+    found["apart"] = str(error)
+with open(f"{out}.{process}", "w") as file:
+    json.dump(found | {"epochs": epochs, "sum": sum(sums)}, file)
+jax.distributed.shutdown()

@@ -1,0 +1,22 @@
+"""Under any launcher, without a process group: write which rank this is, and which rows it reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import dasksc
+
+dataset = dasksc.scDataset(np.arange(103), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)
+world = dasksc.World.detect()
+told = {
+    "rank": world.rank,
+    "world_size": world.world_size,
+    "local_world_size": world.local_world_size,
+    "source": world.source,
+    "batches": [batch.tolist() for batch in dataset],
+}
+(Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(told))

@@ -1,0 +1,74 @@
+"""Train with Lightning's ddp on CPU processes that it starts itself; write which rows each rank saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import dasksc
+from dasksc.integrations.lightning import scDataModule
+
+warnings.filterwarnings("error", ".*sampler|.*not resumable|.*length")
+
+
+class Recorder(pl.LightningModule):
+    """A small model that remembers which rows it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(17, 1)
+        self.seen: dict[str, list[list[int]]] = {"train": [], "validate": []}
+
+    def training_step(self, batch, batch_idx):
+        self.seen["train"].append(batch.index.tolist())
+        return self.layer(batch.X).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen["validate"].append(batch.index.tolist())
+        self.log("loss", self.layer(batch.X).mean(), sync_dist=True, batch_size=len(batch.X))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def main() -> None:
+    """Do what the JSON on the command line says."""
+    given = json.loads(sys.argv[1])
+    folder, devices = Path(given["folder"]), given["devices"]
+    data = scDataModule(
+        given["path"],
+        8,
+        train=dasksc.BlockShuffling(4, indices=np.arange(50)),
+        validate=dasksc.Streaming(indices=np.arange(50, 60)),
+        fetch_factor=2,
+        obs=["cell_type"],
+    )
+    callbacks = []
+    if "save_every" in given:
+        callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=given["save_every"], save_top_k=-1)]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        max_epochs=given["max_epochs"],
+        callbacks=callbacks,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+    )
+    model = Recorder()
+    trainer.fit(model, data, ckpt_path=given.get("ckpt_path"))
+    (folder / f"seen-{devices}-{trainer.global_rank}.json").write_text(json.dumps(model.seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Run a command on a Slurm cluster of one node, which is brought up for it and taken down after it.
+
+    python with_slurm.py srun -n 2 hostname
+
+Everything the cluster writes lies in a folder of its own, and its ports are free ones. Needs root and Debian's
+packages slurm-wlm and munge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "srun")
+N_TASKS = 4
+
+CONFIGURATION = """
+ClusterName=one
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+MpiDefault=none
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={n_tasks} State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES State=UP
+"""
+
+
+def missing() -> list[str]:
+    """What of the programs this needs is not installed, or what else stands in the way."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
+    absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
+    return absent if os.geteuid() == 0 else [*absent, "root"]
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def daemon(*command: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
+    """Keep a program running; end it on the way out."""
+    with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[dict[str, str]]:
+    """Bring the cluster up; yield the environment in which to run its commands."""
+    # Below the system's own folder for such things: the path of a Unix socket must be short.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as name, contextlib.ExitStack() as running:
+        folder = Path(name)
+        path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
+        environment = os.environ | {"PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+        controller_port, node_port = free_ports(2)
+        host = socket.gethostname().split(".")[0]
+        key = folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(1024))
+        (folder / "slurm.conf").write_text(
+            CONFIGURATION.format(
+                host=host, folder=folder, controller_port=controller_port, node_port=node_port, n_tasks=N_TASKS
+            )
+        )
+        munged = [f"--{kind}={folder}/munge.{kind.split('-')[0]}" for kind in ("socket", "key-file", "pid-file")]
+        munged += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed", "--foreground", "--force"]
+        commands = [["munged", *munged], ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", host]]
+        for command in commands:
+            program = shutil.which(command[0], path=path) or command[0]
+            log = folder / f"{command[0]}.output"
+            running.enter_context(daemon(program, *command[1:], log=log, environment=environment))
+            if command[0] == "munged":
+                wait_until(lambda: (folder / "munge.socket").exists(), folder)
+        wait_until(lambda: state_of_nodes(environment) == "idle", folder)
+        yield environment
+
+
+def state_of_nodes(environment: dict[str, str]) -> str:
+    """What the controller says of its nodes, once it answers."""
+    command = ["sinfo", "--noheader", "--format=%t"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def wait_until(ready: Callable[[], bool], folder: Path, timeout_s: float = 60) -> None:
+    """Wait for a daemon; say what the daemons said if it does not come up."""
+    end = time.monotonic() + timeout_s
+    while not ready():
+        if time.monotonic() > end:
+            said = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.glob("*.output")))
+            raise TimeoutError(f"Slurm did not come up in {timeout_s:.0f} s.\n{said}")
+        time.sleep(0.1)
+
+
+def main() -> int:
+    """Run the command line's command; return what it returned."""
+    with cluster() as environment:
+        return subprocess.run(sys.argv[1:], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What an epoch did is accounted for: rows seen, repeated and left out, per rank, with and without workers."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, Streaming, scDataset
+
+N_OBS = 103
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
+]
+
+
+def dataset(strategy=None, **options) -> scDataset:
+    options = {"batch_size": 5, "fetch_factor": 2, "seed": 3, "scheduler": "synchronous", **options}
+    return scDataset(np.arange(N_OBS), strategy or BlockShuffling(4), **options)
+
+
+def loaded(one: scDataset, num_workers: int) -> DataLoader:
+    return DataLoader(one, batch_size=None, num_workers=num_workers)
+
+
+@pytest.fixture
+def log(tmp_path):
+    """The lines logged at the end of epochs; forked workers write to the same file."""
+    handler = logging.FileHandler(tmp_path / "log")
+    logger = logging.getLogger("dasksc.dataset")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lambda: [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("epoch ")]
+    logger.removeHandler(handler)
+    handler.close()
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("equal_ranks", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_seen_repeated_and_left_out_add_up_to_the_epoch(log, world_size, equal_ranks, drop_last, num_workers):
+    seen: Counter[int] = Counter()
+    stats = []
+    for rank in range(world_size):
+        one = dataset(rank=rank, world_size=world_size, equal_ranks=equal_ranks, drop_last=drop_last)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Length of IterableDataset")
+            batches = list(loaded(one, num_workers))
+        stats.append(one.stats())
+        assert stats[-1]["n_batches"] == stats[-1]["n_rank_batches"] == len(batches) == len(one)
+        assert stats[-1]["n_rows"] == sum(map(len, batches))
+        assert (stats[-1]["epoch"], stats[-1]["rank"], stats[-1]["world_size"]) == (0, rank, world_size)
+        for batch in batches:
+            seen.update(batch.tolist())
+    total = stats[0]
+    assert sum(one["n_rows"] for one in stats) == N_OBS + total["n_padded"] - total["n_dropped"]
+    assert sum(seen.values()) - len(seen) == total["n_padded"] == sum(one["n_rank_padded"] for one in stats)
+    assert N_OBS - len(seen) == total["n_dropped"]
+    n_undealt = total["n_dropped"] - sum(one["n_rank_dropped"] for one in stats)
+    assert n_undealt == (N_OBS % world_size if equal_ranks and drop_last else 0)
+    if equal_ranks:
+        assert len({one["n_rows"] for one in stats}) == 1
+    # One line per epoch and rank, whoever read.
+    assert [line.split(";")[0] for line in log()] == [
+        f"epoch 0, rank {one['rank']} of {world_size}: {one['n_rows']} rows in {one['n_batches']} batches, "
+        f"{one['n_rank_padded']} padded, {one['n_rank_dropped']} dropped "
+        f"({total['n_padded']} and {total['n_dropped']} over all ranks)"
+        for one in stats
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_is_left_early_is_counted_but_not_told_as_if_whole(log, num_workers):
+    one = dataset()
+    for _ in islice(loaded(one, num_workers), 2):
+        pass
+    assert log() == []
+    if num_workers == 0:
+        assert (one.stats()["n_batches"], one.stats()["n_rows"]) == (2, 10)
+    list(loaded(one, num_workers))
+    (line,) = log()
+    assert line.startswith("epoch 1, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped")
+    assert one.stats()["epoch"] == 1
+
+
+def test_a_resumed_epoch_tells_what_came_before(log):
+    one = dataset()
+    list(islice(iter(one), 7))
+    other = dataset()
+    other.load_state_dict(one.state_dict())
+    list(other)
+    (line,) = log()
+    assert "68 rows in 14 batches after the 7 of before" in line
+    stats = other.stats()
+    assert (stats["n_batches"], stats["n_batches_before"], stats["n_rank_batches"]) == (14, 7, 21)
+
+
+def test_stats_are_of_whoever_read_last():
+    one = dataset()
+    list(loaded(one, 2))
+    assert (one.stats()["epoch"], one.stats()["n_rows"]) == (0, N_OBS)
+    next(iter(one))
+    assert (one.stats()["epoch"], one.stats()["n_rows"]) == (1, 5)
+    list(loaded(one, 2))
+    assert (one.stats()["epoch"], one.stats()["n_rows"]) == (2, N_OBS)
+
+
+def test_persistent_workers_account_for_every_epoch(log):
+    one = dataset()
+    loader = DataLoader(one, batch_size=None, num_workers=2, persistent_workers=True)
+    for epoch in range(3):
+        assert len(list(loader)) == 21
+        assert (one.stats()["epoch"], one.stats()["n_rows"]) == (epoch, N_OBS)
+    assert [line.split(",")[0] for line in log()] == ["epoch 0", "epoch 1", "epoch 2"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Streaming(),
+        BlockShuffling(4, drop_last=True),
+        BlockWeightedSampling(4, weights=np.arange(N_OBS)),
+        ClassBalancedSampling(np.repeat([0, 1], [90, 13]), 4, total_size=77),
+    ],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_every_strategy_is_accounted_for(strategy):
+    ranks = [dataset(strategy, rank=rank, world_size=3) for rank in range(3)]
+    n_rows = [sum(map(len, one)) for one in ranks]
+    stats = [one.stats() for one in ranks]
+    assert [one["n_rows"] for one in stats] == n_rows
+    assert sum(n_rows) == ranks[0].plan(0).n_rows + stats[0]["n_padded"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("n_obs", [1, 9, 103, 120])
+def test_the_length_of_a_loader_is_what_it_yields_and_torch_has_nothing_to_say(n_obs, drop_last, num_workers):
+    one = scDataset(np.arange(n_obs), BlockShuffling(4), 5, 2, drop_last, seed=0)
+    loader = loaded(one, num_workers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Length of IterableDataset")
+        for _ in range(2):
+            assert len(list(loader)) == len(loader) == len(one)

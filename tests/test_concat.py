@@ -1,0 +1,277 @@
+"""Several atlases as one are what `anndata.concat` makes of them in memory."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import torch
+from anndata import AnnData
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError
+
+GENES = np.array([f"gene{i}" for i in range(40)])
+pytestmark = pytest.mark.filterwarnings("ignore:Observation names are not unique", "ignore:.*is of several types")
+
+
+def atlas(
+    seed: int,
+    n_obs: int,
+    genes: np.ndarray | None = None,
+    *,
+    dtype: str = "float32",
+    layout: str = "csr",
+    columns: tuple[str, ...] = ("cell_type", "n", "note"),
+) -> AnnData:
+    rng = np.random.default_rng(seed)
+    genes = rng.permutation(GENES)[: rng.integers(20, 35)] if genes is None else genes
+    dense = np.where(rng.random((n_obs, len(genes))) < 0.3, rng.integers(1, 90, (n_obs, len(genes))), 0).astype(dtype)
+    kinds = rng.permutation(list("ABCDE"))[:3]
+    obs = pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(rng.choice(kinds, n_obs), categories=kinds),
+            "n": rng.integers(0, 9, n_obs),
+            "note": rng.choice(["x", "y"], n_obs),
+        },
+        index=[f"cell{seed}-{i}" for i in range(n_obs)],
+    )[list(columns)]
+    x = dense if layout == "dense" else sp.csr_matrix(dense)
+    var = pd.DataFrame({"length": rng.integers(1, 99, len(genes))}, index=genes)
+    return AnnData(X=x, obs=obs, var=var, layers={"twice": x * 2}, obsm={"pca": rng.random((n_obs, 3))})
+
+
+def write(adata: AnnData, path: Path, kind: str) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "zarr":
+            adata.write_zarr(path.with_suffix(".zarr"))
+            return path.with_suffix(".zarr")
+        adata.write_h5ad(path.with_suffix(".h5ad"), compression="gzip" if kind == "gzip" else None)
+    return path.with_suffix(".h5ad")
+
+
+def dense(array: Any) -> np.ndarray:
+    array = array.compute() if hasattr(array, "compute") else array
+    return array.toarray() if sp.issparse(array) else np.asarray(array)
+
+
+def assert_same(got: AnnData, expected: AnnData) -> None:
+    pd.testing.assert_frame_equal(got.obs, expected.obs)
+    pd.testing.assert_frame_equal(got.var, expected.var)
+    for name in ("X", "twice"):
+        lazy, eager = (adata.X if name == "X" else adata.layers[name] for adata in (got, expected))
+        np.testing.assert_array_equal(dense(lazy), dense(eager))
+        assert lazy.dtype == eager.dtype
+        assert sp.issparse(lazy._meta) == sp.issparse(eager)
+    np.testing.assert_array_equal(dense(got.obsm["pca"]), expected.obsm["pca"])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4, unique=True),
+    sizes=st.lists(st.integers(0, 60), min_size=4, max_size=4),
+    kinds=st.lists(st.sampled_from(["plain", "gzip", "zarr", "memory"]), min_size=4, max_size=4),
+    dtypes=st.lists(st.sampled_from(["float32", "int32", "float64"]), min_size=4, max_size=4),
+    layouts=st.one_of(st.just(["csr"] * 4), st.just(["dense"] * 4), st.just(["csr", "dense", "csr", "dense"])),
+    genes=st.sampled_from(["same", "other"]),
+    join=st.sampled_from(["inner", "outer"]),
+    label=st.sampled_from([None, "source"]),
+)
+def test_several_are_what_anndata_makes_of_them(
+    tmp_path_factory: pytest.TempPathFactory, seeds, sizes, kinds, dtypes, layouts, genes, join, label
+) -> None:
+    folder = tmp_path_factory.mktemp("several")
+    adatas = [
+        atlas(seed, n, GENES[:30] if genes == "same" else None, dtype=dtype, layout=layout)
+        for seed, n, dtype, layout in zip(seeds, sizes, dtypes, layouts, strict=False)
+    ]
+    parts = [
+        adata if kind == "memory" else write(adata, folder / f"part{i}", kind)
+        for i, (adata, kind) in enumerate(zip(adatas, kinds, strict=False))
+    ]
+    keys = [f"key{i}" for i in range(len(parts))]
+    options = {"join": join, "label": label, "keys": keys, "index_unique": "-"}
+    expected = anndata.concat(adatas, **options)
+    got = dasksc.open(parts, **options)
+    assert_same(got, expected)
+
+    # Batches, of all variables and of some, are rows of the same.
+    n_obs = expected.n_obs
+    if n_obs == 0 or expected.n_vars == 0:
+        return
+    for some in (None, expected.var_names[::-3]):
+        dataset = dasksc.scDataset(
+            got,
+            dasksc.BlockShuffling(4),
+            batch_size=7,
+            fetch_factor=3,
+            genes=some,
+            obs=["n"],
+            seed=1,
+            rank=0,
+            world_size=1,
+        )
+        values = dense(expected.X if some is None else expected[:, some].X)
+        seen = []
+        for batch in dataset:
+            np.testing.assert_array_equal(batch.X.numpy(), values[batch.index.numpy()].astype(batch.X.numpy().dtype))
+            np.testing.assert_array_equal(batch.obs["n"], expected.obs["n"].to_numpy()[batch.index.numpy()])
+            seen.append(batch.index)
+        assert sorted(torch.cat(seen).tolist()) == list(range(n_obs))
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    (tmp_path / "atlas").mkdir()
+    return [
+        write(atlas(i, 30 + i), tmp_path / "atlas" / f"part{i}", kind)
+        for i, kind in enumerate(["plain", "gzip", "zarr"])
+    ]
+
+
+def test_a_directory_a_pattern_a_dict_and_a_list_are_the_same(three: list[Path]) -> None:
+    expected = dasksc.open([three[0], three[1], three[2]], join="outer", label="source")
+    folder = three[0].parent
+    for same in (folder, {path.stem: path for path in three}):
+        assert_same(dasksc.open(same, join="outer", label="source"), to_memory(expected))
+    assert list(expected.obs["source"].cat.categories) == ["part0", "part1", "part2"]
+    some = dasksc.open(str(folder / "part*.h5ad"))
+    assert some.n_obs == 61
+
+
+def to_memory(adata: AnnData) -> AnnData:
+    return adata.to_memory()
+
+
+def test_a_store_of_groups_as_annbatch_writes_it_opens_as_one(tmp_path: Path) -> None:
+    import zarr
+
+    parts = [atlas(i, 20, GENES) for i in range(11)]
+    zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
+    for i, part in enumerate(parts):
+        write(part, tmp_path / f"part{i}", "zarr").rename(tmp_path / "store" / f"dataset_{i}")
+    got = dasksc.open(tmp_path / "store")
+    assert_same(got, anndata.concat(parts))
+
+
+def test_an_anncollection_opens_as_what_it_is_of() -> None:
+    from anndata.experimental import AnnCollection
+
+    parts = {name: atlas(i, 25) for i, name in enumerate(["a", "b"])}
+    collection = AnnCollection(parts, join_vars="inner")
+    assert_same(dasksc.open(collection), anndata.concat(list(parts.values())))
+
+
+def test_columns_of_obs_that_some_lack_are_missing_there(tmp_path: Path) -> None:
+    parts = [atlas(0, 10), atlas(1, 12, columns=("cell_type",)), atlas(2, 8, columns=("n", "note"))]
+    paths = [write(part, tmp_path / f"part{i}", "plain") for i, part in enumerate(parts)]
+    assert_same(dasksc.open(paths, join="outer"), anndata.concat(parts, join="outer"))
+    assert list(dasksc.open(paths, join="outer", obs=["note"]).obs.columns) == ["note"]
+    dataset = dasksc.scDataset(
+        dasksc.open(paths, join="outer"),
+        dasksc.Streaming(),
+        batch_size=30,
+        obs=["cell_type", "n"],
+        rank=0,
+        world_size=1,
+    )
+    (batch,) = dataset
+    assert (batch.obs["cell_type"] == -1).nonzero().flatten().tolist() == list(range(22, 30))
+    assert (
+        dataset.categories["cell_type"] == anndata.concat(parts, join="outer").obs["cell_type"].cat.categories.tolist()
+    )
+    assert batch.obs["n"].isnan().nonzero().flatten().tolist() == list(range(10, 22))
+    with pytest.raises(MissingKeyError, match="no column 'note'"):
+        dasksc.open(paths, obs=["note"])
+
+
+def test_types_that_differ_are_said_and_united(tmp_path: Path) -> None:
+    parts = [atlas(0, 10, GENES, dtype="int32"), atlas(1, 12, GENES, dtype="float32")]
+    with pytest.warns(UserWarning, match=r"X is of several types and becomes float64: int32 \(as in 0\), float32"):
+        got = dasksc.open(parts)
+    assert got.X.dtype == np.float64
+
+
+def test_what_not_all_have_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [atlas(0, 10), atlas(1, 12)]
+    del parts[1].layers["twice"]
+    got = dasksc.open(parts)
+    assert list(got.layers) == []
+    assert "layers['twice'] is left out: 1 has none" in caplog.text
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_fetches_of_several_pickle_and_join(three: list[Path], scheduler: str) -> None:
+    adata = dasksc.open(three, join="outer")
+    matrix = dasksc.collection.AnnDataView(adata)._matrix("X", adata.X)
+    rows = np.arange(0, adata.n_obs, 2)
+    fetched = matrix.fetch(rows)
+    expected = dense(adata.X)[rows]
+    for one in (fetched, pickle.loads(pickle.dumps(fetched)), pickle.loads(pickle.dumps(matrix)).fetch(rows)):
+        out = np.full(one.shape, 7, np.float32)
+        one.gather(np.arange(len(rows)), out=out)
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_a_damaged_row_is_named_with_its_own_file(tmp_path: Path) -> None:
+    import h5py
+
+    paths = [write(atlas(i, 20), tmp_path / f"part{i}", "plain") for i in range(3)]
+    with h5py.File(paths[1], "r+") as file:
+        start = int(file["X/indptr"][4])
+        file["X/indices"][start] = 39 if file["X"].attrs["shape"][1] < 39 else 400
+    dataset = dasksc.scDataset(paths, dasksc.Streaming(), batch_size=8, rank=0, world_size=1)
+    with pytest.raises(CorruptDataError, match=r"part1.h5ad:/X/indices: row 4 has a column outside"):
+        list(dataset)
+
+
+def test_scdataset_takes_several_paths(three: list[Path]) -> None:
+    dataset = dasksc.scDataset(three, dasksc.Streaming(), batch_size=16, obs=["cell_type"], rank=0, world_size=1)
+    assert sum(len(batch.index) for batch in dataset) == 93
+
+
+def test_no_file_stays_open_and_many_open_quickly_enough(tmp_path: Path) -> None:
+    import os
+
+    path = write(atlas(0, 10), tmp_path / "part", "plain")
+    copies = []
+    for i in range(200):
+        copies.append(tmp_path / f"copy{i:03}.h5ad")
+        os.link(path, copies[-1])
+    before = len(os.listdir("/proc/self/fd"))
+    adata = dasksc.open(copies, index_unique="-", label="source")
+    assert adata.n_obs == 2000
+    assert len(os.listdir("/proc/self/fd")) - before < 5
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "match"),
+    [
+        ([], {}, InputError, "nothing to open in"),
+        ("none*.h5ad", {}, MissingPathError, "nothing fits the pattern"),
+        ([3], {}, InputError, "cannot open an object of type builtins.int"),
+        ([atlas(0, 3)], {"join": "left"}, InputError, "neither 'inner' nor 'outer'"),
+        ([atlas(0, 3), atlas(1, 3)], {"keys": ["a"]}, InputError, "must be a list of 2 names"),
+        ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose own keys these are"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_said(data: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        dasksc.open(data, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+def test_variables_that_repeat_are_refused() -> None:
+    with pytest.raises(InputError, match=r"variables of 1 repeat \(\['gene0'\]\)"):
+        dasksc.open([atlas(0, 3), atlas(1, 3, GENES[[0, 0, 1]])])

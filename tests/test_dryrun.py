@@ -1,0 +1,205 @@
+"""What check says of an epoch is what the epoch then is; nothing of X is read for it."""
+
+from __future__ import annotations
+
+import anndata as ad
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from torch.utils.data import DataLoader
+
+import dasksc
+from dasksc import BlockShuffling, ClassBalancedSampling, InputError, Streaming, scDataset
+from tests.data import make_adata, write_store
+from tests.recorders import recorded_reads
+
+N_OBS = 203
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+def dataset(data, strategy=None, **options) -> scDataset:
+    options = {"batch_size": 8, "fetch_factor": 4, "seed": 1, **options}
+    return scDataset(data, strategy or BlockShuffling(4), **options)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("equal_ranks", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_it_says_what_every_rank_then_yields(path, world_size, equal_ranks, drop_last):
+    sizes = {"equal_ranks": equal_ranks, "drop_last": drop_last}
+    found = dasksc.check(dataset(path, **sizes), world_size=world_size)
+    assert found.world_size == world_size
+    assert found.global_batch_size == 8 * world_size
+    for share in found.ranks:
+        one = dataset(path, rank=share.rank, world_size=world_size, **sizes)
+        lengths = [len(batch) for batch in one]
+        stats = one.stats()
+        assert (share.n_rows, share.n_batches) == (sum(lengths), len(lengths))
+        assert (share.n_padded, share.n_dropped) == (stats["n_rank_padded"], stats["n_rank_dropped"])
+        assert (found.n_padded, found.n_dropped) == (stats["n_padded"], stats["n_dropped"])
+        assert share.n_fetches == one.plan(0).n_fetches
+    assert sum(share.n_rows for share in found.ranks) == N_OBS + found.n_padded - found.n_dropped
+
+
+def test_nothing_of_x_is_read_and_no_epoch_used(path):
+    one = dataset(path, ClassBalancedSampling(label_key="cell_type"), obs=["cell_type"], layers=["counts"])
+    with recorded_reads() as reads:
+        found = dasksc.check(DataLoader(one, batch_size=None, num_workers=2), world_size=2)
+        repr(found)
+    assert not reads.of("X/")
+    assert not reads.of("layers/")
+    assert one.stats()["epoch"] is None
+    next(iter(one))
+    assert one.stats()["epoch"] == found.epoch == 0
+
+
+def test_a_dry_run_for_other_ranks_leaves_the_data_set_as_it_is(path):
+    one = dataset(path, seed=None)
+    dasksc.check(one, world_size=5)
+    assert (one.rank, one.world_size) == (0, 1)
+    assert dasksc.check(one).world_size == 1
+
+
+def test_the_class_mix_is_that_of_the_epoch(path):
+    one = dataset(path, ClassBalancedSampling(label_key="cell_type", total_size=6000), obs=["cell_type"])
+    found = dasksc.check(one)
+    drawn = pd.Series(np.concatenate([batch.obs["cell_type"] for batch in one])).value_counts(normalize=True)
+    stored = make_adata(N_OBS).obs["cell_type"].value_counts(normalize=True)
+    assert found.label_key == "cell_type"
+    assert {share.name for share in found.classes} == {"T cell", "B cell", "NK cell"}
+    for share in found.classes:
+        assert share.drawn == pytest.approx(drawn[one.categories["cell_type"].index(share.name)])
+        assert share.stored == pytest.approx(stored[share.name])
+
+
+@pytest.mark.parametrize(
+    ("options", "label_key", "named"),
+    [
+        ({}, None, None),
+        ({"obs": ["float32", "cell_type"]}, None, "cell_type"),
+        ({"obs": ["cell_type", "text"]}, "text", "text"),
+    ],
+)
+def test_the_labels_are_those_asked_for_or_the_first_that_are_labels(path, options, label_key, named):
+    found = dasksc.check(dataset(path, **options), label_key=label_key)
+    assert found.label_key == named
+    assert bool(found.classes) is (named is not None)
+
+
+def test_labels_given_to_the_strategy_are_counted():
+    labels = np.repeat([0, 1], [180, 20])
+    found = dasksc.check(dataset(np.arange(200), ClassBalancedSampling(labels, total_size=10_000)))
+    assert [share.name for share in found.classes] == [0, 1]
+    assert [share.drawn for share in found.classes] == pytest.approx([0.5, 0.5], abs=0.03)
+    assert {share.name: share.stored for share in found.classes} == {0: 0.9, 1: 0.1}
+
+
+def test_memory_counts_workers_and_the_batches_they_prefetch(path):
+    one = dataset(path)
+    alone = dasksc.check(one)
+    assert alone.rank_bytes == alone.process_bytes == one.projected_bytes
+    few = dasksc.check(DataLoader(one, batch_size=None, num_workers=2))
+    more = dasksc.check(DataLoader(one, batch_size=None, num_workers=2, prefetch_factor=50))
+    assert (few.num_workers, few.prefetch_factor, more.prefetch_factor) == (2, 2, 50)
+    batch_bytes = 8 * 17 * 4
+    assert few.prefetched_bytes >= 2 * 2 * batch_bytes
+    assert more.prefetched_bytes == 25 * few.prefetched_bytes
+    assert few.rank_bytes == 2 * one.projected_bytes + few.prefetched_bytes
+    assert "2 workers x" in repr(few)
+    assert "(50 each)" in repr(more)
+
+
+def test_rows_of_unknown_size_have_no_projection():
+    found = dasksc.check(dataset(np.arange(100)))
+    assert found.rank_bytes is None
+    assert "unknown" in repr(found)
+
+
+def test_a_good_configuration_is_not_warned_of(path):
+    assert dasksc.check(dataset(path, obs=["cell_type"]), world_size=4).warnings == ()
+
+
+def sorted_atlas(n_obs=4000) -> ad.AnnData:
+    obs = pd.DataFrame({"plate": pd.Categorical(np.arange(n_obs) * 8 // n_obs)}, index=np.arange(n_obs).astype(str))
+    return ad.AnnData(X=sp.random(n_obs, 5, density=0.4, format="csr", random_state=0), obs=obs)
+
+
+def test_sorted_labels_with_a_small_buffer_are_warned_of():
+    adata = sorted_atlas()
+    (warning,) = dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=4)).warnings
+    assert "random ones would (plate)" in warning
+    assert "a fetch mixes only 2 blocks" in warning
+    assert dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=128)).warnings == ()
+
+
+def test_more_ranks_than_blocks_are_warned_of(path):
+    one = dataset(path, BlockShuffling(100))
+    assert dasksc.check(one, world_size=3).warnings == ()
+    (warning,) = dasksc.check(one, world_size=4).warnings
+    assert "more ranks (4) than blocks (3)" in warning
+    (warning,) = dasksc.check(dataset(path, Streaming()), world_size=8).warnings
+    assert "lower fetch_factor" in warning
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_a_fetch_smaller_than_a_chunk_is_warned_of(tmp_path, layout):
+    X = sp.random(3000, 20, density=0.5, format="csr", dtype=np.float32, random_state=0)
+    path = tmp_path / "atlas.h5ad"
+    adata = ad.AnnData(X=X if layout == "csr" else X.toarray())
+    adata.write_h5ad(path, compression="gzip")
+    chunk_rows = dataset(path)._matrices["X"].cost.chunk_rows
+    assert 100 < chunk_rows < 3000
+    (warning,) = dasksc.check(dataset(path)).warnings
+    assert f"a fetch (32 rows) is smaller than a storage chunk of X (about {chunk_rows:,.0f} rows)" in warning
+    assert dasksc.check(dataset(path, fetch_factor=512)).warnings == ()
+
+
+def test_row_chunks_of_a_dask_array_that_is_read_whole_are_chunks_too():
+    array = da.ones((1000, 4), chunks=(500, 4)).map_blocks(lambda block: block)
+    (warning,) = dasksc.check(dataset(array)).warnings
+    assert "about 500 rows" in warning
+
+
+def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):
+    (warning,) = dasksc.check(dataset(path, batch_size=150, drop_last=True)).warnings
+    assert "26% of the rows are dropped" in warning
+    (warning,) = dasksc.check(dataset(path, batch_size=150, drop_last=True), world_size=2).warnings
+    assert "no rank yields a batch" in warning
+    (warning,) = dasksc.check(DataLoader(dataset(path), batch_size=None, num_workers=2), world_size=8).warnings
+    assert "2 DataLoader workers share 1 fetches" in warning
+
+
+def test_a_loader_that_batches_batches_is_warned_of(path):
+    (warning,) = dasksc.check(DataLoader(dataset(path), batch_size=4)).warnings
+    assert "batch_size=None" in warning
+
+
+@pytest.mark.parametrize("wrong", [None, [1, 2], DataLoader([1, 2])])
+def test_what_is_no_data_set_is_refused(wrong):
+    with pytest.raises(InputError, match=r"check takes a dasksc.scDataset"):
+        dasksc.check(wrong)
+
+
+def test_a_world_without_ranks_is_refused(path):
+    with pytest.raises(InputError, match="world_size=0"):
+        dasksc.check(dataset(path), world_size=0)
+
+
+def test_the_report_reads_like_one(path):
+    one = dataset(path, obs=["cell_type"])
+    lines = repr(dasksc.check(one, world_size=4)).splitlines()
+    assert lines[0] == "atlas by BlockShuffling, epoch 0, 4 ranks"
+    assert lines[1] == "  rows     203 of the 203 stored, in 51 blocks of 4"
+    assert lines[2] == "  batches  8 rows a rank, 32 over all; fetches of 32 rows"
+    assert lines[3] == "  ranks 0 to 2: 51 rows in 7 batches, read in 2 fetches"
+    assert lines[4] == "  rank 3: 51 rows in 7 batches, read in 2 fetches, 1 of them padded"
+    assert lines[5] == "  padded   1 rows over all ranks; dropped 0"
+    assert lines[6].startswith("  cell_type: ")
+    assert lines[7].startswith("  memory   ")
+    assert len(lines) == 8

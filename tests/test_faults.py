@@ -1,0 +1,244 @@
+"""What goes wrong is told, ends everything that waits for it, and leaves the data set usable."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from dasksc import BlockShuffling, FetchError, Streaming, scDataset
+from tests.data import make_adata, write_store
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = Path(__file__).parent / "programs" / "ddp_faults.py"
+N_OBS = 203
+# Beyond the 20 s after which the process group gives up, and what three processes take to start.
+PATIENCE_S = 180
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
+]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+# --- One rank of several ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("raise", r"ZeroDivisionError: mine\s+(\[rank1\]: )?in batch 3 of 63 \(epoch 0, rank 1 of 2\), rows \d+, \d+"),
+        ("SIGTERM", r"Signal 15 \(SIGTERM\) received by PID"),
+        ("SIGKILL", r"Signal 9 \(SIGKILL\) received by PID"),
+    ],
+)
+def test_what_ends_one_rank_ends_all_and_is_told(how, told):
+    done = subprocess.run(
+        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), PROGRAM, how, "1"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode != 0
+    assert "finished" not in done.stdout
+    assert re.search(told, done.stderr), done.stderr
+    for pid in re.findall(r"is process (\d+)", done.stdout):
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("whom", [0, 1], ids=["which holds the store", "which does not"])
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_without_a_launcher_that_watches_the_other_rank_ends_too(how, whom):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, how, str(whom)],
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert all(rank.returncode != 0 for rank in ranks)
+    assert not any("finished" in out for out, _ in printed)
+    if how == "raise":
+        assert "ZeroDivisionError: mine" in printed[whom][1]
+        assert f"in batch 3 of 63 (epoch 0, rank {whom} of 2)" in printed[whom][1]
+    else:
+        assert ranks[whom].returncode == -signal.SIGKILL
+    # The other's own error is what its collective said, not what the data set met when it closed.
+    last = printed[1 - whom][1].strip().splitlines()[-1]
+    assert "Error" in printed[1 - whom][1], last
+    assert "all_reduce" in printed[1 - whom][1]
+
+
+# --- Hooks --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+def rows_of_batch(one: scDataset, i: int) -> list[int]:
+    return one.plan(0).batch_rows(i).tolist()
+
+
+@pytest.mark.parametrize(
+    ("hook", "num_workers"), [("batch_callback", 0), ("batch_transform", 0), ("batch_transform", 1)]
+)
+def test_a_hook_that_raises_is_reported_with_its_batch_and_rows(hook, num_workers):
+    def broken(batch, positions=None):
+        batch = batch if positions is None else batch[positions]
+        if 77 in batch:
+            raise ZeroDivisionError("mine")
+        return batch
+
+    one = scDataset(np.arange(100), BlockShuffling(4), 8, 2, seed=0, **{hook: broken})
+    wrong = next(i for i in range(len(one)) if 77 in rows_of_batch(one, i))
+    rows = ", ".join(map(str, rows_of_batch(one, wrong)))
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(DataLoader(one, batch_size=None, num_workers=num_workers))
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert f"in batch {wrong} of 13 (epoch 0, rank 0 of 1), rows {rows}" in told
+
+
+def test_of_a_large_batch_the_first_rows_are_told():
+    def broken(batch):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(scDataset(np.arange(100), Streaming(), 50, seed=0, batch_transform=broken))
+    assert caught.value.__notes__ == [
+        f"in batch 0 of 2 (epoch 0, rank 0 of 1), rows {', '.join(map(str, range(16)))} and 34 more"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hook", "num_workers"), [("fetch_callback", 0), ("fetch_transform", 0), ("fetch_callback", 1)]
+)
+def test_a_hook_that_raises_while_fetching_is_reported_with_its_fetch_and_rows(path, hook, num_workers):
+    def broken(data, rows=None):
+        raise ZeroDivisionError("mine")
+
+    one = scDataset(path, Streaming(), 8, 2, seed=0, **{hook: broken})
+    with pytest.raises(FetchError, match=r"fetch 0 of 13 \(epoch 0, rank 0, 16 rows from 0 to 15\)") as caught:
+        list(DataLoader(one, batch_size=None, num_workers=num_workers))
+    assert "ZeroDivisionError: mine" in str(caught.value)
+
+
+def test_after_a_hook_has_raised_the_data_set_goes_on_with_the_next_epoch():
+    fails = [True]
+
+    def sometimes(batch):
+        if fails[0] and 50 in batch:
+            raise ZeroDivisionError("mine")
+        return batch
+
+    one = scDataset(np.arange(100), BlockShuffling(4), 8, 2, seed=0, batch_transform=sometimes)
+    before = set(threading.enumerate())
+    with pytest.raises(ZeroDivisionError):
+        list(one)
+    assert set(threading.enumerate()) <= before
+    fails[0] = False
+    assert sorted(np.concatenate(list(one)).tolist()) == list(range(100))
+    assert one.stats()["epoch"] == 1
+
+
+# --- Workers of a DataLoader --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_worker_that_dies_is_an_error_and_the_next_epoch_is_whole(tmp_path, how, start):
+    mark = tmp_path / "once"
+    mark.touch()
+
+    def deadly(batch):
+        if mark.exists() and torch.utils.data.get_worker_info().id == 1:
+            mark.unlink()
+            os.kill(os.getpid(), how)
+        return batch
+
+    one = scDataset(np.arange(100), BlockShuffling(4), 4, 2, seed=0, batch_transform=deadly)
+    loader = DataLoader(one, batch_size=None, num_workers=2, multiprocessing_context=start, timeout=60)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
+        list(loader)
+    assert sorted(np.concatenate(list(loader)).tolist()) == list(range(100))
+    assert one.stats()["n_rows"] == 100
+
+
+# --- Ctrl-C -------------------------------------------------------------------------------------------
+
+# A notebook keeps the traceback of the last error, and with it every frame.
+INTERRUPTED = """
+import os, random, signal, sys, threading, time
+import numpy as np
+import dasksc
+
+def slow(data, rows):
+    time.sleep(random.random() / 100)
+    return data[rows]
+
+hooks = {"fetch_callback": slow} if sys.argv[2] == "hooks" else {}
+dataset = dasksc.scDataset(sys.argv[1], dasksc.BlockShuffling(4), 4, 2, seed=0, **hooks)
+first = [len(batch) for batch in dataset]
+threads = set(threading.enumerate())
+cell = compile("for batch in dataset:\\n    time.sleep(0.001)", "cell", "exec")
+random.seed(0)
+kept, n_interrupted = None, 0
+for i in range(30):
+    timer = threading.Timer(random.random() / 10, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        for _ in range(100):
+            exec(cell)
+    except KeyboardInterrupt as error:
+        kept = error
+        n_interrupted += 1
+    timer.join()
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) == threads, threading.enumerate()
+assert [len(batch) for batch in dataset] == first
+assert len(dataset) == len(first)
+print(n_interrupted)
+"""
+
+
+@pytest.mark.parametrize("what", ["matrices", "hooks"])
+def test_interrupts_at_any_moment_stop_the_threads_and_leave_the_data_set_usable(path, what):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(path), what],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "30\n"
+    assert done.stderr == ""

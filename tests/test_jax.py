@@ -1,0 +1,64 @@
+"""Real processes of jax.distributed, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data import make_adata, write_store
+
+PROGRAM = Path(__file__).parent / "programs" / "jax_ranks.py"
+ROOT = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_path):
+    pytest.importorskip("jax", reason="jax is not installed")
+    n_obs = 203
+    adata = make_adata(n_obs)
+    path = write_store(adata, tmp_path, "h5ad")
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, address, "2", str(process), path, tmp_path / "found"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for process in processes:
+        _, complaints = process.communicate(timeout=180)
+        assert process.returncode == 0, complaints
+    found = [json.loads((tmp_path / f"found.{process}").read_text()) for process in range(2)]
+    assert [(one["source"], one["rank"], one["size"]) for one in found] == [
+        ("jax.distributed", 0, 2),
+        ("jax.distributed", 1, 2),
+    ]
+    assert found[0]["seed"] == found[1]["seed"]
+    for epoch in range(2):
+        seen = Counter(row for one in found for row in one["epochs"][epoch])
+        assert set(seen) == set(range(n_obs))
+        assert sum(seen.values()) == n_obs + 1
+    assert found[0]["epochs"][0] != found[0]["epochs"][1]
+    rows = np.concatenate([row for one in found for row in one["epochs"]]).astype(int)
+    assert sum(one["sum"] for one in found) == pytest.approx(adata.X[rows].sum(dtype=np.float64), rel=1e-5)
+    # Whoever was second is told.
+    told = [one["apart"] for one in found]
+    assert 4 in told
+    (complaint,) = [one for one in told if isinstance(one, str)]
+    assert "rank 0 reads epoch 0" in complaint
+    assert "rank 1 reads epoch 1" in complaint

@@ -1,0 +1,181 @@
+"""Launchers, really run: Open MPI's mpirun, and srun on a Slurm cluster of one node; the others by what they set."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_atlas import make_atlas
+
+import dasksc
+from tests.data import make_adata, write_store
+from tests.programs.with_slurm import cluster, free_ports, missing
+from tests.test_ddp import torchrun
+
+ROOT = Path(__file__).parents[1]
+LAUNCHED = ROOT / "tests" / "programs" / "launched.py"
+TRAIN = ROOT / "examples" / "train_ddp.py"
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> Path:
+    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 1_000, 300)
+
+
+@pytest.fixture(scope="module")
+def mpirun() -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if absent := missing():
+        pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
+    with cluster() as environment:
+        yield environment
+
+
+def run(command: list[object], environment: dict[str, str] | None = None) -> str:
+    (port,) = free_ports(1)
+    ours = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [*map(str, command)],
+        env={**(environment or os.environ), **ours},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def launched(folder: Path, command: list[object], environment: dict[str, str] | None = None) -> list[dict]:
+    """What each rank of a launched program wrote, after checking that together they read an epoch."""
+    run([*command, LAUNCHED, folder], environment)
+    ranks = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+    assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
+    assert {rank["world_size"] for rank in ranks} == {len(ranks)}
+    assert len({len(rank["batches"]) for rank in ranks}) == 1
+    seen = Counter(chain(*chain(*(rank["batches"] for rank in ranks))))
+    assert set(seen) == set(range(103))
+    assert sum(seen.values()) - 103 < len(ranks)
+    return ranks
+
+
+def test_mpirun_starts_ranks_that_share_an_epoch(mpirun, tmp_path):
+    ranks = launched(tmp_path, [*MPIRUN, sys.executable])
+    assert [rank["source"] for rank in ranks] == ["OMPI_COMM_WORLD_RANK/OMPI_COMM_WORLD_SIZE"] * 2
+    assert [rank["local_world_size"] for rank in ranks] == [2, 2]
+
+
+def test_ddp_trains_under_mpirun(mpirun, atlas):
+    printed = run([*MPIRUN, sys.executable, TRAIN, atlas, "--batch-size", 32])
+    assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", printed)
+
+
+def test_srun_starts_ranks_that_share_an_epoch(slurm, tmp_path):
+    ranks = launched(tmp_path, ["srun", "-n", 2, sys.executable], slurm)
+    assert [rank["source"] for rank in ranks] == ["SLURM_PROCID/SLURM_NTASKS"] * 2
+    # Both tasks are on this node and share its cores.
+    assert [rank["local_world_size"] for rank in ranks] == [2, 2]
+
+
+def test_srun_of_one_torchrun_a_node_counts_torchruns_ranks(slurm, tmp_path):
+    (port,) = free_ports(1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=one"]
+    ranks = launched(tmp_path, ["srun", "-n", 2, *torchrun, *meeting], slurm)
+    assert [rank["source"] for rank in ranks] == ["RANK/WORLD_SIZE"] * 4
+    assert [rank["local_world_size"] for rank in ranks] == [2] * 4
+
+
+def test_ddp_trains_under_srun(slurm, atlas):
+    printed = run(["srun", "-n", 2, sys.executable, TRAIN, atlas, "--batch-size", 32], slurm)
+    assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", printed)
+
+
+def test_one_task_of_an_sbatch_script_is_no_rank(slurm, tmp_path):
+    (alone,) = launched(tmp_path, ["srun", "-n", 1, sys.executable], slurm)
+    assert alone["source"] == "default"
+
+
+def test_the_cluster_takes_its_daemons_with_it():
+    if absent := missing():
+        pytest.skip(f"no Slurm here: {', '.join(absent)}")
+    script = ROOT / "tests" / "programs" / "with_slurm.py"
+    print_folder = "import os; print(os.path.dirname(os.environ['SLURM_CONF']))"
+    folder = run([sys.executable, script, "srun", "-n", 1, sys.executable, "-c", print_folder]).strip()
+    assert "slurm-" in folder
+    assert not Path(folder).exists()
+    running = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if _readable(file)]
+    assert not [command for command in running if folder.encode() in command]
+
+
+def test_deepspeed_trains_two_ranks_and_goes_on_from_its_checkpoint(tmp_path):
+    pytest.importorskip("deepspeed")
+    path = write_store(make_adata(60), tmp_path, "h5ad")
+    torchrun(2, "deepspeed_program.py", path, tmp_path)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert sorted(chain(*chain(*(rank["seen"] for rank in ranks)))) == list(range(60))
+    assert [rank["rest"] for rank in ranks] == [rank["seen"][2:] for rank in ranks]
+
+
+class Repeating:
+    """A loader that begins again, as DeepSpeed's `RepeatingLoader` does: nobody ever says which epoch it is."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["as DeepSpeed does", "DeepSpeed's"])
+def test_a_loader_repeated_without_a_word_reads_new_epochs(real, recwarn):
+    # DeepSpeed warns of torch's deprecations as it is imported, so nothing is an error here.
+    repeating = pytest.importorskip("deepspeed.runtime.dataloader").RepeatingLoader if real else Repeating
+    dataset = dasksc.scDataset(np.arange(40), dasksc.BlockShuffling(4), batch_size=10, seed=0)
+    batches = [batch.tolist() for batch in islice(repeating(dataset), 12)]
+    epochs = [list(chain(*batches[i : i + 4])) for i in (0, 4, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(40))] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path):
+    # Horovod itself has no wheels; what is faked is its module, and what horovodrun sets is set here.
+    program = ROOT / "tests" / "programs" / "horovod_program.py"
+    for rank in range(2):
+        told = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank)}
+        run([sys.executable, program, tmp_path], os.environ | told | {"HOROVOD_LOCAL_SIZE": "2"})
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for epoch in range(2):
+        assert sorted(chain(*(rank[epoch] for rank in ranks))) == list(range(104))
+    assert ranks[0][0] != ranks[0][1]
+
+
+def _readable(file: Path) -> bool:
+    try:
+        file.read_bytes()
+    except OSError:
+        return False
+    return True

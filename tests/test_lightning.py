@@ -1,0 +1,285 @@
+"""The Lightning data module: every stage, every step to resume from, two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dasksc
+from dasksc import BlockShuffling, InputError, Streaming
+from tests.data import make_adata, write_store
+
+pytest.importorskip("lightning.pytorch")
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from dasksc.integrations.lightning import scDataModule
+
+ROOT = Path(__file__).parents[1]
+N_OBS = 60
+TRAINING, HELD_OUT = np.arange(50), np.arange(50, N_OBS)
+
+pytestmark = pytest.mark.filterwarnings(
+    # Lightning warns of much: of programs that are installed, of few workers, of short epochs.
+    "ignore",
+    # What must not be there is a word against the loaders.
+    "error:.*(sampler|resum|shuffl|length|IterableDataset|zero)",
+    # But for these, which are true: the shuffling of training is turned off, and there is no validation set.
+    "ignore:You requested to overfit",
+    "ignore:Total length of `list` across ranks is zero",
+)
+
+
+class Recorder(pl.LightningModule):
+    """A small model that remembers which rows it saw, in which stage."""
+
+    def __init__(self, *, ask_for_steps: bool = False) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(17, 1)
+        self.seen: dict[str, list[list[int]]] = {"train": [], "validate": [], "test": [], "predict": []}
+        self.ask_for_steps = ask_for_steps
+
+    def _step(self, stage: str, batch: dasksc.Batch) -> torch.Tensor:
+        assert isinstance(batch, dasksc.Batch)
+        self.seen[stage].append(batch.index.tolist())
+        return self.layer(batch.X).mean()
+
+    def training_step(self, batch, batch_idx):
+        return self._step("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self._step("validate", batch), batch_size=len(batch.X))
+
+    def test_step(self, batch, batch_idx):
+        self._step("test", batch)
+
+    def predict_step(self, batch, batch_idx):
+        self._step("predict", batch)
+        return batch.index
+
+    def configure_optimizers(self):
+        if self.ask_for_steps:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+def module(path, **options) -> scDataModule:
+    strategies = {"train": BlockShuffling(4, indices=TRAINING), "validate": Streaming(indices=HELD_OUT)}
+    options = {"batch_size": 8, "fetch_factor": 2, "obs": ["cell_type"], "seed": 3, **strategies, **options}
+    return scDataModule(path, **options)
+
+
+def trainer(folder, **options) -> pl.Trainer:
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 2,
+        **options,
+    }
+    return pl.Trainer(**options)
+
+
+def every_step(folder) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def test_every_stage_reads_its_own_cells(path, tmp_path):
+    model = Recorder()
+    data = module(path, test=Streaming(indices=HELD_OUT[::-1]), predict=Streaming())
+    one = trainer(tmp_path, num_sanity_val_steps=2)
+    one.fit(model, data)
+    epochs = model.seen["train"][:7], model.seen["train"][7:]
+    assert len(epochs[1]) == 7
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        assert sorted(chain(*epoch)) == TRAINING.tolist()
+    # Looked at before training, and after each epoch.
+    assert Counter(chain(*model.seen["validate"])) == dict.fromkeys(HELD_OUT.tolist(), 3)
+    one.validate(model, data, verbose=False)
+    one.test(model, data, verbose=False)
+    assert sorted(chain(*model.seen["test"])) == HELD_OUT.tolist()
+    predicted = one.predict(model, data)
+    assert torch.cat(predicted).tolist() == list(range(N_OBS))
+
+
+def test_a_module_of_pytorch_lightning_is_served_as_well(path, tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+    from dasksc.integrations.pytorch_lightning import scDataModule as OtherDataModule
+
+    seen = []
+
+    class Model(other.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(17, 1)
+
+        def training_step(self, batch, batch_idx):
+            seen.extend(batch.index.tolist())
+            return self.layer(batch.X).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    one = other.Trainer(
+        accelerator="cpu", default_root_dir=tmp_path, max_epochs=1, enable_model_summary=False, **options
+    )
+    one.fit(Model(), datamodule=OtherDataModule(path, 8, train=BlockShuffling(4, indices=TRAINING), obs=["flag"]))
+    assert sorted(seen) == TRAINING.tolist()
+
+
+@pytest.mark.parametrize("ask_for_steps", [False, True], ids=["plain", "estimated_stepping_batches"])
+def test_from_the_checkpoint_of_every_step_training_goes_on_with_the_very_next_batch(path, tmp_path, ask_for_steps):
+    unbroken = Recorder(ask_for_steps=ask_for_steps)
+    trainer(tmp_path, callbacks=[every_step(tmp_path)], enable_checkpointing=True).fit(unbroken, module(path))
+    batches = unbroken.seen["train"]
+    assert len(batches) == 14
+    for step in range(1, 14):
+        again = Recorder(ask_for_steps=ask_for_steps)
+        trainer(tmp_path).fit(again, module(path), ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert again.seen["train"] == batches[step:], step
+
+
+def test_from_the_end_of_an_epoch_training_goes_on_with_the_next(path, tmp_path):
+    unbroken = Recorder()
+    trainer(tmp_path, max_epochs=3).fit(unbroken, module(path))
+    first = Recorder()
+    saved = ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True)
+    trainer(tmp_path, max_epochs=1, callbacks=[saved], enable_checkpointing=True).fit(first, module(path))
+    again = Recorder()
+    trainer(tmp_path, max_epochs=3).fit(again, module(path), ckpt_path=tmp_path / "end.ckpt")
+    assert first.seen["train"] + again.seen["train"] == unbroken.seen["train"]
+
+
+def test_epochs_cut_short_by_lightning_are_gone_on_with_as_it_would(path, tmp_path):
+    unbroken = Recorder()
+    options = {"limit_train_batches": 4, "max_epochs": 3}
+    saving = {"callbacks": [every_step(tmp_path)], "enable_checkpointing": True}
+    trainer(tmp_path, **saving, **options).fit(unbroken, module(path))
+    assert len(unbroken.seen["train"]) == 12
+    for step in (3, 4, 5, 8):
+        again = Recorder()
+        trainer(tmp_path, **options).fit(again, module(path), ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert again.seen["train"] == unbroken.seen["train"][step:], step
+
+
+def test_a_run_that_stops_at_a_number_of_steps_is_gone_on_with(path, tmp_path):
+    unbroken = Recorder()
+    trainer(tmp_path, max_epochs=-1, max_steps=20).fit(unbroken, module(path))
+    first = Recorder()
+    one = trainer(tmp_path, max_epochs=-1, max_steps=10)
+    one.fit(first, module(path))
+    one.save_checkpoint(tmp_path / "stopped.ckpt")
+    again = Recorder()
+    trainer(tmp_path, max_epochs=-1, max_steps=20).fit(again, module(path), ckpt_path=tmp_path / "stopped.ckpt")
+    assert first.seen["train"] + again.seen["train"] == unbroken.seen["train"]
+
+
+@pytest.mark.parametrize("before", [4, 16])
+def test_with_another_batch_size_what_is_left_of_the_epoch_is_read_once(path, tmp_path, before):
+    first = Recorder()
+    saved = every_step(tmp_path)
+    trainer(tmp_path, max_epochs=1, callbacks=[saved], enable_checkpointing=True).fit(
+        first, module(path, batch_size=before)
+    )
+    again = Recorder()
+    data = module(path, batch_size=8)
+    trainer(tmp_path, max_epochs=3).fit(again, data, ckpt_path=tmp_path / "step=2.ckpt")
+    n_left = -(-(50 - 2 * before) // 8)
+    seen = [*chain(*first.seen["train"][:2]), *chain(*again.seen["train"][:n_left])]
+    assert sorted(seen) == TRAINING.tolist()
+    # What comes after it are whole epochs, and each epoch is followed by validation.
+    assert len(again.seen["train"]) == n_left + 7 + 7
+    assert Counter(chain(*again.seen["validate"])) == dict.fromkeys(HELD_OUT.tolist(), 3)
+
+
+def test_overfitting_reads_the_same_batches_every_epoch(path, tmp_path):
+    model = Recorder()
+    trainer(tmp_path, overfit_batches=3, max_epochs=2).fit(model, module(path))
+    assert model.seen["train"][:3] == model.seen["train"][3:]
+
+
+def test_a_second_run_reads_new_epochs(path, tmp_path):
+    data, first, second = module(path), Recorder(), Recorder()
+    trainer(tmp_path, max_epochs=1).fit(first, data)
+    trainer(tmp_path, max_epochs=1).fit(second, data)
+    both = Recorder()
+    trainer(tmp_path, max_epochs=2).fit(both, module(path))
+    assert first.seen["train"] + second.seen["train"] == both.seen["train"]
+
+
+def test_training_without_validation_is_fine_and_validating_says_what_is_missing(path, tmp_path):
+    model, data = Recorder(), module(path, validate=None)
+    trainer(tmp_path, max_epochs=1).fit(model, data)
+    assert len(model.seen["train"]) == 7
+    with pytest.raises(InputError, match="pass validate="):
+        trainer(tmp_path).validate(model, data)
+
+
+def test_wrong_arguments_are_refused(path):
+    with pytest.raises(InputError, match="no strategy given"):
+        scDataModule(path, 8)
+    with pytest.raises(InputError, match="rank and world_size cannot be given"):
+        scDataModule(path, 8, train=Streaming(), rank=0, world_size=1)
+    with pytest.raises(InputError, match="call setup"):
+        module(path).train_dataloader()
+
+
+def test_labels_can_be_had_before_there_is_a_trainer(path, tmp_path):
+    data = module(path)
+    data.setup("fit")
+    assert data.datasets["train"].categories["cell_type"][:2] == ["T cell", "B cell"]
+    model = Recorder()
+    trainer(tmp_path, max_epochs=1).fit(model, data)
+    assert sorted(chain(*model.seen["train"])) == TRAINING.tolist()
+
+
+def ddp(folder: Path, path: Path, devices: int, **options: object) -> list[list[list[int]]]:
+    """Train in processes that Lightning starts; the batches of each rank."""
+    arguments = {"path": str(path), "folder": str(folder), "devices": devices, **options}
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "programs" / "lightning_ddp.py", json.dumps(arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"seen-{devices}-{rank}.json").read_text()) for rank in range(devices)]
+
+
+def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path, tmp_path):
+    whole = ddp(tmp_path, path, 2, max_epochs=2, save_every=1)
+    assert [len(rank["train"]) for rank in whole] == [8, 8]
+    for epoch in range(2):
+        rows = [*chain(*(chain(*rank["train"][4 * epoch : 4 * epoch + 4]) for rank in whole))]
+        assert sorted(rows) == TRAINING.tolist()
+    # Held-out cells: once each over both ranks, after each epoch.
+    assert Counter(chain(*(chain(*rank["validate"]) for rank in whole))) == dict.fromkeys(HELD_OUT.tolist(), 2)
+    rest = ddp(tmp_path, path, 2, max_epochs=2, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert [rank["train"] for rank in rest] == [rank["train"][3:] for rank in whole]
+    (alone,) = ddp(tmp_path, path, 1, max_epochs=2, ckpt_path=str(tmp_path / "step=2.ckpt"))
+    seen = [*chain(*(chain(*rank["train"][:2]) for rank in whole)), *chain(*alone["train"][:-7])]
+    assert sorted(seen) == TRAINING.tolist()
+    assert sorted(chain(*alone["train"][-7:])) == TRAINING.tolist()

@@ -1,0 +1,252 @@
+"""Files that are odd, linked, changed under a reader, or of an unusual make."""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import dask.array as da
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import zarr
+from anndata import AnnData
+
+import dasksc
+import dasksc.dataset
+from dasksc.errors import CorruptDataError, InputError, StorageError
+from dasksc.storage import open_matrix
+
+VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
+
+
+def read(path: Path, key: str = "X") -> np.ndarray:
+    matrix = open_matrix(path, key)
+    out = np.full(matrix.shape, -1, dtype=matrix.dtype)
+    matrix.fetch(np.arange(matrix.shape[0])).gather(np.arange(matrix.shape[0]), out=out)
+    return out
+
+
+@pytest.mark.parametrize("chunks", [None, (7, 6)])
+def test_links_to_other_files_are_followed(tmp_path: Path, chunks: Any) -> None:
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file.create_dataset("named_otherwise", data=VALUES, chunks=chunks)
+    with h5py.File(tmp_path / "linking.h5", "w") as file:
+        file["junk"] = np.full(9999, 5.0)
+        file["X"] = h5py.ExternalLink("other.h5", "/named_otherwise")
+        file["soft"] = h5py.SoftLink("/X")
+    np.testing.assert_array_equal(read(tmp_path / "linking.h5"), VALUES)
+    np.testing.assert_array_equal(read(tmp_path / "linking.h5", "soft"), VALUES)
+
+
+def test_an_atlas_whose_x_is_a_link_opens(tmp_path: Path) -> None:
+    adata = AnnData(X=sp.csr_matrix(VALUES), obsm={"pca": VALUES[:, :3].copy()})
+    adata.write_h5ad(tmp_path / "whole.h5ad")
+    with h5py.File(tmp_path / "whole.h5ad", "r+") as file, h5py.File(tmp_path / "other.h5", "w") as other:
+        file.copy("X", other, "moved")
+        del file["X"]
+        file["X"] = h5py.ExternalLink("other.h5", "/moved")
+    np.testing.assert_array_equal(dasksc.open(tmp_path / "whole.h5ad").X.compute().toarray(), VALUES)
+
+
+def test_edge_chunks_stored_without_filters_are_read(tmp_path: Path) -> None:
+    libraries = (
+        re.findall(r"/\S*libhdf5[-.\w]*\.so\S*", Path("/proc/self/maps").read_text()) if os.path.exists("/proc") else []
+    )
+    library = next((name for name in libraries if "_hl" not in name), None)
+    if library is None:
+        pytest.skip("the library of h5py is not found")
+    set_chunk_options = ctypes.CDLL(library).H5Pset_chunk_opts
+    set_chunk_options.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    for name in ("shuffle", "deflate"):
+        path = tmp_path / f"{name}.h5"
+        with h5py.File(path, "w", libver="latest") as file:
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_chunk((16, 6))
+            plist.set_shuffle() if name == "shuffle" else plist.set_deflate(4)
+            assert set_chunk_options(plist.id, 2) >= 0
+            space = h5py.h5s.create_simple(VALUES.shape)
+            h5py.Dataset(h5py.h5d.create(file.id, b"X", h5py.h5t.IEEE_F32LE, space, plist))[...] = VALUES
+        np.testing.assert_array_equal(read(path), VALUES)
+
+
+def test_gzip_chunks_of_several_members_are_read(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path / "store", mode="w", zarr_format=2)
+    group.create_array("X", data=VALUES, chunks=(50, 6), compressors=zarr_gzip())
+    chunk = tmp_path / "store" / "X" / "0.0"
+    whole = gzip.decompress(chunk.read_bytes())
+    chunk.write_bytes(gzip.compress(whole[:400]) + gzip.compress(whole[400:]))
+    np.testing.assert_array_equal(read(tmp_path / "store"), VALUES)
+    # Neither more nor fewer bytes than a chunk has.
+    for wrong in (whole[:-4], whole + b"more"):
+        chunk.write_bytes(gzip.compress(wrong[:400]) + gzip.compress(wrong[400:]))
+        with pytest.raises(CorruptDataError, match="X: row"):
+            read(tmp_path / "store")
+
+
+def zarr_gzip() -> Any:
+    import numcodecs
+
+    return numcodecs.GZip(level=1)
+
+
+def sharded(path: Path) -> Path:
+    group = zarr.open_group(path, mode="w", zarr_format=3)
+    values = np.repeat(np.arange(400, dtype=np.float32), 8).reshape(400, 8)
+    group.create_array("X", shape=values.shape, chunks=(2, 8), shards=(4, 8), dtype="f4")[:] = values
+    return path
+
+
+def test_threads_that_read_more_shards_than_stay_open_do_not_meet(tmp_path: Path) -> None:
+    matrix = open_matrix(sharded(tmp_path / "store"), "X")
+    interval = sys.getswitchinterval()
+
+    def fetch_some(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(60):
+            rows = np.sort(rng.integers(0, 400, 30))
+            out = np.empty((30, 8), dtype=np.float32)
+            matrix.fetch(rows).gather(np.arange(30), out=out)
+            assert (out == rows[:, None]).all()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(fetch_some, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("change", ["removed", "written", "replaced"])
+@pytest.mark.parametrize("store", ["zarr2", "zarr3"])
+def test_a_chunk_that_changed_before_it_was_first_read_is_refused(tmp_path: Path, store: str, change: str) -> None:
+    path = tmp_path / "atlas.zarr"
+    group = zarr.open_group(path, mode="w", zarr_format=int(store[-1]))
+    group.create_array("X", data=np.arange(3000, dtype=np.float32).reshape(1500, 2), chunks=(100, 2))
+    matrix = open_matrix(path, "X")
+    matrix.fetch(np.arange(5))
+    chunk = path / "X" / ("c/9/0" if store == "zarr3" else "9.0")
+    content = chunk.read_bytes()
+    if change == "written":
+        os.utime(chunk, ns=(2**62, 2**62))
+    else:
+        chunk.unlink()
+    if change == "replaced":
+        chunk.write_bytes(content)
+        os.utime(chunk, ns=(2**62, 2**62))
+    elif change == "removed" and store == "zarr3":
+        pytest.skip("a directory for each row of chunks: that one has gone is not noticed")
+    with pytest.raises(CorruptDataError, match="since it was opened"):
+        matrix.fetch(np.arange(900, 1000))
+
+
+def test_a_filter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("X", data=VALUES, chunks=(10, 6), scaleoffset=3)
+    with (
+        mock.patch.object(h5py.h5z, "filter_avail", return_value=False),
+        pytest.raises(StorageError, match=r"filter 6 .*pip install hdf5plugin"),
+    ):
+        read(path)
+
+
+@pytest.fixture(scope="module")
+def gzipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("attacks") / "atlas.h5ad"
+    x = sp.random(4000, 1500, density=0.3, format="csr", dtype=np.float32, random_state=0)
+    AnnData(X=x, obs=pd.DataFrame(index=np.arange(4000).astype(str))).write_h5ad(path, compression="gzip")
+    return path
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 8, 64])
+@pytest.mark.parametrize("prefetch", [None, 2, 8])
+def test_the_fetch_factor_chosen_is_the_same_on_every_machine(
+    gzipped: Path, n_threads: int, prefetch: int | None
+) -> None:
+    def made(**options: Any) -> Any:
+        settings = {"prefetch": prefetch, "memory_limit": "100MB", "seed": 0, "rank": 0, "world_size": 1}
+        return dasksc.scDataset(gzipped, dasksc.BlockShuffling(8), 64, **settings, **options)
+
+    with mock.patch.object(dasksc.dataset, "default_threads", return_value=2):
+        usual = made(fetch_factor=None)
+        if prefetch is not None:  # else fewer would be kept in flight
+            with pytest.raises(InputError, match="memory_limit"):
+                made(fetch_factor=usual.fetch_factor * 2)
+    with mock.patch.object(dasksc.dataset, "default_threads", return_value=n_threads):
+        dataset = made(fetch_factor=None)
+    assert dataset.fetch_factor == usual.fetch_factor > 1
+    assert dataset.projected_bytes <= 100e6
+
+
+@pytest.mark.parametrize("genes", [{"g1", "g2"}, frozenset({"g1"}), {"g1": 1}])
+def test_genes_without_an_order_are_refused(genes: Any) -> None:
+    adata = AnnData(X=VALUES, var=pd.DataFrame(index=[f"g{i}" for i in range(6)]))
+    with pytest.raises(InputError, match="which has no order"):
+        dasksc.scDataset(adata, dasksc.Streaming(), 4, genes=genes, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("genes", [[0.0, 1.0], 0, [["g1"]], [[1, 2]]], ids=str)
+def test_genes_that_are_no_list_of_names_are_refused(genes: Any) -> None:
+    adata = AnnData(X=VALUES, var=pd.DataFrame(index=[f"g{i}" for i in range(6)]))
+    with pytest.raises(InputError, match="genes "):
+        dasksc.scDataset(adata, dasksc.Streaming(), 4, genes=genes, rank=0, world_size=1)
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+def test_a_gene_that_names_two_columns_is_refused() -> None:
+    adata = AnnData(X=VALUES, var=pd.DataFrame(index=["g0", "g1", "g2", "g1", "g4", "g5"]))
+    with pytest.raises(InputError, match=r"var_names repeats \['g1'\]"):
+        dasksc.scDataset(adata, dasksc.Streaming(), 4, genes=["g1"], rank=0, world_size=1)
+    (batch,) = dasksc.scDataset(adata, dasksc.Streaming(), 50, genes=["g5", "g0"], rank=0, world_size=1)
+    np.testing.assert_array_equal(batch, VALUES[:, [5, 0]])
+
+
+def test_ranks_that_yield_other_columns_differ_in_fingerprint() -> None:
+    def fingerprint(**options: Any) -> str:
+        return dasksc.scDataset(
+            VALUES_ADATA, dasksc.Streaming(), 4, seed=0, rank=0, world_size=1, **options
+        ).fingerprint
+
+    alike = [fingerprint(genes=["0", "1"]), fingerprint(genes=["0", "1"])]
+    assert len(set(alike)) == 1
+    others = [fingerprint(genes=["1", "0"]), fingerprint(), fingerprint(layout="csr"), fingerprint(dtype="float64")]
+    assert len({*alike, *others}) == 5
+
+
+VALUES_ADATA = AnnData(X=VALUES)
+
+
+def test_a_limit_that_is_no_size_is_refused() -> None:
+    with pytest.raises(InputError, match="memory_limit='abc'"):
+        dasksc.scDataset(VALUES_ADATA, dasksc.Streaming(), 4, memory_limit="abc", rank=0, world_size=1)
+
+
+def test_array_code_is_projected_by_what_is_stored(gzipped: Path) -> None:
+    plain, changed = dasksc.open(gzipped), dasksc.open(gzipped)
+    changed.X = da.log1p(changed.X * 2.0)
+    options = {"fetch_factor": 16, "seed": 0, "rank": 0, "world_size": 1, "prefetch": 1}
+    stored, computed = (
+        dasksc.scDataset(adata, dasksc.BlockShuffling(64), 64, **options).projected_bytes for adata in (plain, changed)
+    )
+    row = 1500 * 0.3 * 8
+    # Every layer's rows, beside those that were read.
+    assert computed - stored > 2 * 16 * 64 * row
+
+
+def test_an_attribute_that_anndata_does_not_know_is_an_error_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "odd.h5ad"
+    AnnData(X=VALUES, uns={"a": 1}).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        file["var"].attrs["encoding-version"] = "99.0"
+    with pytest.raises(StorageError, match="odd.h5ad cannot be read"):
+        dasksc.open(path)

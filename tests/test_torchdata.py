@@ -1,0 +1,153 @@
+"""torchdata's StatefulDataLoader: a state of every step, with and without workers."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from dasksc import BlockShuffling, InputError, scDataset
+
+StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+N_OBS = 103
+
+pytestmark = [
+    # Of torchdata itself, with newer versions of torch.
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),
+    # More workers than this machine has cores, and forks of a process with threads, are what is tested.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
+]
+
+
+def loader(num_workers: int = 0, **options) -> StatefulDataLoader:
+    names = {"persistent_workers", "multiprocessing_context", "prefetch_factor", "snapshot_every_n_steps"}
+    of_loader = {name: options.pop(name) for name in names & options.keys()}
+    options = {"batch_size": 5, "fetch_factor": 3, "seed": 7, "scheduler": "synchronous", **options}
+    dataset = scDataset(np.arange(N_OBS), BlockShuffling(4), **options)
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers, **of_loader)
+
+
+def rows(batches) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def unbroken(num_workers: int, **options) -> list[list[list[int]]]:
+    """Three epochs."""
+    one = loader(num_workers, **options)
+    return [rows(one) for _ in range(3)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+def test_every_state_goes_on_with_the_very_next_batch_and_the_epochs_after_it(num_workers):
+    epochs = unbroken(num_workers)
+    assert [len(epoch) for epoch in epochs] == [21, 21, 21]
+    assert len({str(sorted(epoch)) for epoch in epochs}) == 3
+    for step in range(1, 21) if num_workers == 0 else (1, 2, 13, 19, 20):
+        before = loader(num_workers)
+        iterator = iter(before)
+        head = rows(islice(iterator, step))
+        state = copy.deepcopy(before.state_dict())
+        after = loader(num_workers)
+        after.load_state_dict(state)
+        assert [head + rows(after), rows(after), rows(after)] == epochs, step
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_second_epoch_can_be_gone_on_with_too(num_workers):
+    epochs = unbroken(num_workers)
+    before = loader(num_workers)
+    assert rows(before) == epochs[0]
+    iterator = iter(before)
+    head = rows(islice(iterator, 9))
+    state = copy.deepcopy(before.state_dict())
+    after = loader(num_workers)
+    after.load_state_dict(state)
+    assert [head + rows(after), rows(after)] == epochs[1:]
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_a_state_of_an_epochs_end_begins_the_next(num_workers, persistent):
+    epochs = unbroken(num_workers)
+    before = loader(num_workers, persistent_workers=persistent)
+    assert rows(before) == epochs[0]
+    state = copy.deepcopy(before.state_dict())
+    after = loader(num_workers, persistent_workers=persistent)
+    after.load_state_dict(state)
+    assert [rows(after), rows(after)] == epochs[1:]
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_workers_that_share_no_memory_go_on_as_well(start):
+    options = {"multiprocessing_context": start, "persistent_workers": True}
+    epochs = unbroken(2, **options)
+    before = loader(2, **options)
+    head = rows(islice(iter(before), 8))
+    state = copy.deepcopy(before.state_dict())
+    after = loader(2, **options)
+    after.load_state_dict(state)
+    assert [head + rows(after), rows(after)] == epochs[:2]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_states_of_a_pass_after_the_first_do_not_confuse_its_epoch(persistent):
+    epochs = unbroken(2)
+    for step in (1, 20):
+        before = loader(2, persistent_workers=persistent)
+        assert rows(before) == epochs[0]
+        head = rows(islice(iter(before), step))
+        state = copy.deepcopy(before.state_dict())
+        after = loader(2, persistent_workers=persistent)
+        after.load_state_dict(state)
+        assert [head + rows(after), rows(after)] == epochs[1:], step
+
+
+def test_workers_that_have_nothing_to_read_go_on_with_the_others():
+    epochs = unbroken(3, fetch_factor=16)
+    before = loader(3, fetch_factor=16)
+    head = rows(islice(iter(before), 18))
+    state = copy.deepcopy(before.state_dict())
+    after = loader(3, fetch_factor=16)
+    after.load_state_dict(state)
+    assert [head + rows(after), rows(after)] == epochs[:2]
+
+
+def test_states_taken_every_few_batches_lose_none():
+    epochs = unbroken(2)
+    before = loader(2, snapshot_every_n_steps=4)
+    head = rows(islice(iter(before), 10))
+    state = copy.deepcopy(before.state_dict())
+    after = loader(2, snapshot_every_n_steps=4)
+    after.load_state_dict(state)
+    assert [head + rows(after), rows(after)] == epochs[:2]
+
+
+def test_each_rank_goes_on_with_its_own_share():
+    seen = []
+    for rank in range(2):
+        before = loader(2, rank=rank, world_size=2)
+        head = rows(islice(iter(before), 4))
+        state = copy.deepcopy(before.state_dict())
+        after = loader(2, rank=rank, world_size=2)
+        after.load_state_dict(state)
+        seen += [row for batch in head + rows(after) for row in batch]
+    assert set(seen) == set(range(N_OBS))
+    assert len(seen) == N_OBS + 1
+
+
+def test_another_world_is_refused_inside_workers_and_taken_without():
+    state = {}
+    for num_workers in (0, 2):
+        before = loader(num_workers, rank=0, world_size=2)
+        rows(islice(iter(before), 4))
+        state[num_workers] = copy.deepcopy(before.state_dict())
+    after = loader(0, rank=0, world_size=1)
+    after.load_state_dict(state[0])
+    assert len([row for batch in rows(after) for row in batch]) == N_OBS - 2 * 4 * 5
+    after = loader(2, rank=0, world_size=1)
+    after.load_state_dict(state[2])
+    with pytest.raises(InputError, match="same world"):
+        rows(after)
