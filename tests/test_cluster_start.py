@@ -86,7 +86,7 @@ def test_modules_to_preload_reach_the_scheduler(tmp_path: Path, monkeypatch: pyt
 # Certificates
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def encrypted() -> Iterator[dasksc.StartedCluster]:
     pytest.importorskip("cryptography")
     with dasksc.start_cluster(1, threads_per_worker=1, processes=True, host=NOT_LOOPBACK) as cluster:

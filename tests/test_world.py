@@ -150,7 +150,7 @@ def test_a_group_without_torch_distributed_is_refused():
 def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch):
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
-    monkeypatch.setattr(world_module, "_store", lambda prefix: dist.PrefixStore(prefix, store))
+    monkeypatch.setattr(world_module, "shared_store", lambda prefix: dist.PrefixStore(prefix, store))
     monkeypatch.setattr(world_module.Agreement, "is_possible", staticmethod(lambda: True))
 
     def agreement(attempt: int):
