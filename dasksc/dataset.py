@@ -280,7 +280,10 @@ class scDataset(IterableDataset[Any]):
         mmap: bool,
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
-        if isinstance(data, str | os.PathLike) or collections.is_several(data):
+        # An AnnCollection is indexed itself, as hooks for it expect; `dasksc.open` makes it one of ours.
+        if isinstance(data, str | os.PathLike | list | tuple | dict) and (
+            isinstance(data, str | os.PathLike) or collections.is_several(data)
+        ):
             self._name = Path(data).stem if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
             wanted = list(names["obs"])
             label_key = getattr(self.strategy, "label_key", None)

@@ -18,6 +18,9 @@ from dasksc.storage.plain import Extents, PlainArray
 __all__ = ["direct_array"]
 
 
+_EDGES_TRIED = 8
+
+
 def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
     """Return a dataset as an array that is read without HDF5.
 
@@ -59,8 +62,8 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
             codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
         )
         offsets, sizes, skipped = _chunk_table(dataset)
-        if chain.codecs and _may_have_raw_edges(dataset, sizes):
-            raise UnknownLayoutError("chunks at its edges may be stored without its filters")
+        if chain.codecs and _has_raw_edges(dataset, chain, sizes):
+            raise UnknownLayoutError("chunks at its edges are stored without its filters")
         return ChunkedArray(
             label=label,
             shape=dataset.shape,
@@ -91,19 +94,34 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
     )
 
 
-def _may_have_raw_edges(dataset: h5py.Dataset, sizes: NDArray[np.int64]) -> bool:
-    """Whether chunks at the edges are as large as if no filter had run, which an option of HDF5 asks for.
+def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
+    """Whether chunks at the edges were stored as if there were no filters, which an option of HDF5 asks for.
 
-    The library does not tell the option, and such chunks do not say that filters were skipped. An edge chunk that
-    a filter left at that very size is read through h5py for nothing.
+    The library does not tell the option, and such chunks do not say that filters were skipped. Where the size of
+    one leaves it open, it is read both ways.
     """
-    grid = [-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True)]
+    chunks = dataset.chunks
+    grid = [-(-n // length) for n, length in zip(dataset.shape, chunks, strict=True)]
     edges = np.zeros(grid, dtype=bool)
-    for axis, (n, length) in enumerate(zip(dataset.shape, dataset.chunks, strict=True)):
+    for axis, (n, length) in enumerate(zip(dataset.shape, chunks, strict=True)):
         if n % length:
             edges[(slice(None),) * axis + (-1,)] = True
-    raw_bytes = int(np.prod(dataset.chunks, dtype=np.int64)) * dataset.dtype.itemsize
-    return bool((sizes[edges.ravel()] == raw_bytes).any())
+    raw_bytes = int(np.prod(chunks, dtype=np.int64)) * dataset.dtype.itemsize
+    unclear = np.flatnonzero(edges.ravel() & (sizes == raw_bytes))
+    for number in unclear[-_EDGES_TRIED:].tolist():
+        start = [int(at) * length for at, length in zip(np.unravel_index(number, grid), chunks, strict=True)]
+        skipped, data = dataset.id.read_direct_chunk(tuple(start))
+        shape = (chunks[0], int(np.prod(chunks[1:], dtype=np.int64)))
+        try:
+            chunk = chain.decode(data, shape=shape, skipped=skipped, rows=(0, chunks[0])).reshape(chunks)
+        except Exception:  # what a codec raises on bytes that were never encoded
+            return True
+        stops = [min(at + length, n) for at, length, n in zip(start, chunks, dataset.shape, strict=True)]
+        inside = tuple(slice(0, stop - at) for at, stop in zip(start, stops, strict=True))
+        stored = dataset[tuple(slice(at, stop) for at, stop in zip(start, stops, strict=True))]
+        if np.ascontiguousarray(chunk[inside]).tobytes() != stored.tobytes():
+            return True
+    return False
 
 
 def _chunk_table(dataset: h5py.Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:

@@ -254,6 +254,10 @@ class Keys:
             opened_ns=time.time_ns() if can_map(directory) else None,
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the time: what opens the same array again pickles to the same, by which Dask names it.
+        return _keys, (self.directory, self.prefix, self.separator, self.metadata, self.folder)
+
     def check(self) -> None:
         """Refuse an array that was replaced, or of which objects came, went or were replaced."""
         self.metadata.check()
@@ -270,6 +274,12 @@ class Keys:
     def path(self, numbers: tuple[int, ...]) -> str:
         """Return the file of the object at these numbers of the grid."""
         return f"{self.directory}/{self.prefix}{self.separator.join(map(str, numbers))}"
+
+
+def _keys(directory: str, prefix: str, separator: str, metadata: FileIdentity, folder: FileIdentity | None) -> Keys:
+    return Keys(
+        directory=directory, prefix=prefix, separator=separator, metadata=metadata, folder=folder, opened_ns=None
+    )
 
 
 class FileChunks:
