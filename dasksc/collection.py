@@ -111,6 +111,10 @@ def open(
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
     several = _several(data)
     if several is None:
+        given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
+        if any(value is not None for value in given.values()):
+            what = ", ".join(f"{name}=" for name, value in given.items() if value is not None)
+            raise InputError(f"{what} are of several atlases, and {data!r:.100} is one; give a list: [...]")
         with _told(mmap=mmap, may_lack=False):
             return _open_one(data, obs)
     parts, names = several
@@ -146,11 +150,14 @@ def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
 
 
 def is_several(data: Any) -> bool:
-    """Return whether `data` is a list, tuple or dict of what `open` takes, or an AnnCollection."""
+    """Return whether `data` is a list, tuple or dict of what `open` takes.
+
+    An AnnCollection is not: hooks expect to index it itself. `open` makes it an AnnData all the same.
+    """
     items = list(data.values()) if isinstance(data, Mapping) else data
-    if type(items) in (list, tuple):
-        return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
-    return type(data).__name__ == "AnnCollection" and hasattr(data, "adatas")
+    if type(items) not in (list, tuple):
+        return False
+    return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
 
 
 def _several(data: Any) -> tuple[list[Any], list[str]] | None:
@@ -160,7 +167,7 @@ def _several(data: Any) -> tuple[list[Any], list[str]] | None:
     if isinstance(data, list | tuple):
         stems = [Path(part).stem if isinstance(part, str | os.PathLike) else str(i) for i, part in enumerate(data)]
         return list(data), stems
-    if is_several(data):
+    if type(data).__name__ == "AnnCollection" and hasattr(data, "adatas"):
         return list(data.adatas), [str(i) for i in range(len(data.adatas))]
     paths = _paths_at(os.fspath(data)) if isinstance(data, str | os.PathLike) else None
     return None if paths is None else (paths, [Path(path).stem for path in paths])

@@ -280,10 +280,7 @@ class scDataset(IterableDataset[Any]):
         mmap: bool,
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
-        # An AnnCollection is indexed itself, as hooks for it expect; `dasksc.open` makes it one of ours.
-        if isinstance(data, str | os.PathLike | list | tuple | dict) and (
-            isinstance(data, str | os.PathLike) or collections.is_several(data)
-        ):
+        if isinstance(data, str | os.PathLike) or collections.is_several(data):
             self._name = Path(data).stem if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
             wanted = list(names["obs"])
             label_key = getattr(self.strategy, "label_key", None)
@@ -404,7 +401,8 @@ class scDataset(IterableDataset[Any]):
     @property
     def _held_row_bytes(self) -> float:
         """What a fetched row holds here: nothing of what is mapped, unless another process has sent it."""
-        return sum(max(cost.row, cost.held) if self._fetches_travel else cost.held for cost in self._costs)
+        travel = self._fetches_travel
+        return sum(max(cost.row, cost.held) if travel else cost.held for cost in self._costs)
 
     @functools.cached_property
     def _costs(self) -> list[FetchCost]:
@@ -441,7 +439,7 @@ class scDataset(IterableDataset[Any]):
             row_bytes += dense if is_obsm or maker.layout == "dense" else 2 * _LONGER_ROWS * matrix.cost.row
         return self.batch_size * row_bytes
 
-    @functools.cached_property
+    @property
     def _n_threads(self) -> int:
         """Threads that fetch, in a process that is no DataLoader worker: as many as the memory allows.
 

@@ -163,7 +163,8 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     summed = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_fetching", "n_ready", "n_fetched")
     bytes_and_times = ("in_flight_bytes", "limit_bytes", "fetch_s", "read_s", "decode_s", "transfer_s", "gather_s")
     for name in (*summed, *bytes_and_times):
-        result[name] = sum(report[name] for report in reports)
+        # A worker that failed before its first fetch has no limit to tell.
+        result[name] = sum(report[name] or 0 for report in reports)
     for name in ("wait_s", "elapsed_s", "wait_share"):
         result[name] = max(report[name] for report in reports)
     result["rows_per_s"] = result["n_rows"] / result["elapsed_s"] if result["elapsed_s"] > 0 else 0.0

@@ -12,6 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, Streaming, scDataset
+from dasksc.progress import EpochStats, merged
 
 N_OBS = 103
 
@@ -151,3 +152,10 @@ def test_the_length_of_a_loader_is_what_it_yields_and_torch_has_nothing_to_say(n
         warnings.filterwarnings("error", "Length of IterableDataset")
         for _ in range(2):
             assert len(list(loader)) == len(loader) == len(one)
+
+
+def test_workers_without_a_limit_to_tell_are_added_up() -> None:
+    plan = EpochStats().report()
+    assert plan["limit_bytes"] is None
+    total = merged([plan, plan | {"n_rows": 3, "limit_bytes": 7}])
+    assert (total["n_rows"], total["limit_bytes"]) == (3, 7)

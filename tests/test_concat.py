@@ -271,6 +271,11 @@ def test_what_does_not_fit_is_said(data: Any, options: dict[str, Any], error: ty
         dasksc.open(data, **options)
 
 
+def test_what_is_said_of_several_is_refused_for_one() -> None:
+    with pytest.raises(InputError, match=r"label=, keys= are of several atlases"):
+        dasksc.open(atlas(0, 3), label="source", keys=["a"])
+
+
 @pytest.mark.filterwarnings("ignore:Variable names are not unique")
 def test_variables_that_repeat_are_refused() -> None:
     with pytest.raises(InputError, match=r"variables of 1 repeat \(\['gene0'\]\)"):

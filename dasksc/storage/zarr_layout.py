@@ -266,7 +266,11 @@ class Keys:
 
     def check_object(self, now: FileIdentity) -> None:
         """Refuse an object that was written to after the array was opened."""
-        if self.opened_ns is not None and now.mtime_ns > self.opened_ns:
+        if self.opened_ns is None or now.mtime_ns <= self.opened_ns:
+            return
+        # A time of change that lies in the future came with the file, from a machine whose clock is ahead; when
+        # it was written here, the file system says.
+        if os.stat(now.path).st_ctime_ns > self.opened_ns:
             raise CorruptDataError(
                 f"{now.path} was changed since it was opened. Open it again, and do not write to it."
             )
