@@ -24,6 +24,12 @@ def filled(value: float) -> np.ndarray:
     return array
 
 
+@pytest.fixture(autouse=True)
+def pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests still hold, such as an iterator broken off, is in another pool."""
+    monkeypatch.setattr(memory, "_pool", memory._Pool())
+
+
 @contextmanager
 def recycled() -> Iterator[None]:
     recycling = memory.Recycling()
