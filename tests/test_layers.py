@@ -41,6 +41,7 @@ ROOMS = [
     "dashboard",
     "integrations",
     "train",
+    "__main__",
     "__init__",
 ]
 ON_TOP = ROOMS[ROOMS.index("convert") :]  # programs that use the public names

@@ -53,6 +53,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_what_is_held_in_any_way_is_not_written_again(hold) -> None:
     with recycled():

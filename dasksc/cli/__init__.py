@@ -1,0 +1,48 @@
+"""The `dasksc` command: one module per subcommand, imported when it is called.
+
+A subcommand is a module of this package that holds a click command named `command`; its name is the
+module's. Each takes `--json` where it has something to report. Exit codes: 0 done, 1 an error of the data
+or the run, 2 a command line that cannot be understood, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+
+from dasksc import DaskscError, __version__
+
+__all__ = ["group", "main"]
+
+
+class _Commands(click.Group):
+    """Subcommands found in this package, imported only when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = import_module(f"{__name__}.{cmd_name}").command
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dasksc")
+def group() -> None:
+    """Feed single-cell atlases on disk to PyTorch."""
+
+
+def main(args: Sequence[str] | None = None) -> Any:
+    """Run the `dasksc` command; what dasksc raises on purpose is printed as one line, with exit code 1."""
+    try:
+        group.main(args=None if args is None else list(args), prog_name="dasksc")
+    except DaskscError as error:
+        click.echo(f"dasksc: {error}", err=True)
+        sys.exit(1)
