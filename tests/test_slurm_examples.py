@@ -81,14 +81,10 @@ def test_dask_workers_that_slurm_starts_read_an_epoch(slurm, atlas, tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, SCRIPTS / "dask_workers.py", atlas, "--shared", tmp_path),
-            *("--jobs", "1", "--cores", "1", "--memory", "4GB"),
+            *("--jobs", "1", "--cores", "1", "--memory", "2GB"),
         ],
         cwd=tmp_path,
-        env=slurm
-        | {
-            "DASK_JOBQUEUE__SLURM__JOB_DIRECTIVES_SKIP": '["--mem"]',
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        },
+        env=slurm | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=240,

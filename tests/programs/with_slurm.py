@@ -22,6 +22,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "srun")
 N_TASKS = 4
+MEMORY_OF_TASK = 2_000  # MB; what jobs ask for is counted, not enforced
 
 CONFIGURATION = """
 ClusterName=one
@@ -40,7 +41,8 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={n_tasks} State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs={n_tasks} RealMemory={memory} State=UNKNOWN
+DefMemPerCPU={memory_of_task}
 PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES State=UP
 """
 
@@ -90,7 +92,13 @@ def cluster() -> Iterator[dict[str, str]]:
         key.write_bytes(secrets.token_bytes(1024))
         (folder / "slurm.conf").write_text(
             CONFIGURATION.format(
-                host=host, folder=folder, controller_port=controller_port, node_port=node_port, n_tasks=N_TASKS
+                host=host,
+                folder=folder,
+                controller_port=controller_port,
+                node_port=node_port,
+                n_tasks=N_TASKS,
+                memory=N_TASKS * MEMORY_OF_TASK,
+                memory_of_task=MEMORY_OF_TASK,
             )
         )
         munged = [f"--{kind}={folder}/munge.{kind.split('-')[0]}" for kind in ("socket", "key-file", "pid-file")]
