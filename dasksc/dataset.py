@@ -137,7 +137,8 @@ class scDataset(IterableDataset[Any]):
         Fetches in flight beyond the one being yielded. None: twice the threads that fetch, but no more than
         `memory_limit` allows.
     memory_limit
-        Bytes of anonymous memory that iterating may take in this process, such as ``"2GiB"``.
+        Bytes of anonymous memory that iterating may take on this rank, such as ``"2GiB"``. DataLoader workers
+        share it: they prefetch less, and it is told if even that is too much.
     mmap
         Whether local files may be memory-mapped; see `dasksc.open`, where it belongs for an AnnData that is
         open already.
@@ -474,9 +475,30 @@ class scDataset(IterableDataset[Any]):
         # Results are handed over in order: a thread that is done early needs another one to go on with.
         depth = n_parts - 1 + 2 * self._n_threads
         if self._matrices is not None:
-            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_limit:
+            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_share():
                 depth -= 1
         return depth
+
+    def _memory_share(self) -> int:
+        """Memory for this process, in bytes: DataLoader workers share what the rank may use."""
+        worker = get_worker_info()
+        return self._memory_limit if worker is None else self._memory_limit // worker.num_workers
+
+    def _warn_of_workers(self) -> None:
+        """Tell if the DataLoader workers of a rank need more memory than it may use, however little they prefetch."""
+        worker = get_worker_info()
+        if worker is None or worker.id > 0 or self._matrices is None:
+            return
+        needed = self._projection(self._depth(), self.fetch_factor)
+        if needed > self._memory_share():
+            logger.warning(
+                "%d DataLoader workers need %s of memory each, together more than memory_limit (%s). Use fewer "
+                "(num_workers=0 prefetches on threads), or lower fetch_factor, now %d",
+                worker.num_workers,
+                format_bytes(needed),
+                format_bytes(self._memory_limit),
+                self.fetch_factor,
+            )
 
     def _refuse_too_large(self) -> None:
         """Refuse sizes whose projection is beyond the limit, with what would fit."""
@@ -703,6 +725,7 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.advance()
         else:
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
+            self._warn_of_workers()
         consumed, n_done = self._resumed(epoch, world)
         plan = self._plan_of(world, epoch, consumed)
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -823,7 +846,7 @@ class scDataset(IterableDataset[Any]):
             name=key,
             scheduler=scheduler,
             depth=self._depth(),
-            max_bytes=self._memory_limit,
+            max_bytes=self._memory_share(),
             argument=rows_of,
             describe=self._describe(plan, plans, n_parts),
             n_threads=n_threads,
