@@ -41,6 +41,7 @@ from dasksc.window import Scheduler, Window, default_threads, portable_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.reporting import reporting
+from dasksc.window.schedulers import remember_security, securities_for_child
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from dasksc.world import Agreement, World
 
@@ -1040,6 +1041,7 @@ class scDataset(IterableDataset[Any]):
             del state[name]
         state["_recycling"] = None
         state["_scheduler"] = portable_scheduler(self._scheduler)
+        state["_securities"] = securities_for_child()
         state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _HOOKS})
         if self._matrices is not None:
             # Workers read matrices; the tables of an atlas would travel for nothing.
@@ -1047,6 +1049,8 @@ class scDataset(IterableDataset[Any]):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for address, security in state.pop("_securities").items():
+            remember_security(address, security)
         hooks = cloudpickle.loads(state.pop("_hooks"))
         self.__dict__.update(state)
         self.__dict__.update(hooks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -126,14 +127,16 @@ def test_certificates_never_lie_where_others_can_read_them(encrypted: dasksc.Sta
         assert not any("PRIVATE KEY" in value for value in process.environ().values())
 
 
-def test_a_forked_child_has_the_certificates(encrypted: dasksc.StartedCluster, atlas: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_child_has_the_certificates(encrypted: dasksc.StartedCluster, atlas: Path, start: str) -> None:
     import torch.utils.data
 
     dataset = dasksc.scDataset(atlas, dasksc.Streaming(), batch_size=8, scheduler=encrypted.client, seed=0)
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60
+        dataset, batch_size=None, num_workers=1, multiprocessing_context=start, timeout=60
     )
     assert sum(len(batch) for batch in loader) == 101
+    assert b"PRIVATE KEY" not in pickle.dumps(dataset)
 
 
 def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
