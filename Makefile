@@ -46,7 +46,7 @@ types: $(INSTALLED)
 
 # The kernels again, with every index checked.
 bounds: $(INSTALLED)
-	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/test_kernels*.py tests/test_codecs.py
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/test_kernels*.py tests/test_codecs.py tests/test_storage_fast.py
 
 # Damaged files, read for a minute.
 fuzz: $(INSTALLED)

@@ -212,6 +212,8 @@ class ChunkedArray:
         length, stride = self._chunk_shape[0], row_bytes(self)
         first = starts // length
         inside = (stops > starts) & (stops <= (first + 1) * length)
+        if not inside.any():
+            return None
         numbers, chunk_of = np.unique(first[inside], return_inverse=True)
         fill = np.full(0, self._fill, dtype=self.dtype)
         buffers = [fill]

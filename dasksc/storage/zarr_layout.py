@@ -275,6 +275,17 @@ class Keys:
                 f"{now.path} was changed since it was opened. Open it again, and do not write to it."
             )
 
+    def check_absent(self, path: str) -> None:
+        """Refuse that an object is not there, if one may have been removed after the array was opened."""
+        folder = os.path.dirname(path)
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        if self.opened_ns is not None and os.stat(folder).st_mtime_ns > self.opened_ns:
+            raise CorruptDataError(
+                f"{path} is not there, and {folder} was changed since the array was opened. Open it again, and do not "
+                "write to it."
+            )
+
     def path(self, numbers: tuple[int, ...]) -> str:
         """Return the file of the object at these numbers of the grid."""
         return f"{self.directory}/{self.prefix}{self.separator.join(map(str, numbers))}"
@@ -353,6 +364,7 @@ class FileChunks:
             except FileNotFoundError:
                 if at in self._seen:
                     self._seen[at].check()
+                self._keys.check_absent(path)
                 yield None
                 return
             now = FileIdentity.of_open(path, file.fileno())
@@ -453,6 +465,7 @@ class ShardChunks:
             try:
                 identity = FileIdentity.of(path)
             except FileNotFoundError:
+                self._keys.check_absent(path)
                 self._shards[at] = None
             else:
                 self._keys.check_object(identity)
