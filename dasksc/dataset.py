@@ -740,8 +740,8 @@ class scDataset(IterableDataset[Any]):
         batches = self._batches(plan, ks, n_done, world, n_workers)
         has_last = plan.n_fetches - 1 in ks
         self._stats = stats = EpochStats(plan, n_done=n_done, n_left=n_batches, has_last=has_last)
-        if worker is not None:
-            self._place = epoch, (*consumed, self._stretch(world, n_done))
+        # Also what fails before its first batch can be continued.
+        self._place = epoch, (*consumed, self._stretch(world, n_done)) if n_done or worker is not None else consumed
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
