@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dasksc.train.models import MLPClassifier
@@ -59,8 +58,3 @@ class Dropping(nn.Module):
     def forward(self, batch: Any) -> dict[str, Tensor]:
         X = batch if isinstance(batch, Tensor) else batch["X"]
         return {"loss": nn.functional.dropout(self.linear(X), 0.5, training=self.training).square().mean()}
-
-
-def no_model() -> torch.device:
-    """What is no model."""
-    return torch.device("cpu")
