@@ -61,6 +61,8 @@ class Loader:
                 num_workers=data.num_workers,
                 prefetch_factor=data.prefetch_factor,
                 pin_memory=pin_memory,
+                # By default it draws from the generator of dropout, of which a run that goes on has the state.
+                generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
 
     @property
