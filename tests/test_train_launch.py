@@ -1,8 +1,7 @@
-"""`dasksc train` as it is started: by itself with several processes, by mpirun and srun; the configurations in examples/."""
+"""`dasksc train` as it is started: by itself with several processes, by mpirun, by srun; and the files in examples/."""
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -18,6 +17,7 @@ from make_atlas import make_atlas
 import dasksc
 from tests.test_launchers import MPIRUN, mpirun, slurm
 from tests.test_train_config import GUIDE
+from tests.test_train_ranks import N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
 
 __all__ = ["mpirun", "slurm"]  # fixtures
 
@@ -29,6 +29,12 @@ COMMAND = [sys.executable, "-m", "dasksc", "train"]
 @pytest.fixture(scope="module")
 def atlas(tmp_path_factory) -> Path:
     return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 600, 200, n_types=5)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("small") / "atlas.h5ad"
+    return make_atlas(path, N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
 
 
 def run(command: list[object], folder: Path, environment: dict[str, str] | None = None) -> str:
@@ -55,27 +61,18 @@ def write(folder: Path, atlas: Path, **training: Any) -> Path:
     return folder / "c.yaml"
 
 
-def losses(folder: Path) -> list[float]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
-def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_a_run_unbroken(atlas, tmp_path):
-    config = write(tmp_path, atlas, save_every=2, resume_from="auto", fsdp={"min_num_params": 300})
-    fragile = {"name": "tests.programs.train_models:Fragile", "label": "cell_type", "mark": str(tmp_path / "mark")}
-    for at, checkpoint_dir in ((0, "unbroken"), (6, "broken")):
-        model = json.dumps({**fragile, "at": at, "rank": 1, "how": "kill"})
-        printed = run(
-            [
-                *(*COMMAND, "--config", config, "--nproc", 2, "--max-restarts", 1, "--json"),
-                *("--set", f"model={model}", "--set", f"training.checkpoint_dir={checkpoint_dir}"),
-            ],
-            tmp_path,
-        )
-        report = json.loads(printed)
-        assert (report["world_size"], report["strategy"], report["n_steps"]) == (2, "fsdp", 10)
-    assert (tmp_path / "mark").exists()
-    assert losses(tmp_path / "broken") == losses(tmp_path / "unbroken")
+def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_a_run_unbroken(small, tmp_path):
+    raw = training(small, tmp_path / "run", training__fsdp={"min_num_params": 300}, training__save_every=2)
+    mark = tmp_path / "mark"
+    raw["model"] = {"name": "tests.programs.train_models:Fragile", "label": "cell_type", "dropout": 0.0}
+    raw["model"] |= {"mark": str(mark), "at": 6, "rank": 1, "how": "kill"}
+    raw["training"]["resume_from"] = "auto"
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(raw))
+    started = [*COMMAND, "--config", "c.yaml", "--nproc", 2, "--max-restarts", 1, "--json"]
+    report = json.loads(run(started, tmp_path))
+    assert mark.exists()
+    assert (report["world_size"], report["strategy"]) == (2, "fsdp")
+    assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
 
 
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):

@@ -207,7 +207,7 @@ def _per_batch(outputs: dict[str, torch.Tensor], batch: Any) -> dict[str, torch.
 def count_rows(batch: Any) -> int:
     """Return the rows of a batch: the length of its first tensor."""
     if isinstance(batch, dict):
-        return next(n for n in map(count_rows, batch.values()) if n)
+        return next((n for n in map(count_rows, batch.values()) if n), 0)
     if isinstance(batch, list | tuple):
         return count_rows(batch[0])
     return int(batch.shape[0]) if hasattr(batch, "shape") else 0

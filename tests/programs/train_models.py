@@ -33,9 +33,17 @@ class Fragile(MLPClassifier):
     """Ends its process in one forward pass of training, as SIGKILL does or by an error, once in its life."""
 
     def __init__(
-        self, label: str, n_genes: int, n_labels: int, mark: str, at: int, rank: int = 0, how: str = "error"
+        self,
+        label: str,
+        n_genes: int,
+        n_labels: int,
+        mark: str,
+        at: int,
+        rank: int = 0,
+        how: str = "error",
+        dropout: float = 0.1,
     ) -> None:
-        super().__init__(label, n_genes, n_labels, hidden_dim=16)
+        super().__init__(label, n_genes, n_labels, hidden_dim=16, dropout=dropout)
         self.mark, self.at, self.rank, self.how = Path(mark), at, rank, how
         self.n_forward = 0
 
