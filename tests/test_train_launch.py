@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,9 +118,18 @@ def test_a_file_of_the_guide_for_eight_gpus_runs_scaled_down_to_two_processes(at
     assert report["n_cells"] == 2 * 2 * 4 * 32
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_configurations_of_the_examples_run_for_two_steps(config, atlas, tmp_path):
-    raw = yaml.safe_load(config.read_text())
+def configurations() -> dict[str, str]:
+    """Every configuration in examples/ and on the page, by name."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert blocks
+    return {path.stem: path.read_text() for path in CONFIGS} | {f"page-{i}": text for i, text in enumerate(blocks)}
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path):
+    raw = yaml.safe_load(configurations()[name])
+    (tmp_path / "c.yaml").write_text(configurations()[name])
     if "tokenizer" in raw and importlib.util.find_spec("dasksc.tokens") is None:
         pytest.skip("dasksc.tokens is not there")
     sizes = {name: 16 for name in ("hidden_dim", "latent_dim") if name in raw["model"]}
@@ -127,6 +137,6 @@ def test_configurations_of_the_examples_run_for_two_steps(config, atlas, tmp_pat
     changes |= {"training.num_gpus": 1, "training.num_nodes": 1, "training.max_steps": 2}
     (tmp_path / "atlas.h5ad").symlink_to(atlas)
     sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-    report = json.loads(run([*COMMAND, "--config", config, "--json", *sets], tmp_path))
+    report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json", *sets], tmp_path))
     assert report["n_steps"] == 2
     assert (tmp_path / report["model"]).exists()

@@ -55,8 +55,7 @@ def command(
     those that were started.
     """
     try:
-        from dasksc.train import Config, fit
-        from dasksc.train.launch import launch, processes_to_start
+        from dasksc.train.config import Config
     except ModuleNotFoundError as error:
         if error.name not in ("pydantic", "yaml"):
             raise
@@ -65,6 +64,8 @@ def command(
     if check:
         click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
         return
+    from dasksc.train.launch import launch, processes_to_start
+
     n_processes = processes_to_start(config.training, nproc=nproc, nnodes=nnodes)
     if n_processes:
         again: list[Any] = ["train", "--config", path, *(part for change in changes for part in ("--set", change))]
@@ -78,6 +79,8 @@ def command(
             max_restarts=max_restarts,
         )
         return
+    from dasksc.train.loop import fit
+
     is_first = World.detect().rank == 0
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, stream=sys.stderr, format="%(message)s")
     report = fit(config, say=lambda line: click.echo(line, err=as_json))
