@@ -204,6 +204,24 @@ def test_data_parallel_on_one_process_is_the_same_training(raw, tmp_path):
     assert losses(tmp_path / "dp") == losses(tmp_path / "run")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp"])
+def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, device, raw, tmp_path):
+    if (device == "cuda") != torch.cuda.is_available():
+        pytest.skip("there is no GPU here" if device == "cuda" else "there is a GPU, which is used")
+    raw["training"] |= {"gradient_clip": 1.0, "gradient_accumulation": 2, "activation_checkpointing": True}
+    raw["data"]["validation"] = 0.2
+    report = train(raw, training__strategy=strategy, training__precision=precision, training__max_epochs=1)
+    assert (report.strategy, report.device, report.world_size) == (strategy, device, 1)
+    assert not torch.distributed.is_initialized()
+    model = load_model(report.model)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert ("gpu_memory_bytes" in report.figures) == (device == "cuda")
+    again = train(raw, training__strategy=strategy, training__max_epochs=2, training__resume_from="auto")
+    assert again.n_steps == 2 * report.n_steps
+
+
 def test_an_import_path_is_a_model_and_told_if_it_is_none(raw):
     raw["model"] = {"name": "tests.programs.train_models:Dropping"}
     assert train(raw).n_steps == 26

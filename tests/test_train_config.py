@@ -13,13 +13,14 @@ from click.testing import CliRunner
 from torch import nn
 
 import dasksc
-from dasksc import InputError, MissingPathError, cli
+from dasksc import InputError, MissingPathError, cli, train
 from dasksc.train import Config
 from dasksc.train.config import Data, Fsdp, Open, Optimizer, Scheduler, Training
 from dasksc.train.launch import first_node, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
 from dasksc.train.parallel import modules_to_shard, strategy_of
+from tests import test_project
 
 SMALL = {"data": {"path": "atlas.h5ad"}, "model": "vae"}
 
@@ -345,3 +346,9 @@ def test_the_command_checks_a_configuration_and_tells_what_is_wrong(tmp_path):
     shown = CliRunner().invoke(cli.group, ["train", "--config", str(path), "--set", "training.sed=3"])
     assert isinstance(shown.exception, InputError)
     assert "did you mean 'seed'" in str(shown.exception)
+
+
+@pytest.mark.parametrize("name", ["Config", "Config.load", "Config.of", "Report", "fit", "load_model"])
+def test_docstrings_of_the_public_names_follow_numpydoc(name):
+    assert name.split(".")[0] in train.__all__
+    test_project.test_public_docstrings_follow_numpydoc(f"dasksc.train.{name}")

@@ -46,7 +46,7 @@ class Named(BaseModel):
 class Validation(_Section):
     """Which rows are kept from training.
 
-    Attributes
+    Parameters
     ----------
     share
         Of the rows, or of the values of `by`.
@@ -82,7 +82,7 @@ class Open(_Section):
 class Data(_Section):
     """What is read, and how: the arguments of `dasksc.open`, `dasksc.scDataset` and ``DataLoader``.
 
-    Attributes
+    Parameters
     ----------
     path
         Of the atlas; a list, dict, pattern or directory for several.
@@ -131,7 +131,7 @@ class Data(_Section):
 class Tokenizer(_Section):
     """How cells become tokens; what it means is for ``dasksc.tokens`` to say.
 
-    Attributes
+    Parameters
     ----------
     vocabulary
         The path of a file; default: the names in ``var``.
@@ -161,7 +161,7 @@ class Optimizer(Named):
 class Scheduler(_Section):
     """The learning rate over the steps, as a factor of the optimizer's.
 
-    Attributes
+    Parameters
     ----------
     name
         ``constant``, ``cosine_warmup`` or ``linear_warmup``: what follows the warm-up.
@@ -187,7 +187,7 @@ class Scheduler(_Section):
 class Fsdp(_Section):
     """How parameters are sharded. That it is there selects FSDP.
 
-    Attributes
+    Parameters
     ----------
     sharding_strategy
         ``FULL_SHARD``; ``SHARD_GRAD_OP`` keeps parameters whole between forward and backward; ``HYBRID_SHARD`` shards
@@ -236,7 +236,7 @@ _Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
 class Training(_Section):
     """How the model is trained.
 
-    Attributes
+    Parameters
     ----------
     strategy
         Default: ``fsdp`` where there is an `fsdp` section, else ``ddp`` on several ranks and ``single`` on one.
@@ -314,7 +314,7 @@ class Training(_Section):
 class Config(_Section):
     """A training: what is read, what is trained, and how.
 
-    Attributes
+    Parameters
     ----------
     data
         What is read.

@@ -131,15 +131,15 @@ class Loaders:
     facts: dict[str, Any]
 
 
-def make_loaders(config: Config, *, device: torch.device) -> Loaders:
+def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Loaders:
     """Open the atlas and make the data sets of this rank.
 
     Parameters
     ----------
     config
         Of the training.
-    device
-        Of this rank.
+    device, rank
+        Of this process.
 
     Raises
     ------
@@ -183,7 +183,11 @@ def make_loaders(config: Config, *, device: torch.device) -> Loaders:
         tokens = _tokens(config, adata.var_names, common["seed"])
         common |= {"layout": "csr", "transform": tokens}
     training = scDataset(
-        adata, strategy_class(**options), drop_last=data.drop_last, progress=data.progress, **_known(common)
+        adata,
+        strategy_class(**options),
+        drop_last=data.drop_last,
+        progress=data.progress and rank == 0,
+        **_known(common),
     )
     validation = None
     if data.validation is not None:

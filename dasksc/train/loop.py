@@ -67,7 +67,7 @@ class _Run:
         self.config = config
         self.place = place
         self.folder = Path(training.checkpoint_dir)
-        self.loaders: Loaders = make_loaders(config, device=place.device)
+        self.loaders: Loaders = make_loaders(config, device=place.device, rank=place.rank)
         self.model_arguments = _model_arguments(config, self.loaders.facts)
         torch.manual_seed(training.seed)  # the same parameters on every rank
         model = build_model(config.model.name, self.model_arguments)

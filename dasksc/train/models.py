@@ -198,7 +198,7 @@ class TokenTransformer(nn.Module):
 
     Parameters
     ----------
-    n_tokens, pad_id, n_bins, max_seq_len
+    n_tokens, max_seq_len, pad_id, n_bins
         Filled in from the tokenizer.
     label, n_labels
         The obs column to predict from the mean over a cell's tokens; without it, masked genes (or, where tokens have
