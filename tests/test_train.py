@@ -109,6 +109,20 @@ def train_fragile(atlas: Path, folder: Path, *, at: int) -> Path:
     return folder / "run"
 
 
+@pytest.mark.parametrize("at", [11, 12, 13])
+def test_validation_is_noted_once_whenever_a_run_breaks(at, atlas, tmp_path):
+    rows = rows_of(train_fragile(atlas, tmp_path, at=at))
+    assert [row["step"] for row in rows if "validation_loss" in row] == [6, 12]
+
+
+def test_a_run_that_has_ended_ends_again_with_nothing_done(raw, tmp_path):
+    first = train(raw, data__validation=0.2)
+    before = (tmp_path / "run" / "metrics.csv").read_text()
+    again = train(raw, data__validation=0.2, training__resume_from="auto")
+    assert (tmp_path / "run" / "metrics.csv").read_text() == before
+    assert (again.n_steps, again.n_cells, again.figures) == (first.n_steps, 0, first.figures)
+
+
 # 163 rows are 11 batches, so 6 steps an epoch.
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 8, 10, 11, 12, 13, 16, 22])
 def test_a_run_that_breaks_at_any_batch_goes_on_with_the_same_losses(at, unbroken, atlas, tmp_path):

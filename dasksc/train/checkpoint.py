@@ -93,7 +93,8 @@ class Checkpoints:
         path = self.folder / f"step-{step:08d}"
         partial = path.with_name(path.name + ".partial")
         if self.place.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.gone")]:
+                shutil.rmtree(leftover)  # of a run that was killed
             partial.mkdir(parents=True)
         self.place.barrier()
         tensors = _tensors_of(model, optimizer) | _random_state(self.place)
@@ -106,7 +107,7 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             if path.exists():  # of a run that was resumed from an earlier one
-                shutil.rmtree(path)
+                _remove(path)
             partial.rename(path)
             self._prune(path)
         self.place.barrier()
@@ -120,9 +121,7 @@ class Checkpoints:
         ranked = sorted((sign * value, path) for path, value in values.items() if value is not None)
         kept = {latest, *(path for _, path in ranked[: self.keep])}
         for path in values.keys() - kept:
-            # Renamed first: half a checkpoint must not look like one.
-            gone = path.rename(path.with_name(path.name + ".gone"))
-            shutil.rmtree(gone)
+            _remove(path)
 
     def all(self) -> list[Path]:
         """Return the complete ones, in the order of their steps."""
@@ -176,6 +175,11 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, under another name first: half of one must not look like one."""
+    shutil.rmtree(path.rename(path.with_name(path.name + ".gone")))
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dasksc.train.metrics import Means, Pace
 from dasksc.train.models import BUILT_IN
 from dasksc.train.names import arguments_of, check_arguments, find
 from dasksc.train.optim import LearningRate, make_optimizer
-from dasksc.train.parallel import Place, Spread, clip_gradient, count_rows, places, spread
+from dasksc.train.parallel import Place, Spread, clip_gradient, count_rows, number_of, places, spread
 from dasksc.train.report import Report, plot
 
 __all__ = ["fit"]
@@ -117,6 +117,7 @@ class _Run:
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.figures, self.latest = state["step"], state["figures"], path
         self.step_saved = self.step if path.parent == self.folder else None
+        self.step_validated = state["validated_at"]
         logger.info("going on from %s", path)
 
     # --- Steps ------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class _Run:
                     break  # max_steps lie inside it
                 if (epoch + 1) % training.validate_every == 0:
                     self._validate(epoch)
-                if training.save_every is None:
+                if training.save_every is None or self.step % training.save_every == 0:
                     self._save()
         self._validate(self._loader.epoch)
 
@@ -155,14 +156,16 @@ class _Run:
                     profiler.step()
                 if self.step % training.log_every_n_steps == 0:
                     self._note(epoch, means, rate, norm)
-                if self._is_over and not self._loader.is_at_end:
+                if self._loader.is_at_end:
+                    continue  # what is due now comes after the epoch
+                if self._is_over:
                     break
                 if training.save_every is not None and self.step % training.save_every == 0:
                     self._save()
         if rate is not None and self.step % training.log_every_n_steps:
             self._note(epoch, means, rate, norm)
 
-    def _take_step(self, group: list[Any], means: Means) -> tuple[float, float | None]:
+    def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
         """Go through the batches of a step, each weighted by its rows, and move the parameters."""
         training = self.config.training
         sizes = [count_rows(batch) for batch in group]
@@ -183,7 +186,7 @@ class _Run:
         self.step += 1
         return rate, norm
 
-    def _note(self, epoch: int, means: Means, rate: float, norm: float | None) -> None:
+    def _note(self, epoch: int, means: Means, rate: float, norm: torch.Tensor | None) -> None:
         figures, n_rows = means.take()
         if not n_rows:
             return
@@ -193,7 +196,7 @@ class _Run:
                 "training.gradient_clip, or look for NaN in the data"
             )
         self.n_cells += n_rows
-        figures |= {"lr": rate} | ({} if norm is None else {"gradient_norm": norm}) | self.pace.take(n_rows)
+        figures |= {"lr": rate} | ({} if norm is None else {"gradient_norm": number_of(norm)}) | self.pace.take(n_rows)
         self._log(epoch, figures)
 
     def _log(self, epoch: int, figures: dict[str, Any]) -> None:
@@ -237,6 +240,7 @@ class _Run:
             "data": self._loader.state_dict(),
             "scaler": self.scaler.state_dict(),
             "figures": self.figures,
+            "validated_at": self.step_validated,
             "model": {"name": self.config.model.name, "arguments": self.model_arguments},
             "world_size": self.place.world_size,
             "config": self.config.model_dump(),

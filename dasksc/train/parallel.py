@@ -25,7 +25,7 @@ from dasksc import InputError, World
 from dasksc.train.config import Fsdp, Training
 from dasksc.train.launch import rendezvous
 
-__all__ = ["Place", "Spread", "clip_gradient", "places", "spread"]
+__all__ = ["Place", "Spread", "clip_gradient", "count_rows", "number_of", "places", "spread"]
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +320,11 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> float:
-    """Scale the gradient to a norm of at most `largest`; return the norm it had, over all ranks."""
-    norm = nn.utils.clip_grad_norm_(list(parameters), largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> torch.Tensor:
+    """Scale the gradient to a norm of at most `largest`; return the norm it had, for `number_of`."""
+    return nn.utils.clip_grad_norm_(list(parameters), largest)
+
+
+def number_of(value: torch.Tensor) -> float:
+    """Return a scalar tensor as a number; waits for the device. All ranks must call it, for it may be spread."""
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
