@@ -37,10 +37,10 @@ ROOMS = [
     "dryrun",
     "experimental",
     "convert",
-    "cli",
     "dashboard",
     "integrations",
     "train",
+    "cli",  # the way in to all programs
     "__main__",
     "__init__",
 ]
