@@ -22,7 +22,7 @@ from dasksc.errors import (
 )
 
 if TYPE_CHECKING:
-    from dasksc import experimental, transforms
+    from dasksc import experimental, tokens, transforms
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
     from dasksc.dataset import scDataset
@@ -74,7 +74,7 @@ _HOMES = {
     "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",
 }
-_MODULES = ("experimental", "transforms")
+_MODULES = ("experimental", "tokens", "transforms")
 
 __all__ = [
     "AnnDataView",
@@ -110,6 +110,7 @@ __all__ = [
     "scDataset",
     "start_cluster",
     "suggest_parameters",
+    "tokens",
     "transforms",
 ]
 

@@ -75,6 +75,7 @@ _PROCESS_BYTES = 2**24
 _ROWS_TOLD = 16
 
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
+_CALLED = (*_HOOKS, "transform")
 
 
 class _Made(NamedTuple):
@@ -153,6 +154,10 @@ class scDataset(IterableDataset[Any]):
         The processes that share every epoch, where they are not all: a ``torch.distributed`` process group,
         or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
         that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
+    transform
+        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens`. Unlike hooks it is given
+        tensors, and by several threads at once, ahead of the loop. If it has a method ``at_epoch``, what
+        ``transform.at_epoch(epoch)`` returns is called in an epoch.
 
     Attributes
     ----------
@@ -200,6 +205,7 @@ class scDataset(IterableDataset[Any]):
         pin_memory: bool = False,
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
+        transform: Callable[[Batch], Any] | None = None,
     ) -> None:
         super().__init__()
         self.strategy = strategy
@@ -210,6 +216,7 @@ class scDataset(IterableDataset[Any]):
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
         self.batch_transform = batch_transform
+        self.transform = transform
         prefetch = config.get("prefetch") if prefetch is None else prefetch
         self._prefetch = None if prefetch is None else _whole("prefetch", prefetch)
         limit = config.get("memory-limit") if memory_limit is None else memory_limit
@@ -227,7 +234,7 @@ class scDataset(IterableDataset[Any]):
             raise InputError(f"layout must be 'dense' or 'csr'; got {layout!r}")
         if not isinstance(strategy, SamplingStrategy):
             raise InputError(f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}")
-        for name in _HOOKS:
+        for name in _CALLED:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise InputError(f"{name} must be callable; got {getattr(self, name)!r}")
 
@@ -237,6 +244,7 @@ class scDataset(IterableDataset[Any]):
         self._maker: BatchMaker | None = None
         self.categories: dict[str, list[Any]] = {}
         options = {**names, "genes": genes, "layout": layout if layout != "dense" else None}
+        options["transform"] = transform
         given = {name: value for name, value in options.items() if _given(value)}
         self._adopt(data_collection, names, genes, layout, dtype, given, mmap)
         self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
@@ -346,7 +354,7 @@ class scDataset(IterableDataset[Any]):
             layout=layout,
             dtype=None if dtype is None else _value_dtype(dtype),
             columns=columns,
-            only_x=not any(names.values()),
+            only_x=not any(names.values()) and self.transform is None,
             pinned=self._pin_memory,
         )
 
@@ -877,13 +885,17 @@ class scDataset(IterableDataset[Any]):
         # Handing a batch over costs as much as gathering a small one: some are made in one go.
         n_together = max(1, min(int(_TOGETHER_BYTES / self._batch_bytes()), n_ahead // 2, self.fetch_factor))
         left_in_fetch = 0
+        transform = self.transform
+        if transform is not None and hasattr(transform, "at_epoch"):
+            transform = transform.at_epoch(plan.epoch)
 
         def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
             start = perf_counter()
-            made: list[torch.Tensor | Batch] = []
+            made: list[Any] = []
             for i in numbers:
                 try:
-                    made.append(maker.make(fetched, fetch.rows, fetch.batch(i)))
+                    batch = maker.make(fetched, fetch.rows, fetch.batch(i))
+                    made.append(batch if transform is None else transform(cast(Batch, batch)))
                 except Exception as error:
                     _note(error, fetch, i, plan)
                     return _Made(made, perf_counter() - start, error)
@@ -1042,7 +1054,7 @@ class scDataset(IterableDataset[Any]):
         state["_recycling"] = None
         state["_scheduler"] = portable_scheduler(self._scheduler)
         state["_securities"] = securities_for_child()
-        state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _HOOKS})
+        state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _CALLED})
         if self._matrices is not None:
             # Workers read matrices; the tables of an atlas would travel for nothing.
             state["collection"] = None

@@ -74,6 +74,7 @@ class Purpose(enum.IntEnum):
     DEAL = 2
     DRAW = 3
     USER = 4
+    TOKENS = 5
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:

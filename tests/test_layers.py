@@ -33,6 +33,7 @@ ROOMS = [
     "window",
     "batch",
     "transforms",
+    "tokens",
     "dataset",
     "dryrun",
     "experimental",
@@ -48,7 +49,7 @@ ON_TOP = ROOMS[ROOMS.index("convert") :]  # programs that use the public names
 
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
-    "torch": ({"batch", "transforms", "dataset", "integrations", "train"}, {"world", "multiindexable"}),
+    "torch": ({"batch", "transforms", "tokens", "dataset", "integrations", "train"}, {"world", "multiindexable"}),
     "h5py": ({"storage", "collection", "convert"}, set()),
     "zarr": ({"storage", "collection", "convert"}, set()),
     "numcodecs": ({"storage"}, set()),
