@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dasksc.dataset import scDataset
     from dasksc.dryrun import check
     from dasksc.experimental import estimate_sample_size, suggest_parameters
+    from dasksc.filtering import rows_where
     from dasksc.lazy import row_local
     from dasksc.mixing import diversity
     from dasksc.multiindexable import MultiIndexable
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         SamplingStrategy,
         Streaming,
     )
+    from dasksc.splitting import split
     from dasksc.transforms import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
     from dasksc.window.start import StartedCluster, start_cluster
     from dasksc.world import World
@@ -70,7 +72,9 @@ _HOMES = {
     "hf_tahoe_to_tensor": "dasksc.transforms",
     "open": "dasksc.collection",
     "row_local": "dasksc.lazy",
+    "rows_where": "dasksc.filtering",
     "scDataset": "dasksc.dataset",
+    "split": "dasksc.splitting",
     "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",
 }
@@ -107,7 +111,9 @@ __all__ = [
     "hf_tahoe_to_tensor",
     "open",
     "row_local",
+    "rows_where",
     "scDataset",
+    "split",
     "start_cluster",
     "suggest_parameters",
     "transforms",

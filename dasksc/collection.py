@@ -34,7 +34,7 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Matrix, as_matrix, open_matrix
 
-__all__ = ["AnnDataView", "Openable", "encode_column", "is_several", "open"]
+__all__ = ["AnnDataView", "Openable", "encode_column", "is_several", "known", "open"]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
@@ -201,6 +201,16 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], are_given: bool) 
     if isinstance(keys, str) or len(keys) != len(names):
         raise InputError(f"keys={keys!r} must be a list of {len(names)} names, one for each atlas")
     return keys
+
+
+def known(kind: str, name: str, held: Any) -> str:
+    """Return `name` if `held` has it; else raise an error that says which of `held` are near it."""
+    if name in held:
+        return name
+    names = [str(one) for one in held]
+    near = difflib.get_close_matches(str(name), names, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {names[:20]}"
+    raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
 
 
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import logging
@@ -28,14 +27,14 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import collection as collections
-from dasksc import config, lazy
+from dasksc import config, filtering, lazy
 from dasksc.batch import Batch, BatchMaker, run_ahead, torch_dtype
 from dasksc.epoch import EpochCounter
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan import EpochPlan, FetchPlan, Stretch
 from dasksc.progress import EpochStats, line_of, merged, progress_bar
-from dasksc.sampling import Sampler, SamplingStrategy, bind
+from dasksc.sampling import Sampler, SamplingStrategy, bind, restricted
 from dasksc.storage import Columns, FetchCost, Layout, Matrix, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
@@ -122,6 +121,9 @@ class scDataset(IterableDataset[Any]):
         Names to yield beside X.
     genes
         Keep only these columns of X and the layers: names, a boolean mask or positions.
+    filter
+        Draw only rows for which an expression over obs holds, such as ``"cell_type == 'T cell' and n_genes > 500"``;
+        `dasksc.rows_where` says what may be in it. Of the strategy's own ``indices`` those are kept for which it holds.
     layout
         Of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
@@ -187,6 +189,7 @@ class scDataset(IterableDataset[Any]):
         layers: Sequence[str] = (),
         obsm: Sequence[str] = (),
         genes: Any = None,
+        filter: str | None = None,
         layout: Layout = "dense",
         dtype: Any = "float32",
         equal_ranks: bool = True,
@@ -236,7 +239,10 @@ class scDataset(IterableDataset[Any]):
         self.categories: dict[str, list[Any]] = {}
         options = {**names, "genes": genes, "layout": layout if layout != "dense" else None}
         given = {name: value for name, value in options.items() if _given(value)}
-        self._adopt(data_collection, names, genes, layout, dtype, given, mmap)
+        filtered_by = [] if filter is None else filtering.columns_of(filter)
+        self._adopt(data_collection, names, genes, layout, dtype, given, mmap, filtered_by)
+        if filter is not None:
+            self.strategy = strategy = restricted(strategy, self._rows_where(filter), repr(filter))
         self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
 
         self._given_world: tuple[int | None, int | None, Any] = (rank, world_size, group)
@@ -278,14 +284,13 @@ class scDataset(IterableDataset[Any]):
         dtype: Any,
         options: dict[str, Any],
         mmap: bool,
+        filtered_by: list[str],
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
         if isinstance(data, str | os.PathLike) or collections.is_several(data):
             self._name = Path(data).stem if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
-            wanted = list(names["obs"])
             label_key = getattr(self.strategy, "label_key", None)
-            if label_key is not None and label_key not in wanted:
-                wanted.append(label_key)
+            wanted = [*names["obs"], *filtered_by, *([] if label_key is None else [label_key])]
             # Hooks see every column; without them only what is asked for is read.
             data = collections.open(data, obs=None if self._hooked else wanted, mmap=mmap)
         elif isinstance(data, AnnData):
@@ -323,11 +328,11 @@ class scDataset(IterableDataset[Any]):
             arrays = {"X": data.X}
             for group in ("layers", "obsm"):
                 held = getattr(data, group)
-                arrays |= {f"{group}/{name}": held[_known(group, name, held)] for name in names[group]}
+                arrays |= {f"{group}/{name}": held[collections.known(group, name, held)] for name in names[group]}
             columns = _columns(genes, data.var_names)
             encoded = {}
             for name in names["obs"]:
-                values, labels = collections.encode_column(data.obs[_known("obs", name, data.obs)])
+                values, labels = collections.encode_column(data.obs[collections.known("obs", name, data.obs)])
                 encoded[name] = values
                 if labels is not None:
                     self.categories[name] = labels
@@ -352,7 +357,13 @@ class scDataset(IterableDataset[Any]):
         obs = getattr(self.collection, "obs", None)
         if obs is None:
             raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
-        return obs[_known("obs", key, obs)]
+        return obs[collections.known("obs", key, obs)]
+
+    def _rows_where(self, expression: str) -> NDArray[np.bool_]:
+        obs = getattr(self.collection, "obs", None)
+        if obs is None:
+            raise InputError(f"filter={expression!r} is over obs, and this collection has none; give indices= instead")
+        return filtering.holds(expression, obs)
 
     # --- Sizes --------------------------------------------------------------------------------------
 
@@ -1098,15 +1109,6 @@ def _given(value: Any) -> bool:
     return value is not None and (not isinstance(value, list) or len(value) > 0)
 
 
-def _known(kind: str, name: str, held: Any) -> str:
-    if name in held:
-        return name
-    names = [str(known) for known in held]
-    near = difflib.get_close_matches(name, names, n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {names[:20]}"
-    raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
-
-
 def _value_dtype(dtype: Any) -> np.dtype[Any]:
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     try:
@@ -1147,5 +1149,7 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
         unclear = [name for name in wanted.tolist() if name in repeated]
         if unclear:
             raise InputError(f"var_names repeats {unclear[:3]}, so they do not say which column; give positions")
-        wanted = np.array([position[_known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64)
+        wanted = np.array(
+            [position[collections.known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64
+        )
     return Columns(wanted.astype(np.int64), n_vars)

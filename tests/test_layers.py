@@ -30,6 +30,8 @@ ROOMS = [
     "lazy",
     "concat",
     "collection",
+    "filtering",
+    "splitting",
     "window",
     "batch",
     "transforms",
@@ -53,7 +55,7 @@ LIBRARIES = {
     "zarr": ({"storage", "collection", "convert"}, set()),
     "numcodecs": ({"storage"}, set()),
     "anndata": (
-        {"concat", "collection", "dataset", "convert", "cli"},
+        {"concat", "collection", "filtering", "dataset", "convert", "cli"},
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
