@@ -61,6 +61,7 @@ def open(
     keys: Sequence[str] | None = None,
     index_unique: str | None = None,
     merge: str | None = None,
+    raw: bool = False,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
@@ -86,6 +87,9 @@ def open(
         (default: of paths, their names). Matrices of different types take their common one, with a warning; a
         variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones. Layers and obsm that
         not all have are left out, and so are obsp and raw.
+    raw
+        Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
+        Of several, that of each, joined as any X is.
 
     Returns
     -------
@@ -103,7 +107,7 @@ def open(
     StorageError
         If what is there is not an AnnData file or store (`CorruptDataError`: a damaged one).
     MissingKeyError
-        If obs has no column of a name in `obs`.
+        If obs has no column of a name in `obs`, or there is no raw.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
@@ -116,14 +120,19 @@ def open(
             what = ", ".join(f"{name}=" for name, value in given.items() if value is not None)
             raise InputError(f"{what} are of several atlases, and {data!r:.100} is one; give a list: [...]")
         with _told(mmap=mmap, may_lack=False):
-            return _open_one(data, obs)
+            opened = _open_one(data, obs)
+        return _raw_of(opened, f"{data!r:.100}") if raw else opened
     parts, names = several
     if not parts:
         raise InputError(f"there is nothing to open in {data!r}")
     with _told(mmap=mmap, may_lack=True):
-        opened = [_open_one(part, obs) for part in parts]
+        several_opened = [_open_one(part, obs) for part in parts]
+    if raw:
+        several_opened = [_raw_of(adata, name) for adata, name in zip(several_opened, names, strict=True)]
     keys = _keys_of(keys, names, isinstance(data, Mapping))
-    result = concatenated(opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    result = concatenated(
+        several_opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge
+    )
     if obs is not None:
         _known_columns(obs, result.obs.columns, f"{len(names)} atlases joined by {join!r}")
     return result
@@ -146,6 +155,19 @@ def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
         return _open_path(os.fspath(data), obs)
     raise InputError(
         f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
+    )
+
+
+def _raw_of(adata: AnnData, name: str) -> AnnData:
+    if adata.raw is None:
+        raise MissingKeyError(f"{name} has no raw; leave out raw=True")
+    return AnnData(
+        X=adata.raw.X,
+        obs=adata.obs,
+        var=adata.raw.var,
+        uns=adata.uns,
+        obsm=dict(adata.obsm),
+        varm=dict(adata.raw.varm),
     )
 
 
@@ -219,7 +241,7 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
     Parameters
     ----------
     series
-        Categorical, string, boolean or numeric; the nullable pandas types too.
+        Categorical, string, boolean, numeric, or of dates or durations; the nullable pandas types too.
 
     Returns
     -------
@@ -228,12 +250,13 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
         int64 codes into the labels (categories in their order; strings sorted), -1 where missing.
         Booleans stay bool and numbers keep their dtype, with no labels. With missing values, nullable
         numbers become float64 with NaN, and nullable booleans int64 codes into ``[False, True]``,
-        -1 where missing.
+        -1 where missing. Dates become float64 seconds since the beginning of 1970 (UTC; those without a time
+        zone are taken as they are), and durations seconds, NaN where missing.
 
     Raises
     ------
     InputError
-        If the column holds anything else (dates, mixed objects).
+        If the column holds anything else (periods, mixed objects).
     """
     dtype = series.dtype
     if isinstance(dtype, pd.CategoricalDtype):
@@ -245,6 +268,10 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
         return codes, [False, True]
     if pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype):
         return _numbers(series), None
+    if isinstance(dtype, pd.DatetimeTZDtype):
+        return encode_column(series.dt.tz_convert("UTC").dt.tz_localize(None))
+    if dtype.kind in "mM":
+        return _seconds(series), None
     if pd.api.types.is_string_dtype(dtype) or pd.api.types.is_object_dtype(dtype):
         return _encode_objects(series)
     raise InputError(
@@ -734,6 +761,15 @@ def _numbers(series: pd.Series[Any]) -> NDArray[Any]:
         return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
     values = np.asarray(series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None)))
     return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _seconds(series: pd.Series[Any]) -> NDArray[np.float64]:
+    values = series.to_numpy()
+    whole = values.astype(f"{values.dtype.kind}8[s]")
+    # Apart, because nanoseconds since 1970 are more than a float64 can tell.
+    rest = (values - whole) / np.timedelta64(1, "s")
+    seconds = whole.astype(np.int64) + rest
+    return np.where(np.isnat(values), np.nan, seconds)
 
 
 def _encode_objects(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:

@@ -52,9 +52,9 @@ def split(
         An obs column whose values are dealt: ``by="donor"`` puts that fraction of the *donors* into each part, each
         with all its rows. Default: rows are dealt.
     groups
-        Columns of obs whose values no two parts share, while `fractions` are still of the rows: ``groups="donor"`` keeps
-        every donor in one part. Of several columns (and `by`) none is shared: donors of one batch stay together, and so
-        do batches of one donor.
+        Columns of obs whose values no two parts share, while `fractions` are still of the rows: ``groups="donor"``
+        keeps every donor in one part. Of several columns (and `by`) none is shared: donors of one batch stay together,
+        and so do batches of one donor.
     stratify
         An obs column (of several: their combinations) of which each part is to have its share; missing is a class of
         its own. Beside `by` a value counts once, for the class that most of its rows have.
