@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dasksc.filtering import rows_where
     from dasksc.lazy import row_local
     from dasksc.mixing import diversity
+    from dasksc.modalities import Modalities
     from dasksc.multiindexable import MultiIndexable
     from dasksc.plan import EpochPlan
     from dasksc.sampling import (
@@ -58,6 +59,7 @@ _HOMES = {
     "BlockWeightedSampling": "dasksc.sampling",
     "ClassBalancedSampling": "dasksc.sampling",
     "EpochPlan": "dasksc.plan",
+    "Modalities": "dasksc.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling",
     "StartedCluster": "dasksc.window.start",
@@ -93,6 +95,7 @@ __all__ = [
     "InputError",
     "MissingKeyError",
     "MissingPathError",
+    "Modalities",
     "MultiIndexable",
     "RankMismatchError",
     "SamplingStrategy",

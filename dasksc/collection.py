@@ -34,7 +34,16 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Matrix, as_matrix, open_matrix
 
-__all__ = ["AnnDataView", "Openable", "encode_column", "is_several", "known", "open"]
+__all__ = [
+    "AnnDataView",
+    "Openable",
+    "encode_column",
+    "holds_modalities",
+    "is_several",
+    "known",
+    "open",
+    "open_modalities",
+]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
@@ -235,6 +244,38 @@ def known(kind: str, name: str, held: Any) -> str:
     raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
 
 
+def holds_modalities(path: str) -> bool:
+    """Return whether at a path there is a MuData: an ``.h5mu`` file, or a Zarr store with modalities."""
+    return path.endswith(".h5mu") or (
+        os.path.isdir(os.path.join(path, "mod")) and any(os.path.exists(os.path.join(path, m)) for m in ZARR_MARKERS)
+    )
+
+
+def open_modalities(
+    path: str, obs: Sequence[str] | None, of_modality: Callable[[str], Sequence[str] | None], *, mmap: bool
+) -> tuple[pd.DataFrame, dict[str, AnnData]]:
+    """Open a stored MuData: its own obs, and its modalities as AnnData of Dask arrays, rows as they are stored.
+
+    Parameters
+    ----------
+    path
+        Of an ``.h5mu`` file or a Zarr store.
+    obs
+        The columns of its own obs to read; None: all.
+    of_modality
+        Says the same of a modality by its name.
+    mmap
+        As for `open`.
+    """
+    path = _existing(path)
+    with _told(mmap=mmap, may_lack=False), _reading(path), _root_of(path) as root:
+        if "mod" not in root or "obs" not in root:
+            raise StorageError(f"{path} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
+        order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
+        mod = {name: _read_root(path, root["mod"][name], of_modality(name)) for name in order}
+        return _read_table(root["obs"], obs, path), mod
+
+
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     """Turn an obs column into numbers.
 
@@ -410,7 +451,7 @@ def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
             # Of the raw of a backed view AnnData itself knows the rows only.
             if adata.raw is not None and not adata.is_view:
                 key = "raw/X" if "raw/X" in adata.file else "raw.X"
-                raw = {"X": _stored(path, key), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+                raw = {"X": _stored(path, adata.file[key].name), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     elif adata.raw is not None:
         raw = {"X": _lazy(adata.raw.X, "raw/X"), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     return _assemble(
@@ -441,7 +482,8 @@ def _backed_x(path: str, adata: AnnData) -> da.Array | _Unwrapped | None:
     """X of a backed AnnData, through our readers; of a view, its rows and columns."""
     if "X" not in adata.file:
         return None
-    stored = _stored(path, "X")
+    # A modality of a MuData is a group of the file.
+    stored = _stored(path, adata.file["X"].name)
     if not adata.is_view:
         return stored
     # AnnData keeps what a view selects in these; going by names would fail where they repeat.
@@ -478,10 +520,11 @@ def _is_numeric_matrix(array: Any) -> bool:
 def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
     if "://" in path:
         raise InputError(f"{path!r} is a URL, and only local files can be opened; expected {ACCEPTED}")
-    # Absolute, because tasks may run in processes with another working directory.
-    path = os.path.abspath(path)
-    if not os.path.exists(path):
-        raise MissingPathError(_nothing_at(path))
+    if holds_modalities(path):
+        raise InputError(
+            f"{path} holds several modalities; open it by dasksc.Modalities({path!r}), or give it to scDataset"
+        )
+    path = _existing(path)
     with _reading(path), _root_of(path) as root:
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
@@ -490,6 +533,14 @@ def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
                 f"only {', '.join(sorted(root)) or 'nothing'}"
             )
         return _read_root(path, root, obs)
+
+
+def _existing(path: str) -> str:
+    # Absolute, because tasks may run in processes with another working directory.
+    path = os.path.abspath(path)
+    if not os.path.exists(path):
+        raise MissingPathError(_nothing_at(path))
+    return path
 
 
 def _nothing_at(path: str) -> str:
