@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
     from dasksc.dataset import scDataset
+    from dasksc.description import describe
     from dasksc.dryrun import check
     from dasksc.experimental import estimate_sample_size, suggest_parameters
     from dasksc.filtering import rows_where
@@ -68,6 +69,7 @@ _HOMES = {
     "adata_to_mindex": "dasksc.transforms",
     "bionemo_to_tensor": "dasksc.transforms",
     "check": "dasksc.dryrun",
+    "describe": "dasksc.description",
     "diversity": "dasksc.mixing",
     "estimate_sample_size": "dasksc.experimental",
     "fetch_transform_adata": "dasksc.transforms",
@@ -107,6 +109,7 @@ __all__ = [
     "adata_to_mindex",
     "bionemo_to_tensor",
     "check",
+    "describe",
     "diversity",
     "estimate_sample_size",
     "experimental",

@@ -43,6 +43,7 @@ __all__ = [
     "known",
     "open",
     "open_modalities",
+    "several_of",
 ]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
@@ -122,7 +123,7 @@ def open(
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    several = _several(data)
+    several = several_of(data)
     if several is None:
         given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
         if any(value is not None for value in given.values()):
@@ -191,7 +192,7 @@ def is_several(data: Any) -> bool:
     return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
 
 
-def _several(data: Any) -> tuple[list[Any], list[str]] | None:
+def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     """Return the atlases that `data` stands for, and their names; None if it is one."""
     if isinstance(data, Mapping):
         return list(data.values()), [str(key) for key in data]

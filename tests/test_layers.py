@@ -38,6 +38,7 @@ ROOMS = [
     "transforms",
     "dataset",
     "dryrun",
+    "description",
     "experimental",
     "convert",
     "cli",
@@ -51,12 +52,12 @@ ON_TOP = ROOMS[ROOMS.index("convert") :]  # programs that use the public names
 
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
-    "torch": ({"batch", "transforms", "dataset", "integrations", "train"}, {"world", "multiindexable"}),
-    "h5py": ({"storage", "collection", "convert"}, set()),
-    "zarr": ({"storage", "collection", "convert"}, set()),
+    "torch": ({"batch", "transforms", "dataset", "integrations", "train"}, {"world", "multiindexable", "cli"}),
+    "h5py": ({"storage", "collection", "description", "convert"}, set()),
+    "zarr": ({"storage", "collection", "description", "convert"}, {"cli"}),
     "numcodecs": ({"storage"}, set()),
     "anndata": (
-        {"concat", "collection", "modalities", "filtering", "dataset", "convert", "cli"},
+        {"concat", "collection", "modalities", "filtering", "dataset", "description", "convert", "cli"},
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
@@ -72,6 +73,7 @@ LIBRARIES = {
             "batch",
             "dataset",
             "dryrun",
+            "description",
             "experimental",
             "dashboard",
             "cli",
