@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
     from dasksc.dataset import scDataset
+    from dasksc.description import describe
     from dasksc.dryrun import check
     from dasksc.experimental import estimate_sample_size, suggest_parameters
+    from dasksc.filtering import rows_where
     from dasksc.lazy import row_local
     from dasksc.mixing import diversity
+    from dasksc.modalities import Modalities
     from dasksc.multiindexable import MultiIndexable
     from dasksc.plan import EpochPlan
     from dasksc.sampling import (
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
         SamplingStrategy,
         Streaming,
     )
+    from dasksc.splitting import split
     from dasksc.transforms import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
     from dasksc.window.start import StartedCluster, start_cluster
     from dasksc.world import World
@@ -56,6 +60,7 @@ _HOMES = {
     "BlockWeightedSampling": "dasksc.sampling",
     "ClassBalancedSampling": "dasksc.sampling",
     "EpochPlan": "dasksc.plan",
+    "Modalities": "dasksc.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling",
     "StartedCluster": "dasksc.window.start",
@@ -64,13 +69,16 @@ _HOMES = {
     "adata_to_mindex": "dasksc.transforms",
     "bionemo_to_tensor": "dasksc.transforms",
     "check": "dasksc.dryrun",
+    "describe": "dasksc.description",
     "diversity": "dasksc.mixing",
     "estimate_sample_size": "dasksc.experimental",
     "fetch_transform_adata": "dasksc.transforms",
     "hf_tahoe_to_tensor": "dasksc.transforms",
     "open": "dasksc.collection",
     "row_local": "dasksc.lazy",
+    "rows_where": "dasksc.filtering",
     "scDataset": "dasksc.dataset",
+    "split": "dasksc.splitting",
     "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",
 }
@@ -89,6 +97,7 @@ __all__ = [
     "InputError",
     "MissingKeyError",
     "MissingPathError",
+    "Modalities",
     "MultiIndexable",
     "RankMismatchError",
     "SamplingStrategy",
@@ -100,6 +109,7 @@ __all__ = [
     "adata_to_mindex",
     "bionemo_to_tensor",
     "check",
+    "describe",
     "diversity",
     "estimate_sample_size",
     "experimental",
@@ -107,7 +117,9 @@ __all__ = [
     "hf_tahoe_to_tensor",
     "open",
     "row_local",
+    "rows_where",
     "scDataset",
+    "split",
     "start_cluster",
     "suggest_parameters",
     "tokens",

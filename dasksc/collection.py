@@ -34,7 +34,17 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Matrix, as_matrix, open_matrix
 
-__all__ = ["AnnDataView", "Openable", "encode_column", "is_several", "open"]
+__all__ = [
+    "AnnDataView",
+    "Openable",
+    "encode_column",
+    "holds_modalities",
+    "is_several",
+    "known",
+    "open",
+    "open_modalities",
+    "several_of",
+]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
@@ -61,6 +71,7 @@ def open(
     keys: Sequence[str] | None = None,
     index_unique: str | None = None,
     merge: str | None = None,
+    raw: bool = False,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
@@ -86,6 +97,9 @@ def open(
         (default: of paths, their names). Matrices of different types take their common one, with a warning; a
         variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones. Layers and obsm that
         not all have are left out, and so are obsp and raw.
+    raw
+        Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
+        Of several, that of each, joined as any X is.
 
     Returns
     -------
@@ -103,27 +117,32 @@ def open(
     StorageError
         If what is there is not an AnnData file or store (`CorruptDataError`: a damaged one).
     MissingKeyError
-        If obs has no column of a name in `obs`.
+        If obs has no column of a name in `obs`, or there is no raw.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    several = _several(data)
+    several = several_of(data)
     if several is None:
         given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
         if any(value is not None for value in given.values()):
             what = ", ".join(f"{name}=" for name, value in given.items() if value is not None)
             raise InputError(f"{what} are of several atlases, and {data!r:.100} is one; give a list: [...]")
         with _told(mmap=mmap, may_lack=False):
-            return _open_one(data, obs)
+            opened = _open_one(data, obs)
+        return _raw_of(opened, f"{data!r:.100}") if raw else opened
     parts, names = several
     if not parts:
         raise InputError(f"there is nothing to open in {data!r}")
     with _told(mmap=mmap, may_lack=True):
-        opened = [_open_one(part, obs) for part in parts]
+        several_opened = [_open_one(part, obs) for part in parts]
+    if raw:
+        several_opened = [_raw_of(adata, name) for adata, name in zip(several_opened, names, strict=True)]
     keys = _keys_of(keys, names, isinstance(data, Mapping))
-    result = concatenated(opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    result = concatenated(
+        several_opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge
+    )
     if obs is not None:
         _known_columns(obs, result.obs.columns, f"{len(names)} atlases joined by {join!r}")
     return result
@@ -149,6 +168,19 @@ def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
     )
 
 
+def _raw_of(adata: AnnData, name: str) -> AnnData:
+    if adata.raw is None:
+        raise MissingKeyError(f"{name} has no raw; leave out raw=True")
+    return AnnData(
+        X=adata.raw.X,
+        obs=adata.obs,
+        var=adata.raw.var,
+        uns=adata.uns,
+        obsm=dict(adata.obsm),
+        varm=dict(adata.raw.varm),
+    )
+
+
 def is_several(data: Any) -> bool:
     """Return whether `data` is a list, tuple or dict of what `open` takes.
 
@@ -160,7 +192,7 @@ def is_several(data: Any) -> bool:
     return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
 
 
-def _several(data: Any) -> tuple[list[Any], list[str]] | None:
+def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     """Return the atlases that `data` stands for, and their names; None if it is one."""
     if isinstance(data, Mapping):
         return list(data.values()), [str(key) for key in data]
@@ -203,13 +235,55 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], are_given: bool) 
     return keys
 
 
+def known(kind: str, name: str, held: Any) -> str:
+    """Return `name` if `held` has it; else raise an error that says which of `held` are near it."""
+    if name in held:
+        return name
+    names = [str(one) for one in held]
+    near = difflib.get_close_matches(str(name), names, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {names[:20]}"
+    raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
+
+
+def holds_modalities(path: str) -> bool:
+    """Return whether at a path there is a MuData: an ``.h5mu`` file, or a Zarr store with modalities."""
+    return path.endswith(".h5mu") or (
+        os.path.isdir(os.path.join(path, "mod")) and any(os.path.exists(os.path.join(path, m)) for m in ZARR_MARKERS)
+    )
+
+
+def open_modalities(
+    path: str, obs: Sequence[str] | None, of_modality: Callable[[str], Sequence[str] | None], *, mmap: bool
+) -> tuple[pd.DataFrame, dict[str, AnnData]]:
+    """Open a stored MuData: its own obs, and its modalities as AnnData of Dask arrays, rows as they are stored.
+
+    Parameters
+    ----------
+    path
+        Of an ``.h5mu`` file or a Zarr store.
+    obs
+        The columns of its own obs to read; None: all.
+    of_modality
+        Says the same of a modality by its name.
+    mmap
+        As for `open`.
+    """
+    path = _existing(path)
+    with _told(mmap=mmap, may_lack=False), _reading(path), _root_of(path) as root:
+        if "mod" not in root or "obs" not in root:
+            raise StorageError(f"{path} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
+        order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
+        mod = {name: _read_root(path, root["mod"][name], of_modality(name)) for name in order}
+        return _read_table(root["obs"], obs, path), mod
+
+
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     """Turn an obs column into numbers.
 
     Parameters
     ----------
     series
-        Categorical, string, boolean or numeric; the nullable pandas types too.
+        Categorical, string, boolean, numeric, or of dates or durations; the nullable pandas types too.
 
     Returns
     -------
@@ -218,12 +292,13 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
         int64 codes into the labels (categories in their order; strings sorted), -1 where missing.
         Booleans stay bool and numbers keep their dtype, with no labels. With missing values, nullable
         numbers become float64 with NaN, and nullable booleans int64 codes into ``[False, True]``,
-        -1 where missing.
+        -1 where missing. Dates become float64 seconds since the beginning of 1970 (UTC; those without a time
+        zone are taken as they are), and durations seconds, NaN where missing.
 
     Raises
     ------
     InputError
-        If the column holds anything else (dates, mixed objects).
+        If the column holds anything else (periods, mixed objects).
     """
     dtype = series.dtype
     if isinstance(dtype, pd.CategoricalDtype):
@@ -235,6 +310,10 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
         return codes, [False, True]
     if pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype):
         return _numbers(series), None
+    if isinstance(dtype, pd.DatetimeTZDtype):
+        return encode_column(series.dt.tz_convert("UTC").dt.tz_localize(None))
+    if dtype.kind in "mM":
+        return _seconds(series), None
     if pd.api.types.is_string_dtype(dtype) or pd.api.types.is_object_dtype(dtype):
         return _encode_objects(series)
     raise InputError(
@@ -373,7 +452,7 @@ def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
             # Of the raw of a backed view AnnData itself knows the rows only.
             if adata.raw is not None and not adata.is_view:
                 key = "raw/X" if "raw/X" in adata.file else "raw.X"
-                raw = {"X": _stored(path, key), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+                raw = {"X": _stored(path, adata.file[key].name), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     elif adata.raw is not None:
         raw = {"X": _lazy(adata.raw.X, "raw/X"), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     return _assemble(
@@ -404,7 +483,8 @@ def _backed_x(path: str, adata: AnnData) -> da.Array | _Unwrapped | None:
     """X of a backed AnnData, through our readers; of a view, its rows and columns."""
     if "X" not in adata.file:
         return None
-    stored = _stored(path, "X")
+    # A modality of a MuData is a group of the file.
+    stored = _stored(path, adata.file["X"].name)
     if not adata.is_view:
         return stored
     # AnnData keeps what a view selects in these; going by names would fail where they repeat.
@@ -441,10 +521,11 @@ def _is_numeric_matrix(array: Any) -> bool:
 def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
     if "://" in path:
         raise InputError(f"{path!r} is a URL, and only local files can be opened; expected {ACCEPTED}")
-    # Absolute, because tasks may run in processes with another working directory.
-    path = os.path.abspath(path)
-    if not os.path.exists(path):
-        raise MissingPathError(_nothing_at(path))
+    if holds_modalities(path):
+        raise InputError(
+            f"{path} holds several modalities; open it by dasksc.Modalities({path!r}), or give it to scDataset"
+        )
+    path = _existing(path)
     with _reading(path), _root_of(path) as root:
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
@@ -453,6 +534,14 @@ def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
                 f"only {', '.join(sorted(root)) or 'nothing'}"
             )
         return _read_root(path, root, obs)
+
+
+def _existing(path: str) -> str:
+    # Absolute, because tasks may run in processes with another working directory.
+    path = os.path.abspath(path)
+    if not os.path.exists(path):
+        raise MissingPathError(_nothing_at(path))
+    return path
 
 
 def _nothing_at(path: str) -> str:
@@ -724,6 +813,15 @@ def _numbers(series: pd.Series[Any]) -> NDArray[Any]:
         return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
     values = np.asarray(series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None)))
     return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _seconds(series: pd.Series[Any]) -> NDArray[np.float64]:
+    values = series.to_numpy()
+    whole = values.astype(f"{values.dtype.kind}8[s]")
+    # Apart, because nanoseconds since 1970 are more than a float64 can tell.
+    rest = (values - whole) / np.timedelta64(1, "s")
+    seconds = whole.astype(np.int64) + rest
+    return np.where(np.isnat(values), np.nan, seconds)
 
 
 def _encode_objects(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
