@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dasksc import experimental, transforms
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
+    from dasksc.conversion import ConversionReport, convert
     from dasksc.dataset import scDataset
     from dasksc.dryrun import check
     from dasksc.experimental import estimate_sample_size, suggest_parameters
@@ -55,6 +56,7 @@ _HOMES = {
     "BlockShuffling": "dasksc.sampling",
     "BlockWeightedSampling": "dasksc.sampling",
     "ClassBalancedSampling": "dasksc.sampling",
+    "ConversionReport": "dasksc.conversion",
     "EpochPlan": "dasksc.plan",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling",
@@ -64,6 +66,7 @@ _HOMES = {
     "adata_to_mindex": "dasksc.transforms",
     "bionemo_to_tensor": "dasksc.transforms",
     "check": "dasksc.dryrun",
+    "convert": "dasksc.conversion",
     "diversity": "dasksc.mixing",
     "estimate_sample_size": "dasksc.experimental",
     "fetch_transform_adata": "dasksc.transforms",
@@ -82,6 +85,7 @@ __all__ = [
     "BlockShuffling",
     "BlockWeightedSampling",
     "ClassBalancedSampling",
+    "ConversionReport",
     "CorruptDataError",
     "DaskscError",
     "EpochPlan",
@@ -100,6 +104,7 @@ __all__ = [
     "adata_to_mindex",
     "bionemo_to_tensor",
     "check",
+    "convert",
     "diversity",
     "estimate_sample_size",
     "experimental",

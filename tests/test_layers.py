@@ -36,7 +36,7 @@ ROOMS = [
     "dataset",
     "dryrun",
     "experimental",
-    "convert",
+    "conversion",
     "cli",
     "dashboard",
     "integrations",
@@ -44,16 +44,16 @@ ROOMS = [
     "__main__",
     "__init__",
 ]
-ON_TOP = ROOMS[ROOMS.index("convert") :]  # programs that use the public names
+ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public names
 
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
     "torch": ({"batch", "transforms", "dataset", "integrations", "train"}, {"world", "multiindexable"}),
-    "h5py": ({"storage", "collection", "convert"}, set()),
-    "zarr": ({"storage", "collection", "convert"}, set()),
-    "numcodecs": ({"storage"}, set()),
+    "h5py": ({"storage", "collection", "conversion"}, set()),
+    "zarr": ({"storage", "collection", "conversion"}, set()),
+    "numcodecs": ({"storage", "conversion"}, set()),
     "anndata": (
-        {"concat", "collection", "dataset", "convert", "cli"},
+        {"concat", "collection", "dataset", "conversion", "cli"},
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
@@ -69,6 +69,7 @@ LIBRARIES = {
             "dataset",
             "dryrun",
             "experimental",
+            "conversion",
             "dashboard",
             "cli",
         },
