@@ -185,7 +185,6 @@ def test_compressed_files_go_by_way_of_runs_and_mapped_ones_do_not(tmp_path):
         (np.array([1, np.inf], dtype=np.float64), "float64"),
         (np.array([1, -0.0], dtype=np.float32), "float32"),
         (np.array([1, 3], dtype=np.int8), "int8"),
-        (np.array([1, 3], dtype=np.float16), "uint8"),
         (np.array([True, True]), "bool"),
     ],
 )
@@ -282,11 +281,13 @@ def test_it_runs_on_a_cluster(tmp_path):
 def gzipped(tmp_path_factory):
     path = tmp_path_factory.mktemp("input") / "atlas.h5ad"
     source = make_adata(600, 40)
-    source.write_h5ad(path, compression="gzip")
+    small = ad.AnnData(X=source.X, obs=source.obs[["cell_type", "float32"]], var=source.var[[]])
+    small.obsm["X_pca"] = source.obsm["X_pca"]
+    small.write_h5ad(path, compression="gzip")
     return path
 
 
-@pytest.mark.parametrize("how", ["steps", "20"])
+@pytest.mark.parametrize("how", ["steps", "moments"])
 def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(gzipped), str(tmp_path), how],
@@ -310,7 +311,7 @@ def test_what_is_written_is_not_written_again(tmp_path, gzipped, monkeypatch):
     write_chunk = shards.ShardWriter._write_chunk
 
     def full(self: shards.ShardWriter) -> None:
-        if len(written) > 30:
+        if len(written) > 150:
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(self._path)
         write_chunk(self)
@@ -328,9 +329,7 @@ def test_what_is_written_is_not_written_again(tmp_path, gzipped, monkeypatch):
     there = {path for path in written if path.exists()}
     assert there
     again: list[Path] = []
-    monkeypatch.setattr(
-        shards.ShardWriter, "_write_chunk", lambda self: (again.append(self._path), write_chunk(self))
-    )
+    monkeypatch.setattr(shards.ShardWriter, "_write_chunk", lambda self: (again.append(self._path), write_chunk(self)))
     dasksc.convert(gzipped, tmp_path / "out.zarr", verify=True)
     assert not there & set(again)
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))

@@ -37,9 +37,7 @@ __all__ = ["command"]
 @click.option("--scheduler", metavar="ADDRESS", help="A Dask scheduler to run on.  [default: threads of this process]")
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and drop another conversion begun there.")
 @click.option("--verify", is_flag=True, help="Read the store again, and compare every row with the input.")
-@click.option(
-    "--progress/--no-progress", default=None, help="Show a bar with the time left.  [default: on a terminal]"
-)
+@click.option("--progress/--no-progress", default=None, help="Show a bar with the time left.  [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     inputs: tuple[str, ...],
@@ -56,7 +54,7 @@ def command(
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    """Write atlases anew, as one shuffled Zarr store that is quick to load.
+    r"""Write atlases anew, as one shuffled Zarr store that is quick to load.
 
     IN is an .h5ad file, a Zarr store, a directory of them, or a pattern; several become one. OUT.zarr appears when
     all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it was.

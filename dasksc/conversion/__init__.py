@@ -28,7 +28,7 @@ from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, write_tables
 from dasksc.conversion.workplace import Workplace, appearing
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count
-from dasksc.errors import InputError
+from dasksc.errors import InputError, MissingKeyError
 from dasksc.lazy import matrix_of
 from dasksc.storage import Matrix
 
@@ -162,6 +162,10 @@ def convert(
     _check_target(data, place.target)
     limit = config.get_bytes("memory-limit") if memory_limit is None else int(parse_bytes(memory_limit))
     adata = open(data, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    if group_by is not None and group_by not in adata.obs:
+        raise MissingKeyError(
+            f"obs has no column {group_by!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
+        )
     matrices = _matrices(adata)
     with place.locked():
         plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed)
@@ -350,9 +354,8 @@ def _check_target(data: Any, target: Path) -> None:
     several = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else [data]
     for one in several:
         if isinstance(one, str | os.PathLike) and "://" not in os.fspath(one):
-            path = Path(os.path.realpath(one))
-            real = Path(os.path.realpath(target))
-            if real == path or path in real.parents and (path / "obs").exists():
+            path, real = Path(os.path.realpath(one)), Path(os.path.realpath(target))
+            if real == path or (path in real.parents and (path / "obs").exists()):
                 raise InputError(f"{target} is, or lies in, the input {path}. Give another target.")
 
 
@@ -380,7 +383,7 @@ def _plan(
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
         "order": order,
         "group_by": group_by,
-        "groups": None if group_by not in adata.obs else tokenize(adata.obs[group_by]),
+        "groups": None if group_by is None else tokenize(adata.obs[group_by]),
         "seed": seed,
     }
 

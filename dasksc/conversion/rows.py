@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.errors import MissingKeyError
 from dasksc.sampling import BlockOrder
 
 __all__ = ["Order", "row_order"]
@@ -18,9 +17,7 @@ Order = Literal["shuffle", "keep"]
 _PART = 2**22
 
 
-def row_order(
-    obs: pd.DataFrame, *, order: Order, group_by: str | None, seed: int, out: NDArray[np.int64]
-) -> None:
+def row_order(obs: pd.DataFrame, *, order: Order, group_by: str | None, seed: int, out: NDArray[np.int64]) -> None:
     """Write which row of the input each row of the output is.
 
     Parameters
@@ -43,13 +40,11 @@ def row_order(
         stop = min(start + _PART, n_obs)
         out[start:stop] = keyed.at(np.arange(start, stop, dtype=np.int64))
     if group_by is not None:
-        codes = _codes(obs, group_by)
+        codes = _codes(obs[group_by])
         out[:] = out[np.argsort(codes[out], kind="stable")]
 
 
-def _codes(obs: pd.DataFrame, column: str) -> NDArray[Any]:
-    if column not in obs:
-        raise MissingKeyError(f"obs has no column {column!r} to group by; it has {', '.join(map(str, obs.columns))}")
-    codes = pd.Categorical(obs[column]).codes
+def _codes(column: pd.Series[Any]) -> NDArray[Any]:
+    codes = pd.Categorical(column).codes
     # Missing is -1, and goes last.
     return np.where(codes < 0, np.iinfo(codes.dtype).max, codes)

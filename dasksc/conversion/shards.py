@@ -205,4 +205,3 @@ class ShardWriter:
         file.flush()
         # A name may outlive a loss of power, and must then lead to all of the file.
         os.fsync(file.fileno())
-

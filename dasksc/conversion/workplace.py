@@ -137,6 +137,9 @@ class Workplace:
 
     def publish(self) -> None:
         """Make the store the target, in one step where there was none, and remove the rest."""
+        # Left by tasks that were killed.
+        for leftover in self.store.rglob(".*.partial"):
+            leftover.unlink()
         begun = self._begun() or {}
         self._write_plan(begun | {"published": True})
         if self.target.exists():

@@ -193,9 +193,7 @@ def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[Fetched, NDArray
     return matrix.fetch(ascending), positions
 
 
-def rows_of_values(
-    indptr: NDArray[np.int64], start: int, stop: int, piece_values: int
-) -> Iterator[tuple[int, int]]:
+def rows_of_values(indptr: NDArray[np.int64], start: int, stop: int, piece_values: int) -> Iterator[tuple[int, int]]:
     """Cut the rows that hold values [start, stop) into pieces of about as many values, a row at the least."""
     first = int(np.searchsorted(indptr, start, side="right")) - 1
     end = int(np.searchsorted(indptr, stop, side="left"))
