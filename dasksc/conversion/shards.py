@@ -202,6 +202,10 @@ class ShardWriter:
         index = self._index.tobytes()
         file.write(index)
         file.write(google_crc32c.value(index).to_bytes(4, "little"))
-        file.flush()
-        # A name may outlive a loss of power, and must then lead to all of the file.
-        os.fsync(file.fileno())
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """Wait until a file is on the disk: its name may outlive a loss of power, and must then lead to all of it."""
+    file.flush()
+    os.fsync(file.fileno())

@@ -55,6 +55,9 @@ class Workplace:
         try:
             yield
         finally:
+            # Where nothing was begun, nothing stays behind.
+            if self.folder.exists() and os.listdir(self.folder) == ["lock"]:
+                self.remove()
             lock.close()
 
     def _lock(self) -> IO[str]:
@@ -129,10 +132,15 @@ class Workplace:
     def _clear(self) -> None:
         # First the plan: what is left of a clearing that is cut short belongs to no plan.
         (self.folder / "plan.json").unlink(missing_ok=True)
+        self._remove_all_but("lock")
+
+    def _remove_all_but(self, *kept: str) -> None:
         for entry in self.folder.iterdir():
+            if entry.name in kept:
+                continue
             if entry.is_dir():
                 shutil.rmtree(entry)
-            elif entry.name != "lock":
+            else:
                 entry.unlink()
 
     def publish(self) -> None:
@@ -150,8 +158,11 @@ class Workplace:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder, and the lock with it."""
-        shutil.rmtree(self.folder)
+        """Remove the folder; last what says that all is done, then the lock."""
+        self._remove_all_but("plan.json", "lock")
+        self._remove_all_but("lock")
+        (self.folder / "lock").unlink()
+        self.folder.rmdir()
 
     def no_space(self, error: OSError, *, needed_bytes: int) -> StorageError:
         """Return what to say when the disk is full."""
