@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import re
 import threading
 import time
@@ -152,11 +151,6 @@ def serving(folder: Path) -> Iterator[HTTPServer]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def at_random(share: float, value: Any, *, seed: int = 0) -> Callable[[int], Any]:
-    """A fault of this share of requests, the same ones for the same seed."""
-    return lambda number: value if random.Random(seed * 1_000_003 + number).random() < share else None
 
 
 @dataclass(frozen=True)

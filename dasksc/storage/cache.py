@@ -71,9 +71,9 @@ class Cache:
         InputError
             If it is anything else.
         """
-        values = dict(given) if isinstance(given, Mapping) else {"path": given}
-        if values.get("path") is None and len(values) <= 1:
+        if given is None:
             return None
+        values = dict(given) if isinstance(given, Mapping) else {"path": given}
         try:
             folder = os.path.abspath(os.path.expanduser(os.fspath(values.pop("path"))))
             limit = config.as_bytes(values.pop("limit", _DEFAULT_LIMIT))

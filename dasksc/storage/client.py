@@ -108,7 +108,7 @@ def split_url(url: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}", key.strip("/")
 
 
-_clients: dict[tuple[int, str, bytes], Client] = {}
+_clients: dict[tuple[Any, ...], Client] = {}
 # obstore's threads do not survive a fork, and requests of a child would wait for them for ever.
 _is_orphaned = False
 
@@ -131,22 +131,22 @@ def client_of(root: str, options: Mapping[str, Any]) -> Client:
         If obstore is not installed, or does not know an option.
     """
     try:
-        key = (os.getpid(), root, pickle.dumps(sorted(options.items())))
+        key = (os.getpid(), root, pickle.dumps(sorted(options.items())), config.get_seconds("retry-timeout"))
     except Exception as error:
         raise InputError(f"storage_options must be plain values that pickle: {error}") from error
     client = _clients.get(key)
     if client is None:
         # Threads that race here make two, of which one is kept.
-        made: Client = _made_for_orphan(root, options) if _is_orphaned else ObstoreClient(root, options)
-        client = _clients.setdefault(key, made)
+        client = _clients.setdefault(key, _made(root, options))
     return client
 
 
-def _made_for_orphan(root: str, options: Mapping[str, Any]) -> Client:
-    raise StorageError(
-        f"{shown(root)} cannot be read in a process forked from one that has read from a store. Start DataLoader "
-        "workers with multiprocessing_context='spawn', or use num_workers=0, where threads read ahead."
-    )
+def _made(root: str, options: Mapping[str, Any]) -> Client:
+    if not _is_orphaned:
+        return ObstoreClient(root, options)
+    from dasksc.storage.orphan import OrphanClient
+
+    return OrphanClient(root, options)
 
 
 class ObstoreClient:
@@ -233,18 +233,20 @@ class ObstoreClient:
 
     def listed(self, prefix: str) -> list[str]:
         """Return keys below a prefix; see `Client.listed`."""
+        self._refuse_listing(prefix)
         try:
             pages = self._library.list(self._store, prefix or None)
             return sorted(item["path"] for page in pages for item in page)
         except Exception as error:
-            raise self._unlisted(error, prefix) from None
+            raise self._translated(error, prefix, "") from None
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""
+        self._refuse_listing(prefix)
         try:
             result = self._library.list_with_delimiter(self._store, prefix or None)
         except Exception as error:
-            raise self._unlisted(error, prefix) from None
+            raise self._translated(error, prefix, "") from None
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
         return sorted(path.rpartition("/")[2] for path in paths)
 
@@ -256,19 +258,20 @@ class ObstoreClient:
             path=self._path(key), size=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"].isoformat()
         )
 
-    def _unlisted(self, error: Exception, prefix: str) -> StorageError:
+    def _refuse_listing(self, prefix: str) -> None:
         if self._shown.startswith("http"):
-            return StorageError(
+            raise StorageError(
                 f"{self._path(prefix)} is on a web server, which does not tell what is there. A Zarr store needs "
                 "consolidated metadata: zarr.consolidate_metadata(path), before it is uploaded."
             )
-        return self._translated(error, prefix, "")
 
     def _translated(self, error: Exception, key: str, span: str) -> StorageError:
         path, reason = self._path(key), self._cleaned(error)
         exceptions = self._library.exceptions
         if isinstance(error, FileNotFoundError):
-            return MissingPathError(f"there is nothing at {path} ({reason})")
+            return MissingPathError(f"there is nothing at {path}")
+        if isinstance(error, exceptions.NotSupportedError):
+            return StorageError(f"{path} cannot be read: {reason}. The server must serve byte ranges (Accept-Ranges).")
         what = f"{path}{', ' + span if span else ''} cannot be read: {reason}."
         if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
             return StorageError(

@@ -6,6 +6,7 @@ made by threads that do nothing else, far enough ahead to fill the link, and dec
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -155,7 +156,9 @@ class RemoteFile:
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: bool) -> Iterator[Any]:
         """Yield the bytes of each range; neighbours are read together, and all of them ahead."""
-        yield from ranges_of([(self, offsets, sizes)])
+        # A cache would go on with what was there when the object was opened.
+        checks = [] if self._cache is None else [(self._verify, 0)]
+        yield from ranges_of([(self, offsets, sizes)], checks=checks)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on."""
@@ -184,6 +187,9 @@ class RemoteFile:
             return parts_of(ranges, gap=GAP_BYTES, longest=REQUEST_BYTES)
         return parts_of(ranges, gap=0, longest=REQUEST_BYTES, block=BLOCK_BYTES)
 
+    def _verify(self) -> None:
+        self.identity.compare(self.place.client.stat(self.place.key))
+
     def _request(self, start: int, stop: int) -> memoryview:
         return self.place.client.get(self.place.key, start, stop, expected=self.identity)[0]
 
@@ -191,8 +197,20 @@ class RemoteFile:
         return f"<RemoteFile {self.path}>"
 
 
-def ranges_of(groups: Iterable[tuple[RemoteFile, NDArray[np.int64], NDArray[np.int64]]]) -> Iterator[memoryview]:
-    """Yield byte ranges of several objects, each given with offsets and sizes."""
+def ranges_of(
+    groups: Iterable[tuple[RemoteFile, NDArray[np.int64], NDArray[np.int64]]],
+    *,
+    checks: Sequence[tuple[Callable[[], Any], int]] = (),
+) -> Iterator[memoryview]:
+    """Yield byte ranges of several objects.
+
+    Parameters
+    ----------
+    groups
+        Objects, each with offsets and sizes.
+    checks
+        Calls, as `in_order` takes them, that raise where something is amiss; they come first.
+    """
     cuts: deque[list[tuple[int, int]]] = deque()
 
     def calls() -> Iterator[tuple[Callable[[], memoryview], int]]:
@@ -202,7 +220,10 @@ def ranges_of(groups: Iterable[tuple[RemoteFile, NDArray[np.int64], NDArray[np.i
                 cuts.append([(a - part.start, b - part.start) for a, b in ranges[part.first : part.after]])
                 yield _fetching(file, part.start, part.stop), part.stop - part.start
 
-    for data in in_order(calls()):
+    answers = in_order(itertools.chain(checks, calls()))
+    for _ in checks:
+        next(answers)
+    for data in answers:
         for begin, end in cuts.popleft():
             yield data[begin:end]
 
