@@ -20,6 +20,7 @@ from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
+from dasksc.storage.remote import RemoteFile
 from dasksc.storage.runs import cut, locate, merge
 
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
@@ -51,6 +52,10 @@ class MappedChunks:
 
 class ChunkSource(Protocol):
     """The stored chunks of an array, numbered in row-major order of the grid. Pickles."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that stored chunks take, beyond the one being decoded, while a fetch is read."""
 
     def check(self) -> None:
         """Refuse to go on if what was opened has been replaced."""
@@ -87,7 +92,7 @@ class TableChunks:
 
     def __init__(
         self,
-        file: LocalFile,
+        file: LocalFile | RemoteFile,
         *,
         offsets: NDArray[np.int64],
         sizes: NDArray[np.int64],
@@ -106,6 +111,11 @@ class TableChunks:
         self._skipped = skipped if skipped.any() else None
         self._use_mmap = use_mmap
 
+    @property
+    def working_bytes(self) -> int:
+        """What is read ahead; see `ChunkSource.working_bytes`."""
+        return self._file.working_bytes
+
     def check(self) -> None:
         """Refuse a file that was replaced."""
         self._file.check()
@@ -123,6 +133,7 @@ class TableChunks:
         """Return all chunks at once; see `ChunkSource.mapped`."""
         if not self._use_mmap or (self._skipped is not None and self._skipped[numbers].any()):
             return None
+        assert isinstance(self._file, LocalFile)
         sizes = self._sizes[numbers].astype(np.int64)
         at, owner = self._file.mapped_ranges(self._offsets[numbers], sizes)
         return iter([MappedChunks(at=at, sizes=sizes, owner=owner)])
@@ -198,8 +209,8 @@ class ChunkedArray:
 
     @property
     def working_bytes(self) -> int:
-        """A chunk as stored, decoded, and twice half-way."""
-        return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize
+        """A chunk as stored, decoded, and twice half-way; and what is read ahead."""
+        return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Decode the chunks that the runs touch, and keep of each what was asked for."""
