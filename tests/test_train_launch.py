@@ -16,6 +16,7 @@ import yaml
 from make_atlas import make_atlas
 
 import dasksc
+from tests.programs.with_slurm import free_ports
 from tests.test_launchers import MPIRUN, mpirun, slurm
 from tests.test_train_config import GUIDE
 from tests.test_train_ranks import N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
@@ -74,6 +75,33 @@ def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_a_ru
     assert mark.exists()
     assert (report["world_size"], report["strategy"]) == (2, "fsdp")
     assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
+
+
+def test_two_nodes_start_a_rank_each(atlas, tmp_path):
+    config = write(tmp_path, atlas, num_gpus=2, num_nodes=2)
+    (port,) = free_ports(1)
+    options = ["--config", config, "--nproc", 1, "--master-addr", "127.0.0.1", "--master-port", port, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(
+            [*map(str, [*COMMAND, *options, "--node-rank", rank])],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed, complaints = zip(*(node.communicate(timeout=240) for node in nodes), strict=True)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], "".join(complaints)[-6000:]
+    report = json.loads(printed[0])
+    assert (report["world_size"], report["n_cells"], printed[1]) == (2, 600, "")
 
 
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):

@@ -89,11 +89,11 @@ def launch(
     """
     from torch.distributed import run
 
-    # By default one store serves all attempts, and gloo then dials ranks of those before.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options = [f"--nproc-per-node={n_processes}", f"--max-restarts={max_restarts}"]
     if n_nodes == 1:
         options += ["--standalone"]
+        # By default one store serves all attempts, and gloo then dials ranks of those before.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     else:
         found = rendezvous(os.environ, n_nodes) if address is None else {"MASTER_ADDR": address}
         options += [
