@@ -16,6 +16,7 @@ import yaml
 from make_atlas import make_atlas
 
 import dasksc
+from dasksc.train import Config, fit
 from tests.programs.with_slurm import free_ports
 from tests.test_launchers import MPIRUN, mpirun, slurm
 from tests.test_train_config import GUIDE
@@ -155,16 +156,17 @@ def configurations() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", configurations())
-def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path):
+def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(configurations()[name])
+    Path("atlas.h5ad").symlink_to(atlas)
     raw = yaml.safe_load(configurations()[name])
-    (tmp_path / "c.yaml").write_text(configurations()[name])
     if "tokenizer" in raw and importlib.util.find_spec("dasksc.tokens") is None:
         pytest.skip("dasksc.tokens is not there")
-    sizes = {name: 16 for name in ("hidden_dim", "latent_dim") if name in raw["model"]}
-    changes = {f"model.{name}": value for name, value in sizes.items()}
-    changes |= {"training.num_gpus": 1, "training.num_nodes": 1, "training.max_steps": 2}
-    (tmp_path / "atlas.h5ad").symlink_to(atlas)
-    sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-    report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json", *sets], tmp_path))
-    assert report["n_steps"] == 2
-    assert (tmp_path / report["model"]).exists()
+    changes = [f"model.{size}=16" for size in ("hidden_dim", "latent_dim") if size in raw["model"]]
+    changes += ["training.num_gpus=1", "training.num_nodes=1", "training.max_steps=2"]
+    lines: list[str] = []
+    report = fit(Config.load("c.yaml", changes=changes), say=lines.append)
+    assert report.n_steps == 2
+    assert Path(report.model).exists()
+    assert lines
