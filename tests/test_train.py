@@ -160,6 +160,13 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_named_in_a_directory_of_its_own
     assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
 
 
+def test_a_run_goes_on_in_another_precision(raw):
+    train(raw, training__max_epochs=1)
+    assert train(raw, training__precision="16-mixed", training__resume_from="auto").n_steps == 26
+    report = train(raw, training__max_epochs=3, training__precision="bf16-mixed", training__resume_from="auto")
+    assert report.n_steps == 39
+
+
 def test_the_best_checkpoints_and_the_latest_are_kept(raw, tmp_path):
     train(raw, training__max_epochs=6, training__save_top_k=2, data__validation=0.2, training__monitor_mode="max")
     values = {int(row["step"]): row["validation_loss"] for row in rows_of(tmp_path / "run") if "validation_loss" in row}
