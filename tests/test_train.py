@@ -22,6 +22,8 @@ from dasksc.train import Config, fit, load_model
 from dasksc.train.config import Validation
 from dasksc.train.data import held_out_rows
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, log_normalised
+from dasksc.train.parallel import checkpoint_activations
+from tests.programs import train_models
 
 FRAGILE = "tests.programs.train_models:Fragile"
 
@@ -158,6 +160,13 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_named_in_a_directory_of_its_own
     assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
 
 
+def test_a_run_goes_on_in_another_precision(raw):
+    train(raw, training__max_epochs=1)
+    assert train(raw, training__precision="16-mixed", training__resume_from="auto").n_steps == 26
+    report = train(raw, training__max_epochs=3, training__precision="bf16-mixed", training__resume_from="auto")
+    assert report.n_steps == 39
+
+
 def test_the_best_checkpoints_and_the_latest_are_kept(raw, tmp_path):
     train(raw, training__max_epochs=6, training__save_top_k=2, data__validation=0.2, training__monitor_mode="max")
     values = {int(row["step"]): row["validation_loss"] for row in rows_of(tmp_path / "run") if "validation_loss" in row}
@@ -237,10 +246,10 @@ def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, d
 
 
 def test_an_import_path_is_a_model_and_told_if_it_is_none(raw):
-    raw["model"] = {"name": "tests.programs.train_models:Dropping"}
+    raw["model"] = {"name": "tests.programs.train_models:Plain"}
     assert train(raw).n_steps == 26
-    raw["model"] = {"name": "tests.programs.train_models:Droping"}
-    with pytest.raises(InputError, match="model.name='tests.programs.train_models:Droping' cannot be imported"):
+    raw["model"] = {"name": "tests.programs.train_models:Plane"}
+    with pytest.raises(InputError, match="model.name='tests.programs.train_models:Plane' cannot be imported"):
         train(raw)
     raw["model"] = {"name": "mlp_clasifier"}
     with pytest.raises(InputError, match="model.name='mlp_clasifier' is not known; did you mean 'mlp_classifier'"):
@@ -328,6 +337,37 @@ def test_counts_are_scaled_whatever_their_layout():
     expected = torch.log1p(torch.tensor([[2500.0, 7500.0, 0.0], [0.0, 0.0, 0.0]]))
     assert torch.allclose(log_normalised(counts), expected)
     assert torch.allclose(log_normalised(counts.to_sparse_csr()), expected)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer", "own"])
+def test_activations_computed_again_change_no_gradient(kind):
+    torch.manual_seed(0)
+    tokens = torch.randint(3, 20, (6, 8))
+    if kind == "mlp":
+        model = MLPClassifier("kind", n_genes=10, n_labels=3, hidden_dim=16, dropout=0.5)
+        batch = {"X": torch.rand(6, 10), "obs": {"kind": torch.arange(6) % 3}}
+    elif kind == "transformer":
+        model = TokenTransformer(n_tokens=20, max_seq_len=8, hidden_dim=16, num_layers=2, num_heads=2, dropout=0.5)
+        batch = {"input_ids": tokens, "attention_mask": torch.ones(6, 8, dtype=torch.bool), "labels": tokens}
+    else:
+        model, batch = train_models.Plain(10), {"X": torch.rand(6, 10)}
+    calls: list[int] = []
+    inner = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    inner.register_forward_hook(lambda *_: calls.append(1))
+
+    def gradients() -> list[torch.Tensor]:
+        calls.clear()
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(batch)["loss"].backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    kept, n_calls, names = gradients(), len(calls), list(model.state_dict())
+    checkpoint_activations(model)
+    again = gradients()
+    assert all(map(torch.equal, kept, again))
+    assert (n_calls, len(calls)) == (1, 2)
+    assert list(model.state_dict()) == names
 
 
 def test_cells_without_a_label_do_not_count():

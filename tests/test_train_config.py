@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import dasksc
 from dasksc import InputError, MissingPathError, cli, train
 from dasksc.train import Config
 from dasksc.train.config import Data, Fsdp, Open, Optimizer, Scheduler, Training
-from dasksc.train.launch import first_node, processes_to_start, rendezvous
+from dasksc.train.launch import first_node, node_of, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
 from dasksc.train.parallel import modules_to_shard, strategy_of
@@ -241,6 +242,29 @@ def test_processes_that_cannot_be_started_are_told():
     assert processes_to_start(Training(num_gpus=8), nproc=None, nnodes=None, environment=torchrun) == 0
     with pytest.raises(InputError, match="has started the processes already"):
         processes_to_start(Training(), nproc="2", nnodes=None, environment=torchrun)
+
+
+def test_one_task_of_srun_on_each_node_starts_the_ranks_there(monkeypatch):
+    step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"}
+    step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    assert node_of(step) == (2, 1)
+    assert processes_to_start(Training(), nproc="4", nnodes=None) == 4
+    assert processes_to_start(Training(num_gpus=2), nproc=None, nnodes=None) == 0
+    assert node_of({**step, "SLURM_STEP_NUM_TASKS": "8"}) == (1, 0)
+    assert node_of({}) == (1, 0)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    with pytest.raises(InputError, match="has started the processes already"):
+        processes_to_start(Training(), nproc="4", nnodes=None)
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "dasksc.train.config")
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    shown = CliRunner().invoke(cli.group, ["train", "--config", "c.yaml"])
+    assert isinstance(shown.exception, InputError)
+    assert "pip install 'dasksc[train]'" in str(shown.exception)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ import yaml
 from make_atlas import make_atlas
 
 import dasksc
+from dasksc.train import Config, fit
+from tests.programs.with_slurm import free_ports
 from tests.test_launchers import MPIRUN, mpirun, slurm
 from tests.test_train_config import GUIDE
 from tests.test_train_ranks import N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
@@ -76,6 +78,33 @@ def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_a_ru
     assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
 
 
+def test_two_nodes_start_a_rank_each(atlas, tmp_path):
+    config = write(tmp_path, atlas, num_gpus=2, num_nodes=2)
+    (port,) = free_ports(1)
+    options = ["--config", config, "--nproc", 1, "--master-addr", "127.0.0.1", "--master-port", port, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(
+            [*map(str, [*COMMAND, *options, "--node-rank", rank])],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed, complaints = zip(*(node.communicate(timeout=240) for node in nodes), strict=True)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], "".join(complaints)[-6000:]
+    report = json.loads(printed[0])
+    assert (report["world_size"], report["n_cells"], printed[1]) == (2, 600, "")
+
+
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
     config = write(tmp_path, atlas, num_gpus=2)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
@@ -127,16 +156,17 @@ def configurations() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", configurations())
-def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path):
+def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(configurations()[name])
+    Path("atlas.h5ad").symlink_to(atlas)
     raw = yaml.safe_load(configurations()[name])
-    (tmp_path / "c.yaml").write_text(configurations()[name])
     if "tokenizer" in raw and importlib.util.find_spec("dasksc.tokens") is None:
         pytest.skip("dasksc.tokens is not there")
-    sizes = {name: 16 for name in ("hidden_dim", "latent_dim") if name in raw["model"]}
-    changes = {f"model.{name}": value for name, value in sizes.items()}
-    changes |= {"training.num_gpus": 1, "training.num_nodes": 1, "training.max_steps": 2}
-    (tmp_path / "atlas.h5ad").symlink_to(atlas)
-    sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-    report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json", *sets], tmp_path))
-    assert report["n_steps"] == 2
-    assert (tmp_path / report["model"]).exists()
+    changes = [f"model.{size}=16" for size in ("hidden_dim", "latent_dim") if size in raw["model"]]
+    changes += ["training.num_gpus=1", "training.num_nodes=1", "training.max_steps=2"]
+    lines: list[str] = []
+    report = fit(Config.load("c.yaml", changes=changes), say=lines.append)
+    assert report.n_steps == 2
+    assert Path(report.model).exists()
+    assert lines

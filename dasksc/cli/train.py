@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ Examples:
   dasksc train --config classifier.yaml --nproc 2 --set training.max_steps=100
   torchrun --nproc-per-node 8 -m dasksc train --config fsdp.yaml
   srun dasksc train --config fsdp.yaml --set training.resume_from=auto
+  srun --ntasks-per-node 1 dasksc train --config fsdp.yaml --nproc auto
   dasksc train --config fsdp.yaml --nproc auto --nnodes 2 --node-rank 0 --master-addr node0
 """
 
@@ -31,7 +33,7 @@ Examples:
     "--nproc", metavar="N|auto", help="Processes to start on this node. Default: what training.num_gpus says."
 )
 @click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run. Default: training.num_nodes.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, help="Which of them this is.")
+@click.option("--node-rank", type=click.IntRange(0), help="Which of them this is. Default: what srun says, or 0.")
 @click.option("--master-addr", help="The first node. Default: MASTER_ADDR, or what Slurm says.")
 @click.option("--master-port", type=click.IntRange(1, 65535), help="A free port of it.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start all again so often when one fails.")
@@ -42,7 +44,7 @@ def command(
     changes: tuple[str, ...],
     nproc: str | None,
     nnodes: int | None,
-    node_rank: int,
+    node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
     max_restarts: int,
@@ -64,16 +66,17 @@ def command(
     if check:
         click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
         return
-    from dasksc.train.launch import launch, processes_to_start
+    from dasksc.train.launch import launch, node_of, processes_to_start
 
     n_processes = processes_to_start(config.training, nproc=nproc, nnodes=nnodes)
     if n_processes:
+        n_nodes, this_node = node_of(os.environ)
         again: list[Any] = ["train", "--config", path, *(part for change in changes for part in ("--set", change))]
         launch(
             [*again, *(["--json"] if as_json else [])],
             n_processes=n_processes,
-            n_nodes=nnodes or config.training.num_nodes or 1,
-            node_rank=node_rank,
+            n_nodes=nnodes or config.training.num_nodes or n_nodes,
+            node_rank=this_node if node_rank is None else node_rank,
             address=master_addr,
             port=master_port,
             max_restarts=max_restarts,

@@ -12,7 +12,7 @@ import torch
 from dasksc import InputError, World
 from dasksc.train.config import Training
 
-__all__ = ["launch", "processes_to_start", "rendezvous"]
+__all__ = ["launch", "node_of", "processes_to_start", "rendezvous"]
 
 _PORTS = range(20_000, 30_000)
 
@@ -38,9 +38,12 @@ def processes_to_start(
     InputError
         If these do not fit each other, or a launcher has started the processes already.
     """
+    environment = os.environ if environment is None else environment
     n_nodes = nnodes or training.num_nodes or 1
-    is_launched = World.detect().world_size > 1 or "TORCHELASTIC_RUN_ID" in (environment or os.environ)
-    if is_launched:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    # srun may start one task on each node, for it to start the ranks there.
+    is_node = nproc is not None and node_of(environment)[0] > 1
+    if by_torchrun or (World.detect().world_size > 1 and not is_node):
         if nproc is not None:
             raise InputError(f"--nproc {nproc} under a launcher, which has started the processes already; leave it out")
         return 0
@@ -89,11 +92,11 @@ def launch(
     """
     from torch.distributed import run
 
-    # By default one store serves all attempts, and gloo then dials ranks of those before.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options = [f"--nproc-per-node={n_processes}", f"--max-restarts={max_restarts}"]
     if n_nodes == 1:
         options += ["--standalone"]
+        # By default one store serves all attempts, and gloo then dials ranks of those before.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     else:
         found = rendezvous(os.environ, n_nodes) if address is None else {"MASTER_ADDR": address}
         options += [
@@ -101,6 +104,14 @@ def launch(
             f"--master-port={port or found.get('MASTER_PORT') or 29500}",
         ]
     run.main([*options, "--module", "dasksc", *arguments])
+
+
+def node_of(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return how many nodes a step of Slurm with one task on each has, and which this is; else 1 and 0."""
+    n_nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
+    if n_nodes != environment.get("SLURM_STEP_NUM_TASKS"):
+        return 1, 0
+    return int(n_nodes), int(environment.get("SLURM_NODEID", 0))
 
 
 def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:

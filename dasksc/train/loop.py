@@ -114,7 +114,8 @@ class _Run:
             return
         state = self.checkpoints.load(path, self.spread.bare, self.optimizer)
         self._loader.load_state_dict(state["data"])
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty without 16-mixed
+            self.scaler.load_state_dict(state["scaler"])
         self.step, self.figures, self.latest = state["step"], state["figures"], path
         self.step_saved = self.step if path.parent == self.folder else None
         self.step_validated = state["validated_at"]

@@ -232,7 +232,7 @@ def spread(model: nn.Module, training: Training, place: Place) -> Spread:
     """
     dtype = _DTYPES[training.precision]
     if training.checkpoints_activations:
-        _checkpoint_activations(model)
+        checkpoint_activations(model)
     if place.strategy == "fsdp":
         _shard(model, training.fsdp or Fsdp(), place, dtype)
         whole: nn.Module = model
@@ -302,7 +302,7 @@ def _mesh(fsdp: Fsdp, place: Place) -> DeviceMesh:
     return init_device_mesh(place.device.type, (place.world_size // size, size), mesh_dim_names=names)
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
+def checkpoint_activations(model: nn.Module) -> None:
     """Compute each repeated block of a model again in the backward pass.
 
     These are the elements of its outermost ``ModuleList``; of a model without one, its children. Names of parameters

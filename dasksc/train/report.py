@@ -89,20 +89,20 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         return
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, speed = figure.subplots(2, 1, sharex=True)
-    for name in ("loss", "validation_loss"):
+    for name, marker in (("loss", ""), ("validation_loss", "o")):
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         if points:
-            losses.plot(*zip(*points, strict=True), label=name.replace("_", " "))
+            losses.plot(*zip(*points, strict=True), marker=marker, label=name.replace("_", " "))
     losses.set_ylabel("loss")
     losses.legend()
     paced = [row for row in rows if row.get("cells_per_s") is not None]
     steps = [row["step"] for row in paced]
     speed.plot(steps, [row["cells_per_s"] for row in paced], color="tab:green")
-    speed.set_ylabel("cells per second")
+    speed.set_ylabel("cells per second", color="tab:green")
     speed.set_ylim(bottom=0)
     speed.set_xlabel("step")
     waiting = speed.twinx()
     waiting.plot(steps, [row["wait_share"] for row in paced], color="tab:red", linestyle=":")
-    waiting.set_ylabel("share of time waiting for data")
+    waiting.set_ylabel("share of time waiting for data", color="tab:red")
     waiting.set_ylim(0, 1)
     figure.savefig(path, dpi=120)
