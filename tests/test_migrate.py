@@ -380,15 +380,10 @@ def test_opening_reads_nothing_of_x(path):
 
 
 @row("YAML trainers", "data.streaming_shuffle_buffer: 8192")
+@row("YAML trainers", "data.streaming_chunk_size: 8192")
 def test_the_buffer_is_a_fetch():
     buffer = 48
     assert {len(read) for read in rows_per_fetch(block_size=4, fetch_factor=buffer // BATCH)} == {buffer}
-
-
-@row("YAML trainers", "data.streaming_chunk_size: 256")
-def test_a_chunk_is_a_block():
-    for read in rows_per_fetch(block_size=24, fetch_factor=6):
-        assert len(starts_of_runs(read, 24)) == 2
 
 
 @row("YAML trainers", "data.gene_vocab: vocab.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -39,6 +40,25 @@ def test_every_library_of_the_page_has_a_program():
     _, plain, *rest = programs()
     assert "from torch.utils.data" in plain
     assert sorted(map(library_of, rest)) == sorted(LIBRARIES[1:])
+
+
+def test_what_the_page_tells_lightning_instead_of_yaml_are_its_arguments():
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    text = PAGE.read_text()
+    table = text[text.index("| YAML | `pl.Trainer` |") :].split("\n- ")[0]
+    (nested,) = re.findall(r"ModelCheckpoint\((.*?)\)", table)
+    (sharded,) = re.findall(r"FSDPStrategy\((.*?)\)", table)
+    outer = table.replace(nested, "").replace(sharded, "").replace("ckpt_path", "")
+    for kind, told in ((pl.Trainer, outer), (ModelCheckpoint, nested)):
+        names = set(re.findall(r"\b([a-z_]+)=", told))
+        assert names
+        assert names <= set(inspect.signature(kind).parameters)
+    assert {"cpu_offload", "sharding_strategy"} == set(re.findall(r"\b([a-z_]+)=", sharded))
+    assert {"cpu_offload", "sharding_strategy"} <= set(inspect.signature(FSDPStrategy).parameters)
+    assert "ckpt_path" in inspect.signature(pl.Trainer.fit).parameters
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
