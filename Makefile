@@ -2,6 +2,7 @@
 #
 #   make demo     train a classifier on a 100,000-cell atlas with two processes
 #   make test     run the tests
+#   make docs     build the site into .cache/site
 #   make check    all that CI does
 #
 # make PYTHON=python3.12 ... takes another Python.
@@ -15,7 +16,7 @@ ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: env demo test check lint types bounds fuzz clean
+.PHONY: env demo test check lint types bounds fuzz docs clean
 
 env: $(INSTALLED)
 
@@ -46,13 +47,17 @@ types: $(INSTALLED)
 
 # The kernels again, with every index checked.
 bounds: $(INSTALLED)
-	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/test_kernels*.py tests/test_codecs.py
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/test_kernels*.py tests/test_codecs.py tests/test_storage_fast.py tests/test_tokens.py
 
 # Damaged files, read for a minute.
 fuzz: $(INSTALLED)
 	$(BIN)/python -W ignore tests/programs/fuzz.py --seconds $(FUZZ_SECONDS)
 
-check: lint types test bounds fuzz
+# The site; a warning is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
+
+check: lint types test bounds fuzz docs
 
 clean:
-	rm -rf $(VENV) .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache docs/generated build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

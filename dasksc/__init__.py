@@ -22,9 +22,10 @@ from dasksc.errors import (
 )
 
 if TYPE_CHECKING:
-    from dasksc import experimental, transforms
+    from dasksc import experimental, tokens, transforms
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
+    from dasksc.conversion import ConversionReport, convert
     from dasksc.dataset import scDataset
     from dasksc.description import describe
     from dasksc.dryrun import check
@@ -59,6 +60,7 @@ _HOMES = {
     "BlockShuffling": "dasksc.sampling",
     "BlockWeightedSampling": "dasksc.sampling",
     "ClassBalancedSampling": "dasksc.sampling",
+    "ConversionReport": "dasksc.conversion",
     "EpochPlan": "dasksc.plan",
     "Modalities": "dasksc.modalities",
     "MultiIndexable": "dasksc.multiindexable",
@@ -69,6 +71,7 @@ _HOMES = {
     "adata_to_mindex": "dasksc.transforms",
     "bionemo_to_tensor": "dasksc.transforms",
     "check": "dasksc.dryrun",
+    "convert": "dasksc.conversion",
     "describe": "dasksc.description",
     "diversity": "dasksc.mixing",
     "estimate_sample_size": "dasksc.experimental",
@@ -82,7 +85,7 @@ _HOMES = {
     "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",
 }
-_MODULES = ("experimental", "transforms")
+_MODULES = ("experimental", "tokens", "transforms")
 
 __all__ = [
     "AnnDataView",
@@ -90,6 +93,7 @@ __all__ = [
     "BlockShuffling",
     "BlockWeightedSampling",
     "ClassBalancedSampling",
+    "ConversionReport",
     "CorruptDataError",
     "DaskscError",
     "EpochPlan",
@@ -109,6 +113,7 @@ __all__ = [
     "adata_to_mindex",
     "bionemo_to_tensor",
     "check",
+    "convert",
     "describe",
     "diversity",
     "estimate_sample_size",
@@ -122,6 +127,7 @@ __all__ = [
     "split",
     "start_cluster",
     "suggest_parameters",
+    "tokens",
     "transforms",
 ]
 

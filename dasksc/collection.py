@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,10 +29,11 @@ from anndata import AnnData, OldFormatWarning
 from anndata.io import read_elem
 from numpy.typing import NDArray
 
+from dasksc import config
 from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
-from dasksc.storage import Matrix, as_matrix, open_matrix
+from dasksc.storage import Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place
 
 __all__ = [
     "AnnDataView",
@@ -58,6 +59,30 @@ _may_map: ContextVar[bool] = ContextVar("may_map", default=True)
 # Whether columns of obs that were asked for may be missing: of several atlases, some may lack what others have.
 _may_lack: ContextVar[bool] = ContextVar("may_lack", default=False)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reach:
+    """How what is behind a URL is read."""
+
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    cache: Cache | None = None
+
+    def where(self, path: str) -> str | Place:
+        """Return the place of a URL, or of a path that is read through a cache; of other paths, the absolute path."""
+        place = Place.of(path, self.options) if is_url(path) else None
+        # Absolute, because tasks may run in processes with another working directory.
+        local = os.path.abspath(path) if place is None else place.local
+        if local is None:
+            assert place is not None
+            return place
+        if not os.path.exists(local):
+            raise MissingPathError(_nothing_at(local))
+        return local if self.cache is None else Place.of_local(local)
+
+
+_HERE = _Reach()
+_reach: ContextVar[_Reach] = ContextVar("reach", default=_HERE)
+
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
@@ -72,6 +97,8 @@ def open(
     index_unique: str | None = None,
     merge: str | None = None,
     raw: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
@@ -80,7 +107,8 @@ def open(
     data
         The path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its
         arrays are shared, not copied), read with ``backed="r"`` (X comes from its file, everything
-        else, with your edits, from the object), or of Dask arrays already.
+        else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
+        (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``).
 
         Several, one below the other: a list of these, or a dict by their keys; a pattern
         (``"atlas/*.h5ad"``) or a directory, whose files and stores are taken by name; a store of
@@ -100,6 +128,13 @@ def open(
     raw
         Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
         Of several, that of each, joined as any X is.
+    storage_options
+        For URLs: credentials, region, endpoint, by the names of obstore's stores; what is not given comes from
+        the environment (``AWS_...``, ``GOOGLE_...``, ``AZURE_...``). Public buckets: ``{"skip_signature": True}``.
+    cache
+        A folder of this machine for blocks of what is read, or ``{"path": ..., "limit": "100GiB"}``; also of paths
+        that are no URLs, such as those of a network file system. Default: ``dasksc.cache`` of Dask's
+        configuration, for URLs only.
 
     Returns
     -------
@@ -129,13 +164,13 @@ def open(
         if any(value is not None for value in given.values()):
             what = ", ".join(f"{name}=" for name, value in given.items() if value is not None)
             raise InputError(f"{what} are of several atlases, and {data!r:.100} is one; give a list: [...]")
-        with _told(mmap=mmap, may_lack=False):
+        with _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache):
             opened = _open_one(data, obs)
         return _raw_of(opened, f"{data!r:.100}") if raw else opened
     parts, names = several
     if not parts:
         raise InputError(f"there is nothing to open in {data!r}")
-    with _told(mmap=mmap, may_lack=True):
+    with _told(mmap=mmap, may_lack=True, storage_options=storage_options, cache=cache):
         several_opened = [_open_one(part, obs) for part in parts]
     if raw:
         several_opened = [_raw_of(adata, name) for adata, name in zip(several_opened, names, strict=True)]
@@ -149,13 +184,15 @@ def open(
 
 
 @contextmanager
-def _told(*, mmap: bool, may_lack: bool) -> Iterator[None]:
-    tokens = _may_map.set(mmap), _may_lack.set(may_lack)
+def _told(*, mmap: bool, may_lack: bool, storage_options: Mapping[str, Any] | None, cache: Any) -> Iterator[None]:
+    reach = _Reach(options=dict(storage_options or {}), cache=Cache.of(cache))
+    tokens = _may_map.set(mmap), _may_lack.set(may_lack), _reach.set(reach)
     try:
         yield
     finally:
         _may_map.reset(tokens[0])
         _may_lack.reset(tokens[1])
+        _reach.reset(tokens[2])
 
 
 def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
@@ -207,6 +244,8 @@ def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
 
 def _paths_at(path: str) -> list[str] | None:
     """Return the atlases that a pattern or a directory stands for, by name; None if it is one."""
+    if is_url(path):
+        return None
     if os.path.isdir(path):
         if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
             inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
@@ -268,13 +307,14 @@ def open_modalities(
     mmap
         As for `open`.
     """
-    path = _existing(path)
-    with _told(mmap=mmap, may_lack=False), _reading(path), _root_of(path) as root:
-        if "mod" not in root or "obs" not in root:
-            raise StorageError(f"{path} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
-        order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
-        mod = {name: _read_root(path, root["mod"][name], of_modality(name)) for name in order}
-        return _read_table(root["obs"], obs, path), mod
+    with _told(mmap=mmap, may_lack=False, storage_options=None, cache=None):
+        where = _reach.get().where(path)
+        with _reading(where), _root_of(where) as root:
+            if "mod" not in root or "obs" not in root:
+                raise StorageError(f"{where} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
+            order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
+            mod = {name: _read_root(where, root["mod"][name], of_modality(name)) for name in order}
+            return _read_table(root["obs"], obs, where), mod
 
 
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
@@ -436,8 +476,13 @@ class _Unwrapped:
     token: str | None = None
 
 
-def _stored(path: str, key: str) -> _Unwrapped:
-    return _Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=_may_map.get()))
+def _stored(path: str | Place, key: str) -> _Unwrapped:
+    cache = _cache() if isinstance(path, Place) else None
+    return _Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=_may_map.get(), cache=cache))
+
+
+def _cache() -> Cache | None:
+    return _reach.get().cache or Cache.of(config.get("cache"))
 
 
 def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
@@ -519,29 +564,19 @@ def _is_numeric_matrix(array: Any) -> bool:
 
 
 def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
-    if "://" in path:
-        raise InputError(f"{path!r} is a URL, and only local files can be opened; expected {ACCEPTED}")
     if holds_modalities(path):
         raise InputError(
             f"{path} holds several modalities; open it by dasksc.Modalities({path!r}), or give it to scDataset"
         )
-    path = _existing(path)
-    with _reading(path), _root_of(path) as root:
+    where = _reach.get().where(path)
+    with _reading(where), _root_of(where) as root:
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
             raise StorageError(
-                f"{path} holds no AnnData: it has no {' and no '.join(missing)}, "
+                f"{where} holds no AnnData: it has no {' and no '.join(missing)}, "
                 f"only {', '.join(sorted(root)) or 'nothing'}"
             )
-        return _read_root(path, root, obs)
-
-
-def _existing(path: str) -> str:
-    # Absolute, because tasks may run in processes with another working directory.
-    path = os.path.abspath(path)
-    if not os.path.exists(path):
-        raise MissingPathError(_nothing_at(path))
-    return path
+        return _read_root(where, root, obs)
 
 
 def _nothing_at(path: str) -> str:
@@ -553,7 +588,11 @@ def _nothing_at(path: str) -> str:
 
 
 @contextmanager
-def _root_of(path: str) -> Iterator[Any]:
+def _root_of(path: str | Place) -> Iterator[Any]:
+    if isinstance(path, Place):
+        with open_place(path, cache=_cache()) as root:
+            yield root
+        return
     if os.path.isdir(path):
         if not any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
             raise StorageError(
@@ -572,7 +611,7 @@ def _root_of(path: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _reading(path: str) -> Iterator[None]:
+def _reading(path: str | Place) -> Iterator[None]:
     """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
@@ -584,7 +623,7 @@ def _reading(path: str) -> Iterator[None]:
         except (StorageError, InputError):
             raise
         except OSError as error:
-            if "truncated" in str(error):
+            if "truncated" in str(error) and not isinstance(path, Place):
                 raise CorruptDataError(
                     f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
                 ) from error
@@ -594,7 +633,7 @@ def _reading(path: str) -> Iterator[None]:
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error
 
 
-def _read_root(path: str, root: Any, obs: Sequence[str] | None) -> AnnData:
+def _read_root(path: str | Place, root: Any, obs: Sequence[str] | None) -> AnnData:
     def lazily(stored: Any) -> Any:
         return _lazy_element(path, stored)
 
@@ -618,7 +657,7 @@ def _read_root(path: str, root: Any, obs: Sequence[str] | None) -> AnnData:
     )
 
 
-def _read_raw(path: str, root: Any) -> dict[str, Any] | None:
+def _read_raw(path: str | Place, root: Any) -> dict[str, Any] | None:
     if "raw" in root:
         raw = root["raw"]
         if _is_null(raw):
@@ -636,7 +675,7 @@ def _read_raw(path: str, root: Any) -> dict[str, Any] | None:
     }
 
 
-def _lazy_element(path: str, stored: Any) -> Any:
+def _lazy_element(path: str | Place, stored: Any) -> Any:
     """The matrix of a stored element, unread; an element that is no numeric matrix, read."""
     if _is_null(stored):
         return None
@@ -649,9 +688,11 @@ def _lazy_element(path: str, stored: Any) -> Any:
     return read_elem(stored)
 
 
-def _path_of(stored: Any, path: str) -> str:
+def _path_of(stored: Any, path: str | Place) -> str | Place:
     """The file that an element is in: a link of HDF5 may lead to another one."""
-    return path if isinstance(stored, zarr.Group | zarr.Array) else os.path.abspath(stored.file.filename)
+    if isinstance(path, Place) or isinstance(stored, zarr.Group | zarr.Array):
+        return path
+    return os.path.abspath(str(stored.file.filename))
 
 
 def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str, Any]:
@@ -665,7 +706,7 @@ def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[st
     return {key: read(stored[key]) for key in stored}
 
 
-def _read_table(stored: Any, columns: Sequence[str] | None, path: str) -> pd.DataFrame:
+def _read_table(stored: Any, columns: Sequence[str] | None, path: str | Place) -> pd.DataFrame:
     """Read obs or var; only `columns`, where the encoding keeps columns apart."""
     if _is_record_array(stored):
         records = stored[()]
@@ -755,7 +796,7 @@ def _assemble(
     )
 
 
-def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str) -> list[str]:
+def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Place) -> list[str]:
     known = list(known)
     missing = [name for name in wanted if name not in known]
     if _may_lack.get():

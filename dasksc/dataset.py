@@ -41,6 +41,7 @@ from dasksc.window import Scheduler, Window, default_threads, portable_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.reporting import reporting
+from dasksc.window.schedulers import remember_security, securities_for_child
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from dasksc.world import Agreement, World
 
@@ -74,6 +75,7 @@ _PROCESS_BYTES = 2**24
 _ROWS_TOLD = 16
 
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
+_CALLED = (*_HOOKS, "transform")
 
 
 class _Made(NamedTuple):
@@ -142,7 +144,8 @@ class scDataset(IterableDataset[Any]):
         Fetches in flight beyond the one being yielded. None: twice the threads that fetch, but no more than
         `memory_limit` allows.
     memory_limit
-        Bytes of anonymous memory that iterating may take in this process, such as ``"2GiB"``.
+        Bytes of anonymous memory that iterating may take on this rank, such as ``"2GiB"``. DataLoader workers
+        share it: they prefetch less, and it is told if even that is too much.
     mmap
         Whether local files may be memory-mapped; see `dasksc.open`, where it belongs for an AnnData that is
         open already.
@@ -156,6 +159,10 @@ class scDataset(IterableDataset[Any]):
         The processes that share every epoch, where they are not all: a ``torch.distributed`` process group,
         or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
         that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
+    transform
+        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens`. Unlike hooks it is given
+        tensors, and by several threads at once, ahead of the loop. If it has a method ``at_epoch``, what
+        ``transform.at_epoch(epoch)`` returns is called in an epoch.
 
     Attributes
     ----------
@@ -204,6 +211,7 @@ class scDataset(IterableDataset[Any]):
         pin_memory: bool = False,
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
+        transform: Callable[[Batch], Any] | None = None,
     ) -> None:
         super().__init__()
         self.strategy = strategy
@@ -214,6 +222,7 @@ class scDataset(IterableDataset[Any]):
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
         self.batch_transform = batch_transform
+        self.transform = transform
         prefetch = config.get("prefetch") if prefetch is None else prefetch
         self._prefetch = None if prefetch is None else _whole("prefetch", prefetch)
         limit = config.get("memory-limit") if memory_limit is None else memory_limit
@@ -231,7 +240,7 @@ class scDataset(IterableDataset[Any]):
             raise InputError(f"layout must be 'dense' or 'csr'; got {layout!r}")
         if not isinstance(strategy, SamplingStrategy):
             raise InputError(f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}")
-        for name in _HOOKS:
+        for name in _CALLED:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise InputError(f"{name} must be callable; got {getattr(self, name)!r}")
 
@@ -241,6 +250,7 @@ class scDataset(IterableDataset[Any]):
         self._maker: BatchMaker | None = None
         self.categories: dict[str, list[Any]] = {}
         options = {**names, "genes": genes, "layout": layout if layout != "dense" else None}
+        options["transform"] = transform
         given = {name: value for name, value in options.items() if _given(value)}
         filtered_by = [] if filter is None else filtering.columns_of(filter)
         self._adopt(data_collection, names, genes, layout, dtype, given, mmap, filtered_by)
@@ -346,7 +356,7 @@ class scDataset(IterableDataset[Any]):
             layout=layout,
             dtype=None if dtype is None else _value_dtype(dtype),
             columns=_for_each(columns, arrays),
-            only_x=not any(names.values()),
+            only_x=not any(names.values()) and self.transform is None,
             pinned=self._pin_memory,
         )
 
@@ -532,9 +542,30 @@ class scDataset(IterableDataset[Any]):
         # Results are handed over in order: a thread that is done early needs another one to go on with.
         depth = n_parts - 1 + 2 * self._n_threads
         if self._matrices is not None:
-            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_limit:
+            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_share():
                 depth -= 1
         return depth
+
+    def _memory_share(self) -> int:
+        """Memory for this process, in bytes: DataLoader workers share what the rank may use."""
+        worker = get_worker_info()
+        return self._memory_limit if worker is None else self._memory_limit // worker.num_workers
+
+    def _warn_of_workers(self) -> None:
+        """Tell if the DataLoader workers of a rank need more memory than it may use, however little they prefetch."""
+        worker = get_worker_info()
+        if worker is None or worker.id > 0 or self._matrices is None:
+            return
+        needed = self._projection(self._depth(), self.fetch_factor)
+        if needed > self._memory_share():
+            logger.warning(
+                "%d DataLoader workers need %s of memory each, together more than memory_limit (%s). Use fewer "
+                "(num_workers=0 prefetches on threads), or lower fetch_factor, now %d",
+                worker.num_workers,
+                format_bytes(needed),
+                format_bytes(self._memory_limit),
+                self.fetch_factor,
+            )
 
     def _refuse_too_large(self) -> None:
         """Refuse sizes whose projection is beyond the limit, with what would fit."""
@@ -761,6 +792,7 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.advance()
         else:
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
+            self._warn_of_workers()
         consumed, n_done = self._resumed(epoch, world)
         plan = self._plan_of(world, epoch, consumed)
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -774,8 +806,8 @@ class scDataset(IterableDataset[Any]):
         batches = self._batches(plan, ks, n_done, world, n_workers)
         has_last = plan.n_fetches - 1 in ks
         self._stats = stats = EpochStats(plan, n_done=n_done, n_left=n_batches, has_last=has_last)
-        if worker is not None:
-            self._place = epoch, (*consumed, self._stretch(world, n_done))
+        # Also what fails before its first batch can be continued.
+        self._place = epoch, (*consumed, self._stretch(world, n_done)) if n_done or worker is not None else consumed
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
@@ -881,7 +913,7 @@ class scDataset(IterableDataset[Any]):
             name=key,
             scheduler=scheduler,
             depth=self._depth(),
-            max_bytes=self._memory_limit,
+            max_bytes=self._memory_share(),
             argument=rows_of,
             describe=self._describe(plan, plans, n_parts),
             n_threads=n_threads,
@@ -911,13 +943,17 @@ class scDataset(IterableDataset[Any]):
         # Handing a batch over costs as much as gathering a small one: some are made in one go.
         n_together = max(1, min(int(_TOGETHER_BYTES / self._batch_bytes()), n_ahead // 2, self.fetch_factor))
         left_in_fetch = 0
+        transform = self.transform
+        if transform is not None and hasattr(transform, "at_epoch"):
+            transform = transform.at_epoch(plan.epoch)
 
         def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
             start = perf_counter()
-            made: list[torch.Tensor | Batch] = []
+            made: list[Any] = []
             for i in numbers:
                 try:
-                    made.append(maker.make(fetched, fetch.rows, fetch.batch(i)))
+                    batch = maker.make(fetched, fetch.rows, fetch.batch(i))
+                    made.append(batch if transform is None else transform(cast(Batch, batch)))
                 except Exception as error:
                     _note(error, fetch, i, plan)
                     return _Made(made, perf_counter() - start, error)
@@ -1075,13 +1111,16 @@ class scDataset(IterableDataset[Any]):
             del state[name]
         state["_recycling"] = None
         state["_scheduler"] = portable_scheduler(self._scheduler)
-        state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _HOOKS})
+        state["_securities"] = securities_for_child()
+        state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _CALLED})
         if self._matrices is not None:
             # Workers read matrices; the tables of an atlas would travel for nothing.
             state["collection"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for address, security in state.pop("_securities").items():
+            remember_security(address, security)
         hooks = cloudpickle.loads(state.pop("_hooks"))
         self.__dict__.update(state)
         self.__dict__.update(hooks)

@@ -76,7 +76,8 @@ class Purpose(enum.IntEnum):
     DEAL = 2
     DRAW = 3
     USER = 4
-    SPLIT = 5
+    TOKENS = 5
+    SPLIT = 6
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:

@@ -1,80 +1,57 @@
 #!/usr/bin/env python
 """Train a cell-type classifier on all GPUs (NCCL), or on CPU processes (Gloo), of any number of nodes.
 
-    torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad
+    torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
+    torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-or, where MASTER_ADDR and MASTER_PORT say at which free port of which node the ranks meet:
-
-    mpirun -n 2 python train_ddp.py atlas.h5ad
-    srun -n 2 python train_ddp.py atlas.h5ad
-
-Each rank reads its own share of every epoch. Training draws all cell types equally often, however
-rare; validation sees every held-out cell exactly once.
+or by mpirun or srun, where MASTER_ADDR and MASTER_PORT say at which free port of which node the ranks meet.
+Training draws all cell types equally often; validation sees every held-out cell once. A step takes `--batch-size` x
+`--accumulate` cells of each rank, the last one of an epoch what is left.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from contextlib import nullcontext
+from itertools import islice
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
 
 
-class Classifier(nn.Module):
-    """A linear map from log counts to one score per label."""
-
-    def __init__(self, n_genes: int, n_labels: int) -> None:
-        super().__init__()
-        self.scores = nn.Linear(n_genes, n_labels)
-
-    def forward(self, counts: torch.Tensor) -> torch.Tensor:
-        """Counts (batch, n_genes) to scores (batch, n_labels)."""
-        return self.scores(torch.log1p(counts))
-
-
-def train_epoch(model, optimizer, dataset, label, device) -> tuple[float, float, float]:
-    """Mean loss and accuracy over all ranks, and cells per second of all ranks together."""
-    model.train()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, right answers, cells
-    start = time.perf_counter()
-    for batch in dataset:
-        batch = batch.to(device, non_blocking=True)
-        scores = model(batch.X)
-        loss = cross_entropy(scores, batch.obs[label])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        sums += tally(loss, scores, batch.obs[label])
-    dist.all_reduce(sums)
-    loss, right, n_cells = sums.tolist()
-    return loss / n_cells, right / n_cells, n_cells / (time.perf_counter() - start)
-
-
-@torch.no_grad()
-def validate(model, dataset, label, device) -> tuple[float, float]:
-    """Mean loss and accuracy over all held-out cells. Ranks may see unequally many: sums are reduced."""
-    model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for batch in dataset:
-        batch = batch.to(device, non_blocking=True)
-        scores = model.module(batch.X)  # the bare model: nothing in here waits for other ranks
-        sums += tally(cross_entropy(scores, batch.obs[label]), scores, batch.obs[label])
-    dist.all_reduce(sums)
-    loss, right, n_cells = sums.tolist()
-    return loss / n_cells, right / n_cells
-
-
-def tally(loss: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed loss, right answers and cells of one batch."""
+def scored(model, batch, args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of a batch; and loss, right answers and cells, to be added up."""
+    batch = batch.to(args.device, non_blocking=True)
+    scores, labels = model(torch.log1p(batch.X)), batch.obs[args.label]
+    loss = cross_entropy(scores, labels, reduction="sum")
     right = (scores.argmax(dim=1) == labels).sum()
-    return torch.stack([loss.detach() * len(labels), right, torch.full_like(right, len(labels))]).double()
+    return loss, torch.stack([loss.detach(), right, torch.full_like(right, len(labels))]).double()
+
+
+def train_epoch(model, optimizer, dataset, args, done, save) -> torch.Tensor:
+    """Train to the end of an epoch, or until `--max-steps`."""
+    model.train()
+    sums, batches = torch.zeros(3, dtype=torch.float64, device=args.device), iter(dataset)
+    while done["steps"] != args.max_steps and (group := list(islice(batches, args.accumulate))):
+        n_cells = sum(len(batch.X) for batch in group)  # as many on every rank, and fewer in the tail
+        for i, batch in enumerate(group, start=1):
+            with nullcontext() if i == len(group) else model.no_sync():  # ranks exchange gradients once a step
+                loss, counts = scored(model, batch, args)
+                (loss / n_cells).backward()
+            sums += counts
+        optimizer.step()
+        optimizer.zero_grad()
+        done["steps"] += 1
+        if done["steps"] % args.save_every == 0:
+            save()
+    return sums
 
 
 def main() -> None:
@@ -83,37 +60,58 @@ def main() -> None:
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
     parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--max-steps", type=int, default=-1, help="stop after so many")
     parser.add_argument("--batch-size", type=int, default=128, help="per rank")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of each rank in a step")
+    parser.add_argument("--lr", type=float, default=1e-3, help="for one rank; multiplied with their number")
+    parser.add_argument("--checkpoint", help="file to write every --save-every steps, and after each epoch")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, on any number of ranks")
     args = parser.parse_args()
-
-    on_gpu = torch.cuda.is_available()
-    world = dasksc.World.detect()  # what torchrun, mpirun or srun has set
-    device = torch.device("cuda", world.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    on_gpu, world = torch.cuda.is_available(), dasksc.World.detect()  # what torchrun, mpirun or srun has set
+    args.device = torch.device("cuda", world.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(args.device)
     dist.init_process_group("nccl" if on_gpu else "gloo", rank=world.rank, world_size=world.world_size)
-
     adata = dasksc.open(args.atlas, obs=[args.label])
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # the same on every rank
     balanced = dasksc.ClassBalancedSampling(label_key=args.label, indices=np.flatnonzero(~held_out))
     every_cell = dasksc.Streaming(indices=np.flatnonzero(held_out))
-    common = {"batch_size": args.batch_size, "fetch_factor": 64, "seed": 0, "obs": [args.label]}
-    common["pin_memory"] = on_gpu
-    training = dasksc.scDataset(adata, balanced, progress=dist.get_rank() == 0, **common)
+    common = {"batch_size": args.batch_size, "fetch_factor": 64, "seed": 0, "obs": [args.label], "pin_memory": on_gpu}
+    training = dasksc.scDataset(adata, balanced, progress=world.rank == 0, **common)
     validation = dasksc.scDataset(adata, every_cell, equal_ranks=False, **common)
-
     torch.manual_seed(0)
-    model = Classifier(adata.n_vars, len(training.categories[args.label])).to(device)
-    model = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    for epoch in range(args.epochs):
-        loss, right, speed = train_epoch(model, optimizer, training, args.label, device)
-        val_loss, val_right = validate(model, validation, args.label, device)
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch}: {speed:,.0f} cells/s on {dist.get_world_size()} ranks ({device.type})")
-            print(f"  training    loss {loss:.3f}  accuracy {right:.1%}")
-            print(f"  validation  loss {val_loss:.3f}  accuracy {val_right:.1%}", flush=True)
+    model = DistributedDataParallel(torch.nn.Linear(adata.n_vars, len(training.categories[args.label])).to(args.device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr * world.world_size)
+    parts, done = {"model": model.module, "optimizer": optimizer, "data": training}, {"steps": 0}
+    if args.resume:
+        saved = torch.load(args.checkpoint, map_location=args.device)
+        done = saved["done"]
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        optimizer.param_groups[0]["lr"] = args.lr * world.world_size  # of this world, not of the one before
+
+    def save() -> None:
+        if args.checkpoint and world.rank == 0:  # all of it is the same on every rank
+            torch.save({n: part.state_dict() for n, part in parts.items()} | {"done": done}, args.checkpoint + "~")
+            os.replace(args.checkpoint + "~", args.checkpoint)
+        dist.barrier()  # nobody goes on before it is written
+
+    while (epoch := training.state_dict()["epoch"]) < args.epochs and done["steps"] != args.max_steps:
+        start = time.perf_counter()
+        trained = train_epoch(model, optimizer, training, args, done, save)
+        elapsed_s = time.perf_counter() - start
+        save()
+        model.eval()
+        with torch.no_grad():  # ranks may have unequally many batches: the bare model waits for nobody
+            held = sum((scored(model.module, batch, args)[1] for batch in validation), torch.zeros_like(trained))
+        sums = torch.stack([trained, held])
+        dist.all_reduce(sums)  # sums, not means: every cell counts once, whichever rank had it
+        if world.rank == 0:
+            speed = sums[0, 2] / elapsed_s
+            print(f"epoch {epoch}: {speed:,.0f} cells/s on {world.world_size} ranks ({args.device.type})")
+            for name, (loss, right, n_cells) in zip(("training", "validation"), sums.tolist(), strict=True):
+                print(f"  {name:10}  loss {loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
     dist.destroy_process_group()
 
 

@@ -406,3 +406,20 @@ def test_files_compares_joined_files_and_some_genes_and_counts_handles(work):
     assert all(len(one) < GENES for one in genes)
     whole = ad.read_h5ad(parts[0].with_name("whole.h5ad"))
     assert whole.shape == (CELLS, GENES)
+
+
+def test_convert_measures_both_ways_and_leaves_nothing_behind(work, tmp_path):
+    out = tmp_path / "convert"
+    more = [] if PEER_PYTHON is None else ["--peer-python", PEER_PYTHON]
+    done = run(
+        "convert.py", work, *SIZES, *("--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--out", str(out)), *more
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.with_suffix(".json").read_text())
+    rows = {row["what"]: row for row in report["rows"]}
+    assert set(rows) == {"time", "peak memory", "size", "loading csr", "loading dense"}
+    for row in rows.values():
+        assert row["ours"] > 0, done.stdout
+        assert ("ratio" in row) == (PEER_PYTHON is not None)
+    assert report["runs"]["dasksc"][0]["rss_bytes"] >= report["runs"]["dasksc"][0]["anon_bytes"] > 1e6
+    assert not list(work.glob("converted*"))

@@ -41,6 +41,11 @@ def test_every_dotted_name_of_a_page_can_be_imported(page):
             value = getattr(value, part)
 
 
+def test_every_page_is_in_the_table_of_contents_of_the_site():
+    listed = set(re.findall(r"^([\w-]+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+    assert {page.stem for page in PAGES} - {"index"} == listed, "give each a line in a toctree of docs/index.md"
+
+
 def test_the_map_of_the_rooms_leaves_none_out():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = {path.name for path in (ROOT / "dasksc").iterdir() if path.suffix == ".py" and path.name != "__init__.py"}

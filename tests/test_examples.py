@@ -12,6 +12,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 from make_atlas import make_atlas
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,14 @@ def run(*command: object, timeout_s: float = 240) -> str:
 @pytest.fixture(scope="module")
 def atlas(tmp_path_factory) -> Path:
     return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 8_000)
+
+
+@pytest.fixture(scope="module")
+def small_atlas(tmp_path_factory) -> Path:
+    return make_atlas(tmp_path_factory.mktemp("atlas") / "small.h5ad", 2_000, 300)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
 def accuracy(printed: str, of: str) -> float:
@@ -91,6 +100,46 @@ def test_train_ddp_learns_on_two_ranks(atlas):
     assert accuracy(printed, "epoch 1.*\n.*\n  validation") > 40
 
 
+def weights(file: Path) -> list[torch.Tensor]:
+    return list(torch.load(file)["model"].values())
+
+
+def test_train_ddp_accumulates_and_goes_on_where_it_was_stopped_with_the_same_steps(small_atlas, tmp_path):
+    program = (*TORCHRUN, EXAMPLES / "train_ddp.py", small_atlas)
+    thirds = (*program, "--batch-size", 32, "--accumulate", 3, "--epochs", 2, "--checkpoint")
+    run(*thirds, tmp_path / "unbroken.pt")
+    run(*thirds, tmp_path / "broken.pt", "--max-steps", 4)
+    run(*program, "--batch-size", 96, "--max-steps", 4, "--checkpoint", tmp_path / "whole.pt")
+    stopped = weights(tmp_path / "broken.pt")
+    for ours, theirs in zip(stopped, weights(tmp_path / "whole.pt"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    run(*thirds, tmp_path / "broken.pt", "--resume")
+    # 900 cells a rank: 29 batches, of which the last step of an epoch has two.
+    assert torch.load(tmp_path / "broken.pt")["done"] == torch.load(tmp_path / "unbroken.pt")["done"] == {"steps": 20}
+    assert not torch.equal(stopped[0], weights(tmp_path / "broken.pt")[0])
+    for ours, theirs in zip(weights(tmp_path / "broken.pt"), weights(tmp_path / "unbroken.pt"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_train_fsdp_learns_and_goes_on_with_more_ranks(small_atlas, tmp_path):
+    options = (EXAMPLES / "train_fsdp.py", small_atlas, "--batch-size", 32, "--width", 32, "--checkpoint")
+    two, three = ((*TORCHRUN[:-1], f"--nproc_per_node={n}", *options) for n in (2, 3))
+    unbroken = run(*two, tmp_path / "unbroken", "--epochs", 2)
+    run(*two, tmp_path / "broken", "--max-steps", 11)
+    broken = run(*three, tmp_path / "broken", "--epochs", 2, "--resume")
+    # 2,000 cells in batches of 32: 64 of two ranks, after 22 of which 42 and a short one of three ranks are left.
+    assert [int(step) for step in re.findall(r"^step (\d+):", unbroken, re.MULTILINE)] == [32, 64]
+    assert [int(step) for step in re.findall(r"^step (\d+):", broken, re.MULTILINE)] == [11 + 14, 11 + 14 + 21]
+    losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)] for printed in (unbroken, broken)]
+    assert losses[0][1] < losses[0][0]
+    assert abs(losses[0][1] - losses[1][1]) < 0.3
+
+
+@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp.py", "train_dp.py"])
+def test_bare_loops_stay_short(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 120
+
+
 def test_train_dp_learns(atlas):
     printed = run(EXAMPLES / "train_dp.py", atlas, "--epochs", 2, "--batch-size", 32)
     assert accuracy(printed, "epoch 1:") > 60
@@ -101,14 +150,6 @@ def test_incremental_fit_learns_from_the_chunks_of_an_epoch(atlas, options):
     printed = run(EXAMPLES / "incremental_fit.py", atlas, *options)
     # Of 50 types, the commonest makes up less than a quarter.
     assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 50
-
-
-@pytest.fixture(scope="module")
-def small_atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "small.h5ad", 2_000, 300)
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
 def test_train_lightning_learns_on_two_devices_and_goes_on_with_another_epoch(atlas, tmp_path):

@@ -36,28 +36,32 @@ ROOMS = [
     "window",
     "batch",
     "transforms",
+    "tokens",
     "dataset",
     "dryrun",
     "description",
     "experimental",
-    "convert",
-    "cli",
+    "conversion",
     "dashboard",
     "integrations",
     "train",
+    "cli",  # the way in to all programs
     "__main__",
     "__init__",
 ]
-ON_TOP = ROOMS[ROOMS.index("convert") :]  # programs that use the public names
+ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public names
 
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
-    "torch": ({"batch", "transforms", "dataset", "integrations", "train"}, {"world", "multiindexable", "cli"}),
-    "h5py": ({"storage", "collection", "description", "convert"}, set()),
-    "zarr": ({"storage", "collection", "description", "convert"}, {"cli"}),
-    "numcodecs": ({"storage"}, set()),
+    "torch": (
+        {"batch", "transforms", "tokens", "dataset", "integrations", "train"},
+        {"world", "multiindexable", "cli"},
+    ),
+    "h5py": ({"storage", "collection", "description", "conversion"}, set()),
+    "zarr": ({"storage", "collection", "description", "conversion"}, {"cli"}),
+    "numcodecs": ({"storage", "conversion"}, set()),
     "anndata": (
-        {"concat", "collection", "modalities", "filtering", "dataset", "description", "convert", "cli"},
+        {"concat", "collection", "modalities", "filtering", "dataset", "description", "conversion", "cli"},
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
@@ -75,6 +79,7 @@ LIBRARIES = {
             "dryrun",
             "description",
             "experimental",
+            "conversion",
             "dashboard",
             "cli",
         },

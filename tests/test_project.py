@@ -90,7 +90,13 @@ def test_files_name_no_place_on_somebodys_machine():
 
 def public_names() -> Iterator[str]:
     """Import names of what users meet: the public names, and the methods and properties of classes."""
-    for module_name in ["dasksc", "dasksc.transforms", "dasksc.experimental", "dasksc.integrations.data_module"]:
+    for module_name in [
+        "dasksc",
+        "dasksc.transforms",
+        "dasksc.tokens",
+        "dasksc.experimental",
+        "dasksc.integrations.data_module",
+    ]:
         module = importlib.import_module(module_name)
         for name in module.__all__:
             thing = getattr(module, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,18 @@ class LocalFile:
     def __getstate__(self) -> dict[str, Any]:
         return {"identity": self.identity, "_descriptors": {}, "_mapped": None}
 
+    # What `ranges` reads into, which is little.
+    working_bytes = 0
+
     @property
     def path(self) -> str:
         """Where the file is."""
         return self.identity.path
+
+    @property
+    def can_map(self) -> bool:
+        """Whether the file is on a file system of this machine."""
+        return can_map(self.path)
 
     def check(self) -> None:
         """Refuse the file if it is not the one that was opened; see `FileIdentity.check`."""
@@ -103,6 +111,12 @@ class LocalFile:
         n = read_at(self._number(), offset, into)
         if n < len(into):
             raise CorruptDataError(f"{self.path} ends at byte {offset + n}, where {len(into) - n} more belong")
+
+    def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
+        """Fill each of `views` with the bytes from its offset on, one after the other; yield after each."""
+        for offset, view in zip(offsets, views, strict=True):
+            self.read(offset, view)
+            yield
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: bool) -> Iterator[Any]:
         """Yield the bytes of each range, mapped or read, valid until the next is asked for.

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
-from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.files import LocalFile
 from dasksc.storage.plain import Extents, PlainArray
+from dasksc.storage.remote import RemoteFile
 
 __all__ = ["direct_array"]
 
@@ -21,7 +22,7 @@ __all__ = ["direct_array"]
 _EDGES_TRIED = 8
 
 
-def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
+def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
     """Return a dataset as an array that is read without HDF5.
 
     Parameters
@@ -48,7 +49,8 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)):
         raise UnknownLayoutError("its type has padding")
     plist = dataset.id.get_create_plist()
-    if not os.path.samefile(dataset.file.filename, file.path):
+    # Of a remote file no link to another one is followed.
+    if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
         raise UnknownLayoutError("a link leads to it in another file")
     if dataset.file.userblock_size:
         raise UnknownLayoutError("the file has a user block")
@@ -69,9 +71,7 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
             shape=dataset.shape,
             chunk_shape=dataset.chunks,
             chain=chain,
-            source=TableChunks(
-                file, offsets=offsets, sizes=sizes, skipped=skipped, use_mmap=use_mmap and can_map(file.path)
-            ),
+            source=TableChunks(file, offsets=offsets, sizes=sizes, skipped=skipped, use_mmap=use_mmap and file.can_map),
             fill=fill[0],
         )
     if layout == h5py.h5d.CONTIGUOUS:
@@ -90,7 +90,7 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
         file=file,
         extents=Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride),
         fill=fill[0],
-        use_mmap=use_mmap and can_map(file.path),
+        use_mmap=use_mmap and file.can_map,
     )
 
 

@@ -1,0 +1,178 @@
+"""Turn the nonzeros of CSR rows into tokens: ranked, binned, sampled and masked.
+
+Parameters that recur
+---------------------
+indptr, columns, values
+    A batch of CSR rows: shapes (n_rows + 1,), (nnz,) and (nnz,) float32.
+ids
+    The token of each column, shape (n_vars,), int64; -1 where it has none.
+keys
+    What everything random in a row is keyed by, shape (n_rows,), uint64.
+first
+    Where the tokens of a row begin in `out_ids` and `out_values`, shape (n_rows, length), int64 and float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dasksc.kernels.compiled import kernel
+from dasksc.kernels.permute import mix, stream, uniform
+
+__all__ = ["bin_tokens", "choose", "count_tokens", "mask_tokens", "rank_tokens", "row_keys"]
+
+_SIGN = np.uint32(0x80000000)
+_REST = np.uint32(0x7FFFFFFF)
+# Streams under the key of a row: one each for what is sampled and what is masked.
+_SAMPLED = 0
+_MASKED = 1
+
+
+@kernel
+def row_keys(key, rows, out):
+    """Write a key for each row of a batch into `out`, shape (n_rows,), uint64.
+
+    It depends on which `rows`, shape (n_rows,), int64, the batch has, on their order, and on the place in it: a
+    row that was drawn twice gets two.
+    """
+    batch = np.uint64(key)
+    for i in range(len(rows)):
+        batch = mix(batch ^ mix(np.uint64(rows[i])))
+    for i in range(len(rows)):
+        out[i] = stream(batch, i)
+
+
+@kernel
+def count_tokens(indptr, columns, values, ids, counts):
+    """Count the tokens of each row into `counts`, int64; return the first row with a NaN, or -1."""
+    for i in range(len(counts)):
+        count = 0
+        for k in range(indptr[i], indptr[i + 1]):
+            if values[k] != values[k]:
+                return i
+            count += (values[k] != 0) & (ids[columns[k]] >= 0)
+        counts[i] = count
+    return -1
+
+
+@kernel
+def _take_row(start, stop, columns, values, ids, row_ids, row_values):
+    # The tokens of one row, in the order of their columns.
+    n = 0
+    for k in range(start, stop):
+        token = ids[columns[k]]
+        if values[k] != 0 and token >= 0:
+            row_ids[n] = token
+            row_values[n] = values[k]
+            n += 1
+    return n
+
+
+@kernel
+def _sort_descending(order, spare, sort_keys, n):
+    # Least significant byte first: stable. A byte that all have in common costs no pass: small counts, as
+    # float32, share their lower two or three.
+    for i in range(n):
+        order[i] = i
+        word = sort_keys[i]
+        sort_keys[i] = word if word & _SIGN else word ^ _REST
+    counts = np.empty(256, np.int64)
+    for byte in range(4):
+        shift = np.uint32(8 * byte)
+        counts[:] = 0
+        for i in range(n):
+            counts[(sort_keys[i] >> shift) & np.uint32(255)] += 1
+        if n == 0 or counts[(sort_keys[0] >> shift) & np.uint32(255)] == n:
+            continue
+        total = 0
+        for digit in range(256):
+            count = counts[digit]
+            counts[digit] = total
+            total += count
+        for i in range(n):
+            digit = (sort_keys[order[i]] >> shift) & np.uint32(255)
+            spare[counts[digit]] = order[i]
+            counts[digit] += 1
+        for i in range(n):
+            order[i] = spare[i]
+
+
+@kernel
+def rank_tokens(indptr, columns, values, ids, counts, first, out_ids, out_values):
+    """Write the tokens of each row by descending value, equal ones in the order of their columns.
+
+    As many as fit; `counts` are those of `count_tokens`.
+    """
+    longest = max(1, counts.max()) if len(counts) else 1
+    row_ids = np.empty(longest, np.int64)
+    row_values = np.empty(longest, np.float32)
+    sort_keys = np.empty(longest, np.uint32)
+    order = np.empty(longest, np.int64)
+    spare = np.empty(longest, np.int64)
+    for i in range(len(counts)):
+        n = _take_row(indptr[i], indptr[i + 1], columns, values, ids, row_ids, row_values)
+        words = row_values.view(np.uint32)
+        for k in range(n):
+            sort_keys[k] = words[k]
+        _sort_descending(order, spare, sort_keys, n)
+        for k in range(min(n, out_ids.shape[1] - first)):
+            out_ids[i, first + k] = row_ids[order[k]]
+            out_values[i, first + k] = row_values[order[k]]
+
+
+@kernel
+def choose(key, n, n_chosen, out):
+    """Write `n_chosen` of ``range(n)``, ascending, into `out`; every subset is equally likely.
+
+    Selection sampling: Knuth, The Art of Computer Programming, volume 2, algorithm 3.4.2 S.
+    """
+    taken = 0
+    for i in range(n):
+        if uniform(key, i) * (n - i) < n_chosen - taken:
+            out[taken] = i
+            taken += 1
+            if taken == n_chosen:
+                return
+
+
+@kernel
+def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_ids, out_values):
+    """Write the tokens of each row in the order of their columns, with the bins of their values.
+
+    The bins of a row, 1 to n_bins - 1, hold equally many of its values, as far as equal ones allow: edges are
+    quantiles, between two values in proportion, and a value on an edge lies in the bin above. Of more
+    tokens than fit, a sample is taken.
+    """
+    longest = max(1, counts.max()) if len(counts) else 1
+    row_ids = np.empty(longest, np.int64)
+    row_values = np.empty(longest, np.float32)
+    chosen = np.empty(longest, np.int64)
+    edges = np.empty(max(0, n_bins - 2), np.float64)
+    for i in range(len(counts)):
+        n = _take_row(indptr[i], indptr[i + 1], columns, values, ids, row_ids, row_values)
+        if n == 0:
+            continue
+        ascending = np.sort(row_values[:n])
+        for j in range(len(edges)):
+            place = (j + 1) / (n_bins - 1) * (n - 1)
+            below = int(place)
+            above = min(below + 1, n - 1)
+            low = np.float64(ascending[below])
+            edges[j] = low + (np.float64(ascending[above]) - low) * (place - below)
+        n_kept = min(n, out_ids.shape[1] - first)
+        choose(stream(keys[i], _SAMPLED), n, n_kept, chosen)
+        for k in range(n_kept):
+            out_ids[i, first + k] = row_ids[chosen[k]]
+            out_values[i, first + k] = 1 + np.searchsorted(edges, np.float64(row_values[chosen[k]]), side="right")
+
+
+@kernel
+def mask_tokens(lengths, keys, ratio, first, out):
+    """Mark `ratio` of each row's tokens in `out`, shape (n_rows, length), bool, false before; at least one."""
+    chosen = np.empty(out.shape[1], np.int64)
+    for i in range(len(lengths)):
+        n = lengths[i]
+        n_masked = min(n, max(1, int(ratio * n + 0.5)))
+        choose(stream(keys[i], _MASKED), n, n_masked, chosen)
+        for k in range(n_masked):
+            out[i, first + chosen[k]] = True

@@ -1,0 +1,69 @@
+"""How Sphinx builds the site: ``make docs``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import dasksc
+
+project = "dasksc"
+author = "the dasksc developers"
+copyright = author
+version = release = dasksc.__version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build"]
+
+# Pages are Markdown that reads well without Sphinx.
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+
+# The reference comes from the docstrings; types live in annotations.
+default_role = "py:obj"
+autosummary_generate = True
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_preserve_defaults = True
+numpydoc_show_class_members = False
+# What trainers bring is not needed to describe the modules for them.
+autodoc_mock_imports = ["lightning", "pytorch_lightning", "scvi", "transformers"]
+
+html_theme = "sphinx_book_theme"
+html_title = "dasksc"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+pygments_style = "default"
+
+# Pages that live elsewhere in the repository; what docs/ has of them only points there.
+ELSEWHERE = {"benchmarks": "benchmarks/README.md", "changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
+DOCS = Path(__file__).parent
+
+
+def read_elsewhere(app: Any, page: str, source: list[str]) -> None:
+    """Take the text of a page from where it lives, and let links to such pages lead to the site's."""
+    text = source[0]
+    if page in ELSEWHERE:
+        file = DOCS.parent / ELSEWHERE[page]
+        app.env.note_dependency(str(file))
+        text = re.sub(
+            r"(?<=\]\()(?![a-z]+:)[^)#]+", lambda link: os.path.relpath(file.parent / link[0], DOCS), file.read_text()
+        )
+    for name, path in ELSEWHERE.items():
+        text = text.replace(f"](../{path}", f"]({name}.md")
+    source[0] = text
+
+
+def setup(app: Any) -> None:
+    """Let Sphinx know."""
+    app.connect("source-read", read_elsewhere)

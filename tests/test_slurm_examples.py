@@ -1,0 +1,98 @@
+"""The job scripts of examples/slurm, submitted to a Slurm of one node that has no GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from make_atlas import make_atlas
+
+from tests.programs.with_slurm import cluster, missing
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "examples" / "slurm"
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> Path:
+    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 1_000, 300)
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if absent := missing():
+        pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
+    with cluster() as environment:
+        python = os.path.dirname(sys.executable)
+        yield environment | {"PATH": f"{python}{os.pathsep}{environment['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def submit(slurm, script: str, folder: Path, *arguments: object, nodes: int = 1, tasks: int, **more: str) -> str:
+    """Submit a job script, without its GPUs and on one node, wait for its end; return what it wrote."""
+    text = re.sub(r"^#SBATCH --gpus.*\n", "", (SCRIPTS / script).read_text(), flags=re.MULTILINE)
+    (folder / script).write_text(text)
+    options = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", f"--output={folder}/job.out"]
+    done = subprocess.run(
+        ["sbatch", "--wait", *options, f"--chdir={ROOT}", str(folder / script), *map(str, arguments)],
+        env=slurm | more,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    said = (folder / "job.out").read_text() if (folder / "job.out").exists() else ""
+    assert done.returncode == 0, (done.stderr + said)[-4000:]
+    return said
+
+
+def test_torchrun_on_each_node_trains_and_a_requeued_job_goes_on(slurm, atlas, tmp_path):
+    checkpoint = {"CHECKPOINT": str(tmp_path / "run.pt")}
+    options = (atlas, "--batch-size", 32)
+    first = submit(slurm, "torchrun.sbatch", tmp_path, *options, "--max-steps", 5, tasks=1, **checkpoint)
+    assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", first)
+    second = submit(slurm, "torchrun.sbatch", tmp_path, *options, "--epochs", 2, tasks=1, **checkpoint)
+    assert re.findall(r"epoch (\d): [\d,]+ cells/s", second) == ["0", "1"]
+
+
+def test_tasks_of_srun_are_ranks(slurm, atlas, tmp_path):
+    printed = submit(slurm, "srun.sbatch", tmp_path, atlas, "--batch-size", 32, "--width", 8, tasks=2)
+    assert re.search(r"step 16: [\d,]+ cells/s on 2 ranks", printed)
+
+
+def test_job_scripts_ask_for_what_their_command_uses():
+    for script in SCRIPTS.glob("*.sbatch"):
+        text = script.read_text()
+        subprocess.run(["bash", "-n", script], check=True)
+        named = re.findall(r"(examples/\S+\.(?:py|sbatch))", text)
+        assert named
+        assert all((ROOT / name).is_file() for name in named)
+        asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
+        assert {"nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "output"} <= set(asked)
+        # One torchrun a node, or one task for each GPU.
+        assert asked["ntasks-per-node"] == ("1" if "torch.distributed.run" in text else asked["gpus-per-node"])
+
+
+def test_dask_workers_that_slurm_starts_read_an_epoch(slurm, atlas, tmp_path):
+    pytest.importorskip("dask_jobqueue")
+    done = subprocess.run(
+        [
+            *(sys.executable, SCRIPTS / "dask_workers.py", atlas, "--shared", tmp_path),
+            *("--jobs", "1", "--cores", "1", "--memory", "4GB"),
+        ],
+        cwd=tmp_path,
+        env=slurm
+        | {
+            "DASK_JOBQUEUE__SLURM__JOB_DIRECTIVES_SKIP": '["--mem"]',
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"1000 cells from 1 Slurm jobs, [\d,]+ cells/s", done.stdout)

@@ -1,0 +1,441 @@
+"""Tokens are those of a reference written out in plain Python, whatever the values."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import chain
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.batch import Batch
+from dasksc.errors import InputError, MissingKeyError, MissingPathError
+from dasksc.tokens import CLS, IGNORED, MASK, PAD, RankTokens, ValueBins, Vocabulary, from_config
+from tests import twins
+from tests.data import make_adata, write_store
+
+N_GENES = 9
+GENES = [f"gene{i}" for i in range(N_GENES)]
+# Few, so that many are equal; of both signs, and some that float32 rounds.
+VALUES = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 0.1, 1e-30, 1e30, -1.0, -2.5])
+CELLS = st.lists(st.lists(VALUES, min_size=N_GENES, max_size=N_GENES), min_size=0, max_size=6)
+ROUNDS = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def batch_of(cells: list[list[float]], layout: str) -> Batch:
+    dense = np.array(cells, dtype=np.float32).reshape(len(cells), N_GENES)
+    X = torch.from_numpy(dense)
+    if layout == "csr":
+        matrix = sp.csr_matrix(dense)
+        parts = (torch.from_numpy(part) for part in (matrix.indptr, matrix.indices, matrix.data))
+        X = torch.sparse_csr_tensor(*parts, size=dense.shape)
+    rows = torch.arange(len(cells)) * 7
+    return Batch(X=X, obs={"label": torch.arange(len(cells))}, layers={"raw": X}, index=rows)
+
+
+# --- What it should be, cell by cell --------------------------------------------------------------------
+
+
+def expressed(cell: list[float], ids: list[int]) -> list[tuple[int, float]]:
+    return [(i, float(np.float32(value))) for i, value in zip(ids, cell, strict=True) if value != 0 and i >= 0]
+
+
+def ranked(cell: list[float], ids: list[int], medians: list[float], max_genes: int) -> list[tuple[int, float]]:
+    scaled = [float(np.float32(v) / np.float32(m)) for v, m in zip(cell, medians, strict=True)]
+    return sorted(expressed(scaled, ids), key=lambda token: -token[1])[:max_genes]  # stable
+
+
+def binned(cell: list[float], ids: list[int], n_bins: int) -> list[tuple[int, float]]:
+    tokens = expressed(cell, ids)
+    ascending = sorted(value for _, value in tokens)
+    edges = []
+    for j in range(1, n_bins - 1) if tokens else ():
+        place = j / (n_bins - 1) * (len(ascending) - 1)
+        low = ascending[int(place)]
+        high = ascending[min(int(place) + 1, len(ascending) - 1)]
+        edges.append(low + (high - low) * (place - int(place)))
+    return [(i, 1 + sum(edge <= value for edge in edges)) for i, value in tokens]
+
+
+def keys_of(seed: int, epoch: int, rows: list[int]) -> list[int]:
+    (key,) = np.random.SeedSequence(seed, spawn_key=(epoch, 5)).generate_state(1, np.uint64).tolist()
+    for row in rows:
+        key = twins.mix(key ^ twins.mix(row))
+    return [twins.stream(key, i) for i in range(len(rows))]
+
+
+def chosen(key: int, n: int, k: int) -> list[int]:
+    taken: list[int] = []
+    for i in range(n):
+        if twins.uniform(key, i) * (n - i) < k - len(taken):
+            taken.append(i)
+    return taken
+
+
+def masked(key: int, n: int, ratio: float) -> list[int]:
+    return chosen(twins.stream(key, 1), n, min(n, max(1, int(ratio * n + 0.5))))
+
+
+def written(batch: Batch) -> list[list[tuple[int, float]]]:
+    """Each cell's tokens and values, without padding."""
+    lengths = batch.attention_mask.sum(dim=1).tolist()
+    for i, length in enumerate(lengths):
+        assert batch.attention_mask[i, :length].all()
+        assert (batch["values"][i, length:] == 0).all()
+    return [
+        list(zip(ids[:n], values[:n], strict=True))
+        for ids, values, n in zip(batch.input_ids.tolist(), batch["values"].tolist(), lengths, strict=True)
+    ]
+
+
+@ROUNDS
+@given(
+    cells=CELLS,
+    layout=st.sampled_from(["csr", "dense"]),
+    max_genes=st.integers(1, N_GENES + 2),
+    medians=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=N_GENES, max_size=N_GENES) | st.none(),
+    prepend_cls=st.booleans(),
+)
+def test_ranked_tokens_are_those_of_the_reference(cells, layout, max_genes, medians, prepend_cls):
+    tokens = RankTokens(GENES, medians=medians, max_genes=max_genes, prepend_cls=prepend_cls)
+    made = tokens(batch_of(cells, layout))
+    start = [(tokens.vocabulary.cls_id, 0.0)] if prepend_cls else []
+    ids = list(range(3, 3 + N_GENES))
+    expected = [start + ranked(cell, ids, medians or [1.0] * N_GENES, max_genes) for cell in cells]
+    assert written(made) == expected
+    assert made.input_ids.shape == (len(cells), max(map(len, expected), default=len(start)))
+    assert (made.input_ids[~made.attention_mask] == tokens.vocabulary.pad_id).all()
+    assert set(made) == {"obs", "index", "input_ids", "values", "attention_mask"}
+
+
+@ROUNDS
+@given(cells=CELLS, layout=st.sampled_from(["csr", "dense"]), n_bins=st.integers(2, 12), prepend_cls=st.booleans())
+def test_bins_are_those_of_the_reference(cells, layout, n_bins, prepend_cls):
+    tokens = ValueBins(GENES, n_bins=n_bins, max_genes=N_GENES, prepend_cls=prepend_cls)
+    start = [(tokens.vocabulary.cls_id, 0)] if prepend_cls else []
+    made = tokens(batch_of(cells, layout))
+    assert written(made) == [start + binned(cell, list(range(3, 3 + N_GENES)), n_bins) for cell in cells]
+
+
+@ROUNDS
+@given(cells=CELLS, max_genes=st.integers(1, 5), epoch=st.integers(0, 3), seed=st.integers(0, 2**64 - 1))
+def test_of_more_genes_than_fit_a_sample_is_binned(cells, max_genes, epoch, seed):
+    tokens = ValueBins(GENES, n_bins=4, max_genes=max_genes, seed=seed).at_epoch(epoch)
+    batch = batch_of(cells, "csr")
+    expected = []
+    for cell, key in zip(cells, keys_of(seed, epoch, batch.index.tolist()), strict=True):
+        all_of_it = binned(cell, list(range(3, 3 + N_GENES)), 4)
+        kept = chosen(twins.stream(key, 0), len(all_of_it), min(max_genes, len(all_of_it)))
+        expected.append([all_of_it[k] for k in kept])
+    assert written(tokens(batch)) == expected
+
+
+@ROUNDS
+@given(
+    cells=CELLS,
+    ratio=st.sampled_from([0.01, 0.15, 0.5, 0.99]),
+    epoch=st.integers(0, 3),
+    prepend_cls=st.booleans(),
+    kind=st.sampled_from([RankTokens, ValueBins]),
+)
+def test_masks_hide_what_the_labels_have(cells, ratio, epoch, prepend_cls, kind):
+    batch = batch_of(cells, "csr")
+    options = {"max_genes": 6, "prepend_cls": prepend_cls, "seed": 4}
+    bare = kind(GENES, **options).at_epoch(epoch)(batch)
+    made = kind(GENES, mask_ratio=ratio, **options).at_epoch(epoch)(batch)
+    first = int(prepend_cls)
+    hidden, shown, mark = ("input_ids", None, 1) if kind is RankTokens else ("values", "input_ids", -1)
+    expected, labels = bare[hidden].tolist(), torch.full_like(bare.input_ids, IGNORED).tolist()
+    for i, key in enumerate(keys_of(4, epoch, batch.index.tolist())):
+        for k in masked(key, int(bare.attention_mask[i].sum()) - first, ratio):
+            labels[i][first + k], expected[i][first + k] = expected[i][first + k], mark
+    assert made[hidden].tolist() == expected
+    assert made.labels.tolist() == labels
+    assert (made["values"][made.labels != IGNORED] == -1).all()
+    if shown:
+        assert torch.equal(made[shown], bare[shown])
+
+
+def test_every_subset_is_masked_equally_often():
+    # 45 pairs of ten genes, 9,000 draws: chi-square of 44 degrees of freedom, beyond 99.9% at 78.7. Fixed seed.
+    batch = Batch(X=torch.ones(9_000, 10), index=torch.arange(9_000))
+    labels = RankTokens(range(10), mask_ratio=0.2)(batch).labels
+    places = (labels != IGNORED).nonzero()[:, 1].reshape(-1, 2)
+    counts = np.bincount((places[:, 0] * 10 + places[:, 1]).numpy(), minlength=100).astype(float)
+    assert (counts > 0).sum() == 45
+    assert ((counts[counts > 0] - 200) ** 2 / 200).sum() < 78.7
+
+
+def test_masks_differ_between_epochs_seeds_and_draws_of_one_cell():
+    batch = Batch(X=torch.ones(2, 200), index=torch.tensor([5, 5]))
+    tokens = RankTokens(range(200), mask_ratio=0.3, seed=1)
+    first, again = tokens(batch).labels, tokens(batch).labels
+    assert torch.equal(first, again)
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first, tokens.at_epoch(1)(batch).labels)
+    assert torch.equal(first, tokens.at_epoch(1).at_epoch(0)(batch).labels)
+    assert not torch.equal(first, RankTokens(range(200), mask_ratio=0.3, seed=2)(batch).labels)
+
+
+def test_padding_reaches_the_longest_cell_or_the_largest_length():
+    cells = [[1.0] * 4 + [0.0] * 5, [1.0] + [0.0] * 8]
+    assert RankTokens(GENES, max_genes=6)(batch_of(cells, "csr")).input_ids.shape == (2, 4)
+    fixed = RankTokens(GENES, max_genes=6, prepend_cls=True, padding="max_length")
+    assert fixed(batch_of(cells, "csr")).input_ids.shape == (2, 7) == (2, fixed.max_length)
+
+
+def test_medians_put_a_gene_that_is_rare_for_its_median_first():
+    made = RankTokens(["a", "b", "c"], medians=[10.0, 1.0, 1.0])(
+        Batch(X=torch.tensor([[20.0, 3.0, 0.0]]), index=torch.tensor([0]))
+    )
+    assert made.input_ids.tolist() == [[4, 3]]
+    assert made["values"].tolist() == [[3.0, 2.0]]
+
+
+# --- Vocabularies ---------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_of_names_numbers_them_after_the_special_ones():
+    vocabulary = Vocabulary.of_genes(pd.Index(["b", "a"]))
+    assert vocabulary.ids == {PAD: 0, MASK: 1, CLS: 2, "b": 3, "a": 4}
+    assert (vocabulary.pad_id, vocabulary.mask_id, vocabulary.cls_id, vocabulary.size) == (0, 1, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ids"),
+    [
+        ("v.json", json.dumps({"b": 7, CLS: 0}), {"b": 7, CLS: 0, PAD: 8, MASK: 9}),
+        ("v.txt", "<pad>\nb\na\n", {PAD: 0, "b": 1, "a": 2, MASK: 3, CLS: 4}),
+        ("v", "b\na", {"b": 0, "a": 1, PAD: 2, MASK: 3, CLS: 4}),
+    ],
+)
+def test_vocabulary_files_are_read_and_given_what_they_lack(tmp_path, name, text, ids):
+    (tmp_path / name).write_text(text)
+    vocabulary = Vocabulary.read(tmp_path / name)
+    assert vocabulary.ids == ids
+    assert vocabulary.size == max(ids.values()) + 1
+    tokens = RankTokens(["b"], vocabulary=tmp_path / name)
+    assert tokens(Batch(X=torch.ones(1, 1), index=torch.zeros(1).long())).input_ids.tolist() == [[ids["b"]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("v.json", b'{"a": 1, "b": 1}', "'a' and 'b': 1"),
+        ("v.json", b'{"a": -1}', "id of 'a' must be a whole number of at least 0; got -1"),
+        ("v.json", b'{"a": true}', "id of 'a'.*True"),
+        ("v.json", b"[1]", "object of ids by name.* got a list"),
+        ("v.json", b"{", "is no JSON"),
+        ("v.txt", b"a\nb\na\n", "there twice: 'a'"),
+        ("v.pkl", b"\x80\x04\x95", "is no text"),
+    ],
+)
+def test_a_file_that_is_no_vocabulary_is_refused_with_what_it_holds(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        Vocabulary.read(tmp_path / name)
+
+
+def test_a_vocabulary_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(MissingPathError, match="no vocabulary file .*none.json"):
+        RankTokens(GENES, vocabulary=tmp_path / "none.json")
+
+
+def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
+    vocabulary = Vocabulary.of_genes(GENES[2:4])
+    with pytest.raises(MissingKeyError, match=r"7 of 9 genes .* 'gene0', 'gene1', 'gene4', 'gene5', 'gene6', \.\.\."):
+        RankTokens(GENES, vocabulary=vocabulary)
+    for kind in (RankTokens, ValueBins):
+        made = kind(GENES, vocabulary=vocabulary, missing="drop")(batch_of([[1.0] * 9, [1.0] + [0.0] * 8], "csr"))
+        assert made.input_ids.tolist() == [[3, 4], [0, 0]]
+        assert made.attention_mask.tolist() == [[True, True], [False, False]]
+    with pytest.raises(MissingKeyError, match="9 of 9 genes"):
+        RankTokens(GENES, vocabulary=Vocabulary.of_genes(["other"]), missing="drop")
+
+
+# --- Errors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_genes": 0}, "max_genes must be a whole number of at least 1; got 0"),
+        ({"mask_ratio": 1.0}, r"mask_ratio=1.0 .* \[0, 1\)"),
+        ({"missing": "ignore"}, "missing must be 'error' or 'drop'"),
+        ({"padding": True}, "padding must be"),
+        ({"medians": [1.0]}, r"shape \(1,\); one for each of 9 genes"),
+        ({"medians": [0.0] * 9}, "above 0"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        RankTokens(GENES, **options)
+
+
+def test_one_bin_is_too_few():
+    with pytest.raises(InputError, match="n_bins must be a whole number of at least 2"):
+        ValueBins(GENES, n_bins=1)
+
+
+def test_names_that_are_there_twice_are_refused():
+    with pytest.raises(InputError, match="twice: 'a'.*var_names_make_unique"):
+        RankTokens(["a", "b", "a"])
+
+
+def test_a_batch_of_other_columns_or_with_nan_is_refused():
+    tokens = RankTokens(GENES)
+    with pytest.raises(InputError, match="X has 4 columns.* 9 genes"):
+        tokens(Batch(X=torch.ones(2, 4), index=torch.arange(2)))
+    X = torch.ones(2, N_GENES)
+    X[1, 3] = torch.nan
+    with pytest.raises(InputError, match="row 31 of X holds NaN"):
+        tokens(Batch(X=X, index=torch.tensor([30, 31])))
+    with pytest.raises(InputError, match=r"scDataset\(transform="):
+        tokens({"X": X})
+
+
+# --- In a data set --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    adata = make_adata(103)
+    return write_store(adata, tmp_path_factory.mktemp("tokens"), "h5ad")
+
+
+def dataset_of(path, tokens, **options):
+    adata = dasksc.open(path)
+    return dasksc.scDataset(
+        adata,
+        dasksc.BlockShuffling(4),
+        batch_size=8,
+        fetch_factor=2,
+        obs=["cell_type"],
+        seed=3,
+        transform=tokens,
+        **{"layout": "csr", **options},
+    )
+
+
+def as_lists(batches) -> list[tuple]:
+    return [
+        tuple(part.tolist() for part in (b.index, b.input_ids, b.labels, b["values"], b.obs["cell_type"]))
+        for b in batches
+    ]
+
+
+def test_a_data_set_yields_tokens_aligned_with_obs(path):
+    adata = ad.read_h5ad(path)
+    tokens = RankTokens(adata.var_names, max_genes=5)
+    dataset = dataset_of(path, tokens)
+    names = np.array(["", "", "", *adata.var_names])
+    for batch in dataset:
+        assert list(batch.obs["cell_type"]) == list(adata.obs["cell_type"].cat.codes.to_numpy()[batch.index])
+        for row, ids, mask in zip(batch.index, batch.input_ids, batch.attention_mask, strict=True):
+            cell = np.asarray(adata.X[int(row)].todense()).ravel().astype(np.float32)
+            best = [gene for gene in np.argsort(-cell, kind="stable") if cell[gene] != 0][:5]
+            assert names[ids[mask].numpy()].tolist() == adata.var_names[best].tolist()
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_masks_are_the_same_with_any_workers_and_after_a_resume(path, layout):
+    tokens = from_config({"strategy": "value_bins", "masking": {"mask_ratio": 0.4}}, genes=dasksc.open(path).var_names)
+    plain = dataset_of(path, tokens, layout=layout)
+    epochs = [as_lists(plain) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    loader = torch.utils.data.DataLoader(
+        dataset_of(path, tokens), batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
+    assert sorted(as_lists(loader)) == sorted(epochs[0])
+    assert sorted(as_lists(loader)) == sorted(epochs[1])
+    resumed = dataset_of(path, tokens)
+    iterator = iter(resumed)
+    for _ in range(5):
+        next(iterator)
+    state = resumed.state_dict()
+    again = dataset_of(path, tokens)
+    again.load_state_dict(state)
+    assert as_lists(again) == epochs[0][5:]
+
+
+def test_ranks_mask_a_batch_as_anyone_else_would(path):
+    tokens = RankTokens(dasksc.open(path).var_names, mask_ratio=0.4, seed=9)
+    bare = dasksc.scDataset(
+        path,
+        dasksc.BlockShuffling(4),
+        batch_size=8,
+        fetch_factor=2,
+        layout="csr",
+        obs=["cell_type"],
+        seed=3,
+        rank=1,
+        world_size=2,
+    )
+    assert as_lists(dataset_of(path, tokens, rank=1, world_size=2)) == as_lists(map(tokens, bare))
+
+
+def test_transforms_travel(path):
+    tokens = RankTokens(GENES, medians=np.full(9, 2.0), mask_ratio=0.4).at_epoch(2)
+    batch = batch_of([[1.0, 2.0] + [3.0] * 7], "csr")
+    again = pickle.loads(pickle.dumps(tokens))(batch)
+    assert all(torch.equal(again[name], part) for name, part in tokens(batch).items() if name != "obs")
+
+
+def test_a_transform_is_any_function_of_a_batch_and_its_errors_name_the_batch(path):
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=50, transform=lambda batch: batch.index.tolist())
+    assert list(chain(*dataset)) == list(range(103))
+
+    def fail(batch):
+        raise ValueError("no good")
+
+    with pytest.raises(ValueError, match="no good") as caught:
+        list(dasksc.scDataset(path, dasksc.Streaming(), batch_size=50, transform=fail))
+    assert "rows" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("options", [{"batch_transform": str}, {"fetch_transform": str}])
+def test_a_transform_and_hooks_exclude_each_other(path, options):
+    with pytest.raises(InputError, match="transform= cannot be used here: hooks say what is yielded"):
+        dasksc.scDataset(path, dasksc.Streaming(), batch_size=8, transform=str, **options)
+    with pytest.raises(InputError, match="transform= cannot be used here: a ndarray is read by indexing"):
+        dasksc.scDataset(np.arange(5), dasksc.Streaming(), batch_size=8, transform=str)
+    with pytest.raises(InputError, match="transform must be callable; got 'x'"):
+        dasksc.scDataset(path, dasksc.Streaming(), batch_size=8, transform="x")
+
+
+# --- From a configuration -------------------------------------------------------------------------------
+
+
+def test_a_configuration_makes_the_transform_it_describes():
+    section = {"strategy": "rank_value", "max_genes": 7, "prepend_cls": True, "masking": {"mask_ratio": 0.15}}
+    tokens = from_config(section, genes=GENES, seed=5)
+    assert isinstance(tokens, RankTokens)
+    assert (tokens.max_genes, tokens.prepend_cls, tokens.mask_ratio, tokens.seed) == (7, True, 0.15, 5)
+    bins = from_config({"strategy": "value_bins", "n_bins": 9}, genes=GENES, vocabulary=Vocabulary.of_genes(GENES))
+    assert isinstance(bins, ValueBins)
+    assert (bins.n_bins, bins.mask_ratio) == (9, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({}, "tokenizer.strategy must be 'rank_value' or 'value_bins'; got None"),
+        ({"strategy": "rank"}, "got 'rank'"),
+        ({"strategy": "rank_value", "max_gene": 1}, "tokenizer has no setting 'max_gene'; did you mean 'max_genes'"),
+        ({"strategy": "rank_value", "n_bins": 1}, "no setting 'n_bins'"),
+        ({"strategy": "rank_value", "masking": {"ratio": 1}}, "tokenizer.masking has no setting 'ratio'"),
+        ({"strategy": "rank_value", "masking": 0.15}, "must hold mask_ratio"),
+    ],
+)
+def test_a_configuration_that_says_something_else_is_refused(section, message):
+    with pytest.raises(InputError, match=message):
+        from_config(section, genes=GENES)
