@@ -5,7 +5,8 @@ peer's interpreter has no dasksc, and the cold start includes the import) and re
 starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``spec["layout"]`` says.
 
 A spec may also hold ``cores`` (of those there are, the process is kept on these), ``rank`` and
-``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by.
+``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by, ``genes`` to keep, and how several
+files are to be joined (``join``).
 """
 
 from __future__ import annotations
@@ -92,11 +93,12 @@ def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
 
     limit = spec.get("memory_limit")
     dataset = dasksc.scDataset(
-        spec["path"],
+        dasksc.open(spec["path"], join=spec["join"]) if "join" in spec else spec["path"],
         dasksc.BlockShuffling(block_size=spec["block"]),
         batch_size=spec["batch"],
         fetch_factor=None if limit else spec["fetch"] // spec["batch"],
         memory_limit=limit,
+        genes=spec.get("genes"),
         layout=spec["layout"],
         scheduler=scheduler,
         rank=spec.get("rank", 0),

@@ -359,30 +359,26 @@ def _rates(adata: AnnData, seconds: float) -> Iterator[Rate]:
 
 
 def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -> Rate:
-    """Read for some seconds after the first batch, in which kernels may be compiled; epoch after epoch if need be."""
+    """Read for some seconds, and a fetch at least, after a first fetch that is not counted; epoch after epoch."""
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from dataset
+
     start = perf_counter()
-    batches = iter(dataset)
-    next(batches)
+    endless = batches()
+    next(endless)
     first_batch_s = perf_counter() - start
+    # Kernels are compiled in the first fetch, and it was there when its first batch was.
+    for _ in range(min(len(dataset), _FETCH_FACTOR) - 1):
+        next(endless)
     n_rows, elapsed_s = 0, 0.0
     start = perf_counter()
-    # The first fetch was there already when its first batch was.
-    while elapsed_s < seconds or n_rows < 2 * dataset.fetch_size:
-        batch = next(batches, None)
-        if batch is None:
-            batches = iter(dataset)
-            if elapsed_s >= seconds:
-                break
-            continue
-        n_rows += len(batch)
+    while elapsed_s < seconds or n_rows < min(dataset.fetch_size, len(dataset) * dataset.batch_size):
+        n_rows += len(next(endless))
         elapsed_s = perf_counter() - start
-    batches.close()  # type: ignore[attr-defined]
-    return Rate(
-        layout=layout,
-        block_size=block_size,
-        rows_per_s=n_rows / max(elapsed_s, 1e-9),
-        first_batch_s=first_batch_s,
-    )
+    endless.close()  # type: ignore[attr-defined]
+    return Rate(layout=layout, block_size=block_size, rows_per_s=n_rows / elapsed_s, first_batch_s=first_batch_s)
 
 
 # --- What to do about it ----------------------------------------------------------------------------

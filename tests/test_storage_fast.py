@@ -501,7 +501,7 @@ def test_threads_that_open_a_file_at_once_use_one_descriptor(tmp_path: Path) -> 
         return number
 
     def read(_: int) -> tuple[int, bytes]:
-        number = file._number()
+        number = file._descriptor().number
         barrier.wait(10)
         # Were it closed by now, its number would be that of another file.
         into = bytearray(17)
