@@ -278,8 +278,15 @@ class _Conversion:
             dtype = narrowest_count(dtype, float(known["largest"].max()))
         folder = self._place.store / key
         if matrix.layout == "dense":
-            piece = _piece_rows(matrix, budget)
-            return DenseCopy(matrix=matrix, order=self._order, folder=folder, dtype=dtype, piece_rows=piece)
+            return DenseCopy(
+                matrix=matrix,
+                order=self._order,
+                folder=folder,
+                dtype=dtype,
+                # Expression repeats within a cell; no coordinate of an embedding is like another.
+                shuffle="noshuffle" if dtype.kind == "f" and not key.startswith("obsm/") else "shuffle",
+                piece_rows=_piece_rows(matrix, budget),
+            )
         indptr = rows.with_name("indptr.npy")
         if not indptr.exists():
             with appearing(indptr) as path:
