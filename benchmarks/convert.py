@@ -39,7 +39,7 @@ _SAMPLES_S = 0.02
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print a table, and return what was written as JSON."""
     options = read_options(arguments)
-    source = atlas(options, "h5ad")
+    source = atlas(options)
     _machine.read_through(source)
     n_rows, n_vars, _ = table_shape(source)
     spec = {
@@ -92,7 +92,10 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fetch", type=int, default=16_384, help="rows of a fetch")
     parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
     parser.add_argument("--out", type=Path, help="where to write .json")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.peer_python is not None and atlas(options).suffix != ".h5ad":
+        parser.error("annbatch is measured with an .h5ad")
+    return options
 
 
 def write(name: str, spec: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:

@@ -147,7 +147,7 @@ def test_a_shuffle_by_way_of_runs_is_the_same_shuffle(tmp_path, monkeypatch, lay
     monkeypatch.setattr(conversion, "_needs_runs", lambda matrix: True)
     runs = []
     monkeypatch.setattr(staging.Staging, "staged", _recording(staging.Staging.staged, runs))
-    dasksc.convert(path, tmp_path / "runs.zarr", seed=3, memory_limit="1kB", verify=True)
+    dasksc.convert(path, tmp_path / "runs.zarr", seed=3, memory_limit="2kB", verify=True)
     assert min(len(matrix._parts) for matrix in runs) > 3
     assert contents(tmp_path / "direct.zarr") == contents(tmp_path / "runs.zarr")
     same(read(tmp_path / "runs.zarr"), source)
@@ -426,6 +426,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
         dasksc.convert(path, tmp_path / "out.zarr", order="sorted")
     with pytest.raises(MissingKeyError, match="obs has no column 'cluster' to group by"):
         dasksc.convert(path, tmp_path / "out.zarr", group_by="cluster")
+    with pytest.raises(InputError, match="'s3://bucket/out.zarr' is a URL"):
+        dasksc.convert(path, "s3://bucket/out.zarr")
+    with pytest.raises(StorageError, match="atlas.h5ad/out.zarr cannot be written: .*Not a directory"):
+        dasksc.convert(path, path / "out.zarr")
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -534,3 +538,51 @@ def test_the_command_shows_progress_and_says_what_it_left_out(tmp_path):
     assert "100%" in shown.stderr
     assert "60 cells x 17 genes" in shown.stdout
     assert "left out: obsp/neighbours" in shown.stdout
+
+
+MEMORY_PROGRAM = """
+import sys, threading
+from pathlib import Path
+import numpy as np
+import dasksc
+from _machine import rss_anon_bytes
+
+tiny, source, folder, limit = *map(Path, sys.argv[1:4]), int(sys.argv[4])
+dasksc.convert(tiny, folder / "tiny.zarr", verify=True)
+before = rss_anon_bytes()
+peak, stop = before, threading.Event()
+
+def watch():
+    global peak
+    while not stop.wait(0.002):
+        peak = max(peak, rss_anon_bytes())
+
+thread = threading.Thread(target=watch)
+thread.start()
+dasksc.convert(source, folder / "out.zarr", verify=True, memory_limit=limit)
+stop.set()
+thread.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells anonymous memory from mapped pages")
+def test_memory_stays_within_the_limit_whatever_the_size_of_the_input(tmp_path):
+    limit = 40_000_000
+    X = sp.random(6_000, 3_000, density=0.4, format="csr", dtype=np.float32, random_state=0)
+    names = np.arange(6_000).astype(str)
+    source = ad.AnnData(X=X, obs=pd.DataFrame(index=names), var=pd.DataFrame(index=names[:3_000]))
+    source.write_h5ad(tmp_path / "atlas.h5ad", compression="gzip", compression_opts=1)
+    source[:100].write_h5ad(tmp_path / "tiny.h5ad", compression="gzip")
+    paths = [tmp_path / "tiny.h5ad", tmp_path / "atlas.h5ad", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM, *map(str, paths), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])},
+    )
+    assert done.returncode == 0, done.stderr
+    n_bytes = X.nnz * 8
+    # The interpreter and the tables take a little as well; what is not bounded would hold the matrix.
+    assert int(done.stdout.splitlines()[-1]) < limit * 1.25 < n_bytes

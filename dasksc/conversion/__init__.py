@@ -28,7 +28,7 @@ from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, write_tables
 from dasksc.conversion.workplace import Workplace, appearing
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import DaskscError, InputError, MissingKeyError, StorageError
 from dasksc.lazy import matrix_of
 from dasksc.storage import Matrix
 
@@ -158,6 +158,8 @@ def convert(
     begun = time.perf_counter()
     if order not in ("shuffle", "keep"):
         raise InputError(f"order={order!r} is neither 'shuffle' nor 'keep'; to group cells give group_by=")
+    if "://" in os.fspath(target):
+        raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
     place = Workplace(Path(os.path.abspath(target)))
     _check_target(data, place.target)
     limit = config.get_bytes("memory-limit") if memory_limit is None else int(parse_bytes(memory_limit))
@@ -167,19 +169,22 @@ def convert(
             f"obs has no column {group_by!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
         )
     matrices = _matrices(adata)
-    with place.locked():
-        plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed)
-        if place.begin(plan, overwrite=overwrite):
-            job = _Conversion(adata, matrices, place, limit=limit, scheduler=scheduler)
-            try:
+    job = _Conversion(adata, matrices, place, limit=limit, scheduler=scheduler)
+    plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed)
+    try:
+        with place.locked():
+            if place.begin(plan, overwrite=overwrite):
                 job.run(order=order, group_by=group_by, seed=seed, verify=verify, shown=progress)
-            except KeyboardInterrupt as error:
-                error.add_note(f"What is done is kept in {place.folder}; the same again goes on with it.")
-                raise
-            except OSError as error:
-                if error.errno == errno.ENOSPC or "No space left" in str(error):
-                    raise place.no_space(error, needed_bytes=job.needed_bytes()) from error
-                raise
+    except KeyboardInterrupt as error:
+        error.add_note(f"What is done is kept in {place.folder}; the same again goes on with it.")
+        raise
+    except DaskscError:
+        raise
+    except OSError as error:
+        # Libraries may wrap what the system said.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise place.no_space(error, needed_bytes=job.needed_bytes()) from error
+        raise StorageError(f"{place.target} cannot be written: {error}") from error
     written = open(place.target, obs=[])
     return ConversionReport(
         path=str(place.target),
@@ -273,8 +278,15 @@ class _Conversion:
             dtype = narrowest_count(dtype, float(known["largest"].max()))
         folder = self._place.store / key
         if matrix.layout == "dense":
-            piece = _piece_rows(matrix, budget)
-            return DenseCopy(matrix=matrix, order=self._order, folder=folder, dtype=dtype, piece_rows=piece)
+            return DenseCopy(
+                matrix=matrix,
+                order=self._order,
+                folder=folder,
+                dtype=dtype,
+                # Expression repeats within a cell; no coordinate of an embedding is like another.
+                shuffle="noshuffle" if dtype.kind == "f" and not key.startswith("obsm/") else "shuffle",
+                piece_rows=_piece_rows(matrix, budget),
+            )
         indptr = rows.with_name("indptr.npy")
         if not indptr.exists():
             with appearing(indptr) as path:
@@ -292,7 +304,9 @@ class _Conversion:
     def _written(self, runner: Runner, key: str, copy: Copy, budget: int, *, in_runs: bool) -> None:
         """Write a matrix, by way of runs if need be."""
         runs = None
-        if in_runs and not all(map(copy.is_done, range(copy.n_tasks))):
+        if in_runs and all(map(copy.is_done, range(copy.n_tasks))):
+            runner.skip(copy.matrix.shape[0], what=f"sorting {key}")
+        elif in_runs:
             runs = self._runs(runner, key, copy.matrix, budget)
             order = runs.folder / "order.npy"
             with appearing(order) as path:

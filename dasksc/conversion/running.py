@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dasksc.errors import FetchError, InputError
+from dasksc.errors import DaskscError, FetchError, InputError
 from dasksc.window import Window, default_threads, resolve_scheduler
 
 if TYPE_CHECKING:
@@ -75,10 +75,14 @@ class Runner:
                 for _ in window:
                     self._advance(share, what)
         except FetchError as error:
-            # What went wrong says by itself where it did.
-            if error.__cause__ is not None:
+            # What says by itself what went wrong needs no other words.
+            if isinstance(error.__cause__, DaskscError | OSError):
                 raise error.__cause__ from error
             raise
+
+    def skip(self, n_cells: int, *, what: str) -> None:
+        """Count what need not be run."""
+        self._advance(n_cells, what)
 
 
 @contextmanager

@@ -166,7 +166,7 @@ class Workplace:
 
     def no_space(self, error: OSError, *, needed_bytes: int) -> StorageError:
         """Return what to say when the disk is full."""
-        free = shutil.disk_usage(self.folder).free
+        free = shutil.disk_usage(self.target.parent).free
         return StorageError(
             errno.ENOSPC,
             f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, "

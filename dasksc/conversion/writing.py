@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.conversion.scanning import pieces
-from dasksc.conversion.shards import ShardedArray, ShardWriter
+from dasksc.conversion.shards import ShardedArray, ShardWriter, Shuffle
 from dasksc.errors import CorruptDataError
 from dasksc.storage import Fetched, Matrix
 
@@ -82,7 +82,7 @@ class CSRCopy:
                 dtype=dtype,
                 chunk_rows=_CHUNK_VALUES,
                 shard_rows=shard,
-                shuffle="bitshuffle" if name == "data" and dtype.kind in "ub" else "shuffle",
+                shuffle="noshuffle" if dtype.kind == "f" else "shuffle",
             )
             for name, dtype in (("indices", columns), ("data", self.dtype))
         }
@@ -136,12 +136,23 @@ class CSRCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseCopy:
-    """A dense matrix on its way into a store, one task for each shard; parameters as for `CSRCopy`."""
+    """A dense matrix on its way into a store, one task for each shard.
+
+    Parameters
+    ----------
+    matrix, order, folder, dtype
+        As for `CSRCopy`.
+    shuffle
+        As for `ShardedArray`.
+    piece_rows
+        Rows to hold at a time.
+    """
 
     matrix: Matrix
     order: Path
     folder: Path
     dtype: np.dtype[Any]
+    shuffle: Shuffle
     piece_rows: int
 
     @property
@@ -155,7 +166,7 @@ class DenseCopy:
             dtype=self.dtype,
             chunk_rows=chunk,
             shard_rows=shard_rows_for(self.matrix.shape[0], chunk, most),
-            shuffle="bitshuffle" if self.dtype.kind in "ub" else "shuffle",
+            shuffle=self.shuffle,
         )
 
     @property
