@@ -34,6 +34,8 @@ from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place
+from dasksc.storage.hdf5_links import check_links
+from dasksc.storage.zarr import ZarrFile
 
 __all__ = [
     "AnnDataView",
@@ -599,7 +601,7 @@ def _root_of(path: str | Place) -> Iterator[Any]:
                 f"{path} is a directory but not a Zarr group (it holds none of {', '.join(ZARR_MARKERS)}), nor are "
                 f"there .h5ad files or .zarr stores in it. Expected {ACCEPTED}."
             )
-        yield zarr.open_group(path, mode="r")
+        yield ZarrFile(path).root()
         return
     if not h5py.is_hdf5(path):
         raise CorruptDataError(
@@ -607,6 +609,7 @@ def _root_of(path: str | Place) -> Iterator[Any]:
             f"Expected {ACCEPTED}; a zipped store must be unpacked first."
         )
     with h5py.File(path, "r") as file:
+        check_links(file, path, folder=os.path.dirname(path))
         yield file
 
 
@@ -712,6 +715,7 @@ def _read_table(stored: Any, columns: Sequence[str] | None, path: str | Place) -
         records = stored[()]
         table = pd.DataFrame({name: _decoded(records[name]) for name in records.dtype.names})
         return table.set_index(table.columns[0])
+    _check_table(stored, path)
     if columns is None or stored.attrs.get("encoding-version") == "0.1.0":
         return read_elem(stored)
     kept = _known_columns(columns, _column_order(stored), path)
@@ -722,6 +726,31 @@ def _read_table(stored: Any, columns: Sequence[str] | None, path: str | Place) -
     if index_key != "_index":
         table.index.name = index_key
     return table
+
+
+def _check_table(stored: Any, path: str | Place) -> None:
+    """Refuse a table that contradicts itself, or that no memory holds, before anything is made that large."""
+    lengths: dict[str, int] = {}
+    n_bytes = 0
+    for name in stored:
+        item = stored[name]
+        if isinstance(item, h5py.Group | zarr.Group):  # categories and nullable values
+            item = next((item[part] for part in ("codes", "values") if part in item), None)
+        if item is not None and len(item.shape) >= 1:
+            lengths[name] = item.shape[0]
+            n_bytes += item.shape[0] * np.dtype(getattr(item.dtype, "numpy_dtype", item.dtype)).itemsize
+    if len(set(lengths.values())) > 1:
+        longest, shortest = max(lengths, key=lengths.__getitem__), min(lengths, key=lengths.__getitem__)
+        raise CorruptDataError(
+            f"{path}:{stored.name} has columns of different lengths: {longest!r} has {lengths[longest]} values, "
+            f"{shortest!r} {lengths[shortest]}. The file is corrupt; write it again from its source."
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > memory:
+        raise StorageError(
+            f"{path}:{stored.name} has {n_bytes} bytes, and this machine {memory} bytes of memory. Name the columns "
+            "that you need: obs=[...]; if it cannot be so large, the file is corrupt."
+        )
 
 
 def _column_order(stored: Any) -> list[str]:
@@ -770,6 +799,13 @@ def _assemble(
     raw: dict[str, Any] | None,
 ) -> AnnData:
     """Build the AnnData, wrapping matrices as Dask arrays; X and the layers in the same chunks."""
+    # Before they become Dask arrays, which have a chunk for every so many rows.
+    for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
+        if isinstance(array, _Unwrapped) and array.matrix.shape[0] != len(obs):
+            raise CorruptDataError(
+                f"{array.matrix.label} has {array.matrix.shape[0]} rows, and obs {len(obs)}. The file is corrupt; "
+                "write it again from its source."
+            )
     alike = [array.matrix for array in (x, *layers.values()) if isinstance(array, _Unwrapped)]
     chunk_rows = chunk_rows_for(*alike) if alike else None
 

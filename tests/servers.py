@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import pytest
-
 SECRET = "sUpErSeCrEt-0123456789"
 
 
@@ -174,6 +172,8 @@ class Bucket:
 @contextlib.contextmanager
 def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
     """An S3 endpoint on loopback, with one bucket."""
+    import pytest
+
     pytest.importorskip("flask_cors")
     moto_server = pytest.importorskip("moto.server")
     import logging

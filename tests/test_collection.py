@@ -360,7 +360,7 @@ def test_parts_of_unequal_length_are_refused(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["obsm/X_pca"]
         file["obsm/X_pca"] = np.zeros((59, 2))
-    with pytest.raises(StorageError, match=r"atlas\.h5ad cannot be read as AnnData"):
+    with pytest.raises(StorageError, match=r"atlas\.h5ad:/obsm/X_pca has 59 rows, and obs 60"):
         dasksc.open(path)
 
 
@@ -370,9 +370,9 @@ def test_other_types_are_refused_and_what_is_accepted_is_said(data: Any) -> None
         dasksc.open(data)
 
 
-def test_a_url_is_refused() -> None:
-    with pytest.raises(InputError, match="is a URL"):
-        dasksc.open("s3://bucket/atlas.zarr")
+def test_a_url_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(InputError, match="known are s3"):
+        dasksc.open("gopher://bucket/atlas.zarr")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

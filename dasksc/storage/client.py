@@ -273,7 +273,9 @@ class ObstoreClient:
         if isinstance(error, exceptions.NotSupportedError):
             return StorageError(f"{path} cannot be read: {reason}. The server must serve byte ranges (Accept-Ranges).")
         what = f"{path}{', ' + span if span else ''} cannot be read: {reason}."
-        if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        # Where no credentials are given, clouds are asked for those of this machine, at an address of their own.
+        is_denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+        if is_denied or "169.254.169.254" in reason or "metadata.google.internal" in reason:
             return StorageError(
                 f"{what} Check the credentials (storage_options, or the environment: AWS_ACCESS_KEY_ID, "
                 "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket is read without any: "

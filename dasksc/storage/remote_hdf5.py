@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
-from typing import Any
 from weakref import WeakValueDictionary
 
 import h5py
 
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.client import ObjectIdentity
+from dasksc.storage.hdf5_links import check_links
 from dasksc.storage.remote import AHEAD_BYTES, RemoteFile
 
 __all__ = ["BlockReader", "open_remote"]
@@ -127,27 +127,9 @@ def open_remote(file: RemoteFile) -> h5py.File:
                 "Upload it again."
             ) from error
         raise StorageError(f"{file.path} cannot be opened as HDF5: {error}") from error
-    leads_away = _leads_away(root)
-    if leads_away is not None:
+    try:
+        check_links(root, file.path, folder=None)
+    except StorageError:
         root.close()
-        raise StorageError(
-            f"{file.path}: {leads_away}, which would be sought on this machine. Write the atlas as one file."
-        )
+        raise
     return root
-
-
-def _leads_away(root: h5py.File) -> str | None:
-    """Return what of a file lies in other files; None if nothing does."""
-
-    def look(name: str, link: Any) -> str | None:
-        if isinstance(link, h5py.ExternalLink):
-            return f"/{name} is a link to another file, {link.filename!r}"
-        if isinstance(link, h5py.SoftLink):
-            return None
-        item = root[name]
-        if isinstance(item, h5py.Dataset) and (item.is_virtual or item.external):
-            return f"the values of /{name} lie in another file"
-        return None
-
-    found: str | None = root.visititems_links(look)
-    return found

@@ -21,6 +21,7 @@ from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.places import Place
 from dasksc.storage.remote import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
+from dasksc.storage.zarr_guard import check_metadata
 from dasksc.storage.zarr_layout import METADATA, Layout, index_bytes, index_places, layout_of
 
 __all__ = ["PlaceStore", "RemoteMetadata", "direct_array"]
@@ -273,7 +274,9 @@ class PlaceStore(Store):
     def _get(self, key: str, byte_range: ByteRequest | None) -> bytes:
         client, name = self._place.client, self._place.below(key).key
         if byte_range is None:
-            return bytes(client.get(name)[0])
+            content = bytes(client.get(name)[0])
+            check_metadata(str(self._place), key, content)
+            return content
         if isinstance(byte_range, RangeByteRequest):
             start, stop = byte_range.start, byte_range.end
         else:

@@ -9,13 +9,13 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 from zarr.abc.store import Store
-from zarr.storage import LocalStore, ZipStore
 
-from dasksc.errors import StorageError
+from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.places import Place
 from dasksc.storage.remote_zarr import PlaceStore, RemoteMetadata
 from dasksc.storage.sliced import ReadSlice, SlicedArray
+from dasksc.storage.zarr_guard import GuardedLocalStore, GuardedZipStore, check_zip
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
@@ -47,7 +47,11 @@ class ZarrFile:
         if opened is None or opened[0] != os.getpid():
             # Opened anew after a fork; a race between threads opens it twice, which is harmless.
             is_zip = os.path.isfile(self.path)
-            store: Store = ZipStore(self.path, mode="r") if is_zip else LocalStore(self.path, read_only=True)
+            if is_zip:
+                check_zip(self.path)
+            store: Store = (
+                GuardedZipStore(self.path, mode="r") if is_zip else GuardedLocalStore(self.path, read_only=True)
+            )
             opened = self._opened = os.getpid(), store
         return opened[1]
 
@@ -55,6 +59,8 @@ class ZarrFile:
         """Return the root group."""
         try:
             return zarr.open_group(self.store(), mode="r")
+        except DaskscError:
+            raise
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
                 f"{self.path} is not a Zarr store: it has no group at its root (no zarr.json, no .zgroup). "

@@ -111,6 +111,8 @@ class Layout:
     index_first: bool = False
 
     def __post_init__(self) -> None:
+        if self.separator not in (".", "/"):
+            raise UnknownLayoutError(f"its keys are separated by {self.separator!r}")
         if len(self.shape) not in (1, 2) or len(self.chunk_shape) != len(self.shape) or min(self.chunk_shape) < 1:
             raise UnknownLayoutError(f"its shape is {self.shape} in chunks of {self.chunk_shape}")
 
