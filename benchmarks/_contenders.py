@@ -5,7 +5,8 @@ peer's interpreter has no dasksc, and the cold start includes the import) and re
 starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``spec["layout"]`` says.
 
 A spec may also hold ``cores`` (of those there are, the process is kept on these), ``rank`` and
-``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by.
+``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by, ``genes`` to keep, and how several
+files are to be joined (``join``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -91,11 +93,12 @@ def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
 
     limit = spec.get("memory_limit")
     dataset = dasksc.scDataset(
-        spec["path"],
+        dasksc.open(spec["path"], join=spec["join"]) if "join" in spec else spec["path"],
         dasksc.BlockShuffling(block_size=spec["block"]),
         batch_size=spec["batch"],
         fetch_factor=None if limit else spec["fetch"] // spec["batch"],
         memory_limit=limit,
+        genes=spec.get("genes"),
         layout=spec["layout"],
         scheduler=scheduler,
         rank=spec.get("rank", 0),
@@ -216,6 +219,19 @@ def write_annbatch_store(spec: Spec) -> None:
     )
 
 
+def write_converted_store(spec: Spec) -> None:
+    """Write dasksc's shuffled store from an h5ad, with its defaults."""
+    import dasksc
+
+    dasksc.convert(spec["h5ad_path"], spec["converted_path"])
+
+
+WRITERS: dict[str, Callable[[Spec], None]] = {
+    "write annbatch store": write_annbatch_store,
+    "write converted store": write_converted_store,
+}
+
+
 def _backed(path: str) -> Any:
     import anndata
 
@@ -242,8 +258,10 @@ if __name__ == "__main__":
     if "cores" in spec:  # before anything counts them
         available = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, [available[core] for core in spec["cores"]])
-    if name == "write annbatch store":
-        write_annbatch_store(spec)
+    if name in WRITERS:
+        begun = time.perf_counter()
+        WRITERS[name](spec)
+        print(json.dumps({"elapsed_s": time.perf_counter() - begun}))
     else:
         from _harness import serve
 

@@ -203,7 +203,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
         "path": str(path),
         **{key: getattr(options, key) for key in ("layout", "block", "batch", "fetch")},
     }
-    spec["n_rows"], spec["n_vars"], spec["nnz"] = _shape(path)
+    spec["n_rows"], spec["n_vars"], spec["nnz"] = table_shape(path)
     if options.peer_python is not None:
         if options.atlas is None:
             spec["zarr_path"] = str(atlas(options, "zarr"))
@@ -226,7 +226,8 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     return spec
 
 
-def _shape(path: Path) -> tuple[int, int, int]:
+def table_shape(path: Path) -> tuple[int, int, int]:
+    """Cells, genes and stored values of an atlas."""
     import h5py
     import zarr
 

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
     from dasksc import experimental, tokens, transforms
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
+    from dasksc.conversion import ConversionReport, convert
     from dasksc.dataset import scDataset
+    from dasksc.description import describe
     from dasksc.dryrun import check
     from dasksc.experimental import estimate_sample_size, suggest_parameters
+    from dasksc.filtering import rows_where
     from dasksc.lazy import row_local
     from dasksc.mixing import diversity
+    from dasksc.modalities import Modalities
     from dasksc.multiindexable import MultiIndexable
     from dasksc.plan import EpochPlan
     from dasksc.sampling import (
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
         SamplingStrategy,
         Streaming,
     )
+    from dasksc.splitting import split
     from dasksc.transforms import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
     from dasksc.window.start import StartedCluster, start_cluster
     from dasksc.world import World
@@ -55,7 +60,9 @@ _HOMES = {
     "BlockShuffling": "dasksc.sampling",
     "BlockWeightedSampling": "dasksc.sampling",
     "ClassBalancedSampling": "dasksc.sampling",
+    "ConversionReport": "dasksc.conversion",
     "EpochPlan": "dasksc.plan",
+    "Modalities": "dasksc.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling",
     "StartedCluster": "dasksc.window.start",
@@ -64,13 +71,17 @@ _HOMES = {
     "adata_to_mindex": "dasksc.transforms",
     "bionemo_to_tensor": "dasksc.transforms",
     "check": "dasksc.dryrun",
+    "convert": "dasksc.conversion",
+    "describe": "dasksc.description",
     "diversity": "dasksc.mixing",
     "estimate_sample_size": "dasksc.experimental",
     "fetch_transform_adata": "dasksc.transforms",
     "hf_tahoe_to_tensor": "dasksc.transforms",
     "open": "dasksc.collection",
     "row_local": "dasksc.lazy",
+    "rows_where": "dasksc.filtering",
     "scDataset": "dasksc.dataset",
+    "split": "dasksc.splitting",
     "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",
 }
@@ -82,6 +93,7 @@ __all__ = [
     "BlockShuffling",
     "BlockWeightedSampling",
     "ClassBalancedSampling",
+    "ConversionReport",
     "CorruptDataError",
     "DaskscError",
     "EpochPlan",
@@ -89,6 +101,7 @@ __all__ = [
     "InputError",
     "MissingKeyError",
     "MissingPathError",
+    "Modalities",
     "MultiIndexable",
     "RankMismatchError",
     "SamplingStrategy",
@@ -100,6 +113,8 @@ __all__ = [
     "adata_to_mindex",
     "bionemo_to_tensor",
     "check",
+    "convert",
+    "describe",
     "diversity",
     "estimate_sample_size",
     "experimental",
@@ -107,7 +122,9 @@ __all__ = [
     "hf_tahoe_to_tensor",
     "open",
     "row_local",
+    "rows_where",
     "scDataset",
+    "split",
     "start_cluster",
     "suggest_parameters",
     "tokens",

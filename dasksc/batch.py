@@ -41,7 +41,8 @@ class Batch(dict[str, Any]):
     obs
         Dict of tensors of shape (batch,); categoricals and strings as int64 codes, -1 for missing.
     layers, obsm
-        Dicts of tensors whose first dimension is the batch.
+        Dicts of tensors whose first dimension is the batch. Of `dasksc.Modalities` there is a `Batch` of X, layers
+        and obsm by the name of each modality, ``batch["rna"].X``, and one obs and index.
     index
         Row numbers in the collection, shape (batch,), int64.
     """
@@ -112,7 +113,9 @@ class BatchMaker:
     dtype
         Of the values; None keeps each matrix's own.
     columns
-        The columns of X and the layers to keep; None: all.
+        The columns to keep of each matrix, by its key; default: all.
+    modalities
+        Names of the modalities whose matrices these are, keyed ``"rna:X"``; none where there is one kind only.
     only_x
         Yield X by itself rather than a `Batch`.
     pinned
@@ -122,38 +125,49 @@ class BatchMaker:
     obs: Mapping[str, NDArray[Any]]
     layout: Layout
     dtype: np.dtype[Any] | None
-    columns: Columns | None
+    columns: Mapping[str, Columns]
     only_x: bool
     pinned: bool
+    modalities: tuple[str, ...] = ()
 
     def make(
         self, fetched: FetchedMatrices, rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> torch.Tensor | Batch:
         """Gather the rows at `positions` of a fetch whose row numbers are `rows`."""
         if self.only_x:
-            return self._tensor(fetched.parts["X"], positions)
-        batch = Batch()
-        grouped: dict[str, dict[str, torch.Tensor]] = {"layers": {}, "obsm": {}}
-        for key, part in fetched.parts.items():
-            group, _, name = key.partition("/")
-            if group == "obsm":
-                grouped[group][name] = self._dense(part, positions, None)
-            elif name:
-                grouped[group][name] = self._tensor(part, positions)
-            else:
-                batch[group] = self._tensor(part, positions)
+            return self._tensor("X", fetched.parts["X"], positions)
         index = rows[positions]
-        batch["obs"] = {name: torch.from_numpy(column[index]) for name, column in self.obs.items()}
-        batch.update(grouped)
+        obs = {name: torch.from_numpy(column[index]) for name, column in self.obs.items()}
+        batch = Batch()
+        if self.modalities:
+            batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)
+        else:
+            one = self._grouped(fetched, positions, "")
+            batch.update(X=one.pop("X"), obs=obs, **one)
         batch["index"] = torch.from_numpy(index)
         return batch
 
-    def _tensor(self, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
+    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str) -> Batch:
+        """Gather the matrices of one modality: X, layers and obsm."""
+        batch = Batch(X=None, layers={}, obsm={})
+        for key, part in fetched.parts.items():
+            if not key.startswith(prefix):
+                continue
+            group, _, name = key.removeprefix(prefix).partition("/")
+            tensor = self._dense(key, part, positions) if group == "obsm" else self._tensor(key, part, positions)
+            if name:
+                batch[group][name] = tensor
+            else:
+                batch[group] = tensor
+        return batch
+
+    def _tensor(self, key: str, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
         if self.layout == "dense":
-            return self._dense(part, positions, self.columns)
+            return self._dense(key, part, positions)
+        columns = self.columns.get(key)
         dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
-        indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=self.columns)
-        n_vars = part.shape[1] if self.columns is None else len(self.columns)
+        indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=columns)
+        n_vars = part.shape[1] if columns is None else len(columns)
         if indptr[-1] > np.iinfo(np.int32).max:
             raise InputError(f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros; lower batch_size")
         return _csr_tensor(
@@ -164,7 +178,8 @@ class BatchMaker:
             (len(positions), n_vars),
         )
 
-    def _dense(self, part: Fetched, positions: NDArray[np.int64], columns: Columns | None) -> torch.Tensor:
+    def _dense(self, key: str, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
+        columns = self.columns.get(key)
         dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
         n_vars = part.shape[1] if columns is None else len(columns)
         shape = (len(positions), n_vars)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,12 +29,25 @@ from anndata import AnnData, OldFormatWarning
 from anndata.io import read_elem
 from numpy.typing import NDArray
 
+from dasksc import config
 from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
-from dasksc.storage import Matrix, as_matrix, open_matrix
+from dasksc.storage import Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place
+from dasksc.storage.hdf5_links import check_links
+from dasksc.storage.zarr import ZarrFile
 
-__all__ = ["AnnDataView", "Openable", "encode_column", "is_several", "open"]
+__all__ = [
+    "AnnDataView",
+    "Openable",
+    "encode_column",
+    "holds_modalities",
+    "is_several",
+    "known",
+    "open",
+    "open_modalities",
+    "several_of",
+]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
@@ -47,6 +60,30 @@ ACCEPTED = (
 _may_map: ContextVar[bool] = ContextVar("may_map", default=True)
 # Whether columns of obs that were asked for may be missing: of several atlases, some may lack what others have.
 _may_lack: ContextVar[bool] = ContextVar("may_lack", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reach:
+    """How what is behind a URL is read."""
+
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    cache: Cache | None = None
+
+    def where(self, path: str) -> str | Place:
+        """Return the place of a URL, or of a path that is read through a cache; of other paths, the absolute path."""
+        place = Place.of(path, self.options) if is_url(path) else None
+        # Absolute, because tasks may run in processes with another working directory.
+        local = os.path.abspath(path) if place is None else place.local
+        if local is None:
+            assert place is not None
+            return place
+        if not os.path.exists(local):
+            raise MissingPathError(_nothing_at(local))
+        return local if self.cache is None else Place.of_local(local)
+
+
+_HERE = _Reach()
+_reach: ContextVar[_Reach] = ContextVar("reach", default=_HERE)
 
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 
@@ -61,6 +98,9 @@ def open(
     keys: Sequence[str] | None = None,
     index_unique: str | None = None,
     merge: str | None = None,
+    raw: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
@@ -69,7 +109,8 @@ def open(
     data
         The path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its
         arrays are shared, not copied), read with ``backed="r"`` (X comes from its file, everything
-        else, with your edits, from the object), or of Dask arrays already.
+        else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
+        (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``).
 
         Several, one below the other: a list of these, or a dict by their keys; a pattern
         (``"atlas/*.h5ad"``) or a directory, whose files and stores are taken by name; a store of
@@ -86,6 +127,16 @@ def open(
         (default: of paths, their names). Matrices of different types take their common one, with a warning; a
         variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones. Layers and obsm that
         not all have are left out, and so are obsp and raw.
+    raw
+        Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
+        Of several, that of each, joined as any X is.
+    storage_options
+        For URLs: credentials, region, endpoint, by the names of obstore's stores; what is not given comes from
+        the environment (``AWS_...``, ``GOOGLE_...``, ``AZURE_...``). Public buckets: ``{"skip_signature": True}``.
+    cache
+        A folder of this machine for blocks of what is read, or ``{"path": ..., "limit": "100GiB"}``; also of paths
+        that are no URLs, such as those of a network file system. Default: ``dasksc.cache`` of Dask's
+        configuration, for URLs only.
 
     Returns
     -------
@@ -103,40 +154,47 @@ def open(
     StorageError
         If what is there is not an AnnData file or store (`CorruptDataError`: a damaged one).
     MissingKeyError
-        If obs has no column of a name in `obs`.
+        If obs has no column of a name in `obs`, or there is no raw.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    several = _several(data)
+    several = several_of(data)
     if several is None:
         given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
         if any(value is not None for value in given.values()):
             what = ", ".join(f"{name}=" for name, value in given.items() if value is not None)
             raise InputError(f"{what} are of several atlases, and {data!r:.100} is one; give a list: [...]")
-        with _told(mmap=mmap, may_lack=False):
-            return _open_one(data, obs)
+        with _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache):
+            opened = _open_one(data, obs)
+        return _raw_of(opened, f"{data!r:.100}") if raw else opened
     parts, names = several
     if not parts:
         raise InputError(f"there is nothing to open in {data!r}")
-    with _told(mmap=mmap, may_lack=True):
-        opened = [_open_one(part, obs) for part in parts]
+    with _told(mmap=mmap, may_lack=True, storage_options=storage_options, cache=cache):
+        several_opened = [_open_one(part, obs) for part in parts]
+    if raw:
+        several_opened = [_raw_of(adata, name) for adata, name in zip(several_opened, names, strict=True)]
     keys = _keys_of(keys, names, isinstance(data, Mapping))
-    result = concatenated(opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    result = concatenated(
+        several_opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge
+    )
     if obs is not None:
         _known_columns(obs, result.obs.columns, f"{len(names)} atlases joined by {join!r}")
     return result
 
 
 @contextmanager
-def _told(*, mmap: bool, may_lack: bool) -> Iterator[None]:
-    tokens = _may_map.set(mmap), _may_lack.set(may_lack)
+def _told(*, mmap: bool, may_lack: bool, storage_options: Mapping[str, Any] | None, cache: Any) -> Iterator[None]:
+    reach = _Reach(options=dict(storage_options or {}), cache=Cache.of(cache))
+    tokens = _may_map.set(mmap), _may_lack.set(may_lack), _reach.set(reach)
     try:
         yield
     finally:
         _may_map.reset(tokens[0])
         _may_lack.reset(tokens[1])
+        _reach.reset(tokens[2])
 
 
 def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
@@ -146,6 +204,19 @@ def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
         return _open_path(os.fspath(data), obs)
     raise InputError(
         f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
+    )
+
+
+def _raw_of(adata: AnnData, name: str) -> AnnData:
+    if adata.raw is None:
+        raise MissingKeyError(f"{name} has no raw; leave out raw=True")
+    return AnnData(
+        X=adata.raw.X,
+        obs=adata.obs,
+        var=adata.raw.var,
+        uns=adata.uns,
+        obsm=dict(adata.obsm),
+        varm=dict(adata.raw.varm),
     )
 
 
@@ -160,7 +231,7 @@ def is_several(data: Any) -> bool:
     return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
 
 
-def _several(data: Any) -> tuple[list[Any], list[str]] | None:
+def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     """Return the atlases that `data` stands for, and their names; None if it is one."""
     if isinstance(data, Mapping):
         return list(data.values()), [str(key) for key in data]
@@ -175,6 +246,8 @@ def _several(data: Any) -> tuple[list[Any], list[str]] | None:
 
 def _paths_at(path: str) -> list[str] | None:
     """Return the atlases that a pattern or a directory stands for, by name; None if it is one."""
+    if is_url(path):
+        return None
     if os.path.isdir(path):
         if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
             inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
@@ -203,13 +276,56 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], are_given: bool) 
     return keys
 
 
+def known(kind: str, name: str, held: Any) -> str:
+    """Return `name` if `held` has it; else raise an error that says which of `held` are near it."""
+    if name in held:
+        return name
+    names = [str(one) for one in held]
+    near = difflib.get_close_matches(str(name), names, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {names[:20]}"
+    raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
+
+
+def holds_modalities(path: str) -> bool:
+    """Return whether at a path there is a MuData: an ``.h5mu`` file, or a Zarr store with modalities."""
+    return path.endswith(".h5mu") or (
+        os.path.isdir(os.path.join(path, "mod")) and any(os.path.exists(os.path.join(path, m)) for m in ZARR_MARKERS)
+    )
+
+
+def open_modalities(
+    path: str, obs: Sequence[str] | None, of_modality: Callable[[str], Sequence[str] | None], *, mmap: bool
+) -> tuple[pd.DataFrame, dict[str, AnnData]]:
+    """Open a stored MuData: its own obs, and its modalities as AnnData of Dask arrays, rows as they are stored.
+
+    Parameters
+    ----------
+    path
+        Of an ``.h5mu`` file or a Zarr store.
+    obs
+        The columns of its own obs to read; None: all.
+    of_modality
+        Says the same of a modality by its name.
+    mmap
+        As for `open`.
+    """
+    with _told(mmap=mmap, may_lack=False, storage_options=None, cache=None):
+        where = _reach.get().where(path)
+        with _reading(where), _root_of(where) as root:
+            if "mod" not in root or "obs" not in root:
+                raise StorageError(f"{where} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
+            order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
+            mod = {name: _read_root(where, root["mod"][name], of_modality(name)) for name in order}
+            return _read_table(root["obs"], obs, where), mod
+
+
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     """Turn an obs column into numbers.
 
     Parameters
     ----------
     series
-        Categorical, string, boolean or numeric; the nullable pandas types too.
+        Categorical, string, boolean, numeric, or of dates or durations; the nullable pandas types too.
 
     Returns
     -------
@@ -218,12 +334,13 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
         int64 codes into the labels (categories in their order; strings sorted), -1 where missing.
         Booleans stay bool and numbers keep their dtype, with no labels. With missing values, nullable
         numbers become float64 with NaN, and nullable booleans int64 codes into ``[False, True]``,
-        -1 where missing.
+        -1 where missing. Dates become float64 seconds since the beginning of 1970 (UTC; those without a time
+        zone are taken as they are), and durations seconds, NaN where missing.
 
     Raises
     ------
     InputError
-        If the column holds anything else (dates, mixed objects).
+        If the column holds anything else (periods, mixed objects).
     """
     dtype = series.dtype
     if isinstance(dtype, pd.CategoricalDtype):
@@ -235,6 +352,10 @@ def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | Non
         return codes, [False, True]
     if pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype):
         return _numbers(series), None
+    if isinstance(dtype, pd.DatetimeTZDtype):
+        return encode_column(series.dt.tz_convert("UTC").dt.tz_localize(None))
+    if dtype.kind in "mM":
+        return _seconds(series), None
     if pd.api.types.is_string_dtype(dtype) or pd.api.types.is_object_dtype(dtype):
         return _encode_objects(series)
     raise InputError(
@@ -357,8 +478,13 @@ class _Unwrapped:
     token: str | None = None
 
 
-def _stored(path: str, key: str) -> _Unwrapped:
-    return _Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=_may_map.get()))
+def _stored(path: str | Place, key: str) -> _Unwrapped:
+    cache = _cache() if isinstance(path, Place) else None
+    return _Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=_may_map.get(), cache=cache))
+
+
+def _cache() -> Cache | None:
+    return _reach.get().cache or Cache.of(config.get("cache"))
 
 
 def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
@@ -373,7 +499,7 @@ def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
             # Of the raw of a backed view AnnData itself knows the rows only.
             if adata.raw is not None and not adata.is_view:
                 key = "raw/X" if "raw/X" in adata.file else "raw.X"
-                raw = {"X": _stored(path, key), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+                raw = {"X": _stored(path, adata.file[key].name), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     elif adata.raw is not None:
         raw = {"X": _lazy(adata.raw.X, "raw/X"), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     return _assemble(
@@ -404,7 +530,8 @@ def _backed_x(path: str, adata: AnnData) -> da.Array | _Unwrapped | None:
     """X of a backed AnnData, through our readers; of a view, its rows and columns."""
     if "X" not in adata.file:
         return None
-    stored = _stored(path, "X")
+    # A modality of a MuData is a group of the file.
+    stored = _stored(path, adata.file["X"].name)
     if not adata.is_view:
         return stored
     # AnnData keeps what a view selects in these; going by names would fail where they repeat.
@@ -439,20 +566,19 @@ def _is_numeric_matrix(array: Any) -> bool:
 
 
 def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
-    if "://" in path:
-        raise InputError(f"{path!r} is a URL, and only local files can be opened; expected {ACCEPTED}")
-    # Absolute, because tasks may run in processes with another working directory.
-    path = os.path.abspath(path)
-    if not os.path.exists(path):
-        raise MissingPathError(_nothing_at(path))
-    with _reading(path), _root_of(path) as root:
+    if holds_modalities(path):
+        raise InputError(
+            f"{path} holds several modalities; open it by dasksc.Modalities({path!r}), or give it to scDataset"
+        )
+    where = _reach.get().where(path)
+    with _reading(where), _root_of(where) as root:
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
             raise StorageError(
-                f"{path} holds no AnnData: it has no {' and no '.join(missing)}, "
+                f"{where} holds no AnnData: it has no {' and no '.join(missing)}, "
                 f"only {', '.join(sorted(root)) or 'nothing'}"
             )
-        return _read_root(path, root, obs)
+        return _read_root(where, root, obs)
 
 
 def _nothing_at(path: str) -> str:
@@ -464,14 +590,18 @@ def _nothing_at(path: str) -> str:
 
 
 @contextmanager
-def _root_of(path: str) -> Iterator[Any]:
+def _root_of(path: str | Place) -> Iterator[Any]:
+    if isinstance(path, Place):
+        with open_place(path, cache=_cache()) as root:
+            yield root
+        return
     if os.path.isdir(path):
         if not any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
             raise StorageError(
                 f"{path} is a directory but not a Zarr group (it holds none of {', '.join(ZARR_MARKERS)}), nor are "
                 f"there .h5ad files or .zarr stores in it. Expected {ACCEPTED}."
             )
-        yield zarr.open_group(path, mode="r")
+        yield ZarrFile(path).root()
         return
     if not h5py.is_hdf5(path):
         raise CorruptDataError(
@@ -479,11 +609,12 @@ def _root_of(path: str) -> Iterator[Any]:
             f"Expected {ACCEPTED}; a zipped store must be unpacked first."
         )
     with h5py.File(path, "r") as file:
+        check_links(file, path, folder=os.path.dirname(path))
         yield file
 
 
 @contextmanager
-def _reading(path: str) -> Iterator[None]:
+def _reading(path: str | Place) -> Iterator[None]:
     """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
@@ -495,7 +626,7 @@ def _reading(path: str) -> Iterator[None]:
         except (StorageError, InputError):
             raise
         except OSError as error:
-            if "truncated" in str(error):
+            if "truncated" in str(error) and not isinstance(path, Place):
                 raise CorruptDataError(
                     f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
                 ) from error
@@ -505,7 +636,7 @@ def _reading(path: str) -> Iterator[None]:
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error
 
 
-def _read_root(path: str, root: Any, obs: Sequence[str] | None) -> AnnData:
+def _read_root(path: str | Place, root: Any, obs: Sequence[str] | None) -> AnnData:
     def lazily(stored: Any) -> Any:
         return _lazy_element(path, stored)
 
@@ -529,7 +660,7 @@ def _read_root(path: str, root: Any, obs: Sequence[str] | None) -> AnnData:
     )
 
 
-def _read_raw(path: str, root: Any) -> dict[str, Any] | None:
+def _read_raw(path: str | Place, root: Any) -> dict[str, Any] | None:
     if "raw" in root:
         raw = root["raw"]
         if _is_null(raw):
@@ -547,7 +678,7 @@ def _read_raw(path: str, root: Any) -> dict[str, Any] | None:
     }
 
 
-def _lazy_element(path: str, stored: Any) -> Any:
+def _lazy_element(path: str | Place, stored: Any) -> Any:
     """The matrix of a stored element, unread; an element that is no numeric matrix, read."""
     if _is_null(stored):
         return None
@@ -560,9 +691,11 @@ def _lazy_element(path: str, stored: Any) -> Any:
     return read_elem(stored)
 
 
-def _path_of(stored: Any, path: str) -> str:
+def _path_of(stored: Any, path: str | Place) -> str | Place:
     """The file that an element is in: a link of HDF5 may lead to another one."""
-    return path if isinstance(stored, zarr.Group | zarr.Array) else os.path.abspath(stored.file.filename)
+    if isinstance(path, Place) or isinstance(stored, zarr.Group | zarr.Array):
+        return path
+    return os.path.abspath(str(stored.file.filename))
 
 
 def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str, Any]:
@@ -576,12 +709,13 @@ def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[st
     return {key: read(stored[key]) for key in stored}
 
 
-def _read_table(stored: Any, columns: Sequence[str] | None, path: str) -> pd.DataFrame:
+def _read_table(stored: Any, columns: Sequence[str] | None, path: str | Place) -> pd.DataFrame:
     """Read obs or var; only `columns`, where the encoding keeps columns apart."""
     if _is_record_array(stored):
         records = stored[()]
         table = pd.DataFrame({name: _decoded(records[name]) for name in records.dtype.names})
         return table.set_index(table.columns[0])
+    _check_table(stored, path)
     if columns is None or stored.attrs.get("encoding-version") == "0.1.0":
         return read_elem(stored)
     kept = _known_columns(columns, _column_order(stored), path)
@@ -592,6 +726,31 @@ def _read_table(stored: Any, columns: Sequence[str] | None, path: str) -> pd.Dat
     if index_key != "_index":
         table.index.name = index_key
     return table
+
+
+def _check_table(stored: Any, path: str | Place) -> None:
+    """Refuse a table that contradicts itself, or that no memory holds, before anything is made that large."""
+    lengths: dict[str, int] = {}
+    n_bytes = 0
+    for name in stored:
+        item = stored[name]
+        if isinstance(item, h5py.Group | zarr.Group):  # categories and nullable values
+            item = next((item[part] for part in ("codes", "values") if part in item), None)
+        if item is not None and len(item.shape) >= 1:
+            lengths[name] = item.shape[0]
+            n_bytes += item.shape[0] * np.dtype(getattr(item.dtype, "numpy_dtype", item.dtype)).itemsize
+    if len(set(lengths.values())) > 1:
+        longest, shortest = max(lengths, key=lengths.__getitem__), min(lengths, key=lengths.__getitem__)
+        raise CorruptDataError(
+            f"{path}:{stored.name} has columns of different lengths: {longest!r} has {lengths[longest]} values, "
+            f"{shortest!r} {lengths[shortest]}. The file is corrupt; write it again from its source."
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > memory:
+        raise StorageError(
+            f"{path}:{stored.name} has {n_bytes} bytes, and this machine {memory} bytes of memory. Name the columns "
+            "that you need: obs=[...]; if it cannot be so large, the file is corrupt."
+        )
 
 
 def _column_order(stored: Any) -> list[str]:
@@ -640,6 +799,13 @@ def _assemble(
     raw: dict[str, Any] | None,
 ) -> AnnData:
     """Build the AnnData, wrapping matrices as Dask arrays; X and the layers in the same chunks."""
+    # Before they become Dask arrays, which have a chunk for every so many rows.
+    for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
+        if isinstance(array, _Unwrapped) and array.matrix.shape[0] != len(obs):
+            raise CorruptDataError(
+                f"{array.matrix.label} has {array.matrix.shape[0]} rows, and obs {len(obs)}. The file is corrupt; "
+                "write it again from its source."
+            )
     alike = [array.matrix for array in (x, *layers.values()) if isinstance(array, _Unwrapped)]
     chunk_rows = chunk_rows_for(*alike) if alike else None
 
@@ -666,7 +832,7 @@ def _assemble(
     )
 
 
-def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str) -> list[str]:
+def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Place) -> list[str]:
     known = list(known)
     missing = [name for name in wanted if name not in known]
     if _may_lack.get():
@@ -724,6 +890,15 @@ def _numbers(series: pd.Series[Any]) -> NDArray[Any]:
         return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
     values = np.asarray(series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None)))
     return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _seconds(series: pd.Series[Any]) -> NDArray[np.float64]:
+    values = series.to_numpy()
+    whole = values.astype(f"{values.dtype.kind}8[s]")
+    # Apart, because nanoseconds since 1970 are more than a float64 can tell.
+    rest = (values - whole) / np.timedelta64(1, "s")
+    seconds = whole.astype(np.int64) + rest
+    return np.where(np.isnat(values), np.nan, seconds)
 
 
 def _encode_objects(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:

@@ -9,7 +9,7 @@ import dask.config
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
-__all__ = ["get", "get_bytes", "get_seconds"]
+__all__ = ["as_bytes", "get", "get_bytes", "get_seconds"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
@@ -23,9 +23,14 @@ def get(key: str) -> Any:
     return dask.config.get(f"dasksc.{key}", _DEFAULTS["dasksc"][key])
 
 
+def as_bytes(value: Any) -> int:
+    """Return a size in bytes, from a number or a text such as ``"2GiB"``."""
+    return int(parse_bytes(value))
+
+
 def get_bytes(key: str) -> int:
-    """Return the value of ``dasksc.<key>`` in bytes, from a number or a text such as ``"2GiB"``."""
-    return int(parse_bytes(get(key)))
+    """Return the value of ``dasksc.<key>`` in bytes; see `as_bytes`."""
+    return as_bytes(get(key))
 
 
 def get_seconds(key: str) -> float | None:

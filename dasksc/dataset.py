@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import logging
@@ -28,19 +27,21 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import collection as collections
-from dasksc import config, lazy
+from dasksc import config, filtering, lazy
 from dasksc.batch import Batch, BatchMaker, run_ahead, torch_dtype
 from dasksc.epoch import EpochCounter
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError
+from dasksc.modalities import Modalities, is_modalities
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan import EpochPlan, FetchPlan, Stretch
 from dasksc.progress import EpochStats, line_of, merged, progress_bar
-from dasksc.sampling import Sampler, SamplingStrategy, bind
+from dasksc.sampling import Sampler, SamplingStrategy, bind, restricted
 from dasksc.storage import Columns, FetchCost, Layout, Matrix, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.reporting import reporting
+from dasksc.window.schedulers import remember_security, securities_for_child
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from dasksc.world import Agreement, World
 
@@ -92,7 +93,8 @@ class scDataset(IterableDataset[Any]):
         What `dasksc.open` takes or returns: the path of an h5ad file or Zarr store, or an AnnData (in
         memory, backed or of Dask arrays). Or a 2-D Dask array. Or anything with ``len()`` that an
         ascending array of row numbers can index (NumPy, SciPy, pandas, a HuggingFace dataset, a
-        `MultiIndexable`), which is read by indexing and yields what its indexing gives.
+        `MultiIndexable`), which is read by indexing and yields what its indexing gives. Or several modalities of the
+        same cells: `Modalities`, a MuData, or the path of an ``.h5mu`` file.
     strategy
         What is drawn: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`
         or your own `SamplingStrategy`.
@@ -120,9 +122,13 @@ class scDataset(IterableDataset[Any]):
     seed
         Of everything random, in [0, 2**64). None draws one, the same on all ranks of a process group.
     obs, layers, obsm
-        Names to yield beside X.
+        Names to yield beside X. Of several modalities, ``"rna:counts"`` for what one of them has.
     genes
-        Keep only these columns of X and the layers: names, a boolean mask or positions.
+        Keep only these columns of X and the layers: names, a boolean mask or positions. Of several modalities, a
+        dict of these by modality.
+    filter
+        Draw only rows for which an expression over obs holds, such as ``"cell_type == 'T cell' and n_genes > 500"``;
+        `dasksc.rows_where` says what may be in it. Of the strategy's own ``indices`` those are kept for which it holds.
     layout
         Of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
@@ -138,7 +144,8 @@ class scDataset(IterableDataset[Any]):
         Fetches in flight beyond the one being yielded. None: twice the threads that fetch, but no more than
         `memory_limit` allows.
     memory_limit
-        Bytes of anonymous memory that iterating may take in this process, such as ``"2GiB"``.
+        Bytes of anonymous memory that iterating may take on this rank, such as ``"2GiB"``. DataLoader workers
+        share it: they prefetch less, and it is told if even that is too much.
     mmap
         Whether local files may be memory-mapped; see `dasksc.open`, where it belongs for an AnnData that is
         open already.
@@ -192,6 +199,7 @@ class scDataset(IterableDataset[Any]):
         layers: Sequence[str] = (),
         obsm: Sequence[str] = (),
         genes: Any = None,
+        filter: str | None = None,
         layout: Layout = "dense",
         dtype: Any = "float32",
         equal_ranks: bool = True,
@@ -244,7 +252,10 @@ class scDataset(IterableDataset[Any]):
         options = {**names, "genes": genes, "layout": layout if layout != "dense" else None}
         options["transform"] = transform
         given = {name: value for name, value in options.items() if _given(value)}
-        self._adopt(data_collection, names, genes, layout, dtype, given, mmap)
+        filtered_by = [] if filter is None else filtering.columns_of(filter)
+        self._adopt(data_collection, names, genes, layout, dtype, given, mmap, filtered_by)
+        if filter is not None:
+            self.strategy = strategy = restricted(strategy, self._rows_where(filter), repr(filter))
         self._sampler: Sampler = bind(strategy, self.collection, self._n_obs, self._labels_of)
 
         self._given_world: tuple[int | None, int | None, Any] = (rank, world_size, group)
@@ -286,14 +297,16 @@ class scDataset(IterableDataset[Any]):
         dtype: Any,
         options: dict[str, Any],
         mmap: bool,
+        filtered_by: list[str],
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
+        if is_modalities(data):
+            self._adopt_modalities(data, names, genes, layout, dtype, mmap)
+            return
         if isinstance(data, str | os.PathLike) or collections.is_several(data):
             self._name = Path(data).stem if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
-            wanted = list(names["obs"])
             label_key = getattr(self.strategy, "label_key", None)
-            if label_key is not None and label_key not in wanted:
-                wanted.append(label_key)
+            wanted = [*names["obs"], *filtered_by, *([] if label_key is None else [label_key])]
             # Hooks see every column; without them only what is asked for is read.
             data = collections.open(data, obs=None if self._hooked else wanted, mmap=mmap)
         elif isinstance(data, AnnData):
@@ -331,36 +344,83 @@ class scDataset(IterableDataset[Any]):
             arrays = {"X": data.X}
             for group in ("layers", "obsm"):
                 held = getattr(data, group)
-                arrays |= {f"{group}/{name}": held[_known(group, name, held)] for name in names[group]}
-            columns = _columns(genes, data.var_names)
-            encoded = {}
-            for name in names["obs"]:
-                values, labels = collections.encode_column(data.obs[_known("obs", name, data.obs)])
-                encoded[name] = values
-                if labels is not None:
-                    self.categories[name] = labels
+                arrays |= {f"{group}/{name}": held[collections.known(group, name, held)] for name in names[group]}
+            columns, encoded = _columns(genes, data.var_names), self._encoded(data.obs, names["obs"])
         else:
             if any(names.values()):
                 raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has none")
             arrays, columns, encoded = {"X": data}, _columns(genes, range(data.shape[1])), {}
-        for name, array in arrays.items():
-            if not isinstance(array, da.Array):
-                raise InputError(f"{name} is a {type(array).__name__}, not a numeric matrix; it cannot be yielded")
-        self._matrices = {name: lazy.matrix_of(array) for name, array in arrays.items()}
+        self._matrices = _matrices(arrays)
         self._maker = BatchMaker(
             obs=encoded,
             layout=layout,
             dtype=None if dtype is None else _value_dtype(dtype),
-            columns=columns,
+            columns=_for_each(columns, arrays),
             only_x=not any(names.values()) and self.transform is None,
             pinned=self._pin_memory,
         )
+
+    def _adopt_modalities(
+        self, data: Any, names: dict[str, list[str]], genes: Any, layout: Layout, dtype: Any, mmap: bool
+    ) -> None:
+        """Read each matrix of each modality, all by the same rows."""
+        if self._hooked:
+            raise InputError("hooks cannot be used with several modalities; give scDataset one of them: data['rna']")
+        if not isinstance(data, Modalities):
+            if isinstance(data, str | os.PathLike):
+                self._name = Path(data).stem
+            data = Modalities(data, mmap=mmap)
+        if genes is not None and not isinstance(genes, Mapping):
+            raise InputError(f"genes= of several modalities is a dict: {{{next(iter(data))!r}: [...]}}")
+        for modality in genes or {}:
+            collections.known("modalities", modality, data.mod)
+        arrays: dict[str, Any] = {}
+        columns: dict[str, Columns] = {}
+        for modality, adata in data.mod.items():
+            own = {f"{modality}:X": adata.X}
+            for group in ("layers", "obsm"):
+                for name in names[group]:
+                    of, colon, rest = name.partition(":")
+                    if not colon or of not in data.mod:
+                        raise InputError(f"{group}={name!r} must say of which modality it is: '{modality}:{name}'")
+                    if of == modality:
+                        held = getattr(adata, group)
+                        own[f"{modality}:{group}/{rest}"] = held[collections.known(f"{group} of {of}", rest, held)]
+            arrays |= own
+            columns |= _for_each(_columns((genes or {}).get(modality), adata.var_names), own)
+        self.collection = data
+        self._n_obs = data.n_obs
+        self._matrices = _matrices(arrays)
+        self._maker = BatchMaker(
+            obs=self._encoded(data.obs, names["obs"]),
+            layout=layout,
+            dtype=None if dtype is None else _value_dtype(dtype),
+            columns=columns,
+            only_x=False,
+            pinned=self._pin_memory,
+            modalities=tuple(data.mod),
+        )
+
+    def _encoded(self, obs: Any, names: list[str]) -> dict[str, NDArray[Any]]:
+        """Return obs columns as numbers, and keep the labels that they stand for."""
+        encoded = {}
+        for name in names:
+            encoded[name], labels = collections.encode_column(obs[collections.known("obs", name, obs)])
+            if labels is not None:
+                self.categories[name] = labels
+        return encoded
 
     def _labels_of(self, key: str) -> Any:
         obs = getattr(self.collection, "obs", None)
         if obs is None:
             raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
-        return obs[_known("obs", key, obs)]
+        return obs[collections.known("obs", key, obs)]
+
+    def _rows_where(self, expression: str) -> NDArray[np.bool_]:
+        obs = getattr(self.collection, "obs", None)
+        if obs is None:
+            raise InputError(f"filter={expression!r} is over obs, and this collection has none; give indices= instead")
+        return filtering.holds(expression, obs)
 
     # --- Sizes --------------------------------------------------------------------------------------
 
@@ -441,8 +501,8 @@ class scDataset(IterableDataset[Any]):
         row_bytes = _PLAN_ROW_BYTES + 8.0 * len(maker.obs)
         for name, matrix in matrices.items():
             itemsize = int(torch_dtype(matrix.dtype if maker.dtype is None else maker.dtype).itemsize)
-            is_obsm = name.startswith("obsm/")
-            dense = itemsize * (matrix.shape[1] if is_obsm or maker.columns is None else len(maker.columns))
+            is_obsm = _is_obsm(name)
+            dense = itemsize * len(maker.columns.get(name, range(matrix.shape[1])))
             # Values may be converted to a wider type, and columns from two bytes to four.
             row_bytes += dense if is_obsm or maker.layout == "dense" else 2 * _LONGER_ROWS * matrix.cost.row
         return self.batch_size * row_bytes
@@ -482,9 +542,30 @@ class scDataset(IterableDataset[Any]):
         # Results are handed over in order: a thread that is done early needs another one to go on with.
         depth = n_parts - 1 + 2 * self._n_threads
         if self._matrices is not None:
-            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_limit:
+            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_share():
                 depth -= 1
         return depth
+
+    def _memory_share(self) -> int:
+        """Memory for this process, in bytes: DataLoader workers share what the rank may use."""
+        worker = get_worker_info()
+        return self._memory_limit if worker is None else self._memory_limit // worker.num_workers
+
+    def _warn_of_workers(self) -> None:
+        """Tell if the DataLoader workers of a rank need more memory than it may use, however little they prefetch."""
+        worker = get_worker_info()
+        if worker is None or worker.id > 0 or self._matrices is None:
+            return
+        needed = self._projection(self._depth(), self.fetch_factor)
+        if needed > self._memory_share():
+            logger.warning(
+                "%d DataLoader workers need %s of memory each, together more than memory_limit (%s). Use fewer "
+                "(num_workers=0 prefetches on threads), or lower fetch_factor, now %d",
+                worker.num_workers,
+                format_bytes(needed),
+                format_bytes(self._memory_limit),
+                self.fetch_factor,
+            )
 
     def _refuse_too_large(self) -> None:
         """Refuse sizes whose projection is beyond the limit, with what would fit."""
@@ -593,7 +674,7 @@ class scDataset(IterableDataset[Any]):
     def fingerprint(self) -> str:
         """What ranks compare: a digest of shapes, types, the strategy with its arrays, the sizes and the seed."""
         maker = self._maker
-        columns = None if maker is None or maker.columns is None else maker.columns.positions.tobytes()
+        columns = maker and {name: one.positions.tobytes() for name, one in maker.columns.items()}
         yielded = None if maker is None else (maker.layout, str(maker.dtype), columns)
         sizes = (self.batch_size, self.fetch_factor, self.seed, yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
@@ -711,6 +792,7 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.advance()
         else:
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
+            self._warn_of_workers()
         consumed, n_done = self._resumed(epoch, world)
         plan = self._plan_of(world, epoch, consumed)
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -724,8 +806,8 @@ class scDataset(IterableDataset[Any]):
         batches = self._batches(plan, ks, n_done, world, n_workers)
         has_last = plan.n_fetches - 1 in ks
         self._stats = stats = EpochStats(plan, n_done=n_done, n_left=n_batches, has_last=has_last)
-        if worker is not None:
-            self._place = epoch, (*consumed, self._stretch(world, n_done))
+        # Also what fails before its first batch can be continued.
+        self._place = epoch, (*consumed, self._stretch(world, n_done)) if n_done or worker is not None else consumed
         try:
             with progress_bar(stats, n_batches=n_batches, shown=self._progress and first == 0) as bar:
                 for batch in stats.timed(batches):
@@ -831,7 +913,7 @@ class scDataset(IterableDataset[Any]):
             name=key,
             scheduler=scheduler,
             depth=self._depth(),
-            max_bytes=self._memory_limit,
+            max_bytes=self._memory_share(),
             argument=rows_of,
             describe=self._describe(plan, plans, n_parts),
             n_threads=n_threads,
@@ -1005,7 +1087,7 @@ class scDataset(IterableDataset[Any]):
         InputError
             If the collection is read by indexing or through hooks.
         """
-        if self._matrices is None or self._maker is None:
+        if self._matrices is None or self._maker is None or self._maker.modalities:
             raise InputError("to_dask needs an AnnData or a Dask array, read without hooks")
         plan = self.plan(epoch)
         return epoch_array(
@@ -1014,7 +1096,7 @@ class scDataset(IterableDataset[Any]):
             name=f"dasksc-fetch-{self._name}-e{plan.epoch}-r{plan.rank}",
             layout=self._maker.layout,
             dtype=self._maker.dtype,
-            columns=self._maker.columns,
+            columns=self._maker.columns.get("X"),
         )
 
     # --- Copies ---------------------------------------------------------------------------------------
@@ -1029,6 +1111,7 @@ class scDataset(IterableDataset[Any]):
             del state[name]
         state["_recycling"] = None
         state["_scheduler"] = portable_scheduler(self._scheduler)
+        state["_securities"] = securities_for_child()
         state["_hooks"] = cloudpickle.dumps({name: state.pop(name) for name in _CALLED})
         if self._matrices is not None:
             # Workers read matrices; the tables of an atlas would travel for nothing.
@@ -1036,6 +1119,8 @@ class scDataset(IterableDataset[Any]):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for address, security in state.pop("_securities").items():
+            remember_security(address, security)
         hooks = cloudpickle.loads(state.pop("_hooks"))
         self.__dict__.update(state)
         self.__dict__.update(hooks)
@@ -1110,13 +1195,22 @@ def _given(value: Any) -> bool:
     return value is not None and (not isinstance(value, list) or len(value) > 0)
 
 
-def _known(kind: str, name: str, held: Any) -> str:
-    if name in held:
-        return name
-    names = [str(known) for known in held]
-    near = difflib.get_close_matches(name, names, n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {names[:20]}"
-    raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
+def _is_obsm(key: str) -> bool:
+    """Whether a matrix is one of obsm: ``"obsm/X_pca"``, or ``"rna:obsm/X_pca"`` of several modalities."""
+    group, slash, _ = key.partition("/")
+    return bool(slash) and group.endswith("obsm")
+
+
+def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
+    for name, array in arrays.items():
+        if not isinstance(array, da.Array):
+            raise InputError(f"{name} is a {type(array).__name__}, not a numeric matrix; it cannot be yielded")
+    return {name: lazy.matrix_of(array) for name, array in arrays.items()}
+
+
+def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
+    """Return the columns to keep of each matrix that has genes."""
+    return {} if columns is None else {key: columns for key in keys if not _is_obsm(key)}
 
 
 def _value_dtype(dtype: Any) -> np.dtype[Any]:
@@ -1159,5 +1253,7 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
         unclear = [name for name in wanted.tolist() if name in repeated]
         if unclear:
             raise InputError(f"var_names repeats {unclear[:3]}, so they do not say which column; give positions")
-        wanted = np.array([position[_known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64)
+        wanted = np.array(
+            [position[collections.known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64
+        )
     return Columns(wanted.astype(np.int64), n_vars)

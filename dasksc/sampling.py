@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
+from dasksc.multiindexable import take_rows
 
 __all__ = [
     "BlockOrder",
@@ -39,6 +40,7 @@ __all__ = [
     "bind",
     "encode_labels",
     "epoch_keys",
+    "restricted",
 ]
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class Purpose(enum.IntEnum):
     DRAW = 3
     USER = 4
     TOKENS = 5
+    SPLIT = 6
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:
@@ -783,6 +786,44 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
     if isinstance(n_rows, bool) or not isinstance(n_rows, (int, np.integer)) or n_rows < 0:
         raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
     return UserSampler(strategy, collection, n_obs, int(n_rows))
+
+
+def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:
+    """Return a strategy that draws only those of its rows that are to be kept.
+
+    Parameters
+    ----------
+    strategy
+        One of those of this module.
+    keep
+        Whether each row of the collection is kept, shape (n_obs,).
+    by
+        What says so, for errors.
+
+    Raises
+    ------
+    InputError
+        If nothing is left to draw, or the strategy is a user's own.
+    """
+    if not isinstance(strategy, _BuiltIn):
+        raise InputError(
+            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which says itself what it draws; give "
+            "it the rows of dasksc.rows_where(...)"
+        )
+    n_obs = len(keep)
+    candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
+    rows = candidates.rows(np.arange(candidates.n))
+    kept = np.flatnonzero(keep[rows])
+    if not len(kept):
+        raise InputError(f"the filter {by} holds for none of the {candidates.n} rows to draw from")
+    changed: dict[str, Any] = {"indices": rows[kept]}
+    for name in ("weights", "labels"):
+        values = getattr(strategy, name, None)
+        if values is not None and len(values) == candidates.n != n_obs:
+            if len(kept) == n_obs:
+                raise InputError(f"{name} per entry of indices cannot be told from {name} per row; give one per row")
+            changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
+    return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))
 
 
 def _positive(name: str, value: Any) -> int:

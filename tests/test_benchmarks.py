@@ -388,3 +388,38 @@ def test_soak_finds_cells_that_are_lost_repeated_or_in_the_same_order(monkeypatc
     assert problems([1, 2, 2], "c") == ["epoch 7: 0 cells not seen, 2 more than once, 1 padded"]
     steps[1] = 2
     assert problems([1, 1, 2], "d") == ["epoch 7: steps [3, 2]"]
+
+
+def test_files_compares_joined_files_and_some_genes_and_counts_handles(work):
+    options = ["--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--small-files", "12", "--layouts", "csr"]
+    done = run("files.py", work, *SIZES, *options)
+    report = last_json(done)
+    for one in (*report["joined"].values(), report["genes"]):
+        first, second = one["cells_per_s"].values()
+        assert one["ratio"] == first / second > 0
+    assert report["opening"]["n_files"] == 12
+    assert report["opening"]["handles"] < 5
+    assert done.returncode == (not report["is_ok"])
+    parts = sorted((work / f"parts-of-atlas-{CELLS}x{GENES}.h5ad").glob("part*.h5ad"))
+    genes = [set(ad.read_h5ad(part).var_names) for part in parts]
+    assert len(genes) == 4
+    assert all(len(one) < GENES for one in genes)
+    whole = ad.read_h5ad(parts[0].with_name("whole.h5ad"))
+    assert whole.shape == (CELLS, GENES)
+
+
+def test_convert_measures_both_ways_and_leaves_nothing_behind(work, tmp_path):
+    out = tmp_path / "convert"
+    more = [] if PEER_PYTHON is None else ["--peer-python", PEER_PYTHON]
+    done = run(
+        "convert.py", work, *SIZES, *("--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--out", str(out)), *more
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.with_suffix(".json").read_text())
+    rows = {row["what"]: row for row in report["rows"]}
+    assert set(rows) == {"time", "peak memory", "size", "loading csr", "loading dense"}
+    for row in rows.values():
+        assert row["ours"] > 0, done.stdout
+        assert ("ratio" in row) == (PEER_PYTHON is not None)
+    assert report["runs"]["dasksc"][0]["rss_bytes"] >= report["runs"]["dasksc"][0]["anon_bytes"] > 1e6
+    assert not list(work.glob("converted*"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -126,14 +128,16 @@ def test_certificates_never_lie_where_others_can_read_them(encrypted: dasksc.Sta
         assert not any("PRIVATE KEY" in value for value in process.environ().values())
 
 
-def test_a_forked_child_has_the_certificates(encrypted: dasksc.StartedCluster, atlas: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_child_has_the_certificates(encrypted: dasksc.StartedCluster, atlas: Path, start: str) -> None:
     import torch.utils.data
 
     dataset = dasksc.scDataset(atlas, dasksc.Streaming(), batch_size=8, scheduler=encrypted.client, seed=0)
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60
+        dataset, batch_size=None, num_workers=1, multiprocessing_context=start, timeout=60
     )
     assert sum(len(batch) for batch in loader) == 101
+    assert b"PRIVATE KEY" not in pickle.dumps(dataset)
 
 
 def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +164,69 @@ def test_the_ranks_of_torchrun_share_what_rank_0_starts(atlas: Path, tmp_path: P
     times_seen = Counter(row for rank in ranks for row in rank["rows"])
     assert set(times_seen) == set(range(101))
     assert len({len(rank["rows"]) for rank in ranks}) == 1
+
+
+@pytest.fixture
+def two_machines() -> Iterator[list[tuple[list[str], str]]]:
+    """Two network namespaces with a wire between them: what goes before a command there, and its address."""
+    names = [f"dasksc-{os.getpid()}-{i}" for i in range(2)]
+    wires = [f"w{os.getpid()}-{i}" for i in range(2)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+    if shutil.which("ip") is None:
+        pytest.skip("there is no program ip to make network namespaces with")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", wires[0], "type", "veth", "peer", "name", wires[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr}")
+        for i, (name, wire) in enumerate(zip(names, wires, strict=True)):
+            ip("link", "set", wire, "netns", name)
+            for words in (["addr", "add", f"10.77.0.{i + 1}/24", "dev", wire], ["link", "set", wire, "up"]):
+                ip("-n", name, *words)
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [
+            (["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={wire}"], f"10.77.0.{i + 1}")
+            for i, (name, wire) in enumerate(zip(names, wires, strict=True))
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def test_ranks_on_two_machines_share_an_encrypted_cluster(
+    two_machines: list[tuple[list[str], str]], atlas: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    host = two_machines[0][1]
+    nodes = [
+        subprocess.Popen(
+            [
+                *(*enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
+                *(f"--node_rank={i}", f"--master_addr={host}", "--master_port=29500"),
+                *(str(ROOT / "tests/programs/shared_cluster.py"), str(atlas), str(tmp_path / "seen.json"), host),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, (enter, _) in enumerate(two_machines)
+    ]
+    try:
+        printed = [node.communicate(timeout=180)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)[-4000:]
+    ranks = json.loads((tmp_path / "seen.json").read_text())
+    assert [rank["starts"] for rank in ranks] == [True, False]
+    assert {rank["address"].rpartition(":")[0] for rank in ranks} == {f"tls://{host}"}
+    assert {row for rank in ranks for row in rank["rows"]} == set(range(101))
 
 
 def test_ranks_are_told_why_rank_0_could_not_start() -> None:

@@ -63,8 +63,9 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path):
     assert "<html" in (tmp_path / "epoch.html").read_text()
 
 
-# What docs/trainers.md needs is not always there: tests/test_trainers_page.py runs it library by library.
-ELSEWHERE = ("trainers", "watching", "cluster")
+# What docs/trainers.md needs is not always there: tests/test_trainers_page.py runs it library by library. What
+# docs/atlases.md reads is written by tests/test_atlases_page.py.
+ELSEWHERE = ("trainers", "watching", "cluster", "atlases")
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
 
@@ -109,7 +110,7 @@ def shell_lines() -> list[str]:
 @pytest.mark.parametrize("line", shell_lines())
 def test_shell_commands_name_what_is_there(line):
     words = shlex.split(line)
-    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd", "dask"}
+    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd", "dask", "dasksc", "srun"}
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)

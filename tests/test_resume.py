@@ -16,6 +16,7 @@ from dasksc import (
     BlockShuffling,
     BlockWeightedSampling,
     ClassBalancedSampling,
+    FetchError,
     InputError,
     SamplingStrategy,
     Streaming,
@@ -104,6 +105,27 @@ def test_an_iteration_that_was_left_can_still_be_saved_and_gone_on_with():
     other = dataset()
     other.load_state_dict(through_json(one.state_dict()))
     assert [b.tolist() for b in other] == [b.tolist() for b in dataset()][4:]
+
+
+@pytest.mark.parametrize("n_read", [0, 4])
+def test_an_epoch_that_failed_before_its_first_batch_can_be_gone_on_with(n_read):
+    def fail(data):
+        raise OSError("the disk is away")
+
+    whole = [batch.tolist() for batch in dataset()]
+    state = None
+    if n_read:
+        one = dataset()
+        assert len(list(islice(one, n_read))) == n_read
+        state = one.state_dict()
+    broken = dataset(fetch_transform=fail)
+    if state is not None:
+        broken.load_state_dict(state)
+    with pytest.raises(FetchError):
+        next(iter(broken))
+    resumed = dataset()
+    resumed.load_state_dict(through_json(broken.state_dict()))
+    assert [batch.tolist() for batch in resumed] == whole[n_read:]
 
 
 def test_loading_then_iter_then_set_epoch_then_next_keeps_the_place():

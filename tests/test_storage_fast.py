@@ -306,6 +306,37 @@ def test_uncompressed_h5ad_is_gathered_from_where_it_lies(random: Random, chunks
     assert fetched.nbytes <= (0 if chunks is None else n_bytes // 2)
 
 
+@pytest.mark.parametrize("shard", [1, 3])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_uncompressed_zarr_is_gathered_from_where_it_lies(
+    random: Random, zarr_format: int, shard: int, tmp_path: Path
+) -> None:
+    if zarr_format == 2 and shard > 1:
+        pytest.skip("Zarr 2 has no shards")
+    for name, chunk in (("x.zarr", 64), ("whole-rows.zarr", random.shape[1])):
+        write_zarr(tmp_path / name, random, chunk=chunk, shard=shard, zarr_format=zarr_format, compressors=None)
+    rows = np.arange(60)
+    assert open_matrix(tmp_path / "whole-rows.zarr", "layers/dense").fetch(rows).nbytes == 0
+    fetched = open_matrix(tmp_path / "x.zarr", "X").fetch(rows)
+    # Only rows that cross chunks are copied.
+    assert 0 < fetched.nbytes < sum(random.arrays[name].nbytes for name in ("data", "indices")) // 2
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_uncompressed_zarr_chunks_that_were_never_written_or_are_too_short(zarr_format: int, tmp_path: Path) -> None:
+    values = np.arange(90, dtype=np.float32).reshape(30, 3)
+    root = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=zarr_format)
+    stored = root.create_array("X", shape=(30, 3), chunks=(4, 3), dtype="f4", fill_value=-7, compressors=None)
+    stored[:4], stored[12:20] = values[:4], values[12:20]
+    fetched = open_matrix(tmp_path / "x.zarr", "X").fetch(np.arange(30))
+    np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), stored[...])
+    assert 0 < fetched.nbytes <= 4 * 3 * 4, "a chunk of what fills the gaps, and nothing else"
+    chunk = tmp_path / "x.zarr" / "X" / ("c/3/0" if zarr_format == 3 else "3.0")
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    with pytest.raises(CorruptDataError, match="rows 12 to 15"):
+        open_matrix(tmp_path / "x.zarr", "X").fetch(np.arange(30))
+
+
 def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(tmp_path: Path) -> None:
     values = np.arange(120, dtype=np.float32).reshape(40, 3)
     with h5py.File(tmp_path / "x.h5ad", "w") as file:
@@ -470,7 +501,7 @@ def test_threads_that_open_a_file_at_once_use_one_descriptor(tmp_path: Path) -> 
         return number
 
     def read(_: int) -> tuple[int, bytes]:
-        number = file._number()
+        number = file._descriptor().number
         barrier.wait(10)
         # Were it closed by now, its number would be that of another file.
         into = bytearray(17)

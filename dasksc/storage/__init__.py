@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dasksc.storage.cache import Cache
 from dasksc.storage.fetched import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
-from dasksc.storage.opening import as_matrix, open_matrix
+from dasksc.storage.opening import as_matrix, open_matrix, open_place
+from dasksc.storage.places import Place, is_url
 from dasksc.storage.stacked import StackedMatrix
 
 __all__ = [
+    "Cache",
     "ColumnMaps",
     "Columns",
     "FetchCost",
     "Fetched",
     "Layout",
     "Matrix",
+    "Place",
     "StackedMatrix",
     "as_matrix",
+    "is_url",
     "join",
     "open_matrix",
+    "open_place",
 ]

@@ -1,4 +1,4 @@
-"""Arrays in chunks that must be decoded: each chunk once a fetch, only the wanted rows kept."""
+"""Arrays in chunks: decoded once a fetch, only the wanted rows kept, or gathered from where they lie mapped."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
+from dasksc.storage.remote import RemoteFile
 from dasksc.storage.runs import cut, locate, merge
 
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
 
 _LARGE_CHUNK_BYTES = 2**20
+# Files that one fetch keeps mapped; a process may have 65,530 maps.
+_MOST_MAPS = 2**12
+_NO_CHUNKS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +52,10 @@ class MappedChunks:
 
 class ChunkSource(Protocol):
     """The stored chunks of an array, numbered in row-major order of the grid. Pickles."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that stored chunks take, beyond the one being decoded, while a fetch is read."""
 
     def check(self) -> None:
         """Refuse to go on if what was opened has been replaced."""
@@ -84,7 +92,7 @@ class TableChunks:
 
     def __init__(
         self,
-        file: LocalFile,
+        file: LocalFile | RemoteFile,
         *,
         offsets: NDArray[np.int64],
         sizes: NDArray[np.int64],
@@ -103,6 +111,11 @@ class TableChunks:
         self._skipped = skipped if skipped.any() else None
         self._use_mmap = use_mmap
 
+    @property
+    def working_bytes(self) -> int:
+        """What is read ahead; see `ChunkSource.working_bytes`."""
+        return self._file.working_bytes
+
     def check(self) -> None:
         """Refuse a file that was replaced."""
         self._file.check()
@@ -120,6 +133,7 @@ class TableChunks:
         """Return all chunks at once; see `ChunkSource.mapped`."""
         if not self._use_mmap or (self._skipped is not None and self._skipped[numbers].any()):
             return None
+        assert isinstance(self._file, LocalFile)
         sizes = self._sizes[numbers].astype(np.int64)
         at, owner = self._file.mapped_ranges(self._offsets[numbers], sizes)
         return iter([MappedChunks(at=at, sizes=sizes, owner=owner)])
@@ -169,7 +183,7 @@ class ChunkedArray:
         Chunks so large that they are hardly ever wanted whole are not decoded in place anyway.
         """
         stored = self._chain.dtype
-        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES
+        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._lies_mapped
         if not (large and stored.isnative and stored.itemsize > 2 and n_columns <= 2**16 and 0 <= self._fill < 2**16):
             return self
         result = copy.copy(self)
@@ -177,9 +191,16 @@ class ChunkedArray:
         result._is_narrowed = True
         return result
 
+    @property
+    def _lies_mapped(self) -> bool:
+        """Whether elements are in mapped files as they are in memory."""
+        stored = self._chain.dtype
+        plain = not self._chain.codecs and stored == memory_dtype(stored)
+        return plain and self._chunk_shape[1:] == self.shape[1:] and self._source.mapped(_NO_CHUNKS) is not None
+
     def held_share(self, run: float) -> float:
-        """Return 1: what is decoded is held."""
-        return 1.0
+        """Return 1: what is decoded is held; of what lies mapped, runs that cross chunks are copied."""
+        return min(1.0, (run - 1) / self._chunk_shape[0]) if self._lies_mapped else 1.0
 
     @property
     def chunk_length(self) -> int:
@@ -188,12 +209,61 @@ class ChunkedArray:
 
     @property
     def working_bytes(self) -> int:
-        """A chunk as stored, decoded, and twice half-way."""
-        return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize
+        """A chunk as stored, decoded, and twice half-way; and what is read ahead."""
+        return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Decode the chunks that the runs touch, and keep of each what was asked for."""
         self._source.check()
+        mapped = self._reach_mapped(starts, stops) if self._lies_mapped else None
+        return self._reach_decoded(starts, stops) if mapped is None else mapped
+
+    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached | None:
+        """Address runs inside mapped chunks, and copy those that cross chunks; None if it cannot be done so."""
+        length, stride = self._chunk_shape[0], row_bytes(self)
+        first = starts // length
+        inside = (stops > starts) & (stops <= (first + 1) * length)
+        if not inside.any():
+            return None
+        numbers, chunk_of = np.unique(first[inside], return_inverse=True)
+        fill = np.full(0, self._fill, dtype=self.dtype)
+        buffers = [fill]
+        which, begins = np.zeros((2, len(numbers)), dtype=np.int64)
+        n = 0
+        try:
+            for group in clock.read_from(self._source.mapped(numbers) or iter(())):
+                written = group.at != 0
+                if len(buffers) > _MOST_MAPS or (group.sizes[written] < length * stride).any():
+                    return None
+                here = slice(n, n := n + len(written))
+                if written.any():
+                    which[here] = np.where(written, len(buffers), 0)
+                    begins[here] = np.where(written, group.at - np.uint64(group.owner.ctypes.data), 0)
+                    buffers.append(group.owner)
+        # Told by what reads chunk by chunk, which knows in which one it happened.
+        except (CorruptDataError, OSError):
+            return None
+        if (which == 0).any():
+            buffers[0] = fill = np.full(length * stride // self.dtype.itemsize, self._fill, dtype=self.dtype)
+        crossing = self._reach_decoded(starts[~inside], stops[~inside])
+        lying = Reached.inside(
+            buffers,
+            dtype=crossing.dtype,
+            which=which[chunk_of],
+            offsets=begins[chunk_of] + (starts[inside] - first[inside] * length) * stride,
+            sizes=(stops - starts)[inside] * stride,
+            held_bytes=fill.nbytes,
+        )
+        at = np.empty(len(starts), dtype=np.uint64)
+        at[inside], at[~inside] = lying.at, crossing.at
+        return Reached(
+            at=at,
+            dtype=crossing.dtype,
+            held_bytes=lying.held_bytes + crossing.held_bytes,
+            owners=lying.owners + crossing.owners,
+        )
+
+    def _reach_decoded(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         length = self._chunk_shape[0]
         stride = row_bytes(self)
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)

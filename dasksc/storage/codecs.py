@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import ctypes
 import importlib.util
+import lzma
 import math
 import os
 import sys
@@ -35,6 +37,8 @@ __all__ = [
     "codec_of_config",
 ]
 
+# What codecs may add to the bytes they are given: checksums, headers.
+_SLACK_BYTES = 2**16
 # Codecs of numcodecs that turn bytes into bytes, or numbers into numbers of the same type.
 _CHECKED_BYTES = 2**18
 _KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
@@ -142,7 +146,14 @@ class Zstd:
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` decoded; its checksum is verified, if it has one."""
         library = _zstandard()
-        if library is None or into is None or library.get_frame_parameters(data).content_size != n_bytes:
+        size = _zstd_size(memoryview(data).cast("B"))
+        if size is not None and size > n_bytes + _SLACK_BYTES:
+            raise ValueError(f"it decodes to {size} bytes, where {n_bytes} belong")
+        if library is not None and size is None:
+            # It may be anything.
+            with library.ZstdDecompressor().stream_reader(data, read_across_frames=True) as reader:
+                return reader.read(n_bytes + _SLACK_BYTES)
+        if library is None or into is None or size != n_bytes:
             return _ZSTD.decode(data)
         with _frame_reader(library, data) as reader:
             _read_frame(reader, into)
@@ -161,6 +172,18 @@ class Zstd:
                     _read_frame(reader, into[:stop])
                 return into[start:stop]
         return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
+
+
+def _zstd_size(frame: memoryview) -> int | None:
+    """Return what the header of a Zstandard frame says of the size of its content (RFC 8878, 3.1.1.1)."""
+    if len(frame) < 18 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
+        return None
+    descriptor = frame[4]
+    is_single = bool(descriptor & 0x20)
+    start = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
+    n_bytes = (1 if is_single else 0, 2, 4, 8)[descriptor >> 6]
+    size = int.from_bytes(frame[start : start + n_bytes], "little")
+    return None if n_bytes == 0 else size + 256 if n_bytes == 2 else size
 
 
 def _frame_reader(library: Any, data: Any) -> Any:
@@ -243,8 +266,25 @@ class Numcodec:
         object.__setattr__(self, "_codec", numcodecs.get_codec(dict(self.config)))
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decoded."""
-        return self._codec.decode(data)
+        """Return `data` decoded, no further than is wanted."""
+        limit, config = n_bytes + _SLACK_BYTES, dict(self.config)
+        match config["id"]:
+            case "bz2":
+                decoded = bz2.BZ2Decompressor().decompress(bytes(data), limit)
+            case "lzma":
+                format, filters = config.get("format", lzma.FORMAT_XZ), config.get("filters")
+                raw = filters if format == lzma.FORMAT_RAW else None
+                decoded = lzma.LZMADecompressor(format=format, filters=raw).decompress(bytes(data), limit)
+            case "lz4":
+                size = int.from_bytes(memoryview(data).cast("B")[:4], "little")
+                if size > limit:
+                    raise ValueError(f"it decodes to {size} bytes, where {n_bytes} belong")
+                decoded = self._codec.decode(data)
+            case _:
+                return self._codec.decode(data)
+        if len(decoded) >= limit:
+            raise ValueError(f"it decodes to more than the {n_bytes} bytes that belong there")
+        return decoded
 
 
 @dataclass(frozen=True, slots=True)

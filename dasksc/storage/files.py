@@ -5,10 +5,12 @@ Neither way uses a shared file position, so a file opened before a fork is read 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,13 @@ _READ_BYTES = 2**18
 # Asking for what is cached already costs a microsecond a range, half of a fetch of single rows. If this many
 # ranges, spread over all of them, are cached, the few that may not be are left to page faults.
 _SAMPLED = 32
+
+# Of many files those opened first are closed again, before a process may open no more (1,024 on most systems).
+_MOST_OPEN = 128
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 # File systems of other machines, where a page fault waits for the network and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
@@ -51,10 +60,18 @@ class LocalFile:
     def __getstate__(self) -> dict[str, Any]:
         return {"identity": self.identity, "_descriptors": {}, "_mapped": None}
 
+    # What `ranges` reads into, which is little.
+    working_bytes = 0
+
     @property
     def path(self) -> str:
         """Where the file is."""
         return self.identity.path
+
+    @property
+    def can_map(self) -> bool:
+        """Whether the file is on a file system of this machine."""
+        return can_map(self.path)
 
     def check(self) -> None:
         """Refuse the file if it is not the one that was opened; see `FileIdentity.check`."""
@@ -64,15 +81,15 @@ class LocalFile:
         """Return the bytes of the file, shape (size,), read when they are touched."""
         # Threads that race here map the file twice, which is harmless.
         if self._mapped is None:
-            memory = mmap.mmap(self._number(), self.identity.size, access=mmap.ACCESS_READ)
-            self._mapped = np.frombuffer(memory, dtype=np.uint8)
+            self._mapped = np.asarray(_Map(self._descriptor(), self.identity))
         return self._mapped
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Ask the kernel to read byte ranges, ascending, into the page cache; does not wait for them."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
-        number = self._number()
+        descriptor = self._descriptor()
+        number = descriptor.number
         starts, stops = merge(offsets, offsets + sizes, gap=_ADVICE_GAP_BYTES, chunk=1)
         if _seem_cached(number, starts):
             return
@@ -100,9 +117,16 @@ class LocalFile:
         CorruptDataError
             If the file ends before.
         """
-        n = read_at(self._number(), offset, into)
+        descriptor = self._descriptor()
+        n = read_at(descriptor.number, offset, into)
         if n < len(into):
             raise CorruptDataError(f"{self.path} ends at byte {offset + n}, where {len(into) - n} more belong")
+
+    def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
+        """Fill each of `views` with the bytes from its offset on, one after the other; yield after each."""
+        for offset, view in zip(offsets, views, strict=True):
+            self.read(offset, view)
+            yield
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: bool) -> Iterator[Any]:
         """Yield the bytes of each range, mapped or read, valid until the next is asked for.
@@ -132,7 +156,8 @@ class LocalFile:
                 yield buffer[begin - start : stop - start]
             first = after
 
-    def _number(self) -> int:
+    def _descriptor(self) -> _Descriptor:
+        """Return the open file, which whoever uses its number must hold on to: it may be closed for others' sake."""
         descriptor = self._descriptors.get("r")
         if descriptor is None:
             try:
@@ -143,7 +168,12 @@ class LocalFile:
             # Of threads that race here the first wins, at once and without a lock that a fork could inherit:
             # to replace a descriptor would close it, and its number may name another file by then.
             descriptor = self._descriptors.setdefault("r", descriptor)
-        return descriptor.number
+            _opened.append(weakref.ref(self))
+            while len(_opened) > _MOST_OPEN:
+                oldest = _opened.popleft()()
+                if oldest is not None:
+                    oldest._descriptors.pop("r", None)
+        return descriptor
 
 
 def read_at(number: int, offset: int, into: memoryview) -> int:
@@ -177,6 +207,28 @@ class _Descriptor:
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.number)
+
+
+# Files in the order in which they were opened. What it does is done at once: no lock that a fork could inherit.
+_opened: deque[weakref.ref[LocalFile]] = deque()
+
+
+class _Map:
+    """A file mapped into memory until nothing refers to it; Python's own maps keep the file open as well."""
+
+    def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
+        size = identity.size
+        if os.fstat(descriptor.number).st_size < size:
+            raise CorruptDataError(f"{identity.path} was truncated after it was opened: {size} bytes were there")
+        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor.number, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            code = ctypes.get_errno()
+            raise StorageError(
+                f"{identity.path} cannot be mapped into memory: {os.strerror(code)}; mmap=False reads it"
+            )
+        # Not when Python ends: threads may still be reading.
+        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 def can_map(path: str) -> bool:

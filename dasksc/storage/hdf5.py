@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.storage.identity import FileIdentity
+from dasksc.storage.files import LocalFile
+from dasksc.storage.remote import RemoteFile
+from dasksc.storage.remote_hdf5 import open_remote
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]
@@ -27,13 +29,13 @@ class H5File:
 
     Parameters
     ----------
-    path
-        Where it is.
+    file
+        Where its bytes are.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.identity = FileIdentity.of(path)
+    def __init__(self, file: LocalFile | RemoteFile) -> None:
+        self.file = file
+        self.path = file.path
         self._opened: tuple[int, h5py.File] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,12 +43,12 @@ class H5File:
 
     def open(self) -> h5py.File:
         """Return the file, open in this process, after checking that it is still the same."""
-        self.identity.check()
+        self.file.check()
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # Threads that race here open it more than once, which is harmless; a lock could be held by
             # another thread while the process forks. A handle inherited through fork is the parent's.
-            opened = os.getpid(), _open(self.path)
+            opened = os.getpid(), open_remote(self.file) if isinstance(self.file, RemoteFile) else _open(self.path)
             weakref.finalize(self, opened[1].close)
             self._opened = opened
         return opened[1]

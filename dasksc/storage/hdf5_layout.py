@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -9,19 +10,24 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
-from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.files import LocalFile
+from dasksc.storage.hdf5_links import check_values
 from dasksc.storage.plain import Extents, PlainArray
+from dasksc.storage.remote import RemoteFile
 
 __all__ = ["direct_array"]
 
 
 _EDGES_TRIED = 8
+# What HDF5 keeps of a chunk at least, beside its values.
+_RECORD_BYTES = 8
 
 
-def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
+def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
     """Return a dataset as an array that is read without HDF5.
 
     Parameters
@@ -48,11 +54,13 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)):
         raise UnknownLayoutError("its type has padding")
     plist = dataset.id.get_create_plist()
-    if not os.path.samefile(dataset.file.filename, file.path):
+    # Of a remote file no link to another one is followed.
+    if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
         raise UnknownLayoutError("a link leads to it in another file")
     if dataset.file.userblock_size:
         raise UnknownLayoutError("the file has a user block")
     if dataset.is_virtual or plist.get_external_count():
+        check_values(dataset, file.path, folder=os.path.dirname(file.path))
         raise UnknownLayoutError("its values lie in other files")
     layout = plist.get_layout()
     fill = np.zeros(1, dtype=dtype)
@@ -61,7 +69,7 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
         chain = Chain(
             codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
         )
-        offsets, sizes, skipped = _chunk_table(dataset)
+        offsets, sizes, skipped = _chunk_table(dataset, file)
         if chain.codecs and _has_raw_edges(dataset, chain, sizes):
             raise UnknownLayoutError("chunks at its edges are stored without its filters")
         return ChunkedArray(
@@ -69,16 +77,14 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
             shape=dataset.shape,
             chunk_shape=dataset.chunks,
             chain=chain,
-            source=TableChunks(
-                file, offsets=offsets, sizes=sizes, skipped=skipped, use_mmap=use_mmap and can_map(file.path)
-            ),
+            source=TableChunks(file, offsets=offsets, sizes=sizes, skipped=skipped, use_mmap=use_mmap and file.can_map),
             fill=fill[0],
         )
     if layout == h5py.h5d.CONTIGUOUS:
         offset = dataset.id.get_offset()
         firsts, offsets = np.zeros(1, dtype=np.int64), np.array([-1 if offset is None else offset], dtype=np.int64)
     elif layout == h5py.h5d.CHUNKED:
-        offsets, _, _ = _chunk_table(dataset)
+        offsets, _, _ = _chunk_table(dataset, file)
         firsts = np.arange(len(offsets), dtype=np.int64) * dataset.chunks[0]
     else:
         raise UnknownLayoutError("it is stored in its own header")
@@ -90,7 +96,7 @@ def direct_array(file: LocalFile, dataset: h5py.Dataset, *, label: str, use_mmap
         file=file,
         extents=Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride),
         fill=fill[0],
-        use_mmap=use_mmap and can_map(file.path),
+        use_mmap=use_mmap and file.can_map,
     )
 
 
@@ -124,10 +130,17 @@ def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]
     return False
 
 
-def _chunk_table(dataset: h5py.Dataset) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
+def _chunk_table(
+    dataset: h5py.Dataset, file: LocalFile | RemoteFile
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
     """Return offset (-1 where none was written), size and filter mask of each chunk, by row-major number."""
     grid = tuple(-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True))
-    n_chunks = int(np.prod(grid, dtype=np.int64))
+    n_chunks = math.prod(grid)
+    if n_chunks > max(2**20, file.identity.size // _RECORD_BYTES):
+        raise CorruptDataError(
+            f"{file.path}:{dataset.name} has {n_chunks} chunks by its shape, {dataset.shape}, for which a file of "
+            f"{file.identity.size} bytes has no room. It is corrupt, or was never written."
+        )
     offsets = np.full(n_chunks, -1, dtype=np.int64)
     sizes = np.zeros(n_chunks, dtype=np.int64)
     skipped = np.zeros(n_chunks, dtype=np.uint32)

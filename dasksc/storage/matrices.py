@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, InputError
+from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
 from dasksc.storage.chunked import ChunkedArray
@@ -322,11 +322,14 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
-def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> CorruptDataError:
+def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
     """Return what the user sees for a run that could not be read, in which `rows` lie."""
+    # A store that does not answer says nothing against the data.
+    cause = error.__cause__
+    kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
     which = f"row {first}" if first == last else f"rows {first} to {last}"
-    return CorruptDataError(f"{error.label}: {which} cannot be read: {error.reason}")
+    return kind(f"{error.label}: {which} cannot be read: {error.reason}")
 
 
 def _read_whole(array: StoredArray) -> MemoryArray:

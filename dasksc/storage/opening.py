@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import h5py
@@ -13,31 +14,40 @@ import scipy.sparse as sp
 import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
-from dasksc.storage import hdf5_layout, zarr_layout
+from dasksc.storage import hdf5_layout, remote_zarr, zarr_layout
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError
+from dasksc.storage.cache import Cache
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5 import H5Array, H5File
+from dasksc.storage.hdf5_links import check_path
+from dasksc.storage.identity import FileIdentity
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
+from dasksc.storage.places import Place
+from dasksc.storage.remote import RemoteFile
 from dasksc.storage.zarr import ZarrArray, ZarrFile
 
-__all__ = ["as_matrix", "open_matrix"]
+__all__ = ["as_matrix", "open_matrix", "open_place"]
 
 logger = logging.getLogger("dasksc.storage")
 
 
-def open_matrix(path: str | os.PathLike[str], key: str, *, use_mmap: bool = True) -> Matrix:
+def open_matrix(
+    path: str | os.PathLike[str] | Place, key: str, *, use_mmap: bool = True, cache: Cache | None = None
+) -> Matrix:
     """Open one matrix of an AnnData file; no element of it is read.
 
     Parameters
     ----------
     path
-        An ``.h5ad`` file, a Zarr directory, or a zipped Zarr directory.
+        An ``.h5ad`` file, a Zarr directory, or a zipped Zarr directory; or a place behind a URL.
     key
         Where the matrix is: ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"``, ``"raw/X"``.
     use_mmap
         Map uncompressed files of this machine into memory. It is the fastest way, but a file that is
         truncated while it is being read kills the process.
+    cache
+        Where blocks of what is behind a URL are kept on this machine.
 
     Returns
     -------
@@ -57,12 +67,14 @@ def open_matrix(path: str | os.PathLike[str], key: str, *, use_mmap: bool = True
     InputError
         If what is at `key` is not a matrix of numbers.
     """
-    path = os.path.abspath(os.fspath(path))
-    if not os.path.exists(path):
-        raise MissingPathError(f"there is nothing at {path}")
-    opener = _open_zarr if os.path.isdir(path) or path.endswith(".zip") else _open_hdf5
+    if not isinstance(path, Place):
+        path = os.path.abspath(os.fspath(path))
+        if not os.path.exists(path):
+            raise MissingPathError(f"there is nothing at {path}")
     try:
-        return opener(path, key.strip("/"), use_mmap=use_mmap)
+        if path.is_zarr() if isinstance(path, Place) else os.path.isdir(path) or path.endswith(".zip"):
+            return _open_zarr(path, key.strip("/"), use_mmap=use_mmap, cache=cache)
+        return _open_hdf5(_hdf5_bytes(path, cache), key.strip("/"), use_mmap=use_mmap)
     except DaskscError:
         raise
     # What h5py and zarr-python raise at damaged metadata: RuntimeError, KeyError, UnicodeDecodeError, TypeError.
@@ -71,6 +83,34 @@ def open_matrix(path: str | os.PathLike[str], key: str, *, use_mmap: bool = True
             f"{path}: what it says of {key!r} cannot be read ({type(error).__name__}: {error}). The file is corrupt; "
             "copy or download it again, or write it again from its source."
         ) from error
+
+
+@contextmanager
+def open_place(place: Place, *, cache: Cache | None) -> Iterator[Any]:
+    """Open what is at a place, for what describes cells and genes.
+
+    Parameters
+    ----------
+    place
+        Of an ``.h5ad`` file or a Zarr store.
+    cache
+        Where blocks of it are kept on this machine.
+
+    Yields
+    ------
+    h5py.File or zarr.Group
+        Its root.
+
+    Raises
+    ------
+    StorageError
+        If it is neither, or cannot be read; see `open_matrix`.
+    """
+    if place.is_zarr():
+        yield ZarrFile(place).root()
+        return
+    file = H5File(RemoteFile.of(place, cache=cache))
+    yield file.open()
 
 
 def as_matrix(array: Any, label: str) -> Matrix:
@@ -107,15 +147,22 @@ def as_matrix(array: Any, label: str) -> Matrix:
     return csr_in_memory(array, label)
 
 
-def _open_hdf5(path: str, key: str, *, use_mmap: bool) -> Matrix:
+def _hdf5_bytes(path: str | Place, cache: Cache | None) -> LocalFile | RemoteFile:
+    if isinstance(path, Place):
+        return RemoteFile.of(path, cache=cache)
     if not h5py.is_hdf5(path):
         raise StorageError(
             f"{path} is not an HDF5 file, and not a directory either. Give an .h5ad file or a Zarr directory."
         )
-    file = H5File(path)
-    local = LocalFile(file.identity)
+    return LocalFile(FileIdentity.of(path))
+
+
+def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: bool) -> Matrix:
+    path = data.path
+    file = H5File(data)
     root = file.open()
     name = _legacy_name(root, key)
+    check_path(root, path, name, folder=os.path.dirname(path) if isinstance(data, LocalFile) else None)
     parent, _, last = name.rpartition("/")
     if parent and isinstance(root.get(parent), h5py.Dataset) and last in (root[parent].dtype.names or ()):
         # AnnData before 0.7 wrote obsm as one table with a field for each array.
@@ -130,21 +177,21 @@ def _open_hdf5(path: str, key: str, *, use_mmap: bool) -> Matrix:
         attributes=dict(item.attrs),
         is_array=isinstance(item, h5py.Dataset),
         members=list(item) if isinstance(item, h5py.Group) else [],
-        array=lambda member: _hdf5_array(file, f"{name}/{member}".rstrip("/"), local=local, use_mmap=use_mmap),
+        array=lambda member: _hdf5_array(file, f"{name}/{member}".rstrip("/"), use_mmap=use_mmap),
     )
 
 
-def _hdf5_array(file: H5File, name: str, *, local: LocalFile, use_mmap: bool) -> StoredArray:
+def _hdf5_array(file: H5File, name: str, *, use_mmap: bool) -> StoredArray:
     """Return an array that is read without HDF5 if its layout is known, otherwise through h5py."""
     array = H5Array(file, name)
     try:
-        return hdf5_layout.direct_array(local, file.open()[name], label=array.label, use_mmap=use_mmap)
+        return hdf5_layout.direct_array(file.file, file.open()[name], label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         _log_slow(array, "h5py", reason)
         return array
 
 
-def _open_zarr(path: str, key: str, *, use_mmap: bool) -> Matrix:
+def _open_zarr(path: str | Place, key: str, *, use_mmap: bool, cache: Cache | None) -> Matrix:
     file = ZarrFile(path)
     root = file.root()
     if key not in root:
@@ -155,14 +202,16 @@ def _open_zarr(path: str, key: str, *, use_mmap: bool) -> Matrix:
         attributes=dict(item.attrs),
         is_array=isinstance(item, zarr.Array),
         members=list(item.keys()) if isinstance(item, zarr.Group) else [],
-        array=lambda member: _zarr_array(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap),
+        array=lambda member: _zarr_array(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap, cache=cache),
     )
 
 
-def _zarr_array(file: ZarrFile, name: str, *, use_mmap: bool) -> StoredArray:
+def _zarr_array(file: ZarrFile, name: str, *, use_mmap: bool, cache: Cache | None) -> StoredArray:
     """Return an array that is read without zarr-python if its layout is known, otherwise through it."""
     array = ZarrArray(file, name)
     try:
+        if isinstance(file.path, Place):
+            return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
         return zarr_layout.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         _log_slow(array, "zarr-python", reason)
@@ -227,5 +276,5 @@ def _keys(root: Any) -> list[str]:
     return [key.replace("raw.X", "raw/X") for key in keys]
 
 
-def _missing(path: str, key: str, keys: list[str]) -> MissingKeyError:
+def _missing(path: str | Place, key: str, keys: list[str]) -> MissingKeyError:
     return MissingKeyError(f"{path} has no {key!r}; it has {', '.join(keys) or 'no matrix at all'}")

@@ -15,6 +15,7 @@ from dasksc.storage.arrays import BrokenRunError, row_bytes
 from dasksc.storage.clock import reading
 from dasksc.storage.files import LocalFile
 from dasksc.storage.reach import Reached
+from dasksc.storage.remote import RemoteFile
 from dasksc.storage.runs import locate, merge
 
 __all__ = ["Extents", "PlainArray"]
@@ -77,7 +78,7 @@ class PlainArray:
         label: str,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        file: LocalFile,
+        file: LocalFile | RemoteFile,
         extents: Extents,
         fill: np.generic,
         use_mmap: bool,
@@ -97,7 +98,10 @@ class PlainArray:
                 "Copy or download it again."
             )
 
-    working_bytes = 0
+    @property
+    def working_bytes(self) -> int:
+        """What is read ahead, where it is not mapped."""
+        return 0 if self._use_mmap else self._file.working_bytes
 
     def held_share(self, run: float) -> float:
         """Return 1 for what is read; of what is mapped, runs that cross extents are copied."""
@@ -121,6 +125,7 @@ class PlainArray:
         inside[filled] = (stops[filled] <= ends[which[filled]]) & (extents[which[filled]] >= 0)
         within = which[inside]
         offsets[inside] = extents[within] + (starts[inside] - firsts[within]) * self._row_bytes
+        assert isinstance(self._file, LocalFile)
         source = self._file.mapped() if filled.any() else np.empty(0, dtype=np.uint8)
         crossing = np.flatnonzero(filled & ~inside)
         copies = np.empty(int(sizes[crossing].sum()), dtype=np.uint8)
@@ -153,13 +158,16 @@ class PlainArray:
     def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         block = memory.empty(int((run_stops - run_starts).sum()) * self._row_bytes, np.uint8)
-        view = block.data
+        pieces = self._ranges(run_starts, run_stops)
+        ends = np.cumsum([size for _, size in pieces], dtype=np.int64).tolist()
+        views = [block.data[end - size : end] for (_, size), end in zip(pieces, ends, strict=True)]
+        written = [(offset, view) for (offset, _), view in zip(pieces, views, strict=True) if offset >= 0]
+        filling = self._file.read_into([offset for offset, _ in written], [view for _, view in written])
         at = 0
-        for offset, size in self._ranges(run_starts, run_stops):
-            into = view[at : at + size]
+        for offset, size in pieces:
             if offset >= 0:
                 try:
-                    self._file.read(offset, into)
+                    next(filling)
                 except OSError as error:
                     run = np.searchsorted(np.cumsum(run_stops - run_starts) * self._row_bytes, at, side="right")
                     raise BrokenRunError(self.label, int(run_starts[run]), int(run_stops[run]), str(error)) from error

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import zarr
 from numpy.typing import NDArray
-from zarr.storage import LocalStore, ZipStore
+from zarr.abc.store import Store
 
-from dasksc.errors import StorageError
+from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.identity import FileIdentity
+from dasksc.storage.places import Place
+from dasksc.storage.remote_zarr import PlaceStore, RemoteMetadata
 from dasksc.storage.sliced import ReadSlice, SlicedArray
+from dasksc.storage.zarr_guard import GuardedLocalStore, GuardedZipStore, check_zip
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
@@ -26,23 +29,29 @@ class ZarrFile:
     Parameters
     ----------
     path
-        A directory or a zip file.
+        A directory, a zip file, or a place behind a URL.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | Place) -> None:
         self.path = path
-        self._opened: tuple[int, LocalStore | ZipStore] | None = None
+        self._opened: tuple[int, Store] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
 
-    def store(self) -> LocalStore | ZipStore:
+    def store(self) -> Store:
         """Return the store, open in this process."""
+        if isinstance(self.path, Place):
+            return PlaceStore(self.path)
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # Opened anew after a fork; a race between threads opens it twice, which is harmless.
             is_zip = os.path.isfile(self.path)
-            store = ZipStore(self.path, mode="r") if is_zip else LocalStore(self.path, read_only=True)
+            if is_zip:
+                check_zip(self.path)
+            store: Store = (
+                GuardedZipStore(self.path, mode="r") if is_zip else GuardedLocalStore(self.path, read_only=True)
+            )
             opened = self._opened = os.getpid(), store
         return opened[1]
 
@@ -50,14 +59,18 @@ class ZarrFile:
         """Return the root group."""
         try:
             return zarr.open_group(self.store(), mode="r")
+        except DaskscError:
+            raise
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
                 f"{self.path} is not a Zarr store: it has no group at its root (no zarr.json, no .zgroup). "
                 "Give the directory that AnnData's write_zarr made, or an .h5ad file."
             ) from error
 
-    def identity(self, name: str) -> FileIdentity:
-        """Return the identity of the file that tells whether the array `name` was replaced."""
+    def identity(self, name: str) -> FileIdentity | RemoteMetadata:
+        """Return what tells whether the array `name` was replaced."""
+        if isinstance(self.path, Place):
+            return RemoteMetadata.of(self.path.below(name))[0]
         if os.path.isfile(self.path):
             return FileIdentity.of(self.path)
         for metadata in ("zarr.json", ".zarray"):

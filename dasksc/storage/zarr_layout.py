@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import time
@@ -17,11 +18,12 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
+from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.codecs import Chain, Codec, Crc32c, codec_of_config
 from dasksc.storage.files import LocalFile, can_map, read_at
 from dasksc.storage.identity import FileIdentity
 
-__all__ = ["direct_array"]
+__all__ = ["METADATA", "Layout", "direct_array", "index_bytes", "index_places", "layout_of"]
 
 _NUMBERS = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
@@ -30,6 +32,9 @@ _NUMBERS = frozenset(
 _NEVER = 2**64 - 1
 _OPEN_SHARDS = 16
 
+
+# The objects that describe an array, of Zarr v3 and v2.
+METADATA = ("zarr.json", ".zarray")
 
 _NOTHING = MappedChunks(at=np.zeros(1, dtype=np.uint64), sizes=np.zeros(1, dtype=np.int64), owner=None)
 
@@ -51,15 +56,12 @@ def direct_array(directory: str, *, label: str, use_mmap: bool) -> StoredArray:
     UnknownLayoutError
         If it must be read through zarr-python.
     """
-    for name, layout_of in (("zarr.json", _layout_v3), (".zarray", _layout_v2)):
+    for name in METADATA:
         path = os.path.join(directory, name)
         if os.path.exists(path):
             identity = FileIdentity.of(path)
             with open(path, "rb") as file:
-                try:
-                    layout = layout_of(json.load(file))
-                except (KeyError, TypeError, ValueError) as error:
-                    raise UnknownLayoutError(f"its metadata is not understood ({error!r})") from error
+                layout = layout_of(name, file.read())
             keys = Keys.now(directory, layout, metadata=identity)
             source: ChunkSource
             use_mmap = use_mmap and can_map(directory)
@@ -109,8 +111,39 @@ class Layout:
     index_first: bool = False
 
     def __post_init__(self) -> None:
+        if self.separator not in (".", "/"):
+            raise UnknownLayoutError(f"its keys are separated by {self.separator!r}")
         if len(self.shape) not in (1, 2) or len(self.chunk_shape) != len(self.shape) or min(self.chunk_shape) < 1:
             raise UnknownLayoutError(f"its shape is {self.shape} in chunks of {self.chunk_shape}")
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """How many chunks there are along each axis."""
+        return _grid(self.shape, self.chunk_shape)
+
+    @property
+    def per_shard(self) -> tuple[int, ...]:
+        """How many chunks a shard has along each axis."""
+        shard_shape = self.shard_shape or self.chunk_shape
+        return tuple(shard // chunk for shard, chunk in zip(shard_shape, self.chunk_shape, strict=True))
+
+    def key(self, at: tuple[int, ...]) -> str:
+        """Return the key of the object at these numbers of the grid, below the array's."""
+        return f"{self.prefix}{self.separator.join(map(str, at))}"
+
+
+def layout_of(name: str, content: bytes) -> Layout:
+    """Return what the metadata of an array say, which are in an object of this name, one of `METADATA`.
+
+    Raises
+    ------
+    UnknownLayoutError
+        If it must be read through zarr-python.
+    """
+    try:
+        return (_layout_v3 if name == "zarr.json" else _layout_v2)(json.loads(content))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnknownLayoutError(f"its metadata is not understood ({error!r})") from error
 
 
 def _layout_v3(metadata: dict[str, Any]) -> Layout:
@@ -275,6 +308,17 @@ class Keys:
                 f"{now.path} was changed since it was opened. Open it again, and do not write to it."
             )
 
+    def check_absent(self, path: str) -> None:
+        """Refuse that an object is not there, if one may have been removed after the array was opened."""
+        folder = os.path.dirname(path)
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        if self.opened_ns is not None and os.stat(folder).st_mtime_ns > self.opened_ns:
+            raise CorruptDataError(
+                f"{path} is not there, and {folder} was changed since the array was opened. Open it again, and do not "
+                "write to it."
+            )
+
     def path(self, numbers: tuple[int, ...]) -> str:
         """Return the file of the object at these numbers of the grid."""
         return f"{self.directory}/{self.prefix}{self.separator.join(map(str, numbers))}"
@@ -308,6 +352,8 @@ class FileChunks:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_seen": {}}
+
+    working_bytes = 0
 
     def check(self) -> None:
         """Refuse an array that was changed."""
@@ -353,6 +399,7 @@ class FileChunks:
             except FileNotFoundError:
                 if at in self._seen:
                     self._seen[at].check()
+                self._keys.check_absent(path)
                 yield None
                 return
             now = FileIdentity.of_open(path, file.fileno())
@@ -375,12 +422,9 @@ class ShardChunks:
     """
 
     def __init__(self, keys: Keys, *, layout: Layout, use_mmap: bool) -> None:
-        assert layout.shard_shape is not None
         self._keys = keys
         self._grid = _grid(layout.shape, layout.chunk_shape)
-        self._per_shard = tuple(
-            shard // chunk for shard, chunk in zip(layout.shard_shape, layout.chunk_shape, strict=True)
-        )
+        self._per_shard = layout.per_shard
         self._layout = layout
         self._use_mmap = use_mmap
         self._shards: dict[tuple[int, ...], _Shard | None] = {}
@@ -389,6 +433,8 @@ class ShardChunks:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_shards": {}, "_files": {}}
+
+    working_bytes = 0
 
     def check(self) -> None:
         """Refuse an array that was changed."""
@@ -453,6 +499,7 @@ class ShardChunks:
             try:
                 identity = FileIdentity.of(path)
             except FileNotFoundError:
+                self._keys.check_absent(path)
                 self._shards[at] = None
             else:
                 self._keys.check_object(identity)
@@ -460,23 +507,11 @@ class ShardChunks:
         return self._shards[at]
 
     def _read_index(self, identity: FileIdentity) -> _Shard:
-        n_chunks = int(np.prod(self._per_shard))
-        n_bytes = 16 * n_chunks + 4 * self._layout.index_checksum
-        data: Any = bytearray(n_bytes)
-        if identity.size < n_bytes:
-            raise CorruptDataError(f"{identity.path} is truncated: it has no room for the index of its chunks")
-        offset = 0 if self._layout.index_first else identity.size - n_bytes
-        LocalFile(identity).read(offset, memoryview(data))
-        if self._layout.index_checksum:
-            try:
-                data = Crc32c().decode(data, n_bytes)
-            except ValueError as error:
-                raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
-        table = np.frombuffer(data, dtype="<u8").reshape(n_chunks, 2)
-        # What lies beyond any file is kept as lying beyond this one, to be refused when it is asked for.
-        places = np.minimum(table, identity.size + 1).astype(np.int64)
-        places[table[:, 0] == _NEVER] = -1, 0
-        return _Shard(identity=identity, offsets=places[:, 0].copy(), sizes=places[:, 1].copy())
+        start, stop = index_bytes(self._layout, identity)
+        data = bytearray(stop - start)
+        LocalFile(identity).read(start, memoryview(data))
+        offsets, sizes = index_places(self._layout, identity, data)
+        return _Shard(identity=identity, offsets=offsets, sizes=sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -484,6 +519,30 @@ class _Shard:
     identity: FileIdentity
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
+
+
+def index_bytes(layout: Layout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
+    """Return where in a shard its index lies, [start, stop) in bytes."""
+    n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
+    if identity.size < n_bytes:
+        raise CorruptDataError(f"{identity.path} is truncated: it has no room for the index of its chunks")
+    return (0, n_bytes) if layout.index_first else (identity.size - n_bytes, identity.size)
+
+
+def index_places(
+    layout: Layout, identity: FileIdentity | ObjectIdentity, data: Any
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return offset (-1 if it was never written) and size in bytes of each chunk of a shard, from its index."""
+    if layout.index_checksum:
+        try:
+            data = Crc32c().decode(data, len(data))
+        except ValueError as error:
+            raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
+    table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+    # What lies beyond any file is kept as lying beyond this one, to be refused when it is asked for.
+    places = np.minimum(table, identity.size + 1).astype(np.int64)
+    places[table[:, 0] == _NEVER] = -1, 0
+    return places[:, 0].copy(), places[:, 1].copy()
 
 
 def _unravel(numbers: NDArray[np.int64], grid: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ __all__ = [
     "default_threads",
     "portable_scheduler",
     "remember_security",
+    "securities_for_child",
     "resolve_scheduler",
 ]
 
@@ -129,9 +131,10 @@ def portable_scheduler(scheduler: Scheduler | Client | str | None) -> str | None
 
     A Client whose cluster lives in this very process cannot be reached from another one: None.
     """
-    client = scheduler.client if isinstance(scheduler, Scheduler) else scheduler
+    client: Any = scheduler.client if isinstance(scheduler, Scheduler) else scheduler
     if client is not None and _is_client(client):
         address = address_of(client)
+        remember_security(address, client.security)
         return None if _is_inproc(address) else address
     if isinstance(scheduler, Scheduler):
         return scheduler.kind
@@ -241,6 +244,15 @@ def remember_security(address: str, security: Any) -> None:
     """Use `security`, a `distributed.Security`, for connections to `address` that this process makes."""
     if security is not None:
         _securities[address] = security
+
+
+def securities_for_child() -> dict[str, Any]:
+    """Return how to connect to schedulers that ask for certificates, if a child process is being spawned.
+
+    Private keys go through the pipe to a child of one's own; into any other pickle, which may end in a file, they
+    do not.
+    """
+    return _securities if get_spawning_popen() is not None else {}
 
 
 def _connect(address: str) -> Client:

@@ -1,0 +1,170 @@
+#!/usr/bin/env python
+"""Do several files, and some of the genes, cost what they should?
+
+    python benchmarks/files.py --cells 100000
+
+Cells per second of four files with different genes in different orders, joined by "outer", against the same cells and
+genes in one file; and of 2,000 genes, dense, against all of them. Then how long it takes to open many small files, and
+how many of them are open at once, then and in an epoch. Exits with 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anndata
+import numpy as np
+import scipy.sparse as sp
+from _atlas import add_options, atlas
+from _harness import HERE, Contender, compete, median_and_spread
+
+import dasksc
+
+N_PARTS = 4
+SOME_GENES = 2_000
+JOINED, GENES, OPEN_S, HANDLES = 0.85, 1.3, 10.0, 100
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the command line says; return what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=100_000)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--fetch", type=int, default=16_384)
+    parser.add_argument("--layouts", nargs="+", choices=["dense", "csr"], default=["dense", "csr"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of work before anything is measured")
+    parser.add_argument("--small-files", type=int, default=1_000, help="how many are opened")
+    options = parser.parse_args(arguments)
+
+    path = atlas(options)
+    parts, whole = in_parts(path, options.work)
+    n_vars = dasksc.open(path, obs=[]).n_vars
+    some = np.linspace(0, n_vars - 1, min(SOME_GENES, n_vars // 10)).astype(int).tolist()
+    report: dict[str, Any] = {
+        "joined": {
+            layout: ratio(options, layout, {"parts": {"path": parts, "join": "outer"}, "whole": {"path": str(whole)}})
+            for layout in options.layouts
+        },
+        "genes": ratio(options, "dense", {"some": {"path": str(path), "genes": some}, "all": {"path": str(path)}}),
+        "opening": opening(options.small_files),
+    }
+    found = report["opening"]
+    for layout, one in report["joined"].items():
+        print(f"{N_PARTS} files joined against one, {layout}: {one['ratio']:.2f} (target: at least {JOINED})")
+    print(f"{len(some):,} genes against all {n_vars:,}: {report['genes']['ratio']:.2f} (target: at least {GENES})")
+    print(
+        f"{found['n_files']:,} files: opened in {found['open_s']:.1f} s (target: {OPEN_S:.0f} s), {found['handles']} "
+        f"handles kept, {found['handles_in_epoch']} in an epoch (target: {HANDLES})"
+    )
+    report["is_ok"] = (
+        min(one["ratio"] for one in report["joined"].values()) >= JOINED
+        and report["genes"]["ratio"] >= GENES
+        and found["open_s"] <= OPEN_S
+        and max(found["handles"], found["handles_in_epoch"]) <= HANDLES
+    )
+    print(json.dumps(report))
+    return report
+
+
+def in_parts(path: Path, work: Path) -> tuple[list[str], Path]:
+    """Write four files of an atlas, each without other genes and in another order of them, and what they are joined."""
+    folder = work / f"parts-of-{path.name}"
+    parts = [folder / f"part{i}.h5ad" for i in range(N_PARTS)]
+    whole = folder / "whole.h5ad"
+    if not whole.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        adata = anndata.read_h5ad(path) if path.suffix == ".h5ad" else anndata.read_zarr(path)
+        bare = anndata.AnnData(X=adata.X, obs=adata.obs[[]], var=adata.var[[]])
+        numbers = np.random.default_rng(0)
+        every = []
+        for i, rows in enumerate(np.array_split(np.arange(adata.n_obs), N_PARTS)):
+            genes = numbers.permutation(np.flatnonzero(np.arange(adata.n_vars) % (2 * N_PARTS) != i))
+            part = bare[rows, genes].copy()
+            part.X.sort_indices()
+            part.write_h5ad(parts[i])
+            every.append(part)
+        anndata.concat(every, join="outer").write_h5ad(whole)
+    return [str(part) for part in parts], whole
+
+
+def ratio(options: argparse.Namespace, layout: str, specs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the cells per second of two contenders, and how many times the first is the second."""
+    options.work.mkdir(parents=True, exist_ok=True)
+
+    def starts(label: str, spec: dict[str, Any]) -> Callable[[], Contender]:
+        spec = {"layout": layout, "block": options.block, "batch": options.batch, "fetch": options.fetch} | spec
+        return lambda: Contender(
+            "dasksc threads",
+            python=sys.executable,
+            script=HERE / "_contenders.py",
+            spec=spec,
+            log=options.work / f"files-{label}.log",
+            label=label,
+        )
+
+    results = compete(
+        [starts(label, spec) for label, spec in specs.items()],
+        rounds=options.rounds,
+        seconds=options.seconds,
+        warm_up_s=options.warm_up,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    rates = {result.name: median_and_spread(result.produced) for result in results}
+    first, second = specs
+    return {
+        "cells_per_s": {name: rate for name, (rate, _) in rates.items()},
+        "spread": {name: spread for name, (_, spread) in rates.items()},
+        "ratio": rates[first][0] / rates[second][0],
+    }
+
+
+def opening(n_files: int) -> dict[str, Any]:
+    """Open many small files, and read an epoch of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{i:05}.h5ad" for i in range(n_files)]
+        for i, path in enumerate(paths):
+            few = sp.random(20, 50, density=0.2, format="csr", dtype=np.float32, random_state=i)
+            adata = anndata.AnnData(X=few)
+            adata.obs_names = [f"{i}-{j}" for j in range(20)]
+            adata.write_h5ad(path)
+        before = n_handles()
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opened = dasksc.open([str(path) for path in paths])
+        open_s = time.perf_counter() - start
+        handles = n_handles() - before
+        dataset = dasksc.scDataset(opened, dasksc.BlockShuffling(4), 32, rank=0, world_size=1, seed=0)
+        most = 0
+        start = time.perf_counter()
+        for _ in dataset:
+            most = max(most, n_handles() - before)
+        epoch_s = time.perf_counter() - start
+    return {
+        "n_files": n_files,
+        "open_s": open_s,
+        "epoch_s": epoch_s,
+        "handles": handles,
+        "handles_in_epoch": most,
+    }
+
+
+def n_handles() -> int:
+    """Return how many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+if __name__ == "__main__":
+    sys.exit(not main()["is_ok"])

@@ -1,0 +1,105 @@
+"""``dasksc convert``: atlases written anew, as a store that is quick to load."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+from dask.utils import format_bytes
+
+import dasksc
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="IN...")
+@click.argument("target", type=click.Path(), metavar="OUT.zarr")
+@click.option(
+    "--order",
+    type=click.Choice(["shuffle", "keep"]),
+    default="shuffle",
+    show_default=True,
+    help="Draw an order of the cells once, every one as likely; or keep theirs.",
+)
+@click.option("--group-by", metavar="COLUMN", help="Put cells together that have the same value of an obs column.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the shuffle.")
+@click.option(
+    "--join",
+    type=click.Choice(["inner", "outer"]),
+    default="inner",
+    show_default=True,
+    help="Of several inputs, keep the genes that all have, or any.",
+)
+@click.option("--label", metavar="COLUMN", help="Name of an obs column to say which input a cell is of.")
+@click.option("--memory-limit", metavar="SIZE", help="Memory to use beside the tables.  [default: 2GiB]")
+@click.option("--scheduler", metavar="ADDRESS", help="A Dask scheduler to run on.  [default: threads of this process]")
+@click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and drop another conversion begun there.")
+@click.option("--verify", is_flag=True, help="Read the store again, and compare every row with the input.")
+@click.option("--progress/--no-progress", default=None, help="Show a bar with the time left.  [default: on a terminal]")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(
+    inputs: tuple[str, ...],
+    target: str,
+    order: str,
+    group_by: str | None,
+    seed: int,
+    join: str,
+    label: str | None,
+    memory_limit: str | None,
+    scheduler: str | None,
+    overwrite: bool,
+    verify: bool,
+    progress: bool | None,
+    as_json: bool,
+) -> None:
+    r"""Write atlases anew, as one shuffled Zarr store that is quick to load.
+
+    IN is an .h5ad file, a Zarr store, a directory of them, or a pattern; several become one. OUT.zarr appears when
+    all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it was.
+
+    \b
+    Examples:
+      dasksc convert atlas.h5ad atlas.zarr --verify
+      dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate
+      dasksc convert atlas.h5ad by-type.zarr --group-by cell_type --memory-limit 16GiB
+    """
+    try:
+        report = dasksc.convert(
+            inputs[0] if len(inputs) == 1 else list(inputs),
+            target,
+            order="keep" if order == "keep" else "shuffle",
+            group_by=group_by,
+            seed=seed,
+            join="outer" if join == "outer" else "inner",
+            label=label,
+            memory_limit=memory_limit,
+            scheduler=scheduler,
+            overwrite=overwrite,
+            verify=verify,
+            progress=_can_show_progress() if progress is None else progress,
+        )
+    except KeyboardInterrupt as error:
+        click.echo("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), err=True)
+        sys.exit(130)
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=1))
+        return
+    click.echo(
+        f"{report.path}: {report.n_obs:,} cells x {report.n_vars:,} genes, {format_bytes(report.n_bytes)}, in "
+        f"{report.elapsed_s:.1f} s" + (", verified" if report.is_verified else "")
+    )
+    click.echo("  " + ", ".join(f"{name} ({dtype})" for name, dtype in report.types.items()))
+    if report.left_out:
+        click.echo(f"  left out: {', '.join(report.left_out)}")
+
+
+def _can_show_progress() -> bool:
+    if not sys.stderr.isatty():
+        return False
+    try:
+        import tqdm  # noqa: F401
+    except ImportError:
+        return False
+    return True

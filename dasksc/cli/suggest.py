@@ -1,0 +1,44 @@
+"""`dasksc suggest`: sizes that suit this machine and this atlas."""
+
+from __future__ import annotations
+
+import click
+
+import dasksc
+from dasksc.cli._shared import data_options, opened, print_json
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+\b
+Examples:
+  dasksc suggest atlas.h5ad --batch-size 256
+  dasksc suggest atlas.h5ad --label-key cell_type
+  dasksc suggest 'plates/*.h5ad' --join outer --json
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@data_options
+@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of a batch, per rank.")
+@click.option(
+    "--label-key",
+    metavar="COLUMN",
+    help="Measure block sizes by how well they mix its classes, and how fast they are read.",
+)
+@click.option(
+    "--memory-share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.2,
+    show_default=True,
+    help="Of the memory that is available now, what loading may take.",
+)
+def command(
+    paths: tuple[str, ...], join: str, as_json: bool, batch_size: int, label_key: str | None, memory_share: float
+) -> None:
+    """Suggest fetch_factor and block_size for an atlas on this machine."""
+    found = dasksc.suggest_parameters(
+        opened(paths, join), batch_size, memory_share, verbose=not as_json, labels=label_key
+    )
+    if as_json:
+        print_json(found)

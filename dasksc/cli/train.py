@@ -1,0 +1,91 @@
+"""`dasksc train`: a training from a YAML file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+import click
+
+from dasksc import InputError, World
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+\b
+Examples:
+  dasksc train --config classifier.yaml
+  dasksc train --config classifier.yaml --nproc 2 --set training.max_steps=100
+  torchrun --nproc-per-node 8 -m dasksc train --config fsdp.yaml
+  srun dasksc train --config fsdp.yaml --set training.resume_from=auto
+  srun --ntasks-per-node 1 dasksc train --config fsdp.yaml --nproc auto
+  dasksc train --config fsdp.yaml --nproc auto --nnodes 2 --node-rank 0 --master-addr node0
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.option("--config", "path", required=True, help="A YAML file; docs/training.md has its keys.")
+@click.option("--set", "changes", multiple=True, metavar="A.B=C", help="Replace a value of it; may be repeated.")
+@click.option(
+    "--nproc", metavar="N|auto", help="Processes to start on this node. Default: what training.num_gpus says."
+)
+@click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run. Default: training.num_nodes.")
+@click.option("--node-rank", type=click.IntRange(0), help="Which of them this is. Default: what srun says, or 0.")
+@click.option("--master-addr", help="The first node. Default: MASTER_ADDR, or what Slurm says.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="A free port of it.")
+@click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start all again so often when one fails.")
+@click.option("--check", is_flag=True, help="Only read the configuration; print it with all defaults.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; everything else goes to stderr.")
+def command(
+    path: str,
+    changes: tuple[str, ...],
+    nproc: str | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    max_restarts: int,
+    check: bool,
+    as_json: bool,
+) -> None:
+    """Train a model on an atlas: on one process, under DDP or FSDP, from a YAML file.
+
+    Alone it starts the processes that --nproc or training.num_gpus ask for; under torchrun, srun or mpirun it is one of
+    those that were started.
+    """
+    try:
+        from dasksc.train.config import Config
+    except ModuleNotFoundError as error:
+        if error.name not in ("pydantic", "yaml"):
+            raise
+        raise InputError("dasksc train needs pydantic and PyYAML: pip install 'dasksc[train]'") from error
+    config = Config.load(path, changes=changes)
+    if check:
+        click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
+        return
+    from dasksc.train.launch import launch, node_of, processes_to_start
+
+    n_processes = processes_to_start(config.training, nproc=nproc, nnodes=nnodes)
+    if n_processes:
+        n_nodes, this_node = node_of(os.environ)
+        again: list[Any] = ["train", "--config", path, *(part for change in changes for part in ("--set", change))]
+        launch(
+            [*again, *(["--json"] if as_json else [])],
+            n_processes=n_processes,
+            n_nodes=nnodes or config.training.num_nodes or n_nodes,
+            node_rank=this_node if node_rank is None else node_rank,
+            address=master_addr,
+            port=master_port,
+            max_restarts=max_restarts,
+        )
+        return
+    from dasksc.train.loop import fit
+
+    is_first = World.detect().rank == 0
+    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, stream=sys.stderr, format="%(message)s")
+    report = fit(config, say=lambda line: click.echo(line, err=as_json))
+    if is_first:
+        click.echo(json.dumps(report.to_dict()) if as_json else f"\n{report}")

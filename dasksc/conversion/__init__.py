@@ -1,0 +1,424 @@
+"""Writing atlases anew, as one Zarr store that is quick to load: shuffled, sharded, in narrow types."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+from anndata import AnnData
+from dask.base import tokenize
+from dask.utils import parse_bytes
+from numpy.typing import NDArray
+
+from dasksc import config
+from dasksc.collection import Openable, open
+from dasksc.concat import Join
+from dasksc.conversion.rows import Order, row_order
+from dasksc.conversion.running import Runner, progress_bar
+from dasksc.conversion.scanning import Scan, Verification, pieces
+from dasksc.conversion.staging import Staging
+from dasksc.conversion.tables import check_obs, write_tables
+from dasksc.conversion.workplace import Workplace, appearing
+from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count
+from dasksc.errors import DaskscError, InputError, MissingKeyError, StorageError
+from dasksc.lazy import matrix_of
+from dasksc.storage import Matrix
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["ConversionReport", "convert"]
+
+# Written into every plan: what was begun in another way is not gone on with.
+_FORMAT = 1
+# Rows of a task that reads the input in order, at the least; files of such tasks are at most 256.
+_SCAN_ROWS = 2**14
+_SCAN_TASKS = 256
+# Where any row can be read by itself, longer pieces gain nothing.
+_PIECE_VALUES = 2**22
+# What a value takes while it is gathered: as it was stored, a copy with wide columns, and what is written.
+_VALUE_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionReport:
+    """What `convert` did.
+
+    Parameters
+    ----------
+    path
+        The store.
+    n_obs, n_vars
+        Its cells and genes.
+    n_bytes
+        Its size.
+    elapsed_s
+        How long it took, this time.
+    types
+        The type of the values of each matrix, by its place in the store.
+    left_out
+        What of the input is not in the store.
+    is_verified
+        Whether the store was compared with the input.
+    """
+
+    path: str
+    n_obs: int
+    n_vars: int
+    n_bytes: int
+    elapsed_s: float
+    types: dict[str, str]
+    left_out: tuple[str, ...]
+    is_verified: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain types."""
+        return asdict(self)
+
+
+def convert(
+    data: Openable | Sequence[Openable] | Mapping[str, Openable],
+    target: str | os.PathLike[str],
+    *,
+    order: Order = "shuffle",
+    group_by: str | None = None,
+    seed: int = 0,
+    join: Join = "inner",
+    label: str | None = None,
+    keys: Sequence[str] | None = None,
+    index_unique: str | None = None,
+    merge: str | None = None,
+    memory_limit: int | str | None = None,
+    scheduler: Client | str | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    progress: bool = False,
+) -> ConversionReport:
+    """Write an atlas, or several as one, to a Zarr store whose cells are shuffled once and for all.
+
+    The store is Zarr v3, sharded, and an AnnData that ``anndata.read_zarr`` reads. Column numbers and counts are
+    stored in the narrowest types that hold them. The conversion can be stopped at any time, by Ctrl-C or harder:
+    the same call goes on with it. Until all is there nothing is at `target`; what grows is beside it, in
+    ``TARGET.partial``.
+
+    Parameters
+    ----------
+    data
+        Whatever `dasksc.open` takes. It is never written to.
+    target
+        The directory to write, whose name should end in ``.zarr``.
+    order
+        ``"shuffle"``: cells in an order that is drawn once, every one as likely; ``"keep"``: as they are.
+    group_by
+        A column of obs: cells of one category are put together, in `order` among themselves.
+    seed
+        Of the shuffle. The same input and seed give the same order.
+    join, label, keys, index_unique, merge
+        Of several inputs, as for `dasksc.open`.
+    memory_limit
+        Anonymous memory, in bytes or as a text, ``"4GiB"``, to use beside the tables. Default: ``dasksc.memory-limit``
+        of Dask's configuration. With more of it, what is compressed is shuffled in fewer and longer reads.
+    scheduler
+        As for `dasksc.scDataset`: an active Client, whose workers must see the files, else threads.
+    overwrite
+        Whether to replace a store at `target`, and to drop what another conversion has begun there.
+    verify
+        Whether to read the store again and compare all rows with the input: lengths, sums and checksums, and obs.
+    progress
+        Whether to show a progress bar (needs tqdm).
+
+    Returns
+    -------
+    ConversionReport
+        What was written.
+
+    Raises
+    ------
+    InputError
+        If an argument cannot be used, or `target` exists and `overwrite` is False.
+    StorageError
+        If the input cannot be read, the disk is full, or another process writes to the same target.
+    CorruptDataError
+        If `verify` finds a difference.
+
+    Notes
+    -----
+    The input is read twice: to find types and the lengths of rows, and to write. What can only be read in runs
+    (compressed files, and files larger than half the memory of this machine) is read once and then shuffled through
+    uncompressed files beside the target, which take up to six bytes for each stored value. obsp is left out.
+    """
+    begun = time.perf_counter()
+    if order not in ("shuffle", "keep"):
+        raise InputError(f"order={order!r} is neither 'shuffle' nor 'keep'; to group cells give group_by=")
+    if "://" in os.fspath(target):
+        raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
+    place = Workplace(Path(os.path.abspath(target)))
+    _check_target(data, place.target)
+    limit = config.get_bytes("memory-limit") if memory_limit is None else int(parse_bytes(memory_limit))
+    adata = open(data, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    if group_by is not None and group_by not in adata.obs:
+        raise MissingKeyError(
+            f"obs has no column {group_by!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
+        )
+    matrices = _matrices(adata)
+    job = _Conversion(adata, matrices, place, limit=limit, scheduler=scheduler)
+    plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed)
+    try:
+        with place.locked():
+            if place.begin(plan, overwrite=overwrite):
+                job.run(order=order, group_by=group_by, seed=seed, verify=verify, shown=progress)
+    except KeyboardInterrupt as error:
+        error.add_note(f"What is done is kept in {place.folder}; the same again goes on with it.")
+        raise
+    except DaskscError:
+        raise
+    except OSError as error:
+        # Libraries may wrap what the system said.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise place.no_space(error, needed_bytes=job.needed_bytes()) from error
+        raise StorageError(f"{place.target} cannot be written: {error}") from error
+    written = open(place.target, obs=[])
+    return ConversionReport(
+        path=str(place.target),
+        n_obs=adata.n_obs,
+        n_vars=adata.n_vars,
+        n_bytes=sum(path.stat().st_size for path in place.target.rglob("*") if path.is_file()),
+        elapsed_s=time.perf_counter() - begun,
+        types={key: str(matrix.dtype) for key, matrix in _matrices(written).items()},
+        left_out=tuple(f"obsp/{name}" for name in adata.obsp),
+        is_verified=verify,
+    )
+
+
+class _Conversion:
+    """A conversion under way; parameters as for `convert`.
+
+    Parameters
+    ----------
+    adata
+        The input.
+    matrices
+        Its matrices of cells, by their place in the store.
+    place
+        Where the target grows.
+    limit
+        Memory to use, in bytes.
+    scheduler
+        What runs the tasks.
+    """
+
+    def __init__(
+        self,
+        adata: AnnData,
+        matrices: Mapping[str, Matrix],
+        place: Workplace,
+        *,
+        limit: int,
+        scheduler: Client | str | None,
+    ) -> None:
+        self._adata = adata
+        self._matrices = matrices
+        self._place = place
+        self._limit = limit
+        self._scheduler = scheduler
+        self._order = place.folder / "order.npy"
+        self._copies: dict[str, Copy] = {}
+
+    def run(self, *, order: Order, group_by: str | None, seed: int, verify: bool, shown: bool) -> None:
+        """Go on until the target is there."""
+        n_obs, place = self._adata.n_obs, self._place
+        if not self._order.exists():
+            with appearing(self._order) as path:
+                out = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(n_obs,))
+                row_order(self._adata.obs, order=order, group_by=group_by, seed=seed, out=out)
+                out.flush()
+        in_order = order == "keep" and group_by is None
+        staged = {key for key, matrix in self._matrices.items() if not in_order and _needs_runs(matrix)}
+        n_passes = len(self._matrices) * (2 + verify) + len(staged)
+        with progress_bar(total=n_obs * n_passes, shown=shown) as advance:
+            runner = Runner(self._scheduler, advance)
+            budget = max(1, self._limit // runner.n_threads)
+            rows = {}
+            for key, matrix in self._matrices.items():
+                rows[key] = self._scanned(runner, key, matrix, budget)
+                self._copies[key] = self._copy(key, matrix, rows[key], budget)
+                self._written(runner, key, self._copies[key], budget, in_runs=key in staged)
+            written = np.load(self._order, mmap_mode="r")
+            write_tables(self._adata, place.folder / "tables", place.store, written)
+            if verify:
+                for key, matrix in self._matrices.items():
+                    self._verify(runner, key, matrix, rows[key], budget)
+                check_obs(self._adata, place.store, written)
+        place.publish()
+
+    def _scanned(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Path:
+        """Read a matrix in order; return the file that says what its rows are."""
+        scan = Scan(
+            matrix=matrix,
+            folder=self._place.folder / "scan" / key,
+            task_rows=max(_SCAN_ROWS, -(-matrix.shape[0] // _SCAN_TASKS)),
+            piece_rows=_piece_rows(matrix, budget),
+        )
+        runner.run(scan, what=f"reading {key}", n_cells=matrix.shape[0])
+        return scan.collect()
+
+    def _copy(self, key: str, matrix: Matrix, rows: Path, budget: int) -> Copy:
+        """Return how a matrix is to be written, according to what its rows are."""
+        known = np.load(rows, mmap_mode="r")
+        dtype = matrix.dtype
+        if not key.startswith("obsm/") and len(known):
+            dtype = narrowest_count(dtype, float(known["largest"].max()))
+        folder = self._place.store / key
+        if matrix.layout == "dense":
+            return DenseCopy(
+                matrix=matrix,
+                order=self._order,
+                folder=folder,
+                dtype=dtype,
+                # Expression repeats within a cell; no coordinate of an embedding is like another.
+                shuffle="noshuffle" if dtype.kind == "f" and not key.startswith("obsm/") else "shuffle",
+                piece_rows=_piece_rows(matrix, budget),
+            )
+        indptr = rows.with_name("indptr.npy")
+        if not indptr.exists():
+            with appearing(indptr) as path:
+                _write_indptr(path, known, np.load(self._order, mmap_mode="r"))
+        return CSRCopy(
+            matrix=matrix,
+            order=self._order,
+            indptr=indptr,
+            folder=folder,
+            dtype=dtype,
+            n_values=int(np.load(indptr, mmap_mode="r")[-1]),
+            piece_values=max(1, min(_PIECE_VALUES, budget // _VALUE_BYTES)),
+        )
+
+    def _written(self, runner: Runner, key: str, copy: Copy, budget: int, *, in_runs: bool) -> None:
+        """Write a matrix, by way of runs if need be."""
+        runs = None
+        if in_runs and all(map(copy.is_done, range(copy.n_tasks))):
+            runner.skip(copy.matrix.shape[0], what=f"sorting {key}")
+        elif in_runs:
+            runs = self._runs(runner, key, copy.matrix, budget)
+            order = runs.folder / "order.npy"
+            with appearing(order) as path:
+                np.save(path, runs.order())
+            copy = replace(copy, matrix=runs.staged(), order=order)
+            if isinstance(copy, CSRCopy):
+                # Each piece is read from every run: the longer, the fewer reads.
+                copy = replace(copy, piece_values=max(1, budget // _VALUE_BYTES))
+        runner.run(copy, what=f"writing {key}", n_cells=copy.matrix.shape[0])
+        copy.finish()
+        if runs is not None:
+            shutil.rmtree(runs.folder)
+
+    def _runs(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Staging:
+        places = self._place.folder / "places.npy"
+        if not places.exists():
+            order = np.load(self._order, mmap_mode="r")
+            with appearing(places) as path:
+                out = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=order.shape)
+                out[order] = np.arange(len(order))
+                out.flush()
+        # A run is held as it was decoded, and once more sorted, its columns wide.
+        run_rows = max(1, int(budget // (3 * matrix.cost.row)))
+        staging = Staging(
+            matrix=matrix,
+            places=places,
+            folder=self._place.folder / "stage" / f"{key}-{run_rows}",
+            run_rows=run_rows,
+        )
+        runner.run(staging, what=f"sorting {key}", n_cells=matrix.shape[0])
+        return staging
+
+    def _verify(self, runner: Runner, key: str, matrix: Matrix, rows: Path, budget: int) -> None:
+        check = Verification(
+            store=self._place.store,
+            key=key,
+            rows=rows,
+            order=self._order,
+            task_rows=max(_SCAN_ROWS, -(-matrix.shape[0] // _SCAN_TASKS)),
+            piece_rows=_piece_rows(matrix, budget),
+            n_obs=matrix.shape[0],
+        )
+        runner.run(check, what=f"checking {key}", n_cells=matrix.shape[0])
+
+    def needed_bytes(self) -> int:
+        """Return how much room what is left may take: what is left of the matrices, uncompressed."""
+        total = 0.0
+        for key, matrix in self._matrices.items():
+            copy = self._copies.get(key)
+            left = 1.0
+            if copy is not None and copy.n_tasks:
+                left = sum(not copy.is_done(k) for k in range(copy.n_tasks)) / copy.n_tasks
+            total += left * matrix.cost.row * matrix.shape[0]
+        return int(total)
+
+
+def _check_target(data: Any, target: Path) -> None:
+    """Refuse a target that is an input, or lies in one."""
+    several = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else [data]
+    for one in several:
+        if isinstance(one, str | os.PathLike) and "://" not in os.fspath(one):
+            path, real = Path(os.path.realpath(one)), Path(os.path.realpath(target))
+            if real == path or (path in real.parents and (path / "obs").exists()):
+                raise InputError(f"{target} is, or lies in, the input {path}. Give another target.")
+
+
+def _matrices(adata: AnnData) -> dict[str, Matrix]:
+    """Return the matrices of an AnnData that have a row for each cell, by their place in a store."""
+    arrays: dict[str, Any] = {"X": adata.X}
+    # From AnnData 0.13 on, layers[None] is X.
+    arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
+    arrays |= {f"obsm/{name}": array for name, array in adata.obsm.items() if isinstance(array, da.Array)}
+    if adata.raw is not None:
+        arrays["raw/X"] = adata.raw.X
+    for key in arrays:
+        if any(part in ("", ".", "..") for part in key.split("/")) or key.count("/") > 1:
+            raise InputError(f"{key!r} cannot be a place in a store; rename it first")
+    return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
+
+
+def _plan(
+    adata: AnnData, matrices: Mapping[str, Matrix], *, order: Order, group_by: str | None, seed: int
+) -> dict[str, Any]:
+    """Return what tells this conversion from others: the files as they are now, and what becomes of them."""
+    return {
+        "format": _FORMAT,
+        "n_obs": adata.n_obs,
+        "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
+        "order": order,
+        "group_by": group_by,
+        "groups": None if group_by is None else tokenize(adata.obs[group_by]),
+        "seed": seed,
+    }
+
+
+def _needs_runs(matrix: Matrix) -> bool:
+    """Whether rows here and there are read much more slowly than rows in order."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > memory / 2
+
+
+def _piece_rows(matrix: Matrix, budget: int) -> int:
+    """Return how many rows to hold at a time: decoded, gathered, and with wide columns."""
+    return max(1, min(_SCAN_ROWS, int(budget // (4 * matrix.cost.row))))
+
+
+def _write_indptr(path: Path, rows: NDArray[Any], order: NDArray[np.int64]) -> None:
+    """Write where each row of the output begins."""
+    indptr = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(len(order) + 1,))
+    indptr[0] = 0
+    for start, stop in pieces(0, len(order), _PIECE_VALUES):
+        lengths = rows["length"][order[start:stop]]
+        np.cumsum(lengths, out=indptr[start + 1 : stop + 1])
+        indptr[start + 1 : stop + 1] += indptr[start]
+    indptr.flush()

@@ -1,0 +1,161 @@
+"""What is known of the rows of a matrix after a pass over it: by this its copy is planned, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.conversion.workplace import appearing
+from dasksc.errors import CorruptDataError
+from dasksc.kernels import digest
+from dasksc.storage import Fetched, Matrix, open_matrix
+
+__all__ = ["ROW", "Scan", "Verification", "described", "pieces"]
+
+ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float32)])
+"""What is known of a row: its stored values, their sum and digest (see `dasksc.kernels.digest`), and the largest."""
+
+
+def described(fetched: Fetched, positions: NDArray[np.int64]) -> NDArray[Any]:
+    """Return what there is to know of rows of a fetch, shape (n_rows,), of type `ROW`."""
+    n_rows = len(positions)
+    sums, digests, largest = np.empty(n_rows), np.empty(n_rows, dtype=np.uint64), np.empty(n_rows)
+    rows = np.zeros(n_rows, dtype=ROW)
+    if fetched.layout == "csr":
+        indptr, indices, data = fetched.gather_csr(positions)
+        digest.digest_csr(indptr, indices, _plain(data), sums, digests, largest)
+        rows["length"] = np.diff(indptr)
+    else:
+        block = np.empty((n_rows, fetched.shape[1]), dtype=fetched.dtype)
+        fetched.gather(positions, out=block)
+        digest.digest_dense(_plain(block), sums, digests, largest)
+    rows["sum"], rows["digest"], rows["largest"] = sums, digests, largest
+    return rows
+
+
+def _plain(values: NDArray[Any]) -> NDArray[Any]:
+    """Return values in a type that kernels know."""
+    if values.dtype == bool:
+        return values.view(np.uint8)
+    return values.astype(np.float32) if values.dtype == np.float16 else values
+
+
+def pieces(start: int, stop: int, n: int) -> Iterator[tuple[int, int]]:
+    """Cut [start, stop) into pieces of at most `n`."""
+    for begin in range(start, stop, n):
+        yield begin, min(begin + n, stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """The pass over a matrix, in tasks that each leave one file.
+
+    Parameters
+    ----------
+    matrix
+        The input.
+    folder
+        Where the files go.
+    task_rows, piece_rows
+        Rows of a task, and those held at a time.
+    """
+
+    matrix: Matrix
+    folder: Path
+    task_rows: int
+    piece_rows: int
+
+    @property
+    def n_tasks(self) -> int:
+        """How many tasks there are."""
+        return -(-self.matrix.shape[0] // self.task_rows)
+
+    def rows(self, k: int) -> tuple[int, int]:
+        """Return the rows of task `k`: [start, stop)."""
+        return k * self.task_rows, min((k + 1) * self.task_rows, self.matrix.shape[0])
+
+    def is_done(self, k: int) -> bool:
+        """Whether the file of task `k` is there."""
+        return self._path(k).exists()
+
+    def _path(self, k: int) -> Path:
+        return self.folder / f"{k}.npy"
+
+    def __call__(self, k: int) -> None:
+        """Do task `k`."""
+        found = []
+        for start, stop in pieces(*self.rows(k), self.piece_rows):
+            wanted = np.arange(start, stop, dtype=np.int64)
+            found.append(described(self.matrix.fetch(wanted), wanted - start))
+        with appearing(self._path(k)) as path:
+            np.save(path, np.concatenate(found))
+
+    def collect(self) -> Path:
+        """Put together what all tasks found; return the file, an array of `ROW` by row of the input."""
+        whole = self.folder / "rows.npy"
+        if not whole.exists():
+            with appearing(whole) as path:
+                rows = np.lib.format.open_memmap(path, mode="w+", dtype=ROW, shape=(self.matrix.shape[0],))
+                for k in range(self.n_tasks):
+                    start, stop = self.rows(k)
+                    rows[start:stop] = np.load(self._path(k))
+                rows.flush()
+        return whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The comparison of a written matrix with what was found in the input, in tasks.
+
+    Parameters
+    ----------
+    store, key
+        Where the matrix is.
+    rows, order
+        Files: what is known of each row of the input; which of them each row of the matrix is.
+    task_rows, piece_rows
+        Rows of a task, and those held at a time.
+    n_obs
+        Rows of the matrix.
+    """
+
+    store: Path
+    key: str
+    rows: Path
+    order: Path
+    task_rows: int
+    piece_rows: int
+    n_obs: int
+
+    @property
+    def n_tasks(self) -> int:
+        """How many tasks there are."""
+        return -(-self.n_obs // self.task_rows)
+
+    def is_done(self, k: int) -> bool:
+        """Return False: what has been compared is not remembered."""
+        return False
+
+    def __call__(self, k: int) -> None:
+        """Do task `k`."""
+        matrix = open_matrix(self.store, self.key)
+        known, order = np.load(self.rows, mmap_mode="r"), np.load(self.order, mmap_mode="r")
+        for start, stop in pieces(k * self.task_rows, min((k + 1) * self.task_rows, self.n_obs), self.piece_rows):
+            wanted = np.arange(start, stop, dtype=np.int64)
+            found = described(matrix.fetch(wanted), wanted - start)
+            expected = known[order[start:stop]]
+            for name, what in (("length", "values"), ("sum", "sum"), ("digest", "checksum")):
+                # As bits: of NaN, too, the same one is wanted.
+                differs = np.flatnonzero(found[name].view(np.uint64) != expected[name].view(np.uint64))
+                if len(differs):
+                    i = int(differs[0])
+                    raise CorruptDataError(
+                        f"{self.store}:/{self.key}: row {start + i} has {what} {found[name][i]}, but the row of the "
+                        f"input that it is, {order[start + i]}, has {expected[name][i]} ({len(differs)} rows differ "
+                        f"among {start} to {stop - 1}). The disk or memory may be failing; convert again."
+                    )

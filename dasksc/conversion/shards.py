@@ -1,0 +1,219 @@
+"""Arrays of Zarr v3 in shards that are written one by one, each by whoever comes first.
+
+A shard is one file: chunks, each compressed by itself, and an index of them at its end. Which elements belong into
+which shard follows from the array's shape, so that several processes can write an array without a word to each
+other, and a shard that is there is whole: it is written under another name and renamed.
+
+How chunks are compressed was measured on shuffled cells of an atlas of 20,000 genes, 1,447 values a cell: bits that a
+value takes, microseconds to decode a cell in runs of 64, and millions of values encoded a second, on one core of an AMD
+EPYC, chunk by chunk:
+
+=============================== ===================== ===================== =============================
+codec                           columns (uint16)      counts (uint16)       log-normalised (float32)
+=============================== ===================== ===================== =============================
+LZ4, level 5, bytes shuffled    10.1 bits, 1.02, 600  4.7 bits, 1.47, 340   18.6 bits, 4.72, 96
+LZ4, level 5, bits shuffled                           3.5 bits, 1.49, 530
+LZ4HC, level 1, bytes shuffled  9.9 bits, 1.18, 90    3.4 bits, 0.91, 250   14.5 bits, 3.17, 61
+LZ4HC, level 4, bytes shuffled  8.9 bits, 0.96, 54    3.3 bits, 0.78, 50    13.3 bits, 2.50, 16
+LZ4HC, level 4                                                              6.0 bits, 2.20, 29
+LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
+=============================== ===================== ===================== =============================
+
+LZ4HC looks longer for what repeats, so that less is written and, what counts at every epoch, fewer pieces are put
+together again. Level 4 it is, with bytes shuffled, except where floats repeat as a whole, as those of one cell do.
+Zstandard takes fewer bits (columns 9.1, counts 2.4 at level 1) and two to four times as long to decode. Smaller chunks
+than 131,072 values are slower, larger ones hardly faster, and cost readers that decode whole chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, Self
+
+import google_crc32c
+import numpy as np
+from numcodecs import blosc  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+__all__ = ["ShardedArray", "ShardWriter", "Shuffle"]
+
+Shuffle = Literal["noshuffle", "shuffle"]
+
+# What the index says of a chunk that was not written.
+_ABSENT = 2**64 - 1
+_CODEC, _LEVEL = "lz4hc", 4
+_SHUFFLES = {"noshuffle": 0, "shuffle": 1}
+# What is decoded at the least: runs of cells begin and end anywhere in a block, so that a small one wastes less. Of
+# values of two bytes and more C-Blosc makes no blocks below 64 KiB, which is what this asks for.
+_BLOCK_BYTES = 16 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedArray:
+    """What a sharded array is to be.
+
+    Parameters
+    ----------
+    shape
+        One or two lengths; chunks and shards are as wide as the array.
+    dtype
+        Type of its elements, stored little-endian.
+    chunk_rows, shard_rows
+        Lengths of chunks and shards along the first axis; the second is a multiple of the first.
+    shuffle
+        Whether Blosc puts the bytes of a chunk's elements together, first ones first, before it is compressed.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk_rows: int
+    shard_rows: int
+    shuffle: Shuffle = "shuffle"
+
+    def __post_init__(self) -> None:
+        if self.chunk_rows < 1 or self.shard_rows % self.chunk_rows:
+            raise ValueError(f"shards of {self.shard_rows} rows cannot hold chunks of {self.chunk_rows}")
+
+    @property
+    def n_shards(self) -> int:
+        """How many shards there are."""
+        return -(-self.shape[0] // self.shard_rows) if math.prod(self.shape) else 0
+
+    def rows(self, k: int) -> tuple[int, int]:
+        """Return the rows of shard `k`: [start, stop)."""
+        return k * self.shard_rows, min((k + 1) * self.shard_rows, self.shape[0])
+
+    def path(self, folder: Path, k: int) -> Path:
+        """Return the file of shard `k` of the array in `folder`."""
+        return folder.joinpath("c", str(k), *["0"] * (len(self.shape) - 1))
+
+    def write_metadata(self, folder: Path, attributes: dict[str, Any]) -> None:
+        """Write what makes `folder` a Zarr array."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "zarr.json").write_text(json.dumps(self._metadata(attributes), indent=2))
+
+    def _metadata(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        # A chunk of a narrow array may not be empty, nor one of no columns.
+        across = [max(1, length) for length in self.shape[1:]]
+        to_bytes: dict[str, Any] = {"name": "bytes"}
+        if self.dtype.itemsize > 1:
+            to_bytes["configuration"] = {"endian": "little"}
+        compression = {
+            "typesize": self.dtype.itemsize,
+            "cname": _CODEC,
+            "clevel": _LEVEL,
+            "shuffle": self.shuffle,
+            "blocksize": _BLOCK_BYTES,
+        }
+        sharding = {
+            "chunk_shape": [self.chunk_rows, *across],
+            "codecs": [to_bytes, {"name": "blosc", "configuration": compression}],
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [self.shard_rows, *across]}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": self.dtype.type(0).item(),
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": attributes,
+            "storage_transformers": [],
+        }
+
+
+class ShardWriter:
+    """Writes one shard, row after row; its file appears when all are there.
+
+    Parameters
+    ----------
+    array
+        What the shard is of.
+    folder
+        Where the array is.
+    k
+        Number of the shard.
+
+    Attributes
+    ----------
+    n_bytes
+        Size of the chunks written.
+    """
+
+    def __init__(self, array: ShardedArray, folder: Path, k: int) -> None:
+        self._array = array
+        self._path = array.path(folder, k)
+        self._partial = self._path.with_name(f".{k}.{os.getpid()}-{os.urandom(4).hex()}.partial")
+        start, stop = array.rows(k)
+        self._n_left = stop - start
+        self._chunk = np.zeros((array.chunk_rows, *array.shape[1:]), dtype=array.dtype.newbyteorder("<"))
+        self._n_held = 0
+        self._index = np.full((array.shard_rows // array.chunk_rows, 2), _ABSENT, dtype="<u8")
+        self._n_chunks = 0
+        self.n_bytes = 0
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._partial.open("wb")
+        return self
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Write rows, of any type that converts to the array's."""
+        self._n_left -= len(rows)
+        done = 0
+        while done < len(rows):
+            n = min(len(rows) - done, len(self._chunk) - self._n_held)
+            self._chunk[self._n_held : self._n_held + n] = rows[done : done + n]
+            self._n_held += n
+            done += n
+            if self._n_held == len(self._chunk):
+                self._write_chunk()
+
+    def _write_chunk(self) -> None:
+        assert self._file is not None
+        # Chunks at the edge are stored whole.
+        self._chunk[self._n_held :] = 0
+        encoded = blosc.compress(self._chunk, _CODEC.encode(), _LEVEL, _SHUFFLES[self._array.shuffle], _BLOCK_BYTES)
+        self._file.write(encoded)
+        self._index[self._n_chunks] = self.n_bytes, len(encoded)
+        self.n_bytes += len(encoded)
+        self._n_chunks += 1
+        self._n_held = 0
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        try:
+            with self._file as file:
+                if exc_type is None:
+                    self._finish(file)
+            if exc_type is None:
+                os.replace(self._partial, self._path)
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+    def _finish(self, file: BinaryIO) -> None:
+        if self._n_left:
+            raise ValueError(f"{self._path}: {self._n_left} rows are missing")
+        if self._n_held:
+            self._write_chunk()
+        index = self._index.tobytes()
+        file.write(index)
+        file.write(google_crc32c.value(index).to_bytes(4, "little"))
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """Wait until a file is on the disk: its name may outlive a loss of power, and must then lead to all of it."""
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,222 @@
+"""Matrices of a store, written shard by shard: the rows of each are gathered from the input wherever they lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.conversion.scanning import pieces
+from dasksc.conversion.shards import ShardedArray, ShardWriter, Shuffle
+from dasksc.errors import CorruptDataError
+from dasksc.storage import Fetched, Matrix
+
+__all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "write_group"]
+
+# About 90 cells of an atlas of 20,000 genes. A chunk is what other readers decode as one, dasksc decodes single
+# blocks of it.
+_CHUNK_VALUES = 2**17
+_DENSE_CHUNK_BYTES = 2**18
+_MOST_SHARDS = 16
+_SHARD_VALUES = 2**26
+_INDPTR_CHUNK = 2**16
+
+
+def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
+    """Return the narrowest type of counts up to `largest` (infinite: they are none), or `dtype` if none is narrower."""
+    for count in (np.uint8, np.uint16, np.uint32):
+        if largest <= np.iinfo(count).max and np.dtype(count).itemsize < dtype.itemsize:
+            return np.dtype(count)
+    return dtype
+
+
+def shard_rows_for(n_rows: int, chunk_rows: int, most: int) -> int:
+    """Return rows of a shard: 16 shards, or as many as it takes for none to be longer than `most`."""
+    return chunk_rows * max(1, min(-(-n_rows // (chunk_rows * _MOST_SHARDS)), most // chunk_rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CSRCopy:
+    """A CSR matrix on its way into a store, one task for each shard.
+
+    Parameters
+    ----------
+    matrix
+        What is read.
+    order
+        File: which of its rows each row of the copy is.
+    indptr
+        File: where each row of the copy begins.
+    folder
+        The group that the copy becomes.
+    dtype
+        Type of the values.
+    n_values
+        How many there are.
+    piece_values
+        Values to hold at a time.
+    """
+
+    matrix: Matrix
+    order: Path
+    indptr: Path
+    folder: Path
+    dtype: np.dtype[Any]
+    n_values: int
+    piece_values: int
+
+    @property
+    def arrays(self) -> dict[str, ShardedArray]:
+        """What is written in shards, by name."""
+        n_vars = self.matrix.shape[1]
+        columns = np.dtype(np.uint16 if n_vars <= 2**16 else np.int32)
+        shard = shard_rows_for(self.n_values, _CHUNK_VALUES, _SHARD_VALUES)
+        return {
+            name: ShardedArray(
+                shape=(self.n_values,),
+                dtype=dtype,
+                chunk_rows=_CHUNK_VALUES,
+                shard_rows=shard,
+                shuffle="noshuffle" if dtype.kind == "f" else "shuffle",
+            )
+            for name, dtype in (("indices", columns), ("data", self.dtype))
+        }
+
+    @property
+    def n_tasks(self) -> int:
+        """How many shards there are."""
+        return self.arrays["data"].n_shards
+
+    def is_done(self, k: int) -> bool:
+        """Whether shard `k` is written."""
+        return all(array.path(self.folder / name, k).exists() for name, array in self.arrays.items())
+
+    def __call__(self, k: int) -> int:
+        """Write shard `k`; return how many bytes that took."""
+        arrays = self.arrays
+        indptr, order = np.load(self.indptr, mmap_mode="r"), np.load(self.order, mmap_mode="r")
+        start, stop = arrays["data"].rows(k)
+        with (
+            ShardWriter(arrays["indices"], self.folder / "indices", k) as indices_to,
+            ShardWriter(arrays["data"], self.folder / "data", k) as data_to,
+        ):
+            for first, last in rows_of_values(indptr, start, stop, self.piece_values):
+                bounds = indptr[first : last + 1]
+                fetched, positions = fetch_any(self.matrix, order[first:last])
+                found, indices, data = fetched.gather_csr(positions, dtype=self.dtype)
+                if not np.array_equal(found, bounds - bounds[0]):
+                    raise CorruptDataError(f"{self.matrix.label} was changed while it was read. Convert it again.")
+                # Rows at either end may belong to two shards.
+                wanted = slice(max(0, start - int(bounds[0])), min(int(bounds[-1]), stop) - int(bounds[0]))
+                indices_to.append(indices[wanted])
+                data_to.append(data[wanted])
+        return indices_to.n_bytes + data_to.n_bytes
+
+    def finish(self) -> None:
+        """Write the offsets, and what makes the folder a matrix."""
+        indptr = np.load(self.indptr, mmap_mode="r")
+        shard = shard_rows_for(len(indptr), _INDPTR_CHUNK, _SHARD_VALUES)
+        array = ShardedArray(shape=indptr.shape, dtype=indptr.dtype, chunk_rows=_INDPTR_CHUNK, shard_rows=shard)
+        for k in range(array.n_shards):
+            with ShardWriter(array, self.folder / "indptr", k) as to:
+                for start, stop in pieces(*array.rows(k), _INDPTR_CHUNK):
+                    to.append(indptr[start:stop])
+        for name, one in {**self.arrays, "indptr": array}.items():
+            one.write_metadata(self.folder / name, {})
+        write_group(
+            self.folder,
+            {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(self.matrix.shape)},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseCopy:
+    """A dense matrix on its way into a store, one task for each shard.
+
+    Parameters
+    ----------
+    matrix, order, folder, dtype
+        As for `CSRCopy`.
+    shuffle
+        As for `ShardedArray`.
+    piece_rows
+        Rows to hold at a time.
+    """
+
+    matrix: Matrix
+    order: Path
+    folder: Path
+    dtype: np.dtype[Any]
+    shuffle: Shuffle
+    piece_rows: int
+
+    @property
+    def array(self) -> ShardedArray:
+        """What is written in shards."""
+        row_bytes = max(1, self.matrix.shape[1] * self.dtype.itemsize)
+        chunk = max(1, _DENSE_CHUNK_BYTES // row_bytes)
+        most = max(1, _SHARD_VALUES // max(1, self.matrix.shape[1]))
+        return ShardedArray(
+            shape=self.matrix.shape,
+            dtype=self.dtype,
+            chunk_rows=chunk,
+            shard_rows=shard_rows_for(self.matrix.shape[0], chunk, most),
+            shuffle=self.shuffle,
+        )
+
+    @property
+    def n_tasks(self) -> int:
+        """How many shards there are."""
+        return self.array.n_shards
+
+    def is_done(self, k: int) -> bool:
+        """Whether shard `k` is written."""
+        return self.array.path(self.folder, k).exists()
+
+    def __call__(self, k: int) -> int:
+        """Write shard `k`; return how many bytes that took."""
+        array = self.array
+        order = np.load(self.order, mmap_mode="r")
+        with ShardWriter(array, self.folder, k) as to:
+            for start, stop in pieces(*array.rows(k), self.piece_rows):
+                fetched, positions = fetch_any(self.matrix, order[start:stop])
+                block = np.empty((stop - start, array.shape[1]), dtype=self.dtype)
+                fetched.gather(positions, out=block)
+                to.append(block)
+        return to.n_bytes
+
+    def finish(self) -> None:
+        """Write what makes the folder an array."""
+        self.array.write_metadata(self.folder, {"encoding-type": "array", "encoding-version": "0.2.0"})
+
+
+Copy = CSRCopy | DenseCopy
+
+
+def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[Fetched, NDArray[np.int64]]:
+    """Fetch rows in any order; return where each of them is in the fetch."""
+    ascending, positions = np.unique(rows, return_inverse=True)
+    return matrix.fetch(ascending), positions
+
+
+def rows_of_values(indptr: NDArray[np.int64], start: int, stop: int, piece_values: int) -> Iterator[tuple[int, int]]:
+    """Cut the rows that hold values [start, stop) into pieces of about as many values, a row at the least."""
+    first = int(np.searchsorted(indptr, start, side="right")) - 1
+    end = int(np.searchsorted(indptr, stop, side="left"))
+    while first < end:
+        last = int(np.searchsorted(indptr, int(indptr[first]) + piece_values, side="right")) - 1
+        last = min(max(last, first + 1), end)
+        yield first, last
+        first = last
+
+
+def write_group(folder: Path, attributes: dict[str, Any]) -> None:
+    """Make a folder a Zarr group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    (folder / "zarr.json").write_text(json.dumps(metadata, indent=2))

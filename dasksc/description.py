@@ -1,0 +1,411 @@
+"""What is in an atlas, how it is stored, and how fast it can be read."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import zarr
+from anndata import AnnData
+from dask.utils import format_bytes
+
+from dasksc import collection
+from dasksc.concat import Join
+from dasksc.dataset import scDataset
+from dasksc.errors import InputError
+from dasksc.sampling import BlockShuffling
+from dasksc.storage import Layout
+
+__all__ = ["Column", "Description", "Rate", "StoredMatrix", "describe"]
+
+# As in the benchmarks: batches of 64 rows, of which a fetch holds 64.
+_BATCH_SIZE = 64
+_FETCH_FACTOR = 64
+_BLOCK_SIZES = (64, 1)
+# Files of many that are looked at.
+_MAX_FILES = 64
+_N_SHOWN = 12
+# Blocks that read so much slower than long ones are worth a word.
+_SLOW_BLOCKS = 0.5
+_FAST_LIBRARIES = {"gzip": "imagecodecs", "lzf": "imagecodecs", "zstd": "zstandard", "blosc": "blosc2"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of obs.
+
+    Parameters
+    ----------
+    name, dtype
+        As pandas has them.
+    n_classes
+        Categories; None where it is no categorical.
+    n_missing
+        Rows without a value.
+    """
+
+    name: str
+    dtype: str
+    n_classes: int | None
+    n_missing: int
+
+    def __str__(self) -> str:
+        kind = self.dtype if self.n_classes is None else f"{self.n_classes:,} classes"
+        return f"{self.name} ({kind}{f', {self.n_missing:,} missing' if self.n_missing else ''})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMatrix:
+    """How a matrix is stored; of several files, those that store it alike are one.
+
+    Parameters
+    ----------
+    key
+        ``"X"``, ``"layers/counts"``, ``"raw/X"``, ...
+    n_files
+        Files that store it like this.
+    encoding
+        ``"csr"``, ``"csc"`` or ``"dense"``.
+    dtype, indices_dtype
+        Of the values, and of column numbers where there are any.
+    chunks, shards
+        Shape of a chunk (of values) and of what holds several; None where it is contiguous, or not sharded.
+    codec
+        What chunks are compressed by; None where they are not.
+    nbytes, stored_bytes
+        Uncompressed, and on disk, over all files.
+    """
+
+    key: str
+    n_files: int
+    encoding: str
+    dtype: str
+    indices_dtype: str | None
+    chunks: tuple[int, ...] | None
+    shards: tuple[int, ...] | None
+    codec: str | None
+    nbytes: int
+    stored_bytes: int
+
+    def __str__(self) -> str:
+        types = self.dtype if self.indices_dtype is None else f"{self.dtype}, columns {self.indices_dtype}"
+        chunks = "contiguous" if self.chunks is None else f"chunks of {_shape(self.chunks)}"
+        shards = "" if self.shards is None else f" in shards of {_shape(self.shards)}"
+        size = format_bytes(self.stored_bytes)
+        if self.codec is not None:
+            size += f" ({self.nbytes / max(1, self.stored_bytes):.1f}x smaller)"
+        files = f", in {self.n_files} files" if self.n_files > 1 else ""
+        return f"{self.encoding} {types}; {chunks}{shards}, {self.codec or 'uncompressed'}; {size}{files}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How fast batches came in a short probe, on this machine and from its page cache as it was.
+
+    Parameters
+    ----------
+    layout
+        Of the batches.
+    block_size
+        Rows that were read as one.
+    rows_per_s
+        Rows a second.
+    first_batch_s
+        Until the first batch, in which kernels may be compiled.
+    """
+
+    layout: Layout
+    block_size: int
+    rows_per_s: float
+    first_batch_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What `describe` found; printing it shows the report.
+
+    Parameters
+    ----------
+    name
+        What was described.
+    n_files
+        Files or stores.
+    n_obs, n_vars
+        Cells and genes.
+    obs
+        Columns.
+    matrices
+        How what has a row per cell is stored.
+    rates
+        How fast it was read.
+    advice
+        What could be better, and how.
+    """
+
+    name: str
+    n_files: int
+    n_obs: int
+    n_vars: int
+    obs: tuple[Column, ...]
+    matrices: tuple[StoredMatrix, ...]
+    rates: tuple[Rate, ...]
+    advice: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        files = f" in {self.n_files:,} files" if self.n_files > 1 else ""
+        yield f"{self.name}: {self.n_obs:,} cells x {self.n_vars:,} genes{files}"
+        shown = ", ".join(map(str, self.obs[:_N_SHOWN]))
+        more = f" and {len(self.obs) - _N_SHOWN} more" if len(self.obs) > _N_SHOWN else ""
+        yield f"  obs  {shown or 'no columns'}{more}"
+        width = max((len(one.key) for one in self.matrices), default=0)
+        for matrix in self.matrices:
+            yield f"  {matrix.key:<{width}}  {matrix}"
+        for rate in self.rates:
+            rows = "single rows" if rate.block_size == 1 else f"blocks of {rate.block_size}"
+            yield f"  {rate.layout:<5} batches, {rows:<12} {rate.rows_per_s:>10,.0f} cells/s"
+        for advice in self.advice:
+            yield f"  -> {advice}"
+
+
+def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Description:
+    """Tell what is in an atlas, how it is stored, how fast it can be read here, and what to do about it.
+
+    Parameters
+    ----------
+    data
+        What `dasksc.open` takes. How it is stored is told of local files and stores, of the first 64 of many.
+    join
+        Of several, as for `dasksc.open`.
+    seconds
+        For how long each of four probes reads batches of X: dense and CSR, by blocks of 64 rows and by single ones.
+        0 for none.
+
+    Returns
+    -------
+    Description
+        ``print(dasksc.describe("atlas.h5ad"))`` shows it.
+
+    Raises
+    ------
+    InputError, StorageError
+        As for `dasksc.open`.
+    """
+    if seconds < 0:
+        raise InputError(f"seconds={seconds} is negative; give 0 for no probe")
+    several = collection.several_of(data)
+    parts = [data] if several is None else several[0]
+    adata = data if isinstance(data, AnnData) else collection.open(data, join=join)
+    matrices = _alike([one for part in parts[:_MAX_FILES] for one in _stored(part)])
+    rates = tuple(_rates(adata, seconds)) if seconds and adata.X is not None and adata.n_obs else ()
+    name = str(data) if isinstance(data, str | os.PathLike) else _names(parts)
+    return Description(
+        name=name,
+        n_files=len(parts),
+        n_obs=int(adata.n_obs),
+        n_vars=int(adata.n_vars),
+        obs=tuple(_columns(adata.obs)),
+        matrices=tuple(matrices),
+        rates=rates,
+        advice=tuple(_advice(matrices, rates)),
+    )
+
+
+def _names(parts: Sequence[Any]) -> str:
+    names = [Path(part).name if isinstance(part, str | os.PathLike) else type(part).__name__ for part in parts]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _columns(obs: pd.DataFrame) -> Iterator[Column]:
+    for name, column in obs.items():
+        is_category = isinstance(column.dtype, pd.CategoricalDtype)
+        yield Column(
+            name=str(name),
+            dtype=str(column.dtype),
+            n_classes=len(column.cat.categories) if is_category else None,
+            n_missing=int(column.isna().sum()),
+        )
+
+
+# --- How it is stored -------------------------------------------------------------------------------
+
+
+def _stored(part: Any) -> Iterator[StoredMatrix]:
+    """Describe every matrix of a local file or store."""
+    if not isinstance(part, str | os.PathLike) or not os.path.exists(part):
+        return
+    if os.path.isdir(part):
+        yield from _matrices_of(zarr.open_group(os.fspath(part), mode="r"))
+    else:
+        with h5py.File(part, "r") as file:
+            yield from _matrices_of(file)
+
+
+def _matrices_of(root: Any) -> Iterator[StoredMatrix]:
+    keys = ["X", *(f"{group}/{name}" for group in ("layers", "obsm") if group in root for name in root[group]), "raw/X"]
+    for key in keys:
+        if key not in root:
+            continue
+        stored = root[key]
+        if isinstance(stored, h5py.Dataset | zarr.Array):
+            if len(stored.shape) == 2:
+                yield _matrix(key, "dense", stored, [stored])
+        elif "data" in stored and "indices" in stored:
+            kind = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "csr")))
+            arrays = [stored[name] for name in ("data", "indices", "indptr")]
+            yield _matrix(key, kind.removesuffix("_matrix"), arrays[0], arrays)
+
+
+def _matrix(key: str, encoding: str, values: Any, arrays: Sequence[Any]) -> StoredMatrix:
+    return StoredMatrix(
+        key=key,
+        n_files=1,
+        encoding=encoding,
+        dtype=str(values.dtype),
+        indices_dtype=str(arrays[1].dtype) if len(arrays) > 1 else None,
+        chunks=values.chunks,
+        shards=getattr(values, "shards", None),
+        codec=_codec(values),
+        nbytes=sum(int(np.prod(array.shape)) * array.dtype.itemsize for array in arrays),
+        stored_bytes=sum(
+            array.id.get_storage_size() if isinstance(array, h5py.Dataset) else int(array.nbytes_stored())
+            for array in arrays
+        ),
+    )
+
+
+def _codec(array: Any) -> str | None:
+    """Return the names of what compresses an array's chunks; None where nothing does."""
+    if isinstance(array, h5py.Dataset):
+        pipeline = array.id.get_create_plist()
+        filters = [pipeline.get_filter(i) for i in range(pipeline.get_nfilters())]
+        names = [_filter_name(number, text.decode()) for number, _, _, text in filters]
+    else:
+        names = [_compressor_name(one) for one in (*array.filters, *array.compressors)]
+    return ", ".join(names) or None
+
+
+def _filter_name(number: int, text: str) -> str:
+    known = {1: "gzip", 2: "shuffle", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32015: "zstd", 32026: "blosc2"}
+    return known.get(number, text or f"filter {number}")
+
+
+def _compressor_name(compressor: Any) -> str:
+    cname = getattr(compressor, "cname", None)
+    name = getattr(compressor, "codec_id", None) or type(compressor).__name__.removesuffix("Codec").lower()
+    return str(name) if cname is None else f"{name} {getattr(cname, 'value', cname)}"
+
+
+def _alike(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix]:
+    """Return as one what several files store alike."""
+
+    def kind(one: StoredMatrix) -> tuple[Any, ...]:
+        # Chunks are as long as a short array is, so of several files their lengths say little.
+        return one.key, one.encoding, one.dtype, one.indices_dtype, one.codec, one.shards is None, one.chunks is None
+
+    groups: dict[tuple[Any, ...], list[StoredMatrix]] = {}
+    for one in matrices:
+        groups.setdefault(kind(one), []).append(one)
+    return [
+        StoredMatrix(
+            key=same[0].key,
+            n_files=len(same),
+            encoding=same[0].encoding,
+            dtype=same[0].dtype,
+            indices_dtype=same[0].indices_dtype,
+            chunks=Counter(one.chunks for one in same).most_common(1)[0][0],
+            shards=Counter(one.shards for one in same).most_common(1)[0][0],
+            codec=same[0].codec,
+            nbytes=sum(one.nbytes for one in same),
+            stored_bytes=sum(one.stored_bytes for one in same),
+        )
+        for same in groups.values()
+    ]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(f"{size:,}" for size in shape)
+
+
+# --- How fast it is read ----------------------------------------------------------------------------
+
+
+def _rates(adata: AnnData, seconds: float) -> Iterator[Rate]:
+    layouts: tuple[Layout, ...] = ("dense", "csr")
+    for layout in layouts:
+        for block_size in _BLOCK_SIZES:
+            dataset = scDataset(
+                adata,
+                BlockShuffling(block_size),
+                min(_BATCH_SIZE, adata.n_obs),
+                _FETCH_FACTOR,
+                layout=layout,
+                rank=0,
+                world_size=1,
+                seed=0,
+            )
+            yield _rate(dataset, layout, block_size, seconds)
+
+
+def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -> Rate:
+    """Read for some seconds, and a fetch at least, after a first fetch that is not counted; epoch after epoch."""
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from dataset
+
+    start = perf_counter()
+    endless = batches()
+    next(endless)
+    first_batch_s = perf_counter() - start
+    # Kernels are compiled in the first fetch, and it was there when its first batch was.
+    for _ in range(min(len(dataset), _FETCH_FACTOR) - 1):
+        next(endless)
+    n_rows, elapsed_s = 0, 0.0
+    start = perf_counter()
+    while elapsed_s < seconds or n_rows < min(dataset.fetch_size, len(dataset) * dataset.batch_size):
+        n_rows += len(next(endless))
+        elapsed_s = perf_counter() - start
+    endless.close()  # type: ignore[attr-defined]
+    return Rate(layout=layout, block_size=block_size, rows_per_s=n_rows / elapsed_s, first_batch_s=first_batch_s)
+
+
+# --- What to do about it ----------------------------------------------------------------------------
+
+
+def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate]) -> Iterator[str]:
+    for one in matrices:
+        if one.encoding == "csc":
+            yield (
+                f"{one.key} is stored by columns, so that every fetch reads all of it; write it by rows: dasksc "
+                "convert, or adata.X = adata.X.tocsr()"
+            )
+    x = [one for one in matrices if one.key == "X"]
+    codecs = {name.split()[0] for one in x if one.codec for name in one.codec.split(", ")}
+    missing = sorted(
+        {library for codec, library in _FAST_LIBRARIES.items() if codec in codecs and find_spec(library) is None}
+    )
+    if missing:
+        yield f"{', '.join(missing)} would decode it faster: pip install 'dasksc[fast]'"
+    if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
+        yield "chunks of X hold more rows than a fetch, and are decoded for few; dasksc convert makes them smaller"
+    speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
+    for layout in ("dense", "csr"):
+        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, _BLOCK_SIZES[0]), 0.0):
+            times = speed[layout, _BLOCK_SIZES[0]] / speed[layout, 1]
+            yield (
+                f"single rows come {times:.1f} times slower than blocks of {_BLOCK_SIZES[0]} ({layout}): use "
+                "BlockShuffling(block_size=64) with a large fetch_factor, or dasksc convert, which shuffles cells once"
+            )
+            break

@@ -1,0 +1,273 @@
+"""Parts of an atlas for training, validation and test, without leaking groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from scipy.sparse.csgraph import connected_components
+
+from dasksc import collection
+from dasksc.collection import Openable
+from dasksc.errors import InputError
+from dasksc.kernels import permute
+from dasksc.kernels import split as kernels
+from dasksc.sampling import Candidates, Purpose, epoch_keys
+
+__all__ = ["split"]
+
+_NAMES = {2: ("train", "test"), 3: ("train", "validation", "test")}
+_MAX_PARTS = 100
+# Of groups by classes, counted in eight bytes each.
+_MAX_COUNTS = 2**28
+# Orders in which groups are dealt, the best of which is taken; fewer where dealing takes long.
+_N_TRIES = 16
+_TRIED_COUNTS = 2**26
+
+
+def split(
+    data: Openable | Sequence[Openable] | Mapping[str, Openable] | pd.DataFrame,
+    *,
+    fractions: Mapping[str, float] | Sequence[float] = (0.8, 0.1, 0.1),
+    by: str | None = None,
+    groups: str | Sequence[str] | None = None,
+    stratify: str | Sequence[str] | None = None,
+    indices: Any = None,
+    seed: int = 0,
+) -> dict[str, NDArray[np.int64]]:
+    """Split rows at random into parts that share no group, such as no donor.
+
+    Parameters
+    ----------
+    data
+        What `dasksc.open` takes or returns, or a table of obs. Of a path only the columns named here are read.
+    fractions
+        Of each part, summing to 1: by name, or two for ``train`` and ``test``, or three for ``train``, ``validation``
+        and ``test``.
+    by
+        An obs column whose values are dealt: ``by="donor"`` puts that fraction of the *donors* into each part, each
+        with all its rows. Default: rows are dealt.
+    groups
+        Columns of obs whose values no two parts share, while `fractions` are still of the rows: ``groups="donor"``
+        keeps every donor in one part. Of several columns (and `by`) none is shared: donors of one batch stay together,
+        and so do batches of one donor.
+    stratify
+        An obs column (of several: their combinations) of which each part is to have its share; missing is a class of
+        its own. Beside `by` a value counts once, for the class that most of its rows have.
+    indices
+        Split only these rows, each once: row numbers, a boolean mask or a slice.
+    seed
+        In [0, 2**64). The same seed, data and arguments give the same parts.
+
+    Returns
+    -------
+    dict
+        For each part its row numbers, ascending, int64: ``indices`` of a strategy. Every row is in exactly one part,
+        and none is empty.
+
+    Raises
+    ------
+    InputError
+        If fractions do not sum to 1, a row has no group, or there are fewer groups than parts.
+    MissingKeyError
+        If obs has no such column.
+
+    Notes
+    -----
+    Without `by` and `groups`, of each class a part gets less than one row more or less than its fraction, and every
+    choice of rows is as likely as another; of the whole it is off by fewer rows than there are parts. Groups cannot be
+    cut: a part is over its fraction by no more than the largest group. Of up to 16 orders of dealing groups that is
+    taken which comes nearest to the fractions of every class (by chi-square), so few groups are split in few ways,
+    whatever the seed. Takes time and memory linear in the rows (a few columns of integers).
+    """
+    names, shares = _fractions(fractions)
+    whole = list(dict.fromkeys([*([] if by is None else [by]), *_listed(groups)]))
+    strata = _listed(stratify)
+    obs = _obs_of(data, list(dict.fromkeys([*whole, *strata])))
+    candidates = Candidates.of(indices, len(obs))
+    if candidates.array is not None and (candidates.array[1:] == candidates.array[:-1]).any():
+        raise InputError("indices repeat rows; a split holds each once")
+    rows = None if candidates.n == len(obs) else candidates.rows(np.arange(candidates.n))
+    classes, n_classes = _classes(obs, strata, rows, candidates.n)
+    keys = epoch_keys(seed, 0, Purpose.SPLIT, n=_N_TRIES + 1)
+    if whole:
+        parts = _parts_of_groups(
+            [_codes(obs, name, rows) for name in whole],
+            classes,
+            n_classes,
+            shares,
+            keys,
+            what=" and ".join(whole),
+            counts_values=by is not None,
+        )
+    else:
+        quotas = _quotas(np.bincount(classes, minlength=n_classes), shares, keys[0])
+        parts = np.empty(candidates.n, dtype=np.int8)
+        kernels.deal_by_quota(classes, quotas, keys[1], parts)
+    found = {name: np.flatnonzero(parts == k) for k, name in enumerate(names)}
+    empty = [name for name, rows_of_part in found.items() if not len(rows_of_part)]
+    if empty:
+        raise InputError(
+            f"{candidates.n} rows are too few for fractions={fractions!r}: {', '.join(empty)} would be empty"
+        )
+    return {name: candidates.rows(positions) for name, positions in found.items()}
+
+
+def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
+    if isinstance(fractions, Mapping):
+        names, values = [str(name) for name in fractions], list(fractions.values())
+    else:
+        values = list(fractions)
+        if len(values) not in _NAMES:
+            raise InputError(
+                f"fractions={fractions!r} are {len(values)}; give two, three, or a dict by name of the part"
+            )
+        names = list(_NAMES[len(values)])
+    shares = np.asarray(values, dtype=np.float64)
+    if not 2 <= len(shares) <= _MAX_PARTS or not (shares > 0).all() or abs(shares.sum() - 1) > 1e-6:
+        raise InputError(
+            f"fractions={fractions!r} must be 2 to {_MAX_PARTS} positive numbers that sum to 1; the sum is "
+            f"{shares.sum():g}"
+        )
+    return names, shares / shares.sum()
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
+    if isinstance(data, pd.DataFrame):
+        return data
+    obs = getattr(data, "obs", None)
+    return collection.open(data, obs=columns).obs if obs is None else obs
+
+
+def _codes(obs: pd.DataFrame, name: str, rows: NDArray[np.int64] | None) -> tuple[NDArray[np.int32], str]:
+    """Return numbers for the values of a column, shape (n,), -1 for missing ones; and its name."""
+    column = obs[collection.known("obs", name, obs.columns)]
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        codes = column.cat.codes.to_numpy()
+        codes = codes if rows is None else codes[rows]
+    else:
+        codes = pd.factorize(column if rows is None else column.iloc[rows])[0]
+    return codes.astype(np.int32), name
+
+
+def _classes(
+    obs: pd.DataFrame, strata: list[str], rows: NDArray[np.int64] | None, n: int
+) -> tuple[NDArray[np.int32], int]:
+    """Return the class of each row, and how many classes there are: those of one column, or combinations."""
+    classes, n_classes = np.zeros(n, dtype=np.int32), 1
+    for name in strata:
+        codes, _ = _codes(obs, name, rows)
+        n_codes = int(codes.max(initial=-1)) + 2
+        if n_classes * n_codes > _MAX_COUNTS:
+            raise InputError(f"stratify={strata!r} has too many combinations; give columns of fewer values")
+        combined = classes.astype(np.int64) * n_codes + (codes + 1)
+        # Numbered anew: only combinations that there are count.
+        present = np.flatnonzero(np.bincount(combined))
+        lookup = np.zeros(n_classes * n_codes, dtype=np.int32)
+        lookup[present] = np.arange(len(present))
+        classes, n_classes = lookup[combined], max(1, len(present))
+    return classes, n_classes
+
+
+def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
+    """Return how many rows of each class each part gets, shape (n_classes, n_parts), summing to `counts`.
+
+    Each is the exact number rounded down or up. Up for the parts that are shortest over all classes so far.
+    """
+    exact = counts[:, None] * shares
+    quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
+    order = np.empty(len(counts), dtype=np.int64)
+    permute.shuffle(key, order)
+    short = np.zeros(len(shares))
+    for c in order:
+        rest = exact[c] - quotas[c]
+        short += rest
+        # What is exact already stays so.
+        shortest_first = np.argsort(np.where(rest > 1e-9, -short, np.inf), kind="stable")
+        more = shortest_first[: counts[c] - quotas[c].sum()]
+        quotas[c, more] += 1
+        short[more] -= 1
+    return quotas
+
+
+def _parts_of_groups(
+    columns: list[tuple[NDArray[np.int32], str]],
+    classes: NDArray[np.int32],
+    n_classes: int,
+    shares: NDArray[np.float64],
+    keys: NDArray[np.uint64],
+    *,
+    what: str,
+    counts_values: bool,
+) -> NDArray[np.int8]:
+    """Return the part of each row, those that share a value of any column in one."""
+    for codes, name in columns:
+        n_missing = int((codes < 0).sum())
+        if n_missing:
+            raise InputError(
+                f"{name!r} is missing in {n_missing} of {len(codes)} rows, which might belong to any group. Leave "
+                f"these out (indices=dasksc.rows_where(data, '`{name}`.notna()')), or give them a value"
+            )
+    first = columns[0][0]
+    unit_of_value = _joined([codes for codes, _ in columns])
+    counts = _counted(unit_of_value[first], classes, n_classes)
+    is_there = counts.sum(axis=1) > 0
+    if counts_values:
+        by_value = _counted(first, classes, n_classes)
+        values = np.flatnonzero(by_value.sum(axis=1))
+        counts = np.zeros_like(counts)
+        np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)
+    units = np.flatnonzero(is_there)
+    if len(units) < len(shares):
+        raise InputError(
+            f"there are {len(units)} groups by {what} that share nothing, too few for {len(shares)} parts of which "
+            "none is empty. Give fewer parts, or groups that are finer"
+        )
+    best, parts = np.inf, np.zeros(len(counts), dtype=np.int8)
+    n_tries = int(np.clip(_TRIED_COUNTS // (counts.size * len(shares)), 1, _N_TRIES))
+    for key in keys[:n_tries]:
+        order, found = np.empty(len(units), dtype=np.int64), np.zeros(len(counts), dtype=np.int8)
+        permute.shuffle(key, order)
+        distance = kernels.assign_units(counts, units[order], shares, found)
+        if distance < best:
+            best, parts = distance, found
+    part_of_value: NDArray[np.int8] = parts[unit_of_value]
+    return part_of_value[first]
+
+
+def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
+    """Return for each value of the first column its unit: values that are linked by any other column share one."""
+    first = columns[0].astype(np.int64)
+    n_values = int(first.max(initial=-1)) + 1
+    if len(columns) == 1:
+        return np.arange(n_values)
+    size, ends = n_values, []
+    for other in columns[1:]:
+        # Of rows by the million few pairs are different.
+        pairs = np.unique(first << 32 | other)
+        ends.append((pairs >> 32, (pairs & 0xFFFFFFFF) + size))
+        size += int(other.max(initial=-1)) + 1
+    rows, cols = (np.concatenate(nodes) for nodes in zip(*ends, strict=True))
+    graph = sp.coo_matrix((np.ones(len(rows), dtype=np.int8), (rows, cols)), shape=(size, size))
+    units: NDArray[np.int64] = connected_components(graph, directed=False)[1][:n_values].astype(np.int64)
+    return units
+
+
+def _counted(units: NDArray[Any], classes: NDArray[np.int32], n_classes: int) -> NDArray[np.int64]:
+    n_units = int(units.max(initial=-1)) + 1
+    if n_units * n_classes > _MAX_COUNTS:
+        raise InputError(
+            f"{n_units:,} groups of {n_classes:,} classes are too many to count ({_MAX_COUNTS:,} at most); stratify= "
+            "by fewer classes"
+        )
+    counts = np.zeros((n_units, n_classes), dtype=np.int64)
+    kernels.count_pairs(units, classes, counts)
+    return counts

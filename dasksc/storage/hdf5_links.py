@@ -1,0 +1,88 @@
+"""Where an HDF5 file leads to other files: refused, unless they lie beside it.
+
+A file from somewhere else may name any path of this machine, or what stands there by chance.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import h5py
+
+from dasksc.errors import StorageError
+
+__all__ = ["check_links", "check_path", "check_values"]
+
+
+def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
+    """Refuse a file with links to files outside of a folder.
+
+    Parameters
+    ----------
+    root
+        The file, open.
+    path
+        What to call it in errors.
+    folder
+        Where other files may be; None where there can be none, in which case values in other files are sought too.
+
+    Raises
+    ------
+    StorageError
+        If there is such a link; the message names it.
+    """
+
+    def look(name: str, link: Any) -> tuple[str, str] | None:
+        if isinstance(link, h5py.ExternalLink):
+            return None if _is_inside(link.filename, folder) else (name, link.filename)
+        if folder is None and not isinstance(link, h5py.SoftLink):
+            item = root[name]
+            other = next(_files_of(item), None) if isinstance(item, h5py.Dataset) else None
+            return None if other is None else (name, other)
+        return None
+
+    # HDF5 would swallow an error.
+    found = root.visititems_links(look)
+    if found is not None:
+        _refuse(path, found[0], found[1], folder)
+
+
+def check_path(root: h5py.File, path: str, name: str, *, folder: str | None) -> None:
+    """Refuse the way to one object if it goes through files outside of a folder; see `check_links`."""
+    parts = name.strip("/").split("/")
+    for n in range(1, len(parts) + 1):
+        link = root.get("/".join(parts[:n]), getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            if not _is_inside(link.filename, folder):
+                _refuse(path, "/".join(parts[:n]), link.filename, folder)
+            return  # what follows is in that file
+
+
+def check_values(dataset: h5py.Dataset, path: str, *, folder: str | None) -> None:
+    """Refuse a dataset whose values lie in files outside of a folder; see `check_links`."""
+    for other in _files_of(dataset):
+        if not _is_inside(other, folder):
+            _refuse(path, dataset.name.strip("/"), other, folder)
+
+
+def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
+    if dataset.is_virtual:
+        yield from (source.file_name for source in dataset.virtual_sources() if source.file_name != ".")
+    yield from (name for name, _, _ in dataset.external or ())
+
+
+def _is_inside(other: str, folder: str | None) -> bool:
+    if folder is None:
+        return False
+    real = os.path.realpath(folder)
+    return os.path.realpath(os.path.join(real, other)).startswith(real.rstrip("/") + "/")
+
+
+def _refuse(path: str, name: str, other: str, folder: str | None) -> NoReturn:
+    raise StorageError(
+        f"{path}: /{name} lies in another file, {other!r}, which is not read: "
+        + ("links are followed within the folder of a file only." if folder else "it would be sought on this machine.")
+        + " Open that file itself, or write the atlas as one file."
+    )

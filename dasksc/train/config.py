@@ -1,0 +1,440 @@
+"""What a training is: the one schema that YAML files and ``--set`` are checked against."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dasksc import InputError, MissingPathError
+from dasksc.train.guide import translated
+from dasksc.train.names import nearest
+
+__all__ = ["Config", "Data", "Fsdp", "Model", "Named", "Optimizer", "Profile", "Scheduler", "Tokenizer", "Training"]
+
+_Positive = Annotated[int, Field(ge=1)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    """Keys that are not in the schema are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Named(BaseModel):
+    """A name, and the arguments of what it names: ``{name: block_shuffling, block_size: 64}``, or the name alone."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What was given beside the name."""
+        return dict(self.model_extra or {})
+
+
+class Validation(_Section):
+    """Which rows are kept from training.
+
+    Parameters
+    ----------
+    share
+        Of the rows, or of the values of `by`.
+    by
+        An obs column whose values are held out as a whole (donors, plates).
+    path
+        Another atlas, instead of rows of the one that is trained on.
+    seed
+        Of the choice.
+    """
+
+    share: _Share = 0.1
+    by: str | None = None
+    path: str | list[str] | dict[str, str] | None = None
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_share(cls, value: Any) -> Any:
+        return {"share": value} if isinstance(value, int | float) else value
+
+
+class Open(_Section):
+    """What `dasksc.open` is told of several atlases."""
+
+    join: Literal["inner", "outer"] = "inner"
+    label: str | None = None
+    keys: list[str] | None = None
+    index_unique: str | None = None
+    merge: str | None = None
+
+
+class Data(_Section):
+    """What is read, and how: the arguments of `dasksc.open`, `dasksc.scDataset` and ``DataLoader``.
+
+    Parameters
+    ----------
+    path
+        Of the atlas; a list, dict, pattern or directory for several.
+    open
+        How several are joined.
+    strategy
+        What is drawn: the name of a strategy (``BlockShuffling`` or ``block_shuffling``) and its arguments. ``weights``
+        may name an obs column.
+    validation
+        A share of the rows, or more (`Validation`).
+    batch_size
+        Rows of a batch, per rank.
+    genes
+        Names or positions, or the path of a file with one name a line.
+    num_workers, prefetch_factor
+        Of a ``DataLoader``. 0 is the mode to use: threads of each rank read ahead.
+    pin_memory
+        Default: where there is a GPU.
+    """
+
+    path: str | list[str] | dict[str, str]
+    open: Open = Open()
+    strategy: Named = Named(name="block_shuffling")
+    validation: Validation | None = None
+    batch_size: _Positive = 64
+    fetch_factor: _Positive | None = 64
+    drop_last: bool = False
+    obs: list[str] = []
+    layers: list[str] = []
+    obsm: list[str] = []
+    genes: list[str] | list[int] | str | None = None
+    layout: Literal["dense", "csr"] = "dense"
+    dtype: str | None = "float32"
+    equal_ranks: Literal[True] = True
+    scheduler: str | None = None
+    prefetch: _Positive | None = None
+    memory_limit: int | str | None = None
+    mmap: bool = True
+    progress: bool = False
+    seed: int | None = None
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    prefetch_factor: _Positive | None = None
+    pin_memory: bool | None = None
+
+
+class Tokenizer(_Section):
+    """How cells become tokens; what it means is for ``dasksc.tokens`` to say.
+
+    Parameters
+    ----------
+    vocabulary
+        The path of a file; default: the names in ``var``.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    strategy: str = "rank_value"
+    vocabulary: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the vocabulary."""
+        return self.model_dump(exclude={"vocabulary"})
+
+
+class Model(Named):
+    """A model and its arguments: ``{name: mlp_classifier, label: cell_type}``; see `dasksc.train.models`."""
+
+
+class Optimizer(Named):
+    """An optimizer and its arguments: ``{name: adamw, lr: 1.0e-3}``."""
+
+    name: str = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+
+
+class Scheduler(_Section):
+    """The learning rate over the steps, as a factor of the optimizer's.
+
+    Parameters
+    ----------
+    name
+        ``constant``, ``cosine_warmup`` or ``linear_warmup``: what follows the warm-up.
+    warmup_steps
+        Over which the rate rises in a straight line.
+    total_steps
+        At which it reaches `final`; default: all steps of the run.
+    final
+        The share of the rate that is left at the end.
+    """
+
+    name: Literal["constant", "cosine_warmup", "linear_warmup"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    total_steps: _Positive | None = None
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Fsdp(_Section):
+    """How parameters are sharded. That it is there selects FSDP.
+
+    Parameters
+    ----------
+    sharding_strategy
+        ``FULL_SHARD``; ``SHARD_GRAD_OP`` keeps parameters whole between forward and backward; ``HYBRID_SHARD`` shards
+        inside groups of `shard_size` ranks and replicates across them; ``NO_SHARD`` is DDP.
+    cpu_offload
+        Keep parameters, gradients and the optimizer's state in the memory of the host.
+    min_num_params
+        Modules of at least that many parameters are gathered by themselves, the rest together.
+    shard_size
+        Ranks that share one copy; default: those of a node.
+    activation_checkpointing
+        As in `Training`; either is enough.
+    """
+
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
+    cpu_offload: bool = False
+    min_num_params: _Positive = 1_000_000
+    shard_size: _Positive | None = None
+    activation_checkpointing: bool = False
+
+
+class Profile(_Section):
+    """The window of steps that torch's profiler records, once, on every rank."""
+
+    wait: Annotated[int, Field(ge=0)] = 5
+    warmup: Annotated[int, Field(ge=0)] = 2
+    active: _Positive = 3
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_true(cls, value: Any) -> Any:
+        return {} if value is True else value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers may be written 1e-4, which YAML 1.1 takes for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+_Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
+
+
+class Training(_Section):
+    """How the model is trained.
+
+    Parameters
+    ----------
+    strategy
+        Default: ``fsdp`` where there is an `fsdp` section, else ``ddp`` on several ranks and ``single`` on one.
+    gradient_accumulation
+        Batches of a rank before a step.
+    gradient_clip
+        Largest norm of the gradient, over all ranks.
+    max_epochs, max_steps
+        Whichever comes first; steps of the optimizer. Neither: one epoch.
+    scale_lr
+        Multiply the learning rate by the number of ranks.
+    activation_checkpointing
+        Compute the activations of each block again in the backward pass instead of keeping them.
+    num_nodes, num_gpus
+        What the run is for: GPUs (on CPUs: processes) of all nodes together. A run of other size is refused.
+    checkpoint_dir
+        Where checkpoints, ``metrics.csv``, the plot and the model for inference go.
+    save_every
+        Steps between checkpoints; default: one at the end of each epoch. There is one at the end of the run.
+    save_top_k
+        How many of the best are kept beside the latest; -1: all.
+    monitor, monitor_mode
+        The figure that says which is best. Default: the validation loss where there is one, else that of training.
+    resume_from
+        ``auto``: the latest in `checkpoint_dir`, if there is one; or the path of a checkpoint.
+    validate_every
+        Epochs.
+    profile
+        ``true``, or a window of steps (`Profile`).
+    find_unused_parameters
+        For DDP, where a step does not use all of the model.
+    timeout_s
+        Seconds after which ranks that wait for another give up.
+    """
+
+    strategy: Literal["single", "dp", "ddp", "fsdp"] | None = None
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    gradient_accumulation: _Positive = 1
+    gradient_clip: Annotated[float, Field(gt=0)] | None = None
+    max_epochs: _Positive | None = None
+    max_steps: _Positive | None = None
+    optimizer: Optimizer = Optimizer()
+    scheduler: Scheduler = Scheduler()
+    scale_lr: bool = False
+    seed: int = 0
+    activation_checkpointing: bool = False
+    fsdp: Fsdp | None = None
+    num_nodes: _Positive | None = None
+    num_gpus: _Positive | None = None
+    checkpoint_dir: str = "checkpoints"
+    save_every: _Positive | None = None
+    save_top_k: Annotated[int, Field(ge=-1)] = 1
+    monitor: str | None = None
+    monitor_mode: Literal["min", "max"] | None = None
+    resume_from: str | None = None
+    validate_every: _Positive = 1
+    logger: _Logger | list[_Logger] = "stdout"
+    wandb_project: str | None = None
+    log_every_n_steps: _Positive = 50
+    profile: Profile | None = None
+    find_unused_parameters: bool = False
+    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """Whether either section asks for it."""
+        return self.activation_checkpointing or (self.fsdp is not None and self.fsdp.activation_checkpointing)
+
+    @property
+    def loggers(self) -> list[str]:
+        """Their names."""
+        return [self.logger] if isinstance(self.logger, str) else list(self.logger)
+
+
+class Config(_Section):
+    """A training: what is read, what is trained, and how.
+
+    Parameters
+    ----------
+    data
+        What is read.
+    model
+        What is trained.
+    training
+        How.
+    tokenizer
+        For models of tokens.
+    """
+
+    data: Data
+    model: Model
+    training: Training = Training()
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def load(cls, path: str | Path, *, changes: Iterable[str] = ()) -> Config:
+        """Read a YAML file.
+
+        Parameters
+        ----------
+        path
+            Of the file; in the layout of this schema, or that of the published guide (`dasksc.train.guide`).
+        changes
+            Texts such as ``training.optimizer.lr=1e-4``, whose values are read as YAML.
+
+        Returns
+        -------
+        Config
+            Checked.
+
+        Raises
+        ------
+        MissingPathError
+            If there is no such file.
+        InputError
+            If it is no YAML, or a key or value is not of the schema: all of them are told, with the nearest known name.
+        """
+        try:
+            raw = _read_yaml(Path(path).read_text())
+        except FileNotFoundError as error:
+            raise MissingPathError(f"there is no configuration at {path}") from error
+        except yaml.YAMLError as error:
+            raise InputError(f"{path} is not YAML: {error}") from error
+        return cls.of(raw, changes=changes, source=str(path))
+
+    @classmethod
+    def of(cls, raw: Any, *, changes: Iterable[str] = (), source: str = "the configuration") -> Config:
+        """Check what a YAML file holds.
+
+        Parameters
+        ----------
+        raw
+            Dicts, lists and values.
+        changes
+            As for `load`.
+        source
+            What messages call it.
+
+        Returns
+        -------
+        Config
+            Checked.
+
+        Raises
+        ------
+        InputError
+            As for `load`.
+        """
+        if not isinstance(raw, Mapping):
+            raise InputError(f"{source} holds {type(raw).__name__}; expected sections: {', '.join(cls.model_fields)}")
+        tree = _copied(raw)
+        for change in changes:
+            _set(tree, change)
+        try:
+            return cls.model_validate(translated(tree))
+        except ValidationError as error:
+            problems = [_problem(cls, one) for one in error.errors()]
+            raise InputError(f"{source}: {'; '.join(problems)}") from error
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # a safe one
+
+
+def _copied(tree: Any) -> Any:
+    return {key: _copied(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def _set(tree: dict[str, Any], change: str) -> None:
+    """Put ``a.b=value`` into a tree."""
+    name, equals, text = change.partition("=")
+    *sections, last = name.split(".")
+    if not equals or not last:
+        raise InputError(f"--set {change} is not of the form section.key=value")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            # `name` alone is short for {name: name}
+            below = tree[section] = {} if below is None else {"name": below}
+        tree = below
+    tree[last] = _read_yaml(text) if text else None
+
+
+def _problem(root: type[BaseModel], error: Any) -> str:
+    """Return what pydantic found, with the nearest name for an unknown key."""
+    where = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "literal["))]
+    name = ".".join(where)
+    if error["type"] == "extra_forbidden":
+        return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name}={error['input']!r}: {error['msg']}"
+
+
+def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:
+    """Return the keys that a section may have."""
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        options = getattr(annotation, "__args__", (annotation,))
+        model = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,275 @@
+"""The data sets of a training, and what its model has to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+import dasksc
+from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc.train.config import Config, Data, Validation
+from dasksc.train.names import check_arguments, find
+
+__all__ = ["Loader", "Loaders", "make_loaders", "on_device"]
+
+_STRATEGIES: dict[str, type[SamplingStrategy]] = {
+    name: getattr(dasksc, cls)
+    for cls in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling")
+    for name in (cls, "".join(f"_{c.lower()}" if c.isupper() else c for c in cls).lstrip("_"))
+}
+
+# What the sections say in other words.
+_SCDATASET_ARGUMENTS = (
+    *("batch_size", "fetch_factor", "layers", "obsm", "layout", "dtype", "scheduler", "prefetch", "memory_limit"),
+)
+
+
+class Loader:
+    """A data set as the training loop reads it, by itself or through the workers of a DataLoader.
+
+    Parameters
+    ----------
+    dataset
+        What is read.
+    data
+        The section of the configuration.
+    pin_memory
+        Whether workers' batches are put in page-locked memory here.
+    """
+
+    def __init__(self, dataset: scDataset, data: Data, *, pin_memory: bool = False) -> None:
+        self.dataset = dataset
+        self._n_workers = data.num_workers
+        self._n_taken = 0
+        self._n_to_skip = 0
+        self._n_in_pass = 0
+        self.epoch = 0
+        self._batches: Any = dataset
+        if data.num_workers:
+            self._batches = DataLoader(
+                dataset,
+                batch_size=None,
+                num_workers=data.num_workers,
+                prefetch_factor=data.prefetch_factor,
+                pin_memory=pin_memory,
+                # By default it draws from the generator of dropout, of which a run that goes on has the state.
+                generator=torch.Generator().manual_seed(dataset.seed % 2**63),
+            )
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the batch that was yielded last is the last of its epoch."""
+        return self._n_taken == self._n_in_pass
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what is left of an epoch; at its end the next one begins."""
+        if self._n_workers:
+            self.dataset.set_epoch(self.epoch)
+        self._n_in_pass = self.dataset.n_batches_left
+        self._n_taken, self._n_to_skip = self._n_to_skip, 0
+        for batch in islice(iter(self._batches), self._n_taken, None):
+            self._n_taken += 1
+            yield batch
+        self.epoch += 1
+        self._n_taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, from which `load_state_dict` goes on."""
+        state = self.dataset.state_dict()
+        if not self._n_workers:
+            return {"dataset": state}
+        # Workers take fetches in turns, so that what they have yielded is no beginning of the epoch's order.
+        world = (self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers)
+        state |= {"epoch": self.epoch, "consumed": []}
+        return {"dataset": state, "n_taken": self._n_taken, "read_by": list(world)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the very next batch.
+
+        Raises
+        ------
+        InputError
+            If workers were in the middle of an epoch, and it would now be read by other ranks, sizes or workers.
+        """
+        n_taken = state.get("n_taken", 0)
+        inside = bool(n_taken) if "read_by" in state else bool(state["dataset"]["consumed"])
+        world = [self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers]
+        if inside and ("read_by" in state or self._n_workers) and state.get("read_by") != world:
+            raise InputError(
+                f"the checkpoint lies inside an epoch that was read by {state.get('read_by', 'no workers')} (ranks, "
+                f"batch_size, fetch_factor, num_workers), and is now to be read by {world}. With data.num_workers=0 an "
+                "epoch goes on with any number of ranks; with workers take a checkpoint from the end of an epoch"
+            )
+        self.dataset.load_state_dict(state["dataset"])
+        self.epoch = int(state["dataset"]["epoch"])
+        self._n_to_skip = n_taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaders:
+    """What a training reads.
+
+    Parameters
+    ----------
+    training, validation
+        The data sets; no validation where nothing was held out.
+    facts
+        What a model's constructor may ask for (`dasksc.train.models`).
+    """
+
+    training: Loader
+    validation: Loader | None
+    facts: dict[str, Any]
+
+
+def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Loaders:
+    """Open the atlas and make the data sets of this rank.
+
+    Parameters
+    ----------
+    config
+        Of the training.
+    device, rank
+        Of this process.
+
+    Raises
+    ------
+    InputError
+        If the sections do not fit the atlas.
+    """
+    data = config.data
+    label = config.model.arguments.get("label")
+    strategy_class = find(data.strategy.name, _STRATEGIES, what="data.strategy.name")
+    options = dict(data.strategy.arguments)
+    obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
+    weights = options.get("weights")
+    by = data.validation.by if data.validation is not None else None
+    needed = [name for name in (*obs, options.get("label_key"), weights, by) if isinstance(name, str)]
+    adata = dasksc.open(data.path, obs=list(dict.fromkeys(needed)), mmap=data.mmap, **data.open.model_dump())
+    if isinstance(weights, str):
+        options["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
+    held_out = None
+    if data.validation is not None and data.validation.path is None:
+        held_out = held_out_rows(adata, data.validation)
+        if "indices" in options:
+            raise InputError("data.strategy.indices and data.validation.share both say which rows are trained on")
+        if isinstance(options.get("weights"), np.ndarray):
+            options["weights"] = options["weights"][~held_out]
+        options["indices"] = np.flatnonzero(~held_out)
+    check_arguments(strategy_class, options, what="data.strategy")
+
+    on_gpu = device.type == "cuda"
+    pinned = on_gpu if data.pin_memory is None else data.pin_memory
+    common = {name: getattr(data, name) for name in _SCDATASET_ARGUMENTS}
+    common |= {
+        "obs": obs,
+        "genes": _genes(data.genes),
+        "seed": config.training.seed if data.seed is None else data.seed,
+        "pin_memory": pinned and not data.num_workers,
+    }
+    tokens = None
+    if config.tokenizer is not None:
+        if data.genes is not None:
+            raise InputError("data.genes and a tokenizer both choose genes; give tokenizer.vocabulary instead")
+        tokens = _tokens(config, adata.var_names, common["seed"])
+        common |= {"layout": "csr", "transform": tokens}
+    training = scDataset(
+        adata,
+        strategy_class(**options),
+        drop_last=data.drop_last,
+        progress=data.progress and rank == 0,
+        **_known(common),
+    )
+    validation = None
+    if data.validation is not None:
+        other = data.validation.path
+        held = adata if other is None else dasksc.open(other, obs=obs, mmap=data.mmap, **data.open.model_dump())
+        rows = None if held_out is None else np.flatnonzero(held_out)
+        validation = scDataset(held, dasksc.Streaming(indices=rows), equal_ranks=False, **_known(common))
+        n_rows = held.n_obs if rows is None else len(rows)
+        if n_rows < validation.world_size:
+            raise InputError(
+                f"{n_rows} rows are held out for {validation.world_size} ranks; raise data.validation.share to at "
+                "least one row for each"
+            )
+    return Loaders(
+        training=Loader(training, data, pin_memory=pinned),
+        validation=None if validation is None else Loader(validation, data, pin_memory=pinned),
+        facts=_facts(training, adata, label, tokens, None if common["genes"] is None else len(common["genes"])),
+    )
+
+
+def held_out_rows(adata: Any, validation: Validation) -> NDArray[np.bool_]:
+    """Return which rows are held out, shape (n_obs,): the same on every rank."""
+    rng = np.random.default_rng(validation.seed)
+    if validation.by is None:
+        held: NDArray[np.bool_] = rng.random(adata.n_obs, dtype=np.float32) < validation.share
+        return held
+    codes, values = adata.obs[validation.by].factorize(sort=True)
+    n_held = max(1, round(validation.share * len(values)))
+    if n_held >= len(values):
+        raise InputError(
+            f"data.validation.by={validation.by!r} has {len(values)} values, of which {n_held} would be held out"
+        )
+    chosen = rng.choice(len(values), n_held, replace=False)
+    return np.isin(codes, chosen)
+
+
+def _tokens(config: Config, genes: Any, seed: int) -> Any:
+    assert config.tokenizer is not None
+    tokens = import_module("dasksc.tokens")
+    return tokens.from_config(config.tokenizer.options, genes=genes, vocabulary=config.tokenizer.vocabulary, seed=seed)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None or name in ("fetch_factor", "dtype")}
+
+
+def _genes(genes: Any) -> Any:
+    if not isinstance(genes, str):
+        return genes
+    try:
+        return Path(genes).read_text().split()
+    except OSError as error:
+        raise InputError(f"data.genes={genes!r} is no file of names, one a line ({error}); or give a list") from error
+
+
+def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, n_genes: int | None) -> dict[str, Any]:
+    if tokens is not None:
+        facts = {
+            "n_tokens": tokens.vocabulary.size,
+            "pad_id": tokens.vocabulary.pad_id,
+            "max_seq_len": tokens.max_length,
+        }
+        # Without bins the rank is the value.
+        if getattr(tokens, "n_bins", None) is not None:
+            facts["n_bins"] = tokens.n_bins
+    else:
+        facts = {"n_genes": adata.n_vars if n_genes is None else n_genes}
+    if isinstance(label, str):
+        if label not in dataset.categories:
+            raise InputError(f"model.label={label!r} is not categorical: obs[{label!r}] holds {adata.obs[label].dtype}")
+        facts["n_labels"] = len(dataset.categories[label])
+    return facts
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Put every tensor of a batch on a device, without waiting for those in page-locked memory."""
+    if device.type == "cpu":
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return type(batch)({name: on_device(value, device) for name, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        return type(batch)(on_device(value, device) for value in batch)
+    return batch

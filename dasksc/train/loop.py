@@ -1,0 +1,329 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dasksc import InputError
+from dasksc.train.checkpoint import Checkpoints, build_model, save_model
+from dasksc.train.config import Config
+from dasksc.train.data import Loader, Loaders, make_loaders, on_device
+from dasksc.train.loggers import CSVLog, Log, make_logs
+from dasksc.train.metrics import Means, Pace
+from dasksc.train.models import BUILT_IN
+from dasksc.train.names import arguments_of, check_arguments, find
+from dasksc.train.optim import LearningRate, make_optimizer
+from dasksc.train.parallel import Place, Spread, clip_gradient, count_rows, number_of, places, spread
+from dasksc.train.report import Report, plot
+
+__all__ = ["fit"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
+    """Train a model as a configuration says. Every rank calls it.
+
+    Parameters
+    ----------
+    config
+        Of the training.
+    say
+        Prints a line; called on rank 0 only.
+
+    Returns
+    -------
+    Report
+        What the training was.
+
+    Raises
+    ------
+    InputError
+        If the configuration does not fit the data, the model or the run.
+    """
+    with places(config.training) as place:
+        run = _Run(config, place, say)
+        run.go()
+        return run.finish()
+
+
+class _Run:
+    """One training: what it consists of, and how far it is."""
+
+    def __init__(self, config: Config, place: Place, say: Callable[[str], None]) -> None:
+        training = config.training
+        self.config = config
+        self.place = place
+        self.folder = Path(training.checkpoint_dir)
+        self.loaders: Loaders = make_loaders(config, device=place.device, rank=place.rank)
+        self.model_arguments = _model_arguments(config, self.loaders.facts)
+        torch.manual_seed(training.seed)  # the same parameters on every rank
+        model = build_model(config.model.name, self.model_arguments)
+        self.n_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.spread: Spread = spread(model, training, place)
+        scale = place.world_size if training.scale_lr else 1
+        self.optimizer = make_optimizer(model.parameters(), training.optimizer, scale=scale)
+        self.scaler = torch.amp.GradScaler(place.device.type, enabled=training.precision == "16-mixed")
+        self.max_epochs = training.max_epochs or (None if training.max_steps else 1)
+        self.learning_rate = LearningRate(self.optimizer, training.scheduler, self._total_steps())
+        self.monitor, mode = _monitored(config)
+        self.checkpoints = Checkpoints(folder=self.folder, keep=training.save_top_k, mode=mode, place=place)
+
+        self.step = 0
+        self.step_saved: int | None = None
+        self.step_validated: int | None = None
+        self.n_cells = 0
+        self.figures: dict[str, Any] = {}
+        self.latest: Path | None = None
+        # Dropout differs between ranks.
+        torch.manual_seed(training.seed + 1 + place.rank)
+        self._resume()
+        self.pace = Pace(place)
+        self.table: CSVLog | None = None
+        self.logs: list[Log] = []
+        if place.rank == 0:
+            self.table = CSVLog(self.folder / "metrics.csv", resumed_at=self.step if self.step else None)
+            self.logs = [self.table, *make_logs(config, say=say)]
+
+    @property
+    def _loader(self) -> Loader:
+        return self.loaders.training
+
+    def _total_steps(self) -> int:
+        """Steps of the run, if no epoch is left early."""
+        training = self.config.training
+        per_epoch = math.ceil(len(self._loader.dataset) / training.gradient_accumulation)
+        total = math.inf if self.max_epochs is None else self.max_epochs * per_epoch
+        return int(min(total, training.max_steps or math.inf))
+
+    def _resume(self) -> None:
+        path = self.checkpoints.find(self.config.training.resume_from)
+        if path is None:
+            return
+        state = self.checkpoints.load(path, self.spread.bare, self.optimizer)
+        self._loader.load_state_dict(state["data"])
+        if state["scaler"]:  # empty without 16-mixed
+            self.scaler.load_state_dict(state["scaler"])
+        self.step, self.figures, self.latest = state["step"], state["figures"], path
+        self.step_saved = self.step if path.parent == self.folder else None
+        self.step_validated = state["validated_at"]
+        logger.info("going on from %s", path)
+
+    # --- Steps ------------------------------------------------------------------------------------------
+
+    @property
+    def _is_over(self) -> bool:
+        training = self.config.training
+        enough_steps = training.max_steps is not None and self.step >= training.max_steps
+        return enough_steps or (self.max_epochs is not None and self._loader.epoch >= self.max_epochs)
+
+    def go(self) -> None:
+        """Train to the end."""
+        training = self.config.training
+        with self._profiling() as profiler:
+            while not self._is_over:
+                epoch = self._loader.epoch
+                self._train_epoch(epoch, profiler)
+                if self._loader.epoch == epoch:
+                    break  # max_steps lie inside it
+                if (epoch + 1) % training.validate_every == 0:
+                    self._validate(epoch)
+                if training.save_every is None or self.step % training.save_every == 0:
+                    self._save()
+        self._validate(self._loader.epoch)
+
+    def _train_epoch(self, epoch: int, profiler: Any) -> None:
+        training = self.config.training
+        self.spread.whole.train()
+        means = Means(self.place)
+        rate = norm = None
+        batches = self.pace.timed(self._loader)
+        with contextlib.closing(batches):
+            for group in grouped(batches, training.gradient_accumulation):
+                rate, norm = self._take_step(group, means)
+                if profiler is not None:
+                    profiler.step()
+                if self.step % training.log_every_n_steps == 0:
+                    self._note(epoch, means, rate, norm)
+                if self._loader.is_at_end:
+                    continue  # what is due now comes after the epoch
+                if self._is_over:
+                    break
+                if training.save_every is not None and self.step % training.save_every == 0:
+                    self._save()
+        if rate is not None and self.step % training.log_every_n_steps:
+            self._note(epoch, means, rate, norm)
+
+    def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
+        """Go through the batches of a step, each weighted by its rows, and move the parameters."""
+        training = self.config.training
+        sizes = [count_rows(batch) for batch in group]
+        for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):
+            with self.spread.accumulating(is_last=i == len(group) - 1):
+                outputs = self.spread(on_device(batch, self.place.device))
+                loss = outputs["loss"]
+                torch.autograd.backward(self.scaler.scale(loss * (n_rows / sum(sizes))))
+            means.add(outputs, n_rows)
+        rate = self.learning_rate.set(self.step)
+        norm = None
+        if training.gradient_clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            norm = clip_gradient(self.spread.bare.parameters(), training.gradient_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return rate, norm
+
+    def _note(self, epoch: int, means: Means, rate: float, norm: torch.Tensor | None) -> None:
+        figures, n_rows = means.take()
+        if not n_rows:
+            return
+        if not math.isfinite(figures["loss"]) and not self.scaler.is_enabled():
+            raise InputError(
+                f"the loss is {figures['loss']} at step {self.step}. Lower training.optimizer.lr, give a "
+                "training.gradient_clip, or look for NaN in the data"
+            )
+        self.n_cells += n_rows
+        figures |= {"lr": rate} | ({} if norm is None else {"gradient_norm": number_of(norm)}) | self.pace.take(n_rows)
+        self._log(epoch, figures)
+
+    def _log(self, epoch: int, figures: dict[str, Any]) -> None:
+        self.figures |= figures
+        for log in self.logs:
+            log.write({"step": self.step, "epoch": epoch, **figures})
+
+    def _validate(self, epoch: int) -> None:
+        loader = self.loaders.validation
+        if loader is None or self.step_validated == self.step:
+            return
+        self.step_validated = self.step
+        paused = self.pace.pause()
+        self.spread.bare.eval()
+        means = Means(self.place)
+        last = None
+        n_batches = 0
+        for batch in loader:
+            last = on_device(batch, self.place.device)
+            means.add(self.spread.evaluate(last), count_rows(last))
+            n_batches += 1
+        if self.spread.is_sharded:
+            # Ranks may differ by a batch, and parameters are gathered by all of them together.
+            most = self.place.reduced(torch.tensor(n_batches, device=self.place.device), dist.ReduceOp.MAX)
+            for _ in range(int(most) - n_batches):
+                self.spread.evaluate(last)
+        figures, _ = means.take()
+        self.spread.bare.train()
+        self.pace.go_on(paused)
+        self._log(epoch, {f"validation_{name}": value for name, value in figures.items()})
+
+    # --- Ends -------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self.step_saved == self.step:
+            return
+        paused = self.pace.pause()
+        is_new = not self.monitor.startswith("validation_") or self.step_validated == self.step
+        value = self.figures.get(self.monitor) if is_new else None
+        state = {
+            "data": self._loader.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "figures": self.figures,
+            "validated_at": self.step_validated,
+            "model": {"name": self.config.model.name, "arguments": self.model_arguments},
+            "world_size": self.place.world_size,
+            "config": self.config.model_dump(),
+        }
+        self.latest = self.checkpoints.save(self.step, self.spread.bare, self.optimizer, state, value)
+        self.step_saved = self.step
+        self.pace.go_on(paused)
+
+    def finish(self) -> Report:
+        """Write what a run leaves behind."""
+        self._save()
+        if self.monitor not in self.figures and self.place.rank == 0:
+            logger.warning("training.monitor=%r is not among the figures: %s", self.monitor, sorted(self.figures))
+        path = self.folder / "model.pt"
+        save_model(
+            path,
+            self.spread.bare,
+            name=self.config.model.name,
+            arguments=self.model_arguments,
+            place=self.place,
+            more={"step": self.step, "categories": dict(self._loader.dataset.categories)},
+        )
+        for log in self.logs:
+            log.close()
+        if self.table is not None:
+            plot(self.table.rows, self.folder / "training.png")
+        hidden = {"cells_per_s", "wait_share", "lr"}
+        return Report(
+            strategy=self.place.strategy,
+            world_size=self.place.world_size,
+            device=self.place.device.type,
+            n_parameters=self.n_parameters,
+            n_steps=self.step,
+            n_epochs=self._loader.epoch,
+            n_cells=self.n_cells,
+            elapsed_s=self.pace.total_s,
+            cells_per_s=self.n_cells / self.pace.total_s if self.pace.total_s else 0.0,
+            wait_share=self.pace.total_wait_s / self.pace.total_s if self.pace.total_s else 0.0,
+            figures={name: value for name, value in self.figures.items() if name not in hidden},
+            checkpoint=None if self.latest is None else str(self.latest),
+            model=str(path),
+        )
+
+    @contextlib.contextmanager
+    def _profiling(self) -> Iterator[Any]:
+        window = self.config.training.profile
+        if window is None:
+            yield None
+            return
+        folder = self.folder / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def export(profiler: torch.profiler.profile) -> None:
+            profiler.export_chrome_trace(str(folder / f"rank-{self.place.rank}.json"))
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.place.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        schedule = torch.profiler.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1)
+        with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=export) as profiler:
+            yield profiler
+
+
+def grouped(items: Iterable[T], n: int) -> Iterator[list[T]]:
+    """Yield lists of `n` items; the last may be shorter."""
+    iterator = iter(items)
+    while group := list(islice(iterator, n)):
+        yield group
+
+
+def _model_arguments(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what the model is made with: the configuration's arguments, and what the data tells."""
+    model_class = find(config.model.name, BUILT_IN, what="model.name")
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)) and not callable(model_class):
+        raise InputError(f"model.name={config.model.name!r} is no torch.nn.Module; got {model_class!r}")
+    wanted = arguments_of(model_class)
+    arguments = {name: value for name, value in facts.items() if name in wanted} | config.model.arguments
+    check_arguments(model_class, arguments, what="model")
+    return arguments
+
+
+def _monitored(config: Config) -> tuple[str, str]:
+    """Return the figure by which the best checkpoint is known, and whether it is the smallest or largest."""
+    name = config.training.monitor or ("loss" if config.data.validation is None else "validation_loss")
+    return name, config.training.monitor_mode or ("max" if name.endswith("accuracy") else "min")

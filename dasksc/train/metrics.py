@@ -1,0 +1,106 @@
+"""Figures of a training: means over the rows of all ranks, speed, and the share of time spent waiting for data."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dasksc.train.parallel import Place
+
+__all__ = ["Means", "Pace"]
+
+T = TypeVar("T")
+
+
+class Means:
+    """Means over rows, added up on the device and reduced over ranks when they are asked for.
+
+    Parameters
+    ----------
+    place
+        Where this process is.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._names: list[str] = []
+        self._sums: Tensor | None = None
+
+    def add(self, means: dict[str, Tensor], n_rows: int) -> None:
+        """Count the means over `n_rows` more rows; waits for nothing."""
+        self._names = sorted(means)
+        values = [means[name].detach().double() * n_rows for name in self._names]
+        sums = torch.stack([*values, torch.full_like(values[0], n_rows)])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take(self) -> tuple[dict[str, float], int]:
+        """Return the means over the rows of all ranks, and how many these were; begin anew. All ranks must call it."""
+        if self._sums is None:
+            return {}, 0
+        *totals, n_rows = self._place.reduced(self._sums).tolist()
+        self._sums = None
+        return {name: total / n_rows for name, total in zip(self._names, totals, strict=True)}, int(n_rows)
+
+
+class Pace:
+    """How long steps take, and how much of that a rank waits for batches.
+
+    Parameters
+    ----------
+    place
+        Where this process is.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._since = perf_counter()
+        self._wait_s = 0.0
+        self.total_s = 0.0
+        self.total_wait_s = 0.0
+
+    def timed(self, batches: Iterable[T]) -> Generator[T, None, None]:
+        """Pass `batches` on, adding up the time that is waited for them."""
+        iterator = iter(batches)
+        while True:
+            asked = perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._wait_s += perf_counter() - asked
+            yield batch
+
+    def pause(self) -> float:
+        """Stop the clock (for validation, checkpoints); return the moment, for `go_on`."""
+        return perf_counter()
+
+    def go_on(self, paused: float) -> None:
+        """Start the clock again, as if no time had passed since `paused`."""
+        self._since += perf_counter() - paused
+
+    def take(self, n_rows: int) -> dict[str, float]:
+        """Return the figures since the last call. All ranks must call it, with the rows of all ranks.
+
+        Returns
+        -------
+        dict
+            ``cells_per_s`` of all ranks; ``wait_share`` of the rank that waited longest, as its own clock has it: what
+            a GPU still computes meanwhile is not waited for by it; ``gpu_memory_bytes``, the largest that torch held.
+        """
+        now = perf_counter()
+        elapsed, waited = now - self._since, self._wait_s
+        self._since, self._wait_s = now, 0.0
+        device = self._place.device
+        memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        values = torch.tensor([elapsed, waited, waited / max(elapsed, 1e-9), memory], dtype=torch.float64)
+        elapsed, waited, share, memory = self._place.reduced(values.to(device), dist.ReduceOp.MAX).tolist()
+        self.total_s += elapsed
+        self.total_wait_s += waited
+        figures = {"cells_per_s": n_rows / max(elapsed, 1e-9), "wait_share": share}
+        return figures | ({"gpu_memory_bytes": memory} if memory else {})

@@ -1,0 +1,77 @@
+"""Finding things by the names that a configuration gives them, and the nearest one where there is none."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+from dasksc import InputError
+
+__all__ = ["arguments_of", "check_arguments", "find", "nearest"]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence that says which of the `known` names was meant."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(names))}"
+
+
+def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
+    """Return what a name stands for.
+
+    Parameters
+    ----------
+    name
+        One of the `built_in` names, or ``"package.module:name"`` for anything that can be imported.
+    built_in
+        What has a short name.
+    what
+        Where the name was given, for messages.
+
+    Raises
+    ------
+    InputError
+        If there is no such name.
+    """
+    if name in built_in:
+        return built_in[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise InputError(
+            f"{what}={name!r} is not known; {nearest(name, built_in)}. One of your own is 'package.module:name'"
+        )
+    try:
+        value: Any = import_module(module_name)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{what}={name!r} cannot be imported: {error}. Is its directory on PYTHONPATH?") from error
+    return value
+
+
+def arguments_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function or class that can be given by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in by_name}
+
+
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> None:
+    """Refuse arguments that `function` does not take, and the lack of those it needs.
+
+    Raises
+    ------
+    InputError
+        If a name is unknown (with the nearest that is) or a needed one is missing.
+    """
+    known = arguments_of(function)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    for name in given:
+        if name not in known and not takes_any:
+            raise InputError(f"{what}.{name} is not known; {nearest(name, known)}")
+    missing = [name for name, p in known.items() if p.default is p.empty and name not in given]
+    if missing:
+        raise InputError(f"{what} needs {', '.join(missing)}, which nothing gives; add to the section {what}")

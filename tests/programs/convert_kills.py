@@ -1,0 +1,178 @@
+"""Convert an atlas again and again, killed by SIGKILL on the way: ``convert_kills.py IN FOLDER how``.
+
+With ``steps``, conversions are killed at 20 of the steps that they take in the file system, and each is run once
+more. With ``moments``, twenty are killed at random moments, each going on with what the one before left. Every store
+that gets done is left in FOLDER. Children are forked before any thread is started.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import dasksc
+from dasksc import conversion
+from dasksc.conversion import scanning, shards, tables, workplace, writing
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """Start `work` in a child; return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def finished(pid: int) -> bool:
+    """Wait for a child; return whether it got done, False if it was killed."""
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return False
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit("a conversion failed")
+    return True
+
+
+def convert(source: str, target: Path) -> None:
+    """Convert in many small tasks, by way of runs."""
+    with (
+        mock.patch.object(writing, "_CHUNK_VALUES", 512),
+        mock.patch.object(conversion, "_SCAN_ROWS", 64),
+        mock.patch.object(shards, "sync"),
+    ):
+        dasksc.convert(source, target, memory_limit="200kB", verify=True)
+
+
+def counting(work: Callable[[], Any], told: Callable[[int], Any]) -> Callable[[], None]:
+    """Do `work` and tell how many steps in the file system it took."""
+
+    def run() -> None:
+        steps = watch(lambda taken: None, lambda taken: None)
+        work()
+        told(next(steps) - 1)
+
+    return run
+
+
+def killed_at(step: int, work: Callable[[], Any]) -> Callable[[], None]:
+    """Do `work` until it takes step `step` in the file system: killed just before that, or just after."""
+
+    def kill(taken: int) -> None:
+        if taken == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        watch(kill if step % 2 else lambda taken: None, kill)
+        work()
+
+    return run
+
+
+def watch(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[int]:
+    """Call back before and after every step that conversions take in the file system; return their numbers."""
+    numbers = itertools.count(1)
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            taken = next(numbers)
+            before(taken)
+            result = function(*args, **kwargs)
+            after(taken)
+            return result
+
+        return call
+
+    for module in (workplace, shards, tables, conversion):
+        for owner, name in ((os, "replace"), (os, "rename"), (shutil, "rmtree")):
+            if getattr(module, owner.__name__, None) is owner:
+                proxy = SimpleNamespace(**vars(owner))
+                setattr(proxy, name, watched(getattr(proxy, name)))
+                # Only what the conversion does itself: not what Zarr does below it.
+                setattr(module, owner.__name__, proxy)
+    return numbers
+
+
+def warm(source: str) -> None:
+    """Load compiled kernels before any fork, without starting a thread."""
+    matrix = conversion._matrices(dasksc.open(source))["X"]
+    rows = np.arange(10)
+    fetched = matrix.fetch(rows)
+    scanning.described(fetched, rows)
+    fetched.gather_csr(rows, dtype=np.dtype(np.uint16))
+
+
+def at_steps(source: str, folder: Path) -> int:
+    """Kill conversions at their last steps, which put things into place, and at some before."""
+    counted = folder / "counted"
+    assert finished(
+        in_child(counting(lambda: convert(source, folder / "0.zarr"), lambda n: counted.write_text(str(n))))
+    )
+    n_steps = int(counted.read_text())
+    steps = sorted(random.Random(0).sample(range(1, n_steps - 7), 12)) + list(range(n_steps - 7, n_steps + 1))
+    for step in steps:
+        target = folder / f"{step}.zarr"
+        assert not finished(in_child(killed_at(step, lambda target=target: convert(source, target))))
+        if target.exists() and not (target / "zarr.json").exists():
+            raise SystemExit(f"half a store after step {step}")
+        # Killed after the very last step, it is done.
+        if not is_done(target):
+            assert finished(in_child(lambda target=target: convert(source, target)))
+    return len(steps)
+
+
+def at_moments(source: str, folder: Path, n_kills: int) -> int:
+    """Kill conversions at random moments; each goes on with what the one before left."""
+    rng = random.Random(0)
+    begun = time.perf_counter()
+    assert finished(in_child(lambda: convert(source, folder / "timed.zarr")))
+    whole_s = time.perf_counter() - begun
+    killed = number = 0
+    while killed < n_kills:
+        target = folder / f"{number}.zarr"
+        pid = in_child(lambda target=target: convert(source, target))
+        time.sleep(rng.uniform(0, whole_s))
+        os.kill(pid, signal.SIGKILL)
+        # Killed when all was done, it may as well have been told so.
+        if finished(pid) or is_done(target):
+            number += 1
+        else:
+            killed += 1
+    target = folder / f"{number}.zarr"
+    if partial(target).exists() and not is_done(target):
+        assert finished(in_child(lambda: convert(source, target)))
+    return killed
+
+
+def is_done(target: Path) -> bool:
+    """Whether a target is there, and nothing of its conversion but perhaps an empty folder."""
+    return target.exists() and not (partial(target) / "plan.json").exists()
+
+
+def partial(target: Path) -> Path:
+    """Where a target grows."""
+    return target.with_name(target.name + ".partial")
+
+
+if __name__ == "__main__":
+    source, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    warm(source)
+    n = at_steps(source, folder) if how == "steps" else at_moments(source, folder, 20)
+    print(json.dumps({"n_kills": n}))

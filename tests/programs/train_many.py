@@ -1,0 +1,30 @@
+"""Several trainings in one start of the ranks.
+
+    train_many.py TRAININGS.json
+
+The file holds a dict of configurations by name. What went wrong is written to <name>.error beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dasksc import DaskscError
+from dasksc.train import Config, fit
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+trainings = Path(sys.argv[1])
+for name, raw in json.loads(trainings.read_text()).items():
+    try:
+        fit(Config.of(raw), say=lambda line: None)
+    except DaskscError as error:
+        if dist.get_rank() == 0:
+            (trainings.parent / f"{name}.error").write_text(str(error))
+dist.barrier()
+dist.destroy_process_group()

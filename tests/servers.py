@@ -1,0 +1,211 @@
+"""Servers on loopback for tests and benchmarks of what is read over a network: S3, and plain HTTP with faults."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+SECRET = "sUpErSeCrEt-0123456789"
+
+
+@dataclass
+class Faults:
+    """What a server does wrong, and how slow it is; may be changed while it runs.
+
+    `status` and `cut` say for the number of a request whether it is answered with that status, or breaks off.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    status: Callable[[int], int | None] = lambda number: None
+    cut: Callable[[int], bool] = lambda number: False
+    etags: bool = True
+    ranges: bool = True
+    # What was asked: method, path, first and last byte.
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+
+
+class Link:
+    """A link of limited bandwidth that all connections share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, n_bytes: int, bytes_per_s: float) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + n_bytes / bytes_per_s
+            until = self._free_at
+        time.sleep(max(0.0, until - now))
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # Headers and body are two writes, of which the second would wait for the answer to the first.
+    disable_nagle_algorithm = True
+    server: HTTPServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body: bool) -> None:
+        server, faults = self.server, self.server.faults
+        path, wanted = urlsplit(self.path).path, self.headers.get("Range")
+        faults.requests.append((self.command, path, wanted))
+        number = next(server.numbers)
+        if faults.latency_s:
+            time.sleep(faults.latency_s)
+        status = faults.status(number)
+        file = server.folder / unquote(path).lstrip("/")
+        if status is None and not file.is_file():
+            status = 404
+        if status is not None:
+            self.say(status, {}, 0)
+            return
+        size, changed = file.stat().st_size, file.stat().st_mtime_ns
+        headers = {"Last-Modified": formatdate(changed / 1e9, usegmt=True), "Accept-Ranges": "bytes"}
+        etag = f'"{size}-{changed}"'
+        if faults.etags:
+            headers["ETag"] = etag
+        if self.headers.get("If-Match") not in (None, etag):
+            self.say(412, {}, 0)
+            return
+        start, stop, status = 0, size, 200
+        if wanted and faults.ranges:
+            first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted).groups()  # type: ignore[union-attr]
+            start, stop, status = int(first), min(int(last) + 1, size), 206
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        self.say(status, headers, stop - start)
+        if with_body:
+            with file.open("rb") as source:
+                source.seek(start)
+                self.send(source, stop - start, is_cut=faults.cut(number))
+
+    def say(self, status: int, headers: dict[str, str], length: int) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(length)}).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send(self, source: Any, n_bytes: int, *, is_cut: bool) -> None:
+        rest = n_bytes // 2 if is_cut else n_bytes
+        while rest:
+            piece = source.read(min(rest, 2**16))
+            rest -= len(piece)
+            if self.server.faults.bytes_per_s:
+                self.server.link.wait(len(piece), self.server.faults.bytes_per_s)
+            self.wfile.write(piece)
+        if is_cut:
+            self.close_connection = True
+
+
+class HTTPServer(ThreadingHTTPServer):
+    """A folder over plain HTTP, with byte ranges."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.faults = Faults()
+        self.link = Link()
+        self.numbers = itertools.count()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are none of the tests' business."""
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[HTTPServer]:
+    server = HTTPServer(folder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of an S3 endpoint on loopback."""
+
+    name: str
+    options: dict[str, Any]
+    client: Any
+
+    def put(self, path: Path, key: str | None = None) -> str:
+        """Upload a file or a directory; return its URL."""
+        key = key or path.name
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.is_file():
+                name = key if path.is_file() else f"{key}/{file.relative_to(path).as_posix()}"
+                self.client.put_object(Bucket=self.name, Key=name, Body=file.read_bytes())
+        return f"s3://{self.name}/{key}"
+
+
+@contextlib.contextmanager
+def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
+    """An S3 endpoint on loopback, with one bucket."""
+    import pytest
+
+    pytest.importorskip("flask_cors")
+    moto_server = pytest.importorskip("moto.server")
+    import logging
+
+    import boto3
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto_server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        client = boto3.client(
+            "s3",
+            endpoint_url=endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="tester",
+            aws_secret_access_key=SECRET,
+        )
+        client.create_bucket(Bucket=name)
+        options = {
+            "endpoint": endpoint,
+            "region": "us-east-1",
+            "access_key_id": "tester",
+            "secret_access_key": SECRET,
+        }
+        yield Bucket(name=name, options=options, client=client)
+    finally:
+        server.stop()
+
+
+def touch_later(path: Path) -> None:
+    """Give a file a time of change that no earlier one of it had."""
+    status = os.stat(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 2 * 10**9))

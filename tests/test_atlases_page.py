@@ -1,0 +1,78 @@
+"""The programs of docs/atlases.md run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from anndata import AnnData
+from anndata.io import write_elem
+from click.testing import CliRunner
+
+from dasksc import cli
+
+TEXT = (Path(__file__).parents[1] / "docs" / "atlases.md").read_text()
+
+
+def made(seed: int, n_vars: int, donors: list[str]) -> AnnData:
+    rng = np.random.default_rng(seed)
+    obs = pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(rng.choice(["T cell", "B cell", "NK cell"], 300)),
+            "n_genes": rng.integers(0, 100, 300),
+            "donor": rng.choice(donors, 300),
+        },
+        index=[f"cell{seed}-{i}" for i in range(300)],
+    )
+    x = sp.random(300, n_vars, 0.3, format="csr", dtype=np.float32, random_state=seed)
+    adata = AnnData(x, obs=obs, var=pd.DataFrame(index=[f"g{seed + i}" for i in range(n_vars)]))
+    adata.raw = adata
+    return adata
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("atlases")
+    made(0, 20, [f"d{i}" for i in range(12)]).write_h5ad(folder / "atlas.h5ad")
+    (folder / "plates").mkdir()
+    for i in (1, 2):
+        made(i, 15, [f"d{2 * i}", f"d{2 * i + 1}"]).write_h5ad(folder / "plates" / f"{i}.h5ad")
+    rna, prot = made(3, 20, ["d"]), made(3, 5, ["d"])[::-1].copy()
+    with h5py.File(folder / "cite.h5mu", "w") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_elem(file, "obs", pd.DataFrame(index=rna.obs_names))
+        file.create_group("mod").attrs["mod-order"] = ["rna", "prot"]
+        write_elem(file["mod"], "rna", rna)
+        write_elem(file["mod"], "prot", prot)
+    return folder
+
+
+def test_the_programs_run_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(folder)
+    names: dict[str, object] = {}
+    programs = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert len(programs) == 6
+    for program in programs:
+        exec(program, names)
+    printed = capsys.readouterr().out
+    assert "(600, 16) ['1', '2']" in printed
+    assert "(300, 20)" in printed
+    assert "torch.Size([64, 20]) torch.Size([64, 5]) torch.Size([64])" in printed
+
+
+def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (block,) = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [command[1] for command in commands] == ["info", "check", "suggest", "bench"]
+    quick = {"info": ["--seconds", "0"], "bench": ["--seconds", "0.01", "--rounds", "1", "--loader", "dasksc"]}
+    for _, name, *arguments in commands:
+        done = CliRunner().invoke(cli.group, [name, *arguments, *quick.get(name, [])])
+        assert done.exit_code == 0, (done.output, done.exception)

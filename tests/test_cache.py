@@ -1,0 +1,268 @@
+"""The cache of blocks: bounded, shared, checked, and never another value than that of the object."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+
+import dasksc
+from dasksc.errors import InputError, StorageError
+from dasksc.storage import Cache
+from dasksc.storage import cache as module
+from dasksc.storage.cache import BLOCK_BYTES
+from dasksc.storage.client import ObjectIdentity
+from tests.data import dense, make_adata, write_store
+from tests.servers import HTTPServer, serving, touch_later
+
+pytest.importorskip("obstore")
+
+LIMIT = 16 * BLOCK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def _nothing_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_written", {})
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[HTTPServer]:
+    (tmp_path / "served").mkdir()
+    with serving(tmp_path / "served") as server:
+        yield server
+
+
+class Object:
+    """Bytes that differ from each other, and what was asked for of them."""
+
+    def __init__(self, n_bytes: int, *, name: str = "object", etag: str | None = '"1"') -> None:
+        self.data = np.random.default_rng(len(name)).bytes(n_bytes)
+        self.identity = ObjectIdentity(path=f"s3://bucket/{name}", size=n_bytes, etag=etag, modified="2026-01-01")
+        self.requests: list[tuple[int, int]] = []
+
+    def request(self, start: int, stop: int) -> memoryview:
+        self.requests.append((start, stop))
+        return memoryview(self.data)[start:stop]
+
+    def read(self, cache: Cache, start: int, stop: int) -> None:
+        got = cache.read(self.identity, start, stop, request=self.request)
+        assert bytes(got) == self.data[start:stop]
+
+
+def cache_in(folder: Path, limit: int = LIMIT) -> Cache:
+    cache = Cache.of({"path": folder / "cache", "limit": limit})
+    assert cache is not None
+    return cache
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "cache").rglob("*") if path.is_file()]
+
+
+def test_what_was_read_is_not_requested_again(tmp_path: Path) -> None:
+    thing, cache = Object(3 * BLOCK_BYTES - 1000), cache_in(tmp_path)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        start, stop = sorted(rng.integers(0, len(thing.data) + 1, 2).tolist())
+        if start < stop:
+            thing.read(cache, start, stop)
+    bases = [start for start, _ in thing.requests]
+    assert sorted(bases) == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", "longer", "changed", "empty", "another", "checksums"], ids=lambda damage: damage
+)
+def test_a_damaged_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
+    thing, cache = Object(BLOCK_BYTES + 5), cache_in(tmp_path)
+    thing.read(cache, 0, len(thing.data))
+    for path in files(tmp_path):
+        content = bytearray(path.read_bytes())
+        match damage:
+            case "cut":
+                content = content[: len(content) // 2]
+            case "longer":
+                content += b"x"
+            case "changed":
+                content[3] ^= 1
+            case "empty":
+                content = bytearray()
+            case "another":
+                content = bytearray(os.urandom(len(content)))
+            case "checksums":
+                content[-25] ^= 1
+        path.write_bytes(content)
+    thing.requests.clear()
+    thing.read(cache, 0, len(thing.data))
+    assert len(thing.requests) == 2
+    thing.read(cache, 0, len(thing.data))
+    assert len(thing.requests) == 2
+
+
+def test_damage_in_pages_that_are_not_wanted_does_not_matter(tmp_path: Path) -> None:
+    thing, cache = Object(BLOCK_BYTES), cache_in(tmp_path)
+    thing.read(cache, 0, 10)
+    (path,) = files(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(BLOCK_BYTES // 2)
+        file.write(b"damage")
+    thing.requests.clear()
+    thing.read(cache, 100, 200)
+    assert not thing.requests
+    thing.read(cache, BLOCK_BYTES // 2, BLOCK_BYTES)
+    assert len(thing.requests) == 1
+
+
+def test_another_version_is_another_block(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path)
+    first, second = Object(1000), Object(1000, etag='"2"')
+    second.data = second.data[::-1]
+    for thing in (first, second, first):
+        thing.read(cache, 0, 1000)
+    assert [len(thing.requests) for thing in (first, second)] == [1, 1]
+
+
+def test_what_has_no_version_is_not_kept(tmp_path: Path) -> None:
+    thing, cache = Object(1000, etag=None), cache_in(tmp_path)
+    thing.identity = ObjectIdentity(path="x", size=1000, etag=None, modified="1970-01-01T00:00:00+00:00")
+    thing.read(cache, 0, 10)
+    assert not files(tmp_path)
+
+
+def test_the_folder_stays_below_its_limit_and_the_longest_unused_go(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path)
+    things = [Object(BLOCK_BYTES, name=f"object{number}") for number in range(40)]
+    things[0].read(cache, 0, 10)
+    for age, thing in enumerate(things):
+        thing.read(cache, 0, 10)
+        for path in files(tmp_path):
+            os.utime(path, (time.time() - 1000, path.stat().st_mtime - 100))
+        things[0].read(cache, 0, 10)  # which makes it the last used
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= LIMIT, age
+    assert len(things[0].requests) == 1
+    assert len(files(tmp_path)) > LIMIT // BLOCK_BYTES // 2
+
+
+def test_a_folder_that_was_too_full_already_is_emptied_at_once(tmp_path: Path) -> None:
+    for number in range(14):
+        Object(BLOCK_BYTES, name=f"object{number}").read(cache_in(tmp_path), 0, 10)
+    module._written.clear()
+    Object(BLOCK_BYTES, name="last").read(cache_in(tmp_path, 4 * BLOCK_BYTES), 0, 10)
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 4 * BLOCK_BYTES
+
+
+def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").write_text("a file, where a folder should be")
+    thing, cache = Object(1000), cache_in(tmp_path)
+    thing.read(cache, 0, 1000)
+    thing.read(cache, 0, 1000)
+    assert len(thing.requests) == 2
+    assert "cannot be kept in the cache" in caplog.text
+
+
+def _read_for_ever(folder: Path, started: Any, seed: int) -> None:
+    cache, rng = cache_in(folder), np.random.default_rng(seed)
+    things = [Object(BLOCK_BYTES // 8, name=f"object{number}") for number in range(200)]
+    started.set()
+    while True:
+        things[rng.integers(200)].read(cache, 0, BLOCK_BYTES // 8)
+
+
+def test_processes_that_share_a_cache_may_be_killed_at_any_moment(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    rng = np.random.default_rng(0)
+    for round_ in range(5):
+        started = [context.Event() for _ in range(2)]
+        workers = [
+            context.Process(target=_read_for_ever, args=(tmp_path, event, 10 * round_ + number))
+            for number, event in enumerate(started)
+        ]
+        for worker in workers:
+            worker.start()
+        for event in started:
+            assert event.wait(60)
+        time.sleep(rng.random() * 0.3)
+        for worker in workers:
+            # A wrong value would have ended it by itself.
+            assert worker.is_alive()
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+    names = {path.name for path in files(tmp_path)}
+    assert any(not name.startswith("new-") for name in names)
+    for path in files(tmp_path):
+        if path.name.startswith("new-"):
+            os.utime(path, (0, 0))
+    module._written.clear()
+    for number in range(200):
+        Object(BLOCK_BYTES // 8, name=f"object{number}").read(cache_in(tmp_path), 0, BLOCK_BYTES // 8)
+    assert not [path for path in files(tmp_path) if path.name.startswith("new-")]
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "given", [{"limit": "1GB"}, {"path": "x", "limit": "lots"}, {"path": "x", "size": 1}, {"path": "x", "limit": 1}, 3]
+)
+def test_caches_that_make_no_sense_are_refused(given: Any) -> None:
+    with pytest.raises(InputError, match="cache="):
+        Cache.of(given)
+
+
+def rows(data: Any) -> np.ndarray:
+    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
+    return np.concatenate([batch.numpy() for batch in dataset])
+
+
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_a_second_epoch_reads_no_values_over_the_network(tmp_path: Path, server: HTTPServer, format: str) -> None:
+    adata = make_adata(200, 30)
+    path = write_store(adata, server.folder, format)
+    with dask.config.set({"dasksc.cache": str(tmp_path / "cache")}):
+        first = rows(dasksc.open(f"{server.url}/{path.name}"))
+        again = dasksc.open(f"{server.url}/{path.name}")
+        rows(again)  # each array asks once what is there
+        server.faults.requests.clear()
+        second = rows(again)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(np.sort(first, axis=0), np.sort(dense(adata.X), axis=0))
+    assert {method for method, _, _ in server.faults.requests} <= {"HEAD"}
+
+
+@pytest.mark.parametrize("format", ["h5ad", "zarr3"])
+def test_a_replaced_atlas_is_read_anew(tmp_path: Path, server: HTTPServer, format: str) -> None:
+    adata = make_adata(200, 30)
+    path = write_store(adata, server.folder, format)
+    cache = {"path": tmp_path / "cache", "limit": "1GiB"}
+    assert rows(dasksc.open(f"{server.url}/{path.name}", cache=cache)).sum() == adata.X.sum()
+    adata.X.data[:] = 1
+    write_store(adata, server.folder, format)
+    for file in [path, *path.rglob("*")]:
+        touch_later(file)
+    assert rows(dasksc.open(f"{server.url}/{path.name}", cache=cache)).sum() == adata.X.nnz
+
+
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_files_of_other_file_systems_are_staged(tmp_path: Path, format: str) -> None:
+    adata = make_adata(200, 30)
+    path = write_store(adata, tmp_path, format)
+    staged = dasksc.open(path, cache=tmp_path / "cache")
+    np.testing.assert_array_equal(dense(staged.X.compute()), dense(adata.X))
+    assert files(tmp_path)
+    for file in [path, *path.rglob("*")]:
+        touch_later(file)
+    with pytest.raises(StorageError, match="replaced or changed"):
+        staged.X.compute()
+
+
+def test_paths_are_not_staged_unless_asked(tmp_path: Path) -> None:
+    path = write_store(make_adata(20, 5), tmp_path, "h5ad")
+    with dask.config.set({"dasksc.cache": str(tmp_path / "cache")}):
+        dasksc.open(path).X.compute()
+    assert not files(tmp_path)

@@ -1,0 +1,246 @@
+"""`dasksc info`, `check`, `suggest` and `bench`, and `describe` behind the first of them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from anndata import AnnData
+
+import dasksc
+from dasksc import cli
+from dasksc.cli import bench
+from dasksc.cli._shared import aligned
+
+N, GENES = 300, 30
+
+
+def atlas(seed: int, genes: slice = slice(None)) -> AnnData:
+    rng = np.random.default_rng(seed)
+    kinds = pd.Categorical(np.repeat(["B cell", "T cell"], [60, N - 60]))
+    kinds[:5] = np.nan
+    obs = pd.DataFrame(
+        {"cell_type": kinds, "n_genes": rng.integers(0, 99, N)}, index=[f"c{seed}-{i}" for i in range(N)]
+    )
+    x = sp.random(N, GENES, 0.3, format="csr", dtype=np.float32, random_state=seed)
+    full = AnnData(
+        x, obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(GENES)]), obsm={"pca": rng.random((N, 2))}
+    )
+    return full[:, genes].copy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    atlas(0).write_h5ad(folder / "plain.h5ad")
+    atlas(1, slice(5, None)).write_h5ad(folder / "gzip.h5ad", compression="gzip")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        atlas(2).write_zarr(folder / "third.zarr")
+    by_columns = atlas(3)
+    by_columns.X = by_columns.X.tocsc()
+    (folder / "other").mkdir()
+    by_columns.write_h5ad(folder / "other" / "columns.h5ad")
+    return folder
+
+
+def run(*arguments: Any, exit_code: int = 0) -> click.testing.Result:
+    done = click.testing.CliRunner().invoke(cli.group, [str(one) for one in arguments])
+    assert done.exit_code == exit_code, (done.output, done.exception)
+    return done
+
+
+def run_json(*arguments: Any) -> dict[str, Any]:
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+def matrices(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["key"]: one for one in report["matrices"]}
+
+
+def test_info_tells_what_is_in_a_file_and_how_it_is_stored(folder: Path) -> None:
+    report = run_json("info", folder / "plain.h5ad", "--seconds", 0)
+    assert (report["n_obs"], report["n_vars"], report["n_files"], report["rates"]) == (N, GENES, 1, [])
+    assert report["obs"] == [
+        {"name": "cell_type", "dtype": "category", "n_classes": 2, "n_missing": 5},
+        {"name": "n_genes", "dtype": "int64", "n_classes": None, "n_missing": 0},
+    ]
+    found = matrices(report)
+    assert set(found) == {"X", "obsm/pca"}
+    with h5py.File(folder / "plain.h5ad") as file:
+        stored = [file[f"X/{name}"] for name in ("data", "indices", "indptr")]
+        assert found["X"]["nbytes"] == sum(one.nbytes for one in stored)
+        assert found["X"]["stored_bytes"] == sum(one.id.get_storage_size() for one in stored)
+    assert (found["X"]["encoding"], found["X"]["dtype"], found["X"]["codec"]) == ("csr", "float32", None)
+    assert found["obsm/pca"]["encoding"] == "dense"
+    text = run("info", folder / "plain.h5ad", "--seconds", 0).output
+    assert text.startswith(f"{folder / 'plain.h5ad'}: 300 cells x 30 genes\n")
+    assert "cell_type (2 classes, 5 missing), n_genes (int64)" in text
+    assert "csr float32, columns int32" in text
+    assert "uncompressed" in text
+
+
+def test_info_names_codecs_and_says_what_to_do(folder: Path) -> None:
+    gzip = matrices(run_json("info", folder / "gzip.h5ad", "--seconds", 0))["X"]
+    assert gzip["codec"] == "gzip"
+    assert gzip["stored_bytes"] < gzip["nbytes"]
+    assert matrices(run_json("info", folder / "third.zarr", "--seconds", 0))["X"]["codec"] is not None
+    by_columns = run_json("info", folder / "other", "--seconds", 0)
+    assert matrices(by_columns)["X"]["encoding"] == "csc"
+    assert any("stored by columns" in advice for advice in by_columns["advice"])
+
+
+def test_info_reads_what_it_says_it_reads(folder: Path) -> None:
+    report = run_json("info", folder / "plain.h5ad", "--seconds", 0.01)
+    assert [(rate["layout"], rate["block_size"]) for rate in report["rates"]] == [
+        ("dense", 64),
+        ("dense", 1),
+        ("csr", 64),
+        ("csr", 1),
+    ]
+    assert all(rate["rows_per_s"] > 0 for rate in report["rates"])
+    assert "cells/s" in run("info", folder / "plain.h5ad", "--seconds", 0.01).output
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_several_files_a_pattern_and_a_directory_are_one_atlas(folder: Path, join: str) -> None:
+    n_vars = GENES - 5 if join == "inner" else GENES
+    both = [folder / "gzip.h5ad", folder / "plain.h5ad"]
+    for paths in (both, [folder / "*.h5ad"]):
+        report = run_json("info", *paths, "--join", join, "--seconds", 0)
+        assert (report["n_obs"], report["n_vars"], report["n_files"]) == (2 * N, n_vars, 2)
+        assert sorted(str(one["codec"]) for one in report["matrices"] if one["key"] == "X") == ["None", "gzip"]
+    everything = run_json("info", folder, "--join", join, "--seconds", 0)
+    assert (everything["n_obs"], everything["n_files"]) == (3 * N, 3)
+    check = run_json("check", folder, "--join", join)
+    assert check["n_obs"] == 3 * N
+
+
+def test_an_anndata_in_memory_is_described_too() -> None:
+    found = dasksc.describe(atlas(0), seconds=0.01)
+    assert (found.n_obs, found.matrices, len(found.rates)) == (N, (), 4)
+    with pytest.raises(dasksc.InputError, match="negative"):
+        dasksc.describe(atlas(0), seconds=-1)
+
+
+def test_check_is_what_dasksc_check_says(folder: Path) -> None:
+    options = ["--label-key", "cell_type", "--world-size", 3, "--batch-size", 16, "--block-size", 4]
+    report = run_json("check", folder / "plain.h5ad", *options)
+    dataset = dasksc.scDataset(folder / "plain.h5ad", dasksc.BlockShuffling(4), 16, obs=["cell_type"], seed=0)
+    expected = dasksc.check(dataset, 3, label_key="cell_type")
+    assert [rank["n_batches"] for rank in report["ranks"]] == [rank.n_batches for rank in expected.ranks]
+    assert report["world_size"] == 3
+    assert {one["name"]: one["stored"] for one in report["classes"]} == {
+        one.name: one.stored for one in expected.classes
+    }
+    assert "ranks 0 to 2" in run("check", folder / "plain.h5ad", *options).output
+
+
+def test_check_takes_strategies_filters_and_workers(folder: Path) -> None:
+    path = folder / "plain.h5ad"
+    n_rows = len(dasksc.rows_where(path, "n_genes > 50"))
+    assert run_json("check", path, "--filter", "n_genes > 50", "--strategy", "stream")["n_rows"] == n_rows
+    balanced = run_json("check", path, "--strategy", "balance", "--label-key", "cell_type", "--num-workers", 2)
+    assert {one["name"]: round(one["drawn"], 1) for one in balanced["classes"]} == {"B cell": 0.5, "T cell": 0.5}
+    assert balanced["num_workers"] == 2
+    assert run_json("check", path, "--fetch-factor", 0)["fetch_size"] > 64 * 16
+
+
+def test_check_exits_with_what_happened(folder: Path) -> None:
+    path = folder / "plain.h5ad"
+    dropping = ["check", path, "--batch-size", 250, "--drop-last"]
+    assert "warning: " in run(*dropping).output
+    run(*dropping, "--strict", exit_code=1)
+    run("check", path, "--batch-size", 30, "--strict", "--block-size", 1)
+    assert "--label-key" in run("check", path, "--strategy", "balance", exit_code=2).stderr
+    run("check", exit_code=2)
+
+
+def test_errors_are_told_on_stderr_with_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, near in (
+        (["info", folder / "plane.h5ad"], "plain.h5ad"),
+        (["check", folder / "plain.h5ad", "--filter", "n_gene > 3"], "'n_genes'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(one) for one in arguments])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (1, "")
+        assert err.startswith("dasksc: ")
+        assert near in err
+
+
+def test_suggest_prints_or_dumps_the_suggestions(folder: Path) -> None:
+    path = folder / "plain.h5ad"
+    report = run_json("suggest", path, "--batch-size", 8)
+    assert report["fetch_factor"] >= 1
+    assert "measured" not in report
+    measured = run_json("suggest", path, folder / "gzip.h5ad", "--batch-size", 8, "--label-key", "cell_type")
+    assert [one["block_size"] for one in measured["measured"]] == [1, 4, 16, 64, 256, 1024]
+    assert "Suggested parameters" in run("suggest", path).stdout
+
+
+def small(*more: str) -> Sequence[str]:
+    return [
+        "--seconds",
+        "0.02",
+        "--rounds",
+        "1",
+        "--batch-size",
+        "16",
+        "--fetch-size",
+        "64",
+        "--block-size",
+        "4",
+        *more,
+    ]
+
+
+def test_bench_ranks_what_is_installed_and_says_why_the_rest_is_not_measured(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "rates.png"
+    report = run_json("bench", folder / "plain.h5ad", *small("--plot", str(plot), "--layout", "csr"))
+    results = {one["name"]: one for one in report["results"]}
+    assert set(results) == {"dasksc", "scDataset", "annbatch", "AnnLoader"}
+    for name in ("dasksc", "AnnLoader"):
+        assert results[name]["rows_per_s"] > 0, results[name]
+    assert results["annbatch"]["not_measured"] in ("it is not installed", "it reads .zarr only")
+    rates = [one["rows_per_s"] or 0 for one in report["results"]]
+    assert rates == sorted(rates, reverse=True)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_prints_a_table_of_medians(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"dasksc": [300.0, 1000.0, 2000.0], "AnnLoader": [50.0, 100.0, 900.0]}
+
+    def measured(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        assert spec["paths"] == str(folder)
+        return {"rows_per_s": rates[name].pop(0), "first_batch_s": 1.25} if name in rates else {"error": "it broke"}
+
+    monkeypatch.setattr(bench, "_measured", measured)
+    monkeypatch.setattr(bench, "is_installed", lambda name: name != "annbatch")
+    done = run("bench", folder)
+    assert [line.split(maxsplit=3) for line in done.stdout.splitlines()] == [
+        ["loader", "cells/s", "of", "the fastest  first batch"],
+        ["dasksc", "1,000", "100%", "1.2 s"],
+        ["AnnLoader", "100", "10%", "1.2 s"],
+        ["scDataset", "-", "it", "broke"],
+        ["annbatch", "-", "it", "is not installed"],
+    ]
+    assert done.stderr.splitlines()[0] == "round 1 of 3: dasksc"
+    monkeypatch.setattr(bench, "_measured", lambda name, spec: {"error": f"{name} broke"})
+    failed = click.testing.CliRunner().invoke(cli.group, ["bench", str(folder), "--loader", "dasksc"])
+    assert isinstance(failed.exception, dasksc.InputError)
+    assert "dasksc: dasksc broke" in str(failed.exception)
+
+
+def test_tables_are_aligned() -> None:
+    assert aligned([["a", "bb"], ["ccc", "d"]], right=(1,)) == "a    bb\nccc   d"

@@ -1,0 +1,195 @@
+"""Which rows a filter holds for, what it may say, and that strategies draw no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from anndata import AnnData
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.filtering import columns_of
+from tests.recorders import recorded_reads
+
+N = 120
+
+
+def table() -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    kinds = pd.Categorical(rng.choice(["T cell", "B cell", "NK"], N), categories=["B cell", "NK", "T cell"])
+    kinds[::10] = np.nan
+    score = pd.array(rng.integers(0, 9, N), dtype="Int64")
+    score[5] = pd.NA
+    return pd.DataFrame(
+        {
+            "cell_type": kinds,
+            "n_genes": rng.integers(0, 1000, N),
+            "is doublet": rng.random(N) < 0.2,
+            "score": score,
+            "note": rng.choice(["it's `so`", "a b"], N),
+        },
+        index=[f"cell{i}" for i in range(N)],
+    )
+
+
+def atlas() -> AnnData:
+    rows = sp.csr_matrix(np.arange(1, N + 1, dtype=np.float32)[:, None] * np.ones((1, 3), dtype=np.float32))
+    return AnnData(X=rows, obs=table(), var=pd.DataFrame(index=list("abc")))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("filter") / "atlas.h5ad"
+    atlas().write_h5ad(path)
+    return path
+
+
+def rows_read(dataset: dasksc.scDataset) -> np.ndarray:
+    """The rows of an epoch: X holds their numbers, from 1."""
+    return np.concatenate([batch.numpy()[:, 0] for batch in dataset]).astype(int) - 1
+
+
+OBS = table()
+CASES: dict[str, Any] = {
+    "cell_type == 'T cell' and n_genes > 500": (OBS.cell_type == "T cell") & (OBS.n_genes > 500),
+    "cell_type == 'T cell' & n_genes > 500 | n_genes < 10": (OBS.cell_type == "T cell") & (OBS.n_genes > 500)
+    | (OBS.n_genes < 10),
+    "cell_type in ['T cell', 'NK'] and not `is doublet`": OBS.cell_type.isin(["T cell", "NK"]) & ~OBS["is doublet"],
+    "cell_type != 'NK'": OBS.cell_type != "NK",  # missing ones too, as in pandas
+    "cell_type.isna()": OBS.cell_type.isna(),
+    "score > 3": (OBS.score > 3).fillna(False),
+    "score != 3": (OBS.score != 3).fillna(False),
+    "100 <= n_genes < 300": (OBS.n_genes >= 100) & (OBS.n_genes < 300),
+    "n_genes.between(100, 300)\n  or `is doublet`": OBS.n_genes.between(100, 300) | OBS["is doublet"],
+    "n_genes / 2 + 1 > -n_genes % 7": OBS.n_genes / 2 + 1 > -OBS.n_genes % 7,
+    'note == "it\'s `so`"': OBS.note == "it's `so`",
+    "note.str.startswith('a')": OBS.note.str.startswith("a"),
+    "`is doublet`": OBS["is doublet"],
+}
+
+
+@pytest.mark.parametrize("expression", CASES)
+def test_a_filter_holds_where_pandas_says_so(expression: str, path: Path) -> None:
+    expected = np.flatnonzero(CASES[expression].to_numpy(dtype=bool))
+    assert 0 < len(expected) < N
+    np.testing.assert_array_equal(dasksc.rows_where(path, expression), expected)
+    np.testing.assert_array_equal(dasksc.rows_where(atlas(), expression), expected)
+    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, filter=expression, seed=0)
+    np.testing.assert_array_equal(np.sort(rows_read(dataset)), expected)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "n_genes.__class__",
+        "n_genes.values > 3",
+        "@n > 3",
+        "n_genes > @n",
+        "__import__('os').system('true')",
+        "n_genes.map(print)",
+        "n_genes.pipe(exec) == 1",
+        "cell_type.str.__init__('x')",
+        "n_genes[0] == 1",
+        "(lambda: 1)()",
+        "[x for x in n_genes]",
+        "f'{n_genes}' == '1'",
+        "n_genes.isin([x for x in (1, 2)])",
+        "n_genes.isin(values=[1])",
+        "n_genes := 3",
+        "n_genes = 3",
+        "n_genes ** 9 > 1",
+        "n_genes >",
+        "",
+        "1 == 1",
+        "`n_genes",
+    ],
+)
+def test_what_is_no_comparison_of_columns_is_refused(expression: str) -> None:
+    with pytest.raises(InputError, match="filter"):
+        dasksc.rows_where(atlas(), expression)
+
+
+@pytest.mark.parametrize(("expression", "match"), [("n_genes + 1", "true or false"), ("cell_type > 3", "evaluated")])
+def test_what_says_no_yes_or_no_is_refused(expression: str, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        dasksc.rows_where(atlas(), expression)
+
+
+def test_a_column_that_is_not_there_is_told_with_what_is_near(path: Path) -> None:
+    for data in (path, atlas()):
+        with pytest.raises(MissingKeyError, match="cell_type"):
+            dasksc.rows_where(data, "cell_typ == 'NK'")
+        with pytest.raises(MissingKeyError, match="n_genes"):
+            dasksc.scDataset(data, dasksc.Streaming(), 8, filter="n_gene > 3")
+
+
+def test_only_columns_that_are_named_are_read(path: Path) -> None:
+    assert columns_of("a > 3 and `b c` == 'd' or a.isna()") == ["b c", "a"]
+    with recorded_reads() as reads:
+        dasksc.rows_where(path, "n_genes > 3")
+    assert reads.of("n_genes")
+    assert not reads.of("note")
+    assert not reads.of("score")
+
+
+ROWS = st.one_of(
+    st.none(),
+    st.lists(st.integers(0, N - 1), min_size=40, max_size=90),
+    st.just(slice(10, 90)),
+    st.lists(st.booleans(), min_size=N, max_size=N).map(lambda mask: np.array([True] * 60 + mask[60:])),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(indices=ROWS, per_entry=st.booleans(), kind=st.sampled_from(["streaming", "weighted", "balanced"]))
+def test_of_the_indices_of_a_strategy_those_are_kept_that_fit(indices: Any, per_entry: bool, kind: str) -> None:
+    every = np.arange(N)
+    chosen = every if indices is None else np.asarray(every[indices])
+    fits = OBS.n_genes.to_numpy() > 400
+    # What is drawn must depend on the row alone, wherever its weight or label was given.
+    values = chosen % 3 if per_entry else every % 3
+    strategy: Any = {
+        "streaming": dasksc.Streaming(indices),
+        "weighted": dasksc.BlockWeightedSampling(4, indices, weights=(values > 0).astype(float), total_size=400),
+        "balanced": dasksc.ClassBalancedSampling(np.where(values > 0, values, -1), 4, indices, total_size=400),
+    }[kind]
+    dataset = dasksc.scDataset(atlas(), strategy, 16, filter="n_genes > 400", seed=0)
+    kept = chosen[fits[chosen]]
+    got = rows_read(dataset)
+    if kind == "streaming":
+        np.testing.assert_array_equal(got, np.sort(kept))
+    else:
+        assert set(got) <= set(kept[kept % 3 > 0])
+        assert len(set(got)) > 0.9 * len(set(kept[kept % 3 > 0]))
+
+
+def test_a_filter_that_leaves_nothing_or_has_nothing_to_look_at_is_refused() -> None:
+    with pytest.raises(InputError, match="none of the 120 rows"):
+        dasksc.scDataset(atlas(), dasksc.Streaming(), 8, filter="n_genes < 0")
+    with pytest.raises(InputError, match="has none"):
+        dasksc.scDataset(np.ones((9, 2)), dasksc.Streaming(), 3, filter="n_genes < 0")
+
+    class Own(dasksc.SamplingStrategy):
+        def get_len(self, data_collection: Any) -> int:
+            return 3
+
+        def get_indices(self, data_collection: Any, seed: Any = None, rng: Any = None) -> Any:
+            return np.arange(3)
+
+    with pytest.raises(InputError, match="rows_where"):
+        dasksc.scDataset(atlas(), Own(), 8, filter="n_genes > 0")
+
+
+def test_a_state_of_another_filter_does_not_fit() -> None:
+    first, second = (
+        dasksc.scDataset(atlas(), dasksc.Streaming(), 8, filter=f"n_genes > {n}", seed=0) for n in (100, 300)
+    )
+    with pytest.raises(InputError, match="strategy"):
+        second.load_state_dict(first.state_dict())

@@ -1,0 +1,253 @@
+"""Files made to do harm: refused with a reason, without running code, reading elsewhere or filling memory."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import pickle
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numcodecs
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from anndata import AnnData
+
+import dasksc
+from dasksc.errors import StorageError
+from dasksc.storage import open_matrix, zarr_guard
+from tests.data import write_store
+from tests.servers import serving
+
+# Of formats that are to come.
+pytestmark = [pytest.mark.filterwarnings("ignore:Writing zarr v2"), pytest.mark.filterwarnings("ignore:Consolidated")]
+
+VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
+BOMB_BYTES = 2**26
+
+
+@pytest.fixture(params=["local", "remote"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """Opens what is in the folder by its name: from the disk, or from a web server."""
+    if request.param == "local":
+        yield lambda name: dasksc.open(tmp_path / name)
+        return
+    pytest.importorskip("obstore")
+    with serving(tmp_path) as server:
+        yield lambda name: dasksc.open(f"{server.url}/{name}")
+
+
+def small() -> AnnData:
+    """A dense atlas of 20 cells and 6 genes."""
+    obs = pd.DataFrame({"int8": np.arange(20, dtype=np.int8)}, index=[f"cell{i}" for i in range(20)])
+    return AnnData(X=VALUES[:20], obs=obs)
+
+
+def edited(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+class Bomb:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("where", ["X", "obs/int8", "obs/_index"])
+def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, opened: Any, where: str) -> None:
+    path = write_store(small(), tmp_path, "zarr2")
+    mark = tmp_path / "unpickled"
+    metadata = path / where / ".zarray"
+    edited(metadata, filters=[{"id": "pickle", "protocol": 5}], compressor=None)
+    everything = json.loads((path / ".zmetadata").read_text())
+    everything["metadata"][f"{where}/.zarray"] = json.loads(metadata.read_text())
+    (path / ".zmetadata").write_text(json.dumps(everything))
+    for chunk in (path / where).glob("[0-9]*"):
+        chunk.write_bytes(pickle.dumps([Bomb(mark)]))
+    with pytest.raises(StorageError, match="pickle"):
+        opened(path.name).X.compute()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("n", [2**62, 2**40])
+@pytest.mark.parametrize("where", ["X", "obs/_index", "obs/int8"])
+@pytest.mark.parametrize("format", ["zarr2", "zarr3"])
+def test_shapes_beyond_any_memory_are_refused(tmp_path: Path, opened: Any, format: str, where: str, n: int) -> None:
+    path = write_store(small(), tmp_path, format)
+    metadata = path / where / (".zarray" if format == "zarr2" else "zarr.json")
+    shape = json.loads(metadata.read_text())["shape"]
+    edited(metadata, shape=[n, *shape[1:]])
+    everything = path / (".zmetadata" if format == "zarr2" else "zarr.json")
+    document = json.loads(everything.read_text())
+    if format == "zarr2":
+        document["metadata"][f"{where}/.zarray"]["shape"] = [n, *shape[1:]]
+    else:
+        document["consolidated_metadata"]["metadata"][where]["shape"] = [n, *shape[1:]]
+    everything.write_text(json.dumps(document))
+    with bounded(), pytest.raises(dasksc.DaskscError):
+        opened(path.name).X.compute()
+
+
+@pytest.mark.parametrize("n", [2**62, 2**40])
+@pytest.mark.parametrize("where", ["X", "obs/_index", "obs/int8"])
+def test_shapes_beyond_any_memory_are_refused_in_hdf5(tmp_path: Path, opened: Any, where: str, n: int) -> None:
+    path = write_store(small(), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file:
+        old = file[where]
+        attributes, dtype, shape = dict(old.attrs), old.dtype, (n, *old.shape[1:])
+        del file[where]
+        new = file.create_dataset(where, shape, dtype, chunks=(1024, *shape[1:]))
+        for name, value in attributes.items():
+            new.attrs[name] = value
+    with bounded(), pytest.raises(dasksc.DaskscError):
+        opened(path.name).X.compute()
+
+
+class bounded:
+    """Fails if much memory was taken inside."""
+
+    def __enter__(self) -> None:
+        tracemalloc.start()
+
+    def __exit__(self, *error: object) -> None:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < BOMB_BYTES // 2, f"{peak} bytes"
+
+
+def bombs() -> dict[str, tuple[Any, bytes]]:
+    zeros = bytes(BOMB_BYTES)
+    return {
+        "gzip": (numcodecs.GZip(), gzip.compress(zeros, 1)),
+        "zlib": (numcodecs.Zlib(), numcodecs.Zlib(1).encode(zeros)),
+        "zstd": (numcodecs.Zstd(), numcodecs.Zstd().encode(zeros)),
+        "lz4": (numcodecs.LZ4(), numcodecs.LZ4().encode(zeros)),
+        "bz2": (numcodecs.BZ2(), bz2.compress(zeros, 9)),
+        "lzma": (numcodecs.LZMA(), lzma.compress(zeros, preset=0)),
+        "blosc": (numcodecs.Blosc(), numcodecs.Blosc(cname="zstd").encode(zeros)),
+    }
+
+
+@pytest.fixture(scope="module")
+def bomb_files() -> dict[str, tuple[Any, bytes]]:
+    return bombs()
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "blosc"])
+def test_chunks_that_swell_are_refused(tmp_path: Path, bomb_files: Any, codec: str) -> None:
+    compressor, bomb = bomb_files[codec]
+    group = zarr.open_group(tmp_path / "store", mode="w", zarr_format=2)
+    group.create_array("X", data=VALUES, chunks=(50, 6), compressors=compressor)
+    (tmp_path / "store" / "X" / "0.0").write_bytes(bomb)
+    matrix = open_matrix(tmp_path / "store", "X")
+    with bounded(), pytest.raises(StorageError, match="rows 0 to 49"):
+        matrix.fetch(np.arange(50))
+
+
+@pytest.mark.parametrize("swollen", ["chunk", "metadata"])
+def test_objects_that_are_far_too_long_are_not_fetched(tmp_path: Path, swollen: str) -> None:
+    pytest.importorskip("obstore")
+    AnnData(X=VALUES).write_zarr(tmp_path / "atlas.zarr")
+    file = tmp_path / "atlas.zarr" / ("X/c/0/0" if swollen == "chunk" else "zarr.json")
+    if not file.exists():
+        file = tmp_path / "atlas.zarr" / ("X/0.0" if swollen == "chunk" else ".zmetadata")
+    with file.open("r+b") as grown:
+        grown.truncate(2**33)
+    with serving(tmp_path) as server, bounded(), pytest.raises(StorageError, match=r"at most \d+ belong"):
+        dasksc.open(f"{server.url}/atlas.zarr").X.compute()
+    assert sum(stop is None for _, path, stop in server.faults.requests if path.endswith(file.name)) >= 1
+
+
+@pytest.mark.parametrize("format", [2, 3])
+def test_keys_that_lead_elsewhere_are_refused(tmp_path: Path, opened: Any, format: int) -> None:
+    path = write_store(small(), tmp_path, f"zarr{format}")
+    away = "/../../../../"
+    if format == 2:
+        edited(path / "X" / ".zarray", dimension_separator=away)
+    else:
+        edited(
+            path / "X" / "zarr.json",
+            chunk_key_encoding={"name": "default", "configuration": {"separator": away}},
+        )
+    (tmp_path / "0").write_bytes(bytes(10**4))
+    with pytest.raises(StorageError, match=r"separator|chunk_key_encoding|cannot be read"):
+        opened(path.name).X.compute()
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd"])
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_columns_whose_names_lead_elsewhere_are_refused(tmp_path: Path, opened: Any, format: str, name: str) -> None:
+    path = write_store(small(), tmp_path, format)
+    if format == "h5ad":
+        with h5py.File(path, "r+") as file:
+            file["obs"].attrs["column-order"] = [name]
+    else:
+        file = path / "obs" / (".zattrs" if format == "zarr2" else "zarr.json")
+        document = json.loads(file.read_text())
+        (document if format == "zarr2" else document["attributes"])["column-order"] = [name]
+        file.write_text(json.dumps(document))
+        zarr.consolidate_metadata(path)
+    with pytest.raises(StorageError, match="cannot be read"):
+        opened(path.name)
+
+
+@pytest.mark.parametrize("how", ["absolute", "upwards", "virtual", "external"])
+def test_hdf5_that_leads_to_files_elsewhere_is_refused(tmp_path: Path, opened: Any, how: str) -> None:
+    path = write_store(small(), tmp_path, "h5ad")
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.h5"
+    with h5py.File(outside, "w") as file:
+        file["X"] = VALUES[:20]
+    with h5py.File(path, "r+") as file:
+        del file["X"]
+        match how:
+            case "absolute":
+                file["X"] = h5py.ExternalLink(str(outside), "/X")
+            case "upwards":
+                file["X"] = h5py.ExternalLink(f"../{outside.name}", "/X")
+            case "virtual":
+                layout = h5py.VirtualLayout((20, 6), "f4")
+                layout[:] = h5py.VirtualSource(str(outside), "X", shape=(20, 6))
+                file.create_virtual_dataset("X", layout)
+            case "external":
+                file.create_dataset("X", (20, 6), "f4", external=[(str(outside), 0, 480)])
+    with pytest.raises(StorageError, match=r"another file|other file"):
+        opened(path.name)
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "X/../../escaped"])
+def test_zipped_stores_write_nothing_anywhere(tmp_path: Path, name: str) -> None:
+    write_store(small(), tmp_path, "zarr3")
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    archive = folder / "atlas.zarr.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for one in (tmp_path / "atlas.zarr3.zarr").rglob("*"):
+            if one.is_file():
+                file.write(one, one.relative_to(tmp_path / "atlas.zarr3.zarr"))
+        file.writestr(name, "harm")
+    before = sorted(tmp_path.rglob("*"))
+    matrix = open_matrix(archive, "X")
+    matrix.fetch(np.arange(20))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr_guard, "WHOLE_BYTES", 2**20)
+    archive = tmp_path / "atlas.zarr.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("zarr.json", " " * 2**21)
+    with bounded(), pytest.raises(StorageError, match="bytes"):
+        open_matrix(archive, "X")

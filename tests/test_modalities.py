@@ -1,0 +1,239 @@
+"""Several modalities as one: the same cells in each, whatever order each is stored in."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import torch
+import zarr
+from anndata import AnnData
+from anndata.io import write_elem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.errors import InputError, MissingKeyError, MissingPathError
+from dasksc.storage import as_matrix
+from dasksc.storage.taken import TakenMatrix
+
+N = 60
+
+
+def modality(seed: int, n_vars: int, cells: np.ndarray, *, is_sparse: bool) -> AnnData:
+    """An atlas whose X, in its first column, holds the number of the cell."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, 5, (len(cells), n_vars)).astype(np.float32)
+    x[:, 0] = cells + 1
+    matrix = sp.csr_matrix(x) if is_sparse else x
+    obs = pd.DataFrame(
+        {"score": cells * 10 + seed, "kind": pd.Categorical(rng.choice(list("ab"), len(cells)))},
+        index=[f"cell{cell}" for cell in cells],
+    )
+    var = pd.DataFrame(index=[f"v{seed}-{i}" for i in range(n_vars)])
+    return AnnData(matrix, obs=obs, var=var, layers={"twice": matrix * 2}, obsm={"pca": x[:, :2] / 2})
+
+
+def parts() -> dict[str, AnnData]:
+    rng = np.random.default_rng(0)
+    return {
+        "rna": modality(1, 12, rng.permutation(N)[:50], is_sparse=True),
+        "prot": modality(2, 5, rng.permutation(N)[:55], is_sparse=False),
+        "atac": modality(3, 9, rng.permutation(N), is_sparse=True),
+    }
+
+
+COMMON = sorted(set.intersection(*(set(adata.obs_names) for adata in parts().values())))
+
+
+def store(folder: Path, kind: str) -> Any:
+    """The same modalities, in one of the ways in which they come."""
+    mod = parts()
+    if kind == "dict":
+        return mod
+    if kind == "paths":
+        paths = {}
+        for name, adata in mod.items():
+            paths[name] = folder / f"{name}.h5ad"
+            adata.write_h5ad(paths[name])
+        return paths
+    # As MuData lays it out, on any cells that some modality has.
+    cells = sorted(set().union(*(adata.obs_names for adata in mod.values())))
+    obs = pd.DataFrame({"site": pd.Categorical(["x", "y"] * (len(cells) // 2))}, index=cells)
+    path = folder / f"atlas.{kind}"
+    # h5mu files begin with 512 bytes that are not HDF5's.
+    root = h5py.File(path, "w", userblock_size=512) if kind == "h5mu" else zarr.open_group(path, mode="w")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_elem(root, "obs", obs)
+        root.create_group("mod").attrs["mod-order"] = list(mod)
+        for name, adata in mod.items():
+            write_elem(root["mod"], name, adata)
+    if kind == "h5mu":
+        root.close()
+    return path
+
+
+def check_batches(dataset: dasksc.scDataset, mod: dict[str, AnnData], order: list[str]) -> None:
+    """Every row of every part of every batch is that of the cell it says it is."""
+    seen = []
+    for batch in dataset:
+        cells = [order[i] for i in batch.index.tolist()]
+        seen += cells
+        for name, adata in mod.items():
+            expected = adata[cells]
+            for got, there in (
+                (batch[name].X, expected.X),
+                (batch[name].layers.get("twice"), expected.layers["twice"]),
+                (batch[name].obsm.get("pca"), expected.obsm["pca"]),
+            ):
+                if got is not None:
+                    there = there.toarray() if sp.issparse(there) else there
+                    np.testing.assert_array_equal(got.to_dense() if got.is_sparse_csr else got, there)
+            if f"{name}:score" in batch.obs:
+                assert batch.obs[f"{name}:score"].tolist() == expected.obs["score"].tolist()
+    assert sorted(seen) == COMMON
+
+
+@pytest.mark.parametrize("kind", ["dict", "paths", "h5mu", "zarr"])
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+def test_each_batch_holds_the_same_cells_of_every_modality(tmp_path: Path, kind: str, layout: Any) -> None:
+    data = store(tmp_path, kind)
+    opened = dasksc.Modalities(data)
+    assert list(opened) == ["rna", "prot", "atac"]
+    assert sorted(opened.obs_names) == COMMON
+    assert all(adata.obs_names.equals(opened.obs_names) for adata in opened.mod.values())
+    has_own = kind in ("h5mu", "zarr")
+    assert has_own == ("site" in opened.obs)
+    dataset = dasksc.scDataset(
+        data if has_own else opened,
+        dasksc.BlockShuffling(4),
+        8,
+        2,
+        obs=["rna:score", "prot:kind", *(["site"] if has_own else [])],
+        layers=["rna:twice"],
+        obsm=["prot:pca"],
+        layout=layout,
+        seed=0,
+    )
+    check_batches(dataset, parts(), list(opened.obs_names))
+    batch = next(iter(dataset))
+    assert set(batch) == {"rna", "prot", "atac", "obs", "index"}
+    assert (set(batch.rna.layers), set(batch.prot.layers), set(batch.prot.obsm)) == ({"twice"}, set(), {"pca"})
+    assert set(batch.obs) == {"rna:score", "prot:kind", *(["site"] if has_own else [])}
+    moved = batch.to("cpu")
+    assert isinstance(moved, dasksc.Batch)
+    assert isinstance(moved.rna, dasksc.Batch)
+    assert dataset.categories["prot:kind"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
+def test_filters_splits_genes_and_copies_work_as_for_one(tmp_path: Path, scheduler: Any) -> None:
+    opened = dasksc.Modalities(store(tmp_path, "paths"))
+    rows = dasksc.split(opened, fractions=(0.5, 0.5), stratify="rna:kind")["train"]
+    dataset = dasksc.scDataset(
+        opened,
+        dasksc.BlockShuffling(4, indices=rows),
+        8,
+        genes={"rna": ["v1-3", "v1-0"]},
+        filter="`prot:kind` == 'a'",
+        scheduler=scheduler,
+        seed=0,
+    )
+    expected = set(rows) & set(np.flatnonzero(opened.obs["prot:kind"] == "a"))
+    batches = list(pickle.loads(pickle.dumps(dataset)))
+    assert {int(i) for batch in batches for i in batch.index} == expected
+    for batch in batches:
+        assert (batch.rna.X.shape[1], batch.prot.X.shape[1]) == (2, 5)
+        cells = opened.obs_names[batch.index]
+        np.testing.assert_array_equal(batch.rna.X, parts()["rna"][cells, ["v1-3", "v1-0"]].X.toarray())
+    assert dasksc.check(dataset).process_bytes > 0
+    balanced = dasksc.scDataset(opened, dasksc.ClassBalancedSampling(label_key="rna:kind"), 8, seed=0)
+    assert len(list(balanced)) == len(balanced)
+
+
+def test_a_mudata_is_taken_as_it_is(tmp_path: Path) -> None:
+    mudata = pytest.importorskip("mudata")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = mudata.MuData(parts())
+        data.obs["site"] = np.arange(data.n_obs)
+        data.write(tmp_path / "atlas.h5mu")
+        backed = mudata.read_h5mu(tmp_path / "atlas.h5mu", backed="r")
+        for given in (data, tmp_path / "atlas.h5mu", backed):
+            opened = dasksc.Modalities(given)
+            dataset = dasksc.scDataset(given, dasksc.Streaming(), 8, obs=["site", "rna:score"], seed=0)
+            check_batches(dataset, parts(), list(opened.obs_names))
+            assert opened.obs["site"].tolist() == data.obs["site"][opened.obs_names].tolist()
+
+
+def test_only_the_columns_asked_for_are_read(tmp_path: Path) -> None:
+    opened = dasksc.Modalities(store(tmp_path, "h5mu"), obs=["site", "rna:kind"])
+    assert list(opened.obs) == ["site", "rna:kind"]
+    assert [list(adata.obs) for adata in opened.mod.values()] == [["kind"], [], []]
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    mod = parts()
+    path = store(tmp_path, "h5mu")
+    with pytest.raises(InputError, match="dasksc.Modalities"):
+        dasksc.open(path)
+    with pytest.raises(MissingPathError, match=r"near it: atlas\.h5mu"):
+        dasksc.Modalities(tmp_path / "atlsa.h5mu")
+    with pytest.raises(InputError, match="none in common"):
+        dasksc.Modalities({"a": mod["rna"], "b": AnnData(np.ones((2, 2)))})
+    with pytest.raises(InputError, match="called 'obs'"):
+        dasksc.Modalities({"obs": mod["rna"]})
+    with pytest.raises(InputError, match="no modality"):
+        dasksc.Modalities({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        repeated = ad.concat([mod["rna"], mod["rna"]])
+        with pytest.raises(InputError, match="obs_names of a repeat"):
+            dasksc.Modalities({"a": repeated})
+    with pytest.raises(MissingKeyError, match="rna:score"):
+        dasksc.scDataset(path, dasksc.Streaming(), 8, obs=["rna:scor"])
+    with pytest.raises(InputError, match="of which modality"):
+        dasksc.scDataset(path, dasksc.Streaming(), 8, layers=["twice"])
+    with pytest.raises(MissingKeyError, match="twice"):
+        dasksc.scDataset(path, dasksc.Streaming(), 8, layers=["rna:twic"])
+    with pytest.raises(InputError, match="dict"):
+        dasksc.scDataset(path, dasksc.Streaming(), 8, genes=[0])
+    with pytest.raises(InputError, match="hooks"):
+        dasksc.scDataset(path, dasksc.Streaming(), 8, batch_transform=lambda batch: batch)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.integers(0, 19), max_size=30),
+    wanted=st.lists(st.integers(0, 29), min_size=1, max_size=20),
+    layout=st.sampled_from(["csr", "dense"]),
+    compact=st.booleans(),
+)
+def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[int], layout: str, compact: bool) -> None:
+    values = np.random.default_rng(0).integers(0, 3, (20, 7)).astype(np.float32)
+    matrix = TakenMatrix(as_matrix(sp.csr_matrix(values) if layout == "csr" else values, "x"), np.array(rows, int))
+    numbers = np.sort(np.array([i for i in wanted if i < len(rows)], dtype=np.int64))
+    fetched = matrix.fetch(numbers)
+    if compact:
+        fetched = pickle.loads(pickle.dumps(fetched.compact()))
+    expected = values[np.array(rows, int)[numbers]]
+    out = np.empty(expected.shape, dtype=np.float32)
+    fetched.gather(np.arange(len(numbers)), out=out)
+    np.testing.assert_array_equal(out, expected)
+    indptr, indices, data = fetched.gather_csr(np.arange(len(numbers)))
+    np.testing.assert_array_equal(sp.csr_matrix((data, indices, indptr), shape=expected.shape).toarray(), expected)
+
+
+def test_batches_of_modalities_are_pinned_and_moved_part_by_part() -> None:
+    dataset = dasksc.scDataset(dasksc.Modalities(parts()), dasksc.Streaming(), 8, device="meta", seed=0)
+    batch = next(iter(dataset))
+    assert batch.rna.X.device == batch.prot.X.device == batch.index.device == torch.device("meta")

@@ -1,0 +1,70 @@
+"""What Python itself does for a batch does not grow with its rows and nonzeros."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import dasksc
+from tests.data import make_adata, write_store
+
+N_BATCHES = 16
+
+
+def n_instructions(function: Callable[[], Any]) -> int:
+    """Count the Python instructions that a call runs in this thread."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_the_count_grows_with_a_loop_over_rows() -> None:
+    assert n_instructions(lambda: [i + 1 for i in range(1000)]) > 2 * n_instructions(
+        lambda: [i + 1 for i in range(100)]
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(make_adata(32 * 64 * N_BATCHES, 40), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("more", [{}, {"obs": ["cell_type", "int64"], "genes": range(7)}], ids=["X", "columns"])
+def test_sixteen_times_the_rows_take_no_more_python(path: Path, layout: str, more: dict[str, Any]) -> None:
+    def epoch_of(batch_size: int) -> int:
+        dataset = dasksc.scDataset(
+            path,
+            dasksc.BlockShuffling(16, indices=range(batch_size * N_BATCHES)),
+            batch_size,
+            fetch_factor=4,
+            layout=layout,
+            scheduler="synchronous",
+            seed=0,
+            rank=0,
+            world_size=1,
+            **more,
+        )
+        list(dataset)
+        return n_instructions(lambda: list(dataset))
+
+    few, many = epoch_of(64), epoch_of(64 * 16)
+    assert few > 1000, "nothing was counted"
+    assert many < 1.1 * few

@@ -1,0 +1,299 @@
+"""Atlases behind URLs: the same values as from the local file, whatever the network does."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from anndata import AnnData
+from distributed import Client
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.errors import InputError, StorageError
+from dasksc.lazy import matrix_of
+from dasksc.storage.remote import AHEAD_BYTES, in_order, parts_of
+from tests.data import FORMATS, dense, make_adata, write_store
+from tests.servers import SECRET, Bucket, HTTPServer, s3_bucket, serving, touch_later
+
+pytest.importorskip("obstore")
+
+
+NAMES = ["csr.h5ad", "dense.h5ad", "csr.zarr2.zarr", "csr.zarr3.zarr"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("remote")
+    for layout in ("csr", "dense"):
+        for format in FORMATS:
+            write_store(make_adata(200, 30, layout=layout), folder, format, name=layout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bucket(folder: Path) -> Iterator[Bucket]:
+    with s3_bucket() as bucket:
+        for name in [*NAMES, "dense.zarr3.zarr"]:
+            bucket.put(folder / name)
+        yield bucket
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[HTTPServer]:
+    with serving(folder) as server:
+        yield server
+
+
+def same(remote: AnnData, local: AnnData) -> None:
+    pd.testing.assert_frame_equal(remote.obs, local.obs)
+    pd.testing.assert_frame_equal(remote.var, local.var)
+    np.testing.assert_array_equal(dense(remote.X.compute()), dense(local.X.compute()))
+    for name in ("layers", "obsm", "obsp"):
+        assert set(getattr(remote, name)) == set(getattr(local, name))
+        for key, array in getattr(local, name).items():
+            if not isinstance(array, pd.DataFrame):
+                np.testing.assert_array_equal(dense(getattr(remote, name)[key].compute()), dense(array.compute()))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "dense.zarr3.zarr"])
+def test_an_atlas_on_s3_is_the_local_one(folder: Path, bucket: Bucket, name: str) -> None:
+    remote = dasksc.open(f"s3://{bucket.name}/{name}", storage_options=bucket.options)
+    same(remote, dasksc.open(folder / name))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_an_atlas_on_a_web_server_is_the_local_one(folder: Path, server: HTTPServer, layout: str, format: str) -> None:
+    name = f"{layout}.h5ad" if format == "h5ad" else f"{layout}.{format}.zarr"
+    same(dasksc.open(f"{server.url}/{name}"), dasksc.open(folder / name))
+
+
+@pytest.fixture
+def opened(server: HTTPServer) -> AnnData:
+    return dasksc.open(f"{server.url}/csr.h5ad")
+
+
+def batches(data: AnnData, **options: Any) -> list[np.ndarray]:
+    dataset = dasksc.scDataset(
+        data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1, **options
+    )
+    return [batch.numpy().copy() for batch in dataset]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_lost_where_requests_fail_and_answers_break_off(folder: Path, server: HTTPServer, name: str) -> None:
+    server.faults.status = lambda number: {2: 500, 6: 503, 11: 429}.get(number % 14)
+    server.faults.cut = lambda number: number % 6 == 4
+    remote = batches(dasksc.open(f"{server.url}/{name}", obs=["int8"]))
+    for one, other in zip(remote, batches(dasksc.open(folder / name)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    answers = [server.faults.status(number) for number in range(len(server.faults.requests))]
+    assert {500, 503, 429} <= set(answers)
+    assert any(map(server.faults.cut, range(len(answers))))
+
+
+def test_a_slow_link_loses_nothing_either(folder: Path, server: HTTPServer) -> None:
+    server.faults.latency_s, server.faults.bytes_per_s = 0.03, 1e6
+    for one, other in zip(
+        batches(dasksc.open(f"{server.url}/csr.h5ad")), batches(dasksc.open(folder / "csr.h5ad")), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(500, "500"), (503, "503"), (429, "429"), (403, "credentials"), (404, "nothing at")]
+)
+def test_what_a_server_refuses_for_good_is_named(opened: AnnData, server: HTTPServer, status: int, says: str) -> None:
+    server.faults.status = lambda number: status
+    with dask.config.set({"dasksc.retry-timeout": "200ms"}), pytest.raises(dasksc.DaskscError) as caught:
+        batches(opened)
+    # The epoch's error, with rows and fetch, is caused by the reader's.
+    assert isinstance(caught.value.__cause__, StorageError)
+    message = str(caught.value)
+    assert f"{server.url}/csr.h5ad" in message
+    assert says in message
+    assert "rows" in message
+
+
+def test_answers_that_always_break_off_end_in_an_error_that_names_them(opened: AnnData, server: HTTPServer) -> None:
+    server.faults.cut = lambda number: True
+    with (
+        dask.config.set({"dasksc.retry-timeout": "200ms"}),
+        pytest.raises(dasksc.DaskscError, match=r"csr.h5ad, bytes \d+ to \d+ cannot be read"),
+    ):
+        batches(opened)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with (
+        dask.config.set({"dasksc.retry-timeout": "200ms"}),
+        pytest.raises(StorageError, match=r"http://127.0.0.1:9/atlas.h5ad .*endpoint"),
+    ):
+        dasksc.open("http://127.0.0.1:9/atlas.h5ad")
+
+
+def test_a_server_without_ranges_is_refused(server: HTTPServer) -> None:
+    server.faults.ranges = False
+    with pytest.raises(StorageError, match="must serve byte ranges"):
+        dasksc.open(f"{server.url}/csr.h5ad")
+
+
+@pytest.mark.parametrize("etags", [True, False], ids=["etags", "dates"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_object_that_was_replaced_is_refused(tmp_path: Path, name: str, etags: bool) -> None:
+    layout, _, format = name.removesuffix(".zarr").partition(".")
+    path = write_store(make_adata(200, 30, layout=layout), tmp_path, format, name=layout)
+    with serving(tmp_path) as server:
+        server.faults.etags = etags
+        data = dasksc.open(f"{server.url}/{name}")
+        assert len(batches(data)) == 13
+        for file in [path, *path.rglob("*")]:
+            touch_later(file)
+        with pytest.raises(dasksc.DaskscError, match="was replaced or changed since it was opened"):
+            batches(data)
+
+
+@pytest.mark.parametrize("name", ["csr.h5ad", "csr.zarr3.zarr"])
+def test_credentials_are_shown_nowhere(bucket: Bucket, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    url = f"s3://{bucket.name}/{name}"
+    data = dasksc.open(url, storage_options=bucket.options)
+    matrix = matrix_of(data.X)
+    shown = [repr(data), repr(data.X), repr(matrix), str(data.X.dask), matrix.label, repr(vars(matrix))]
+    assert SECRET in pickle.dumps(matrix).decode("latin1")  # workers need it
+    with pytest.raises(StorageError) as missing:
+        dasksc.open(f"s3://{bucket.name}/nothing.h5ad", storage_options=bucket.options)
+    wrong = bucket.options | {"no_such_option": "1"}
+    with pytest.raises(InputError, match="no_such_option") as unknown:
+        dasksc.open(url, storage_options=wrong)
+    for error in (missing.value, unknown.value):
+        shown += ["".join(traceback.format_exception(error)), repr(error)]
+    shown.append(caplog.text)
+    assert not [text for text in shown if SECRET in text]
+
+
+def test_tokens_in_urls_are_sent_and_not_shown(server: HTTPServer) -> None:
+    url = server.url.replace("://", f"://user:{SECRET}@")
+    data = dasksc.open(f"{url}/csr.h5ad?token={SECRET}")
+    assert len(batches(data)) == 13
+    shown = [repr(data), str(data.X.dask), matrix_of(data.X).label]
+    server.faults.status = lambda number: 403
+    with pytest.raises(dasksc.DaskscError) as caught:
+        batches(data)
+    shown.append("".join(traceback.format_exception(caught.value)))
+    assert not [text for text in shown if SECRET in text]
+    assert server.url in matrix_of(data.X).label
+
+
+@pytest.mark.parametrize(("how", "name"), [("fork", "csr.h5ad"), ("fork", "csr.zarr3.zarr"), ("spawn", "csr.h5ad")])
+def test_dataloader_workers_read_for_themselves(server: HTTPServer, name: str, how: str) -> None:
+    data = dasksc.open(f"{server.url}/{name}")
+    expected = batches(data)
+    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=how)
+    for one, other in zip(loader, expected, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other)
+
+
+def test_a_forked_worker_is_told_what_went_wrong(server: HTTPServer) -> None:
+    data = dasksc.open(f"{server.url}/csr.h5ad")
+    assert batches(data)
+    dataset = dasksc.scDataset(data, dasksc.Streaming(), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
+    server.faults.status = lambda number: 403
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(dasksc.DaskscError, match="403 Forbidden"):
+        list(loader)
+
+
+def test_dask_workers_read_for_themselves(bucket: Bucket) -> None:
+    data = dasksc.open(f"s3://{bucket.name}/csr.h5ad", storage_options=bucket.options)
+    expected = batches(data)
+    with Client(n_workers=1, threads_per_worker=2, dashboard_address=":0", processes=False):
+        for one, other in zip(batches(data), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("ftp://host/atlas.h5ad", "known are s3"),
+        ("s3://bucket", "whole store"),
+        ("https://host/a/../../atlas.h5ad", r"'\.\.' in its path"),
+    ],
+)
+def test_urls_that_lead_nowhere_are_refused(url: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        dasksc.open(url)
+
+
+def test_file_urls_are_paths(folder: Path) -> None:
+    same(dasksc.open((folder / "csr.h5ad").as_uri()), dasksc.open(folder / "csr.h5ad"))
+
+
+def test_several_urls_are_one_atlas(folder: Path, server: HTTPServer) -> None:
+    urls = [f"{server.url}/csr.h5ad", str(folder / "csr.zarr3.zarr")]
+    joined = dasksc.open(urls, index_unique="-")
+    assert joined.shape == (400, 30)
+    assert len(batches(joined)) == 25
+
+
+def test_metadata_are_read_by_few_requests(server: HTTPServer) -> None:
+    dasksc.open(f"{server.url}/csr.h5ad")
+    # The file has 60 objects and is smaller than a block; each matrix asks once what is there.
+    assert len(server.faults.requests) < 40
+    assert sum(method == "GET" for method, _, _ in server.faults.requests) < 20
+
+
+def test_without_consolidated_metadata_a_web_server_cannot_tell(tmp_path: Path) -> None:
+    path = write_store(make_adata(20, 5), tmp_path, "zarr2")
+    (path / ".zmetadata").unlink()
+    with serving(tmp_path) as server, pytest.raises(StorageError, match="consolidate_metadata"):
+        dasksc.open(f"{server.url}/{path.name}")
+
+
+ranges = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), max_size=20).map(
+    lambda pairs: [(start, start + size) for start, size in sorted(pairs)]
+)
+
+
+@given(ranges=ranges, gap=st.integers(0, 40), longest=st.integers(1, 200), block=st.sampled_from([0, 64]))
+def test_parts_cover_their_ranges_and_no_more_than_they_may(
+    ranges: list[tuple[int, int]], gap: int, longest: int, block: int
+) -> None:
+    parts = parts_of(ranges, gap=gap, longest=longest, block=block)
+    assert [number for part in parts for number in range(part.first, part.after)] == list(range(len(ranges)))
+    for part in parts:
+        inside = ranges[part.first : part.after]
+        assert (part.start, part.stop) == (inside[0][0], inside[-1][1])
+        for (_, stop), (start, _) in itertools.pairwise(inside):
+            assert stop <= start
+            assert start - stop <= gap or start // block == max(stop - 1, 0) // block
+        if len(inside) > 1 and not block:
+            assert part.stop - part.start <= longest
+
+
+def test_calls_in_order_are_ahead_by_bytes_and_stop_when_nobody_wants_more() -> None:
+    made = []
+
+    def call(number: int) -> Callable[[], int]:
+        def made_by(number: int = number) -> int:
+            made.append(number)
+            return number
+
+        return made_by
+
+    results = in_order((call(number), AHEAD_BYTES // 2) for number in range(1000))
+    assert [next(results) for _ in range(5)] == list(range(5))
+    results.close()
+    assert max(made) < 10

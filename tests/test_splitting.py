@@ -1,0 +1,163 @@
+"""The parts of a split: disjoint, complete, of the stated sizes, and without a group in two of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from anndata import AnnData
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.errors import InputError, MissingKeyError
+
+FRACTIONS = st.lists(st.integers(1, 20), min_size=2, max_size=5).map(
+    lambda parts: {f"part{i}": part / sum(parts) for i, part in enumerate(parts)}
+)
+
+
+def check_parts(parts: dict[str, np.ndarray], rows: np.ndarray) -> None:
+    """Every row is in exactly one part, ascending."""
+    assert all((np.diff(part) > 0).all() and part.dtype == np.int64 and len(part) for part in parts.values())
+    np.testing.assert_array_equal(np.sort(np.concatenate(list(parts.values()))), rows)
+
+
+def check_groups(parts: dict[str, np.ndarray], groups: np.ndarray) -> None:
+    seen = [set(groups[part]) for part in parts.values()]
+    assert sum(map(len, seen)) == len(set().union(*seen))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(fractions=FRACTIONS, n=st.integers(150, 2000), n_classes=st.integers(1, 12), seed=st.integers(0, 2**64 - 1))
+def test_each_class_is_cut_less_than_a_row_from_its_fractions(
+    fractions: Any, n: int, n_classes: int, seed: int
+) -> None:
+    rng = np.random.default_rng(n)
+    kinds = rng.choice(n_classes, n, p=rng.dirichlet(np.ones(n_classes)))
+    obs = pd.DataFrame(
+        {"kind": pd.Categorical.from_codes(kinds - (kinds == 3) * 4, [str(i) for i in range(n_classes)])}
+    )
+    parts = dasksc.split(obs, fractions=fractions, stratify="kind", seed=seed)
+    check_parts(parts, np.arange(n))
+    for name, share in fractions.items():
+        assert abs(len(parts[name]) - share * n) < len(fractions)
+        for kind in np.unique(kinds):
+            assert abs((kinds[parts[name]] == kind).sum() - share * (kinds == kind).sum()) < 1
+    plain = dasksc.split(obs, fractions=fractions, seed=seed)
+    check_parts(plain, np.arange(n))
+    assert all(abs(len(plain[name]) - share * n) < 1 for name, share in fractions.items())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    fractions=FRACTIONS,
+    n_donors=st.integers(6, 60),
+    stratify=st.sampled_from([None, "kind", ["kind", "sex"]]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_no_group_is_in_two_parts_and_none_is_over_by_more_than_the_largest(
+    fractions: Any, n_donors: int, stratify: Any, seed: int
+) -> None:
+    rng = np.random.default_rng(n_donors)
+    donors = np.concatenate([np.arange(n_donors), rng.choice(n_donors, 900, p=rng.dirichlet(np.ones(n_donors)))])
+    n = len(donors)
+    obs = pd.DataFrame({"donor": donors.astype(str), "kind": rng.integers(0, 5, n), "sex": rng.choice(["f", "m"], n)})
+    parts = dasksc.split(obs, fractions=fractions, groups="donor", stratify=stratify, seed=seed)
+    check_parts(parts, np.arange(n))
+    check_groups(parts, donors)
+    largest = np.bincount(donors).max()
+    assert all(len(parts[name]) <= share * n + largest for name, share in fractions.items())
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(n_donors=st.integers(20, 80), seed=st.integers(0, 2**64 - 1))
+def test_by_deals_values_and_not_rows(n_donors: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    # One donor has most rows: it counts as one.
+    donors = np.concatenate([np.arange(n_donors), np.zeros(2000, dtype=int), rng.integers(0, n_donors, 300)])
+    status = (np.arange(n_donors) % 2)[donors]
+    obs = pd.DataFrame({"donor": pd.Categorical(donors), "status": status})
+    parts = dasksc.split(obs, fractions=(0.5, 0.5), by="donor", stratify="status", seed=seed)
+    check_parts(parts, np.arange(len(donors)))
+    check_groups(parts, donors)
+    for part in parts.values():
+        held = np.unique(donors[part])
+        assert abs(len(held) - n_donors / 2) <= 1
+        assert abs((held % 2).sum() - n_donors / 4) <= 1
+
+
+def test_groups_of_several_columns_are_joined_where_they_are_linked() -> None:
+    rng = np.random.default_rng(0)
+    batch = rng.integers(0, 40, 3000)
+    donor = batch * 2 + rng.integers(0, 2, 3000)
+    lab = batch // 2  # 20 labs of two batches of two donors each
+    obs = pd.DataFrame({"batch": batch, "donor": donor, "lab": lab})
+    for more in ({"groups": ["donor", "batch", "lab"]}, {"by": "donor", "groups": ["batch", "lab"]}):
+        parts = dasksc.split(obs, fractions=(0.6, 0.2, 0.2), **more, seed=1)
+        check_parts(parts, np.arange(3000))
+        for column in obs:
+            check_groups(parts, obs[column].to_numpy())
+    chained = pd.DataFrame({"a": [0, 0, 1, 1, 2, 2], "b": [0, 1, 1, 2, 2, 3]})
+    with pytest.raises(InputError, match="there are 1 groups"):
+        dasksc.split(chained, fractions=(0.5, 0.5), groups=["a", "b"])
+
+
+def test_a_seed_gives_one_split_and_others_give_others() -> None:
+    obs = pd.DataFrame({"donor": np.arange(3000) // 30})
+    for how in ({}, {"groups": "donor"}, {"by": "donor"}):
+        first, again, other = (dasksc.split(obs, **how, seed=seed) for seed in (0, 0, 1))
+        assert list(first) == ["train", "validation", "test"]
+        for name in first:
+            np.testing.assert_array_equal(first[name], again[name])
+        assert len(np.intersect1d(first["test"], other["test"])) < 200
+
+
+def test_every_row_is_as_likely_to_be_in_a_part() -> None:
+    counts = np.zeros(40)
+    obs = pd.DataFrame({"kind": [0] * 15 + [1] * 25})
+    n_seeds = 2000
+    for seed in range(n_seeds):
+        counts[dasksc.split(obs, fractions=(0.75, 0.25), stratify="kind", seed=seed)["test"]] += 1
+    # Binomial(2000, 1/4) within five standard deviations: 40 rows fail once in 40,000 choices of the seeds.
+    assert np.abs(counts - n_seeds / 4).max() < 5 * np.sqrt(n_seeds * 3 / 16)
+
+
+def test_only_the_rows_asked_for_are_split() -> None:
+    obs = pd.DataFrame({"donor": np.arange(1000) // 10})
+    rows = np.flatnonzero(np.arange(1000) % 3 == 0)
+    for how in ({}, {"groups": "donor"}):
+        check_parts(dasksc.split(obs, indices=rows, **how), rows)
+        check_parts(dasksc.split(obs, indices=slice(100, 500), **how), np.arange(100, 500))
+    with pytest.raises(InputError, match="repeat"):
+        dasksc.split(obs, indices=[1, 1, 2])
+
+
+def test_paths_and_opened_atlases_are_split_alike(tmp_path: Path) -> None:
+    obs = pd.DataFrame({"donor": [f"d{i % 9}" for i in range(90)]}, index=[str(i) for i in range(90)])
+    AnnData(X=sp.csr_matrix((90, 2), dtype=np.float32), obs=obs).write_h5ad(tmp_path / "a.h5ad")
+    expected = dasksc.split(obs, groups="donor")
+    for data in (tmp_path / "a.h5ad", dasksc.open(tmp_path / "a.h5ad"), str(tmp_path / "*.h5ad")):
+        got = dasksc.split(data, groups="donor")
+        assert all(np.array_equal(got[name], expected[name]) for name in expected)
+    dataset = dasksc.scDataset(tmp_path / "a.h5ad", dasksc.BlockShuffling(4, indices=expected["train"]), 8, seed=0)
+    assert dataset.plan().n_rows == len(expected["train"])
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    obs = pd.DataFrame({"donor": ["a", "b", None] * 10, "kind": [1, 2, 3] * 10})
+    for fractions in ((0.5, 0.4), (1.0, 0.0), (0.5, 0.2, 0.2, 0.1), {"all": 1.0}, (1.2, -0.2)):
+        with pytest.raises(InputError, match="fractions"):
+            dasksc.split(obs, fractions=fractions)
+    with pytest.raises(InputError, match="missing in 10 of 30 rows"):
+        dasksc.split(obs, groups="donor")
+    with pytest.raises(InputError, match="3 groups by kind"):
+        dasksc.split(obs, fractions={"a": 0.25, "b": 0.25, "c": 0.25, "d": 0.25}, groups="kind")
+    with pytest.raises(MissingKeyError, match="donor"):
+        dasksc.split(obs, groups="doner")
+    with pytest.raises(InputError, match="too few"):
+        dasksc.split(obs.iloc[:2])

@@ -1,0 +1,406 @@
+"""Trainings of one process: models, checkpoints, going on, and what they leave behind."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from make_atlas import make_atlas
+
+import dasksc
+from dasksc import InputError, MissingPathError
+from dasksc.train import Config, fit, load_model
+from dasksc.train.config import Validation
+from dasksc.train.data import held_out_rows
+from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, log_normalised
+from dasksc.train.parallel import checkpoint_activations
+from tests.programs import train_models
+
+FRAGILE = "tests.programs.train_models:Fragile"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small matrices are slower on more, and sums come in another order."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> Path:
+    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 203, 40, n_types=5, n_plates=6, seed=1)
+
+
+@pytest.fixture
+def raw(atlas, tmp_path) -> dict[str, Any]:
+    return {
+        "data": {
+            "path": str(atlas),
+            "strategy": {"name": "block_shuffling", "block_size": 4},
+            "batch_size": 16,
+            "fetch_factor": 4,
+        },
+        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
+        "training": {
+            "max_epochs": 2,
+            "checkpoint_dir": str(tmp_path / "run"),
+            "log_every_n_steps": 1,
+            "logger": "csv",
+        },
+    }
+
+
+def train(raw: dict[str, Any], **changes: Any) -> Any:
+    """Train with changes that are named section__key."""
+    raw = copy.deepcopy(raw)
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        raw[section][key] = value
+    return fit(Config.of(raw), say=lambda line: None)
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in rows_of(folder) if "loss" in row]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(atlas, tmp_path_factory) -> list[float]:
+    """The losses of a training, with dropout, that nothing happened to."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    return losses(train_fragile(atlas, folder, at=0))
+
+
+def train_fragile(atlas: Path, folder: Path, *, at: int) -> Path:
+    raw = {
+        "data": {"path": str(atlas), "batch_size": 16, "fetch_factor": 2, "validation": 0.2},
+        "model": {"name": FRAGILE, "label": "cell_type", "mark": str(folder / "mark"), "at": at},
+        "training": {
+            "max_epochs": 2,
+            "gradient_accumulation": 2,
+            "scheduler": {"name": "cosine_warmup", "warmup_steps": 3},
+            "checkpoint_dir": str(folder / "run"),
+            "save_every": 2,
+            "resume_from": "auto",
+            "log_every_n_steps": 1,
+        },
+    }
+    if at:
+        with pytest.raises(RuntimeError, match="the power is gone"):
+            fit(Config.of(raw), say=lambda line: None)
+    fit(Config.of(raw), say=lambda line: None)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("at", [11, 12, 13])
+def test_validation_is_noted_once_whenever_a_run_breaks(at, atlas, tmp_path):
+    rows = rows_of(train_fragile(atlas, tmp_path, at=at))
+    assert [row["step"] for row in rows if "validation_loss" in row] == [6, 12]
+
+
+def test_a_run_that_has_ended_ends_again_with_nothing_done(raw, tmp_path):
+    first = train(raw, data__validation=0.2)
+    before = (tmp_path / "run" / "metrics.csv").read_text()
+    again = train(raw, data__validation=0.2, training__resume_from="auto")
+    assert (tmp_path / "run" / "metrics.csv").read_text() == before
+    assert (again.n_steps, again.n_cells, again.figures) == (first.n_steps, 0, first.figures)
+
+
+# 163 rows are 11 batches, so 6 steps an epoch.
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 8, 10, 11, 12, 13, 16, 22])
+def test_a_run_that_breaks_at_any_batch_goes_on_with_the_same_losses(at, unbroken, atlas, tmp_path):
+    assert len(unbroken) == 12
+    assert losses(train_fragile(atlas, tmp_path, at=at)) == unbroken
+
+
+def test_half_a_checkpoint_is_not_taken_for_one(raw, tmp_path):
+    train(raw, training__save_every=5)
+    expected = losses(tmp_path / "run")
+    half = tmp_path / "run" / "step-00000099.partial"
+    half.mkdir()
+    (half / "state.json").write_text("{}")
+    report = train(raw, training__max_epochs=3, training__resume_from="auto")
+    assert report.n_steps == 39
+    assert losses(tmp_path / "run")[:26] == expected
+
+
+def test_a_new_run_does_not_write_among_the_checkpoints_of_another(raw, tmp_path):
+    train(raw)
+    with pytest.raises(InputError, match="has 1 checkpoints of another run, the latest step-00000026. Go on from it"):
+        train(raw)
+    with pytest.raises(MissingPathError, match="is no checkpoint"):
+        train(raw, training__resume_from=str(tmp_path))
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_is_named_in_a_directory_of_its_own(raw, tmp_path):
+    train(raw, training__save_every=5, training__save_top_k=-1)
+    assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
+    named = str(tmp_path / "run" / "step-00000010")
+    train(raw, training__resume_from=named, training__checkpoint_dir=str(tmp_path / "other"))
+    assert losses(tmp_path / "other") == losses(tmp_path / "run")[10:]
+    assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
+
+
+def test_a_run_goes_on_in_another_precision(raw):
+    train(raw, training__max_epochs=1)
+    assert train(raw, training__precision="16-mixed", training__resume_from="auto").n_steps == 26
+    report = train(raw, training__max_epochs=3, training__precision="bf16-mixed", training__resume_from="auto")
+    assert report.n_steps == 39
+
+
+def test_the_best_checkpoints_and_the_latest_are_kept(raw, tmp_path):
+    train(raw, training__max_epochs=6, training__save_top_k=2, data__validation=0.2, training__monitor_mode="max")
+    values = {int(row["step"]): row["validation_loss"] for row in rows_of(tmp_path / "run") if "validation_loss" in row}
+    assert len(values) == 6
+    best = sorted(values, key=values.__getitem__, reverse=True)[:2]
+    assert checkpoints(tmp_path / "run") == sorted({*best, max(values)})
+
+
+def test_with_workers_a_run_goes_on_inside_an_epoch(raw, tmp_path):
+    train(raw, data__num_workers=2, data__prefetch_factor=2)
+    whole = losses(tmp_path / "run")
+    folder = str(tmp_path / "broken")
+    train(raw, data__num_workers=2, training__checkpoint_dir=folder, training__max_steps=5)
+    with pytest.raises(InputError, match="inside an epoch that was read by \\[1, 16, 4, 2\\]"):
+        train(raw, data__num_workers=0, training__checkpoint_dir=folder, training__resume_from="auto")
+    train(raw, data__num_workers=2, training__checkpoint_dir=folder, training__resume_from="auto")
+    assert losses(Path(folder)) == whole
+
+
+def test_a_run_ends_at_its_steps_or_epochs(raw, tmp_path):
+    assert train(raw, training__max_steps=13, training__checkpoint_dir=str(tmp_path / "1")).n_epochs == 1
+    report = train(raw, training__max_steps=14, training__checkpoint_dir=str(tmp_path / "2"), data__validation=0.1)
+    assert (report.n_steps, report.n_epochs) == (14, 1)
+    assert "validation_loss" in report.figures
+
+
+def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, atlas):
+    report = train(raw, training__max_epochs=15, data__validation=0.2, training__optimizer={"lr": 1e-2})
+    last_epoch = [row["accuracy"] for row in rows_of(tmp_path / "run") if row["epoch"] == 14 and "accuracy" in row]
+    assert np.mean(last_epoch) > 0.65  # the largest of the five types has 44% of the cells
+    model = load_model(report.model)
+    held = np.flatnonzero(held_out_rows(dasksc.open(atlas), Validation(share=0.2)))
+    rest = dasksc.scDataset(str(atlas), dasksc.Streaming(held), batch_size=len(held), obs=["cell_type"], seed=0)
+    with torch.no_grad():
+        (outputs,) = map(model, rest)
+    assert outputs["accuracy"].item() == pytest.approx(report.figures["validation_accuracy"])
+    assert outputs["loss"].item() == pytest.approx(report.figures["validation_loss"], rel=1e-5)
+    assert report.n_cells == 15 * (203 - len(held))
+    assert report.cells_per_s == pytest.approx(report.n_cells / report.elapsed_s)
+    assert 0 <= report.wait_share <= 1
+    assert (tmp_path / "run" / "training.png").stat().st_size > 10_000
+    assert json.loads(json.dumps(report.to_dict()))["n_steps"] == report.n_steps
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "vae"])
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+def test_autoencoders_learn_from_x_alone(name, layout, raw):
+    raw["model"] = {"name": name, "latent_dim": 4, "hidden_dim": 16}
+    raw["training"]["optimizer"] = {"lr": 1e-2}
+    report = train(raw, data__layout=layout, training__max_epochs=6)
+    first, *_, last = losses(Path(report.model).parent)
+    assert last < 0.8 * first
+
+
+def test_data_parallel_on_one_process_is_the_same_training(raw, tmp_path):
+    train(raw, training__strategy="dp", training__checkpoint_dir=str(tmp_path / "dp"))
+    train(raw)
+    assert losses(tmp_path / "dp") == losses(tmp_path / "run")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp"])
+def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, device, raw, tmp_path):
+    if (device == "cuda") != torch.cuda.is_available():
+        pytest.skip("there is no GPU here" if device == "cuda" else "there is a GPU, which is used")
+    raw["training"] |= {"gradient_clip": 1.0, "gradient_accumulation": 2, "activation_checkpointing": True}
+    raw["data"]["validation"] = 0.2
+    report = train(raw, training__strategy=strategy, training__precision=precision, training__max_epochs=1)
+    assert (report.strategy, report.device, report.world_size) == (strategy, device, 1)
+    assert not torch.distributed.is_initialized()
+    model = load_model(report.model)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert ("gpu_memory_bytes" in report.figures) == (device == "cuda")
+    again = train(raw, training__strategy=strategy, training__max_epochs=2, training__resume_from="auto")
+    assert again.n_steps == 2 * report.n_steps
+
+
+def test_an_import_path_is_a_model_and_told_if_it_is_none(raw):
+    raw["model"] = {"name": "tests.programs.train_models:Plain"}
+    assert train(raw).n_steps == 26
+    raw["model"] = {"name": "tests.programs.train_models:Plane"}
+    with pytest.raises(InputError, match="model.name='tests.programs.train_models:Plane' cannot be imported"):
+        train(raw)
+    raw["model"] = {"name": "mlp_clasifier"}
+    with pytest.raises(InputError, match="model.name='mlp_clasifier' is not known; did you mean 'mlp_classifier'"):
+        train(raw)
+    raw["model"] = {"name": "mlp_classifier"}
+    with pytest.raises(InputError, match="model needs label"):
+        train(raw)
+    raw["model"] = {"name": "mlp_classifier", "label": "n_counts"}
+    with pytest.raises(InputError, match="model.label='n_counts' is not categorical"):
+        train(raw)
+
+
+def test_strategies_take_their_options_and_columns_of_weights(raw):
+    raw["data"]["validation"] = 0.2
+    raw["data"]["strategy"] = {"name": "class_balanced_sampling", "label_key": "cell_type", "total_size": 64}
+    assert train(raw).n_steps == 8
+    raw["training"]["checkpoint_dir"] += "-weighted"
+    raw["data"]["strategy"] = {"name": "BlockWeightedSampling", "weights": "n_counts", "total_size": 32}
+    assert train(raw).n_steps == 4
+    raw["data"]["strategy"] = {"name": "BlockShuffling", "blocksize": 4}
+    with pytest.raises(InputError, match="data.strategy.blocksize is not known; did you mean 'block_size'"):
+        train(raw)
+
+
+def test_whole_values_of_a_column_are_held_out(atlas):
+    adata = dasksc.open(atlas)
+    held = held_out_rows(adata, Validation(share=0.3, by="plate"))
+    plates = adata.obs["plate"]
+    assert plates[held].nunique() == 2
+    assert not set(plates[held]) & set(plates[~held])
+    with pytest.raises(InputError, match="has 6 values, of which 6 would be held out"):
+        held_out_rows(adata, Validation(share=0.95, by="plate"))
+
+
+def test_another_atlas_validates(raw, atlas):
+    report = train(raw, data__validation={"path": str(atlas)}, training__max_epochs=1)
+    assert "validation_loss" in report.figures
+
+
+def test_the_profiler_records_its_window(raw, tmp_path):
+    train(raw, training__profile={"wait": 1, "warmup": 1, "active": 2}, training__max_epochs=1)
+    trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
+    assert any("ProfilerStep" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_a_loss_that_is_no_number_ends_the_run(raw):
+    with pytest.raises(InputError, match=r"the loss is \S+ at step \d+. Lower training.optimizer.lr"):
+        train(raw, training__optimizer={"name": "sgd", "lr": 1e30})
+
+
+def test_loggers_are_told_the_figures(raw, monkeypatch):
+    told: list[dict[str, Any]] = []
+    started: dict[str, Any] = {}
+
+    def init(**options: Any) -> Any:
+        started.update(options)
+        return SimpleNamespace(log=lambda figures, step: told.append({"step": step, **figures}), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    raw["training"] |= {"logger": ["wandb", "stdout"], "wandb_project": "cells", "max_epochs": 1}
+    lines: list[str] = []
+    fit(Config.of(raw), say=lines.append)
+    assert started["project"] == "cells"
+    assert started["config"]["data"]["batch_size"] == 16
+    assert [figures["step"] for figures in told] == list(range(1, 14))
+    assert len(lines) == 13
+    assert lines[0].startswith("step 1  epoch 0  accuracy ")
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_loggers_that_are_not_installed_are_named(name, raw, monkeypatch):
+    monkeypatch.setitem(sys.modules, {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[name], None)
+    with pytest.raises(InputError, match=f"training.logger={name} needs it: pip install {name}"):
+        train(raw, training__logger=name)
+
+
+def test_tensorboard_is_told_the_figures(raw, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    train(raw, training__logger="tensorboard", training__max_epochs=1)
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_counts_are_scaled_whatever_their_layout():
+    counts = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    expected = torch.log1p(torch.tensor([[2500.0, 7500.0, 0.0], [0.0, 0.0, 0.0]]))
+    assert torch.allclose(log_normalised(counts), expected)
+    assert torch.allclose(log_normalised(counts.to_sparse_csr()), expected)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer", "own"])
+def test_activations_computed_again_change_no_gradient(kind):
+    torch.manual_seed(0)
+    tokens = torch.randint(3, 20, (6, 8))
+    if kind == "mlp":
+        model = MLPClassifier("kind", n_genes=10, n_labels=3, hidden_dim=16, dropout=0.5)
+        batch = {"X": torch.rand(6, 10), "obs": {"kind": torch.arange(6) % 3}}
+    elif kind == "transformer":
+        model = TokenTransformer(n_tokens=20, max_seq_len=8, hidden_dim=16, num_layers=2, num_heads=2, dropout=0.5)
+        batch = {"input_ids": tokens, "attention_mask": torch.ones(6, 8, dtype=torch.bool), "labels": tokens}
+    else:
+        model, batch = train_models.Plain(10), {"X": torch.rand(6, 10)}
+    calls: list[int] = []
+    inner = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    inner.register_forward_hook(lambda *_: calls.append(1))
+
+    def gradients() -> list[torch.Tensor]:
+        calls.clear()
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(batch)["loss"].backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    kept, n_calls, names = gradients(), len(calls), list(model.state_dict())
+    checkpoint_activations(model)
+    again = gradients()
+    assert all(map(torch.equal, kept, again))
+    assert (n_calls, len(calls)) == (1, 2)
+    assert list(model.state_dict()) == names
+
+
+def test_cells_without_a_label_do_not_count():
+    model = MLPClassifier("kind", n_genes=3, n_labels=2, num_layers=0).eval()
+    X = torch.rand(4, 3)
+    labels = torch.tensor([0, -1, 1, -1])
+    some = model({"X": X, "obs": {"kind": labels}})
+    those = model({"X": X[[0, 2]], "obs": {"kind": labels[[0, 2]]}})
+    assert some["loss"].item() == pytest.approx(those["loss"].item())
+    assert some["accuracy"] == those["accuracy"]
+    none = model({"X": X, "obs": {"kind": torch.full((4,), -1)}})
+    assert none["loss"].item() == 0
+
+
+def test_the_variational_loss_falls_to_its_error_where_all_is_normal():
+    model = Autoencoder(n_genes=3, latent_dim=2, num_layers=0, variational=True)
+    torch.nn.init.zeros_(model.encoder.last.weight)
+    torch.nn.init.zeros_(model.encoder.last.bias)
+    outputs = model({"X": torch.rand(4, 3)})
+    assert outputs["divergence"].item() == 0
+    assert outputs["loss"].item() == outputs["error"].item()
+
+
+def test_padding_changes_nothing_in_the_transformer():
+    torch.manual_seed(0)
+    model = TokenTransformer(n_tokens=20, max_seq_len=8, hidden_dim=16, num_layers=2, num_heads=2).eval()
+    tokens = torch.tensor([[3, 4, 5, 0, 0]])
+    mask = torch.tensor([[True, True, True, False, False]])
+    labels = torch.tensor([[3, -100, 5, -100, -100]])
+    padded = model({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    bare = model({"input_ids": tokens[:, :3], "attention_mask": mask[:, :3], "labels": labels[:, :3]})
+    assert padded["loss"].item() == pytest.approx(bare["loss"].item(), rel=1e-6)
+    with pytest.raises(InputError, match="nothing to predict"):
+        model({"input_ids": tokens, "attention_mask": mask})
+    with pytest.raises(InputError, match="a cell has 9 tokens and model.max_seq_len is 8"):
+        model({"input_ids": torch.ones(1, 9, dtype=torch.int64), "attention_mask": torch.ones(1, 9, dtype=torch.bool)})

@@ -1,0 +1,378 @@
+"""What a training's configuration may say, and how it is told what is wrong with it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from torch import nn
+
+import dasksc
+from dasksc import InputError, MissingPathError, cli, train
+from dasksc.train import Config
+from dasksc.train.config import Data, Fsdp, Open, Optimizer, Scheduler, Training
+from dasksc.train.launch import first_node, node_of, processes_to_start, rendezvous
+from dasksc.train.loggers import CSVLog
+from dasksc.train.optim import factor_at, make_optimizer
+from dasksc.train.parallel import modules_to_shard, strategy_of
+from tests import test_project
+
+SMALL = {"data": {"path": "atlas.h5ad"}, "model": "vae"}
+
+# In the layout of the published guide, for eight GPUs.
+GUIDE = """
+data:
+  source: local
+  paths: [first.h5ad, second.h5ad]
+  gene_vocab: vocab.json
+  max_genes: 2048
+  num_workers: 4
+  streaming: true
+  streaming_chunk_size: 1024
+  streaming_shuffle_buffer: 8192
+tokenizer:
+  strategy: rank_value
+  max_genes: 2048
+  prepend_cls: true
+  masking: {mask_ratio: 0.15}
+model:
+  architecture: transformer_encoder
+  hidden_dim: 512
+  num_layers: 12
+  num_heads: 8
+  dropout: 0.1
+  max_seq_len: 2049
+training:
+  strategy: fsdp
+  num_gpus: 8
+  num_nodes: 2
+  batch_size: 32
+  gradient_accumulation: 4
+  max_epochs: 10
+  precision: bf16-mixed
+  gradient_clip: 1.0
+  optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01}
+  scheduler: {name: cosine_warmup, warmup_steps: 10000, total_steps: 100000}
+  fsdp:
+    sharding_strategy: FULL_SHARD
+    cpu_offload: false
+    activation_checkpointing: true
+    min_num_params: 1000000
+  logger: wandb
+  wandb_project: cells
+  log_every_n_steps: 50
+  checkpoint_dir: checkpoints
+  save_top_k: 3
+"""
+
+
+def refused(**sections: object) -> str:
+    with pytest.raises(InputError) as error:
+        Config.of({**SMALL, **sections})
+    return str(error.value)
+
+
+def test_data_takes_all_that_open_and_scdataset_take():
+    fields = set(Data.model_fields) | set(Open.model_fields)
+    # What a program gives: hooks, and what the run says.
+    not_in_yaml = {"self", "data_collection", "rank", "world_size", "group", "device", "transform"}
+    not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform"}
+    assert set(inspect.signature(dasksc.scDataset.__init__).parameters) - not_in_yaml <= fields
+    assert set(inspect.signature(dasksc.open).parameters) - {"data"} <= fields
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"modle": "vae"}, "modle is not known; did you mean 'model'?"),
+        (
+            {"training": {"gradient_clipping": 1}},
+            "training.gradient_clipping is not known; did you mean 'gradient_clip'?",
+        ),
+        (
+            {"training": {"fsdp": {"sharding_stategy": "FULL_SHARD"}}},
+            "training.fsdp.sharding_stategy is not known; did you mean 'sharding_strategy'?",
+        ),
+        ({"data": {"path": "a", "open": {"joint": "outer"}}}, "data.open.joint is not known; did you mean 'join'?"),
+        (
+            {"data": {"path": "a", "validation": {"shar": 1}}},
+            "data.validation.shar is not known; did you mean 'share'?",
+        ),
+        ({"data": {"batch_size": 8}}, "data.path is missing"),
+        ({"training": {"precision": "bf16"}}, "training.precision='bf16': Input should be '32-true', 'bf16-mixed'"),
+        ({"training": {"max_epochs": 0}}, "training.max_epochs=0: Input should be greater than or equal to 1"),
+        ({"training": {"fsdp": {"sharding_strategy": "HALF"}}}, "training.fsdp.sharding_strategy='HALF'"),
+        ({"data": {"path": "a", "equal_ranks": False}}, "data.equal_ranks=False"),
+    ],
+)
+def test_what_is_wrong_is_told_with_the_nearest_name(sections, told):
+    assert told in refused(**sections)
+
+
+def test_everything_that_is_wrong_is_told_at_once():
+    message = refused(training={"max_epoch": 1, "seeds": 2})
+    assert "'max_epochs'" in message
+    assert "'seed'" in message
+
+
+def test_files_that_are_not_there_or_no_yaml_are_told(tmp_path):
+    with pytest.raises(MissingPathError, match="there is no configuration at"):
+        Config.load(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("data: [")
+    with pytest.raises(InputError, match="is not YAML"):
+        Config.load(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("- data")
+    with pytest.raises(InputError, match="holds list; expected sections: data, model"):
+        Config.load(tmp_path / "c.yaml")
+
+
+def test_set_replaces_single_values_of_any_depth():
+    changes = [
+        "training.optimizer.lr=1e-4",
+        "training.fsdp.min_num_params=10",
+        "model.latent_dim=8",
+        "data.obs=[donor, plate]",
+        "training.checkpoint_dir=runs/1",
+        "data.fetch_factor=",
+    ]
+    config = Config.of(SMALL, changes=changes)
+    assert config.training.optimizer.lr == 1e-4
+    assert config.training.fsdp == Fsdp(min_num_params=10)
+    assert config.model.name == "vae"
+    assert config.model.arguments == {"latent_dim": 8}
+    assert config.data.obs == ["donor", "plate"]
+    assert config.training.checkpoint_dir == "runs/1"
+    assert config.data.fetch_factor is None
+    with pytest.raises(InputError, match="not of the form"):
+        Config.of(SMALL, changes=["training.seed"])
+    assert SMALL == {"data": {"path": "atlas.h5ad"}, "model": "vae"}
+
+
+def test_numbers_may_be_written_without_a_point(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "data: {path: a}\nmodel: {name: vae, beta: 1e-3}\ntraining: {optimizer: {lr: 1e-4}}"
+    )
+    config = Config.load(tmp_path / "c.yaml")
+    assert config.model.arguments == {"beta": 1e-3}
+    assert config.training.optimizer.lr == 1e-4
+
+
+def test_the_layout_of_the_guide_means_the_same():
+    config = Config.of(yaml.load(GUIDE, Loader=yaml.SafeLoader))
+    data, training = config.data, config.training
+    assert (data.path, data.num_workers, data.batch_size) == (["first.h5ad", "second.h5ad"], 4, 32)
+    assert data.batch_size * data.fetch_factor == 8192
+    assert config.tokenizer.vocabulary == "vocab.json"
+    expected = {"strategy": "rank_value", "max_genes": 2048, "prepend_cls": True, "masking": {"mask_ratio": 0.15}}
+    assert config.tokenizer.options == expected
+    assert config.model.name == "transformer_encoder"
+    sizes = {"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "dropout": 0.1, "max_seq_len": 2049}
+    assert config.model.arguments == sizes
+    assert (training.strategy, training.num_gpus, training.num_nodes) == ("fsdp", 8, 2)
+    assert training.checkpoints_activations
+    assert training.optimizer.arguments == {"weight_decay": 0.01}
+    assert training.optimizer.lr == 1e-4
+    assert training.scheduler == Scheduler(name="cosine_warmup", warmup_steps=10_000, total_steps=100_000)
+    assert (training.loggers, training.wandb_project, training.save_top_k) == (["wandb"], "cells", 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data.max_genes": 1000}, "data.max_genes=1000 and tokenizer.max_genes=2048 are one setting"),
+        ({"data.path": "other"}, r"data.paths=\['first.h5ad', 'second.h5ad'\] and data.path='other'"),
+        ({"data.source": "cellxgene"}, "data.source='cellxgene' is not read"),
+        ({"data.streaming_chunk_size": "many"}, "must be numbers of rows"),
+        ({"data.fetch_factor": 3}, "data.streaming_shuffle_buffer=256 and data.fetch_factor=3 are one setting"),
+    ],
+)
+def test_the_layouts_must_not_contradict_each_other(changes, told):
+    with pytest.raises(InputError, match=told):
+        Config.of(yaml.safe_load(GUIDE), changes=[f"{name}={value}" for name, value in changes.items()])
+
+
+@pytest.mark.parametrize(
+    ("training", "world_size", "expected"),
+    [
+        ({}, 1, "single"),
+        ({}, 2, "ddp"),
+        ({"fsdp": {}}, 2, "fsdp"),
+        ({"fsdp": {}}, 1, "fsdp"),
+        ({"fsdp": {"sharding_strategy": "NO_SHARD"}}, 2, "ddp"),
+        ({"strategy": "ddp", "fsdp": {}}, 2, "ddp"),
+        ({"strategy": "fsdp"}, 2, "fsdp"),
+        ({"strategy": "dp", "num_gpus": 4}, 1, "dp"),
+        ({"num_gpus": 2}, 2, "ddp"),
+    ],
+)
+def test_the_strategy_follows_from_what_was_said(training, world_size, expected):
+    assert strategy_of(Training(**training), world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("training", "nproc", "nnodes", "expected"),
+    [
+        ({}, None, None, 0),
+        ({"num_gpus": 2}, None, None, 2),
+        ({"num_gpus": 8, "num_nodes": 2}, None, None, 4),
+        ({"num_gpus": 8}, None, 4, 2),
+        ({"num_gpus": 8, "strategy": "dp"}, None, None, 0),
+        ({"num_gpus": 8}, "3", None, 3),
+        ({}, "1", None, 1),
+        ({}, None, 2, 1),
+    ],
+)
+def test_how_many_processes_a_node_starts(training, nproc, nnodes, expected):
+    assert processes_to_start(Training(**training), nproc=nproc, nnodes=nnodes, environment={}) == expected
+
+
+def test_processes_that_cannot_be_started_are_told():
+    assert processes_to_start(Training(), nproc="auto", nnodes=None, environment={}) >= 1
+    with pytest.raises(InputError, match="must be a number of processes, or auto"):
+        processes_to_start(Training(), nproc="all", nnodes=None, environment={})
+    with pytest.raises(InputError, match="num_gpus=3 is the total, and does not divide by 2 nodes"):
+        processes_to_start(Training(num_gpus=3), nproc=None, nnodes=2, environment={})
+    torchrun = {"TORCHELASTIC_RUN_ID": "1"}
+    assert processes_to_start(Training(num_gpus=8), nproc=None, nnodes=None, environment=torchrun) == 0
+    with pytest.raises(InputError, match="has started the processes already"):
+        processes_to_start(Training(), nproc="2", nnodes=None, environment=torchrun)
+
+
+def test_one_task_of_srun_on_each_node_starts_the_ranks_there(monkeypatch):
+    step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"}
+    step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    assert node_of(step) == (2, 1)
+    assert processes_to_start(Training(), nproc="4", nnodes=None) == 4
+    assert processes_to_start(Training(num_gpus=2), nproc=None, nnodes=None) == 0
+    assert node_of({**step, "SLURM_STEP_NUM_TASKS": "8"}) == (1, 0)
+    assert node_of({}) == (1, 0)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    with pytest.raises(InputError, match="has started the processes already"):
+        processes_to_start(Training(), nproc="4", nnodes=None)
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "dasksc.train.config")
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    shown = CliRunner().invoke(cli.group, ["train", "--config", "c.yaml"])
+    assert isinstance(shown.exception, InputError)
+    assert "pip install 'dasksc[train]'" in str(shown.exception)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu7,gpu9", "gpu7"),
+        ("gpu[003-007,12],login", "gpu003"),
+        ("rack1-node[5,7]", "rack1-node5"),
+        ("a[1-2]b", "a1b"),
+    ],
+)
+def test_the_first_of_slurms_nodes(nodes, first):
+    assert first_node(nodes) == first
+
+
+def test_ranks_meet_where_the_launcher_says():
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[3-4]"}
+    found = rendezvous(slurm, 2)
+    assert found["MASTER_ADDR"] == "gpu3"
+    assert 20_000 <= int(found["MASTER_PORT"]) < 30_000
+    assert rendezvous({**slurm, "SLURM_STEP_ID": "1"}, 2)["MASTER_PORT"] != found["MASTER_PORT"]
+    given = {"MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+    assert rendezvous({**slurm, **given}, 2) == given
+    one_node = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "job"}
+    assert rendezvous(one_node, 2)["MASTER_ADDR"] == "127.0.0.1"
+    for environment in ({}, {**one_node, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"MASTER_ADDR": "here"}):
+        with pytest.raises(InputError, match="nothing says where the 2 ranks of this run meet"):
+            rendezvous(environment, 2)
+
+
+def test_the_learning_rate_rises_and_falls():
+    cosine = Scheduler(name="cosine_warmup", warmup_steps=4, final=0.1)
+    factors = [factor_at(step, cosine, 24) for step in range(26)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[14] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert factors[24] == factors[25] == pytest.approx(0.1)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    linear = Scheduler(name="linear_warmup", total_steps=10)
+    assert [factor_at(step, linear, 99) for step in (0, 5, 10)] == pytest.approx([1, 0.5, 0])
+    assert factor_at(7, Scheduler(warmup_steps=2), 10) == 1.0
+    assert all(math.isfinite(factor_at(step, Scheduler(name="cosine_warmup", warmup_steps=9), 5)) for step in range(9))
+
+
+def test_optimizers_are_found_by_name_or_path_and_take_their_own_arguments():
+    parameters = [nn.Parameter(torch.zeros(2))]
+    sgd = make_optimizer(parameters, Optimizer(name="sgd", lr=0.1, momentum=0.9), scale=4)
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (pytest.approx(0.4), 0.9)
+    assert isinstance(make_optimizer(parameters, Optimizer(name="torch.optim:RAdam")), torch.optim.RAdam)
+    with pytest.raises(InputError, match="training.optimizer.weight_decai is not known; did you mean 'weight_decay'"):
+        make_optimizer(parameters, Optimizer(weight_decai=1))
+    with pytest.raises(InputError, match="training.optimizer.name='adamv' is not known; did you mean 'adam"):
+        make_optimizer(parameters, Optimizer(name="adamv"))
+    with pytest.raises(InputError, match="cannot be imported"):
+        make_optimizer(parameters, Optimizer(name="no_such:thing"))
+
+
+def test_modules_are_sharded_by_size_those_inside_first():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 3)) for _ in range(2))
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.last = nn.Linear(3, 1)
+
+    net = Net()
+    assert modules_to_shard(net, 10**6) == []
+    big = [net.layers[0][0], net.layers[1][0], net.attention]
+    assert modules_to_shard(net, 110) == big
+    # What is left of each layer is large enough by itself, and a list of modules is never called.
+    expected = [net.layers[0][0], net.layers[0][1], net.layers[1][0], net.layers[1][1], net.attention]
+    assert modules_to_shard(net, 30) == expected
+    assert modules_to_shard(net, 140) == [net.layers[0], net.layers[1], net.attention]
+
+
+def test_the_table_of_figures_widens_and_is_cut_where_a_run_goes_on(tmp_path):
+    path = tmp_path / "metrics.csv"
+    table = CSVLog(path)
+    table.write({"step": 1, "loss": 2.5})
+    table.write({"step": 2, "loss": 1.5})
+    table.write({"step": 2, "validation_loss": 3.0})
+    again = CSVLog(path, resumed_at=2)
+    assert (
+        again.rows
+        == table.rows
+        == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}, {"step": 2, "validation_loss": 3.0}]
+    )
+    assert [row["step"] for row in CSVLog(path, resumed_at=1).rows] == [1]
+    assert path.read_text().splitlines() == ["step,loss", "1,2.5"]
+
+
+def test_the_command_checks_a_configuration_and_tells_what_is_wrong(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("data: {path: a.h5ad}\nmodel: vae\n")
+    shown = CliRunner().invoke(
+        cli.group, ["train", "--config", str(path), "--set", "training.seed=3", "--check", "--json"]
+    )
+    assert shown.exit_code == 0
+    config = json.loads(shown.output)
+    assert (config["data"]["path"], config["training"]["seed"], config["model"]["name"]) == ("a.h5ad", 3, "vae")
+    assert Config.of(config) == Config.load(path, changes=["training.seed=3"])
+    shown = CliRunner().invoke(cli.group, ["train", "--config", str(path), "--set", "training.sed=3"])
+    assert isinstance(shown.exception, InputError)
+    assert "did you mean 'seed'" in str(shown.exception)
+
+
+@pytest.mark.parametrize("name", ["Config", "Config.load", "Config.of", "Report", "fit", "load_model"])
+def test_docstrings_of_the_public_names_follow_numpydoc(name):
+    assert name.split(".")[0] in train.__all__
+    test_project.test_public_docstrings_follow_numpydoc(f"dasksc.train.{name}")

@@ -1,0 +1,172 @@
+"""`dasksc train` as it is started: by itself with several processes, by mpirun, by srun; and the files in examples/."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from make_atlas import make_atlas
+
+import dasksc
+from dasksc.train import Config, fit
+from tests.programs.with_slurm import free_ports
+from tests.test_launchers import MPIRUN, mpirun, slurm
+from tests.test_train_config import GUIDE
+from tests.test_train_ranks import N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
+
+__all__ = ["mpirun", "slurm"]  # fixtures
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+COMMAND = [sys.executable, "-m", "dasksc", "train"]
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> Path:
+    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 600, 200, n_types=5)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("small") / "atlas.h5ad"
+    return make_atlas(path, N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
+
+
+def run(command: list[object], folder: Path, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=folder,
+        env={**(environment or os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def write(folder: Path, atlas: Path, **training: Any) -> Path:
+    raw = {
+        "data": {"path": str(atlas), "batch_size": 32, "fetch_factor": 4},
+        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
+        "training": {"max_epochs": 1, "log_every_n_steps": 1, "checkpoint_dir": "run", **training},
+    }
+    (folder / "c.yaml").write_text(yaml.safe_dump(raw))
+    return folder / "c.yaml"
+
+
+def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_a_run_unbroken(small, tmp_path):
+    raw = training(small, tmp_path / "run", training__fsdp={"min_num_params": 300}, training__save_every=2)
+    mark = tmp_path / "mark"
+    raw["model"] = {"name": "tests.programs.train_models:Fragile", "label": "cell_type", "dropout": 0.0}
+    raw["model"] |= {"mark": str(mark), "at": 6, "rank": 1, "how": "kill"}
+    raw["training"]["resume_from"] = "auto"
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(raw))
+    started = [*COMMAND, "--config", "c.yaml", "--nproc", 2, "--max-restarts", 1, "--json"]
+    report = json.loads(run(started, tmp_path))
+    assert mark.exists()
+    assert (report["world_size"], report["strategy"]) == (2, "fsdp")
+    assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
+
+
+def test_two_nodes_start_a_rank_each(atlas, tmp_path):
+    config = write(tmp_path, atlas, num_gpus=2, num_nodes=2)
+    (port,) = free_ports(1)
+    options = ["--config", config, "--nproc", 1, "--master-addr", "127.0.0.1", "--master-port", port, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(
+            [*map(str, [*COMMAND, *options, "--node-rank", rank])],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed, complaints = zip(*(node.communicate(timeout=240) for node in nodes), strict=True)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], "".join(complaints)[-6000:]
+    report = json.loads(printed[0])
+    assert (report["world_size"], report["n_cells"], printed[1]) == (2, 600, "")
+
+
+def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
+    config = write(tmp_path, atlas, num_gpus=2)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    report = json.loads(run([*MPIRUN, *COMMAND, "--config", config, "--json"], tmp_path, environment))
+    assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
+
+
+def test_srun_starts_the_ranks(atlas, tmp_path, slurm):
+    config = write(tmp_path, atlas, num_gpus=2)
+    command = ["srun", "-n", 2, *COMMAND, "--config", config, "--json"]
+    report = json.loads(run(command, tmp_path, slurm))
+    assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
+
+
+def test_a_file_of_the_guide_for_eight_gpus_runs_scaled_down_to_two_processes(atlas, tmp_path):
+    if importlib.util.find_spec("dasksc.tokens") is None:
+        pytest.skip("dasksc.tokens is not there")
+    (tmp_path / "guide.yaml").write_text(GUIDE)
+    names = ["<pad>", "<mask>", "<cls>", *dasksc.open(atlas).var_names]
+    (tmp_path / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    changes = {
+        "data.paths": f"[{atlas}]",
+        "data.gene_vocab": "vocab.json",
+        "data.max_genes": 20,
+        "tokenizer.max_genes": 20,
+        "data.num_workers": 0,
+        "model.hidden_dim": 16,
+        "model.num_layers": 2,
+        "model.num_heads": 2,
+        "model.max_seq_len": 21,
+        "training.num_gpus": 2,
+        "training.num_nodes": 1,
+        "training.max_steps": 2,
+        "training.fsdp.min_num_params": 1000,
+        "training.logger": "csv",
+    }
+    sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
+    report = json.loads(run([*COMMAND, "--config", "guide.yaml", "--json", *sets], tmp_path))
+    assert (report["world_size"], report["strategy"], report["n_steps"]) == (2, "fsdp", 2)
+    assert report["n_cells"] == 2 * 2 * 4 * 32
+
+
+def configurations() -> dict[str, str]:
+    """Every configuration in examples/ and on the page, by name."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert blocks
+    return {path.stem: path.read_text() for path in CONFIGS} | {f"page-{i}": text for i, text in enumerate(blocks)}
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(configurations()[name])
+    Path("atlas.h5ad").symlink_to(atlas)
+    raw = yaml.safe_load(configurations()[name])
+    if "tokenizer" in raw and importlib.util.find_spec("dasksc.tokens") is None:
+        pytest.skip("dasksc.tokens is not there")
+    changes = [f"model.{size}=16" for size in ("hidden_dim", "latent_dim") if size in raw["model"]]
+    changes += ["training.num_gpus=1", "training.num_nodes=1", "training.max_steps=2"]
+    lines: list[str] = []
+    report = fit(Config.load("c.yaml", changes=changes), say=lines.append)
+    assert report.n_steps == 2
+    assert Path(report.model).exists()
+    assert lines

@@ -1,0 +1,263 @@
+"""Trainings on several ranks: real processes with gloo, compared with one process on the same global batches.
+
+Tolerance: losses, norms and accuracies of float32 runs agree to a relative error of 1e-4 over all steps of SGD with
+momentum; what differs is the order of sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+from collections import Counter
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from make_atlas import make_atlas
+
+import dasksc
+from dasksc.train import load_model
+from dasksc.train.config import Validation
+from dasksc.train.data import held_out_rows
+from dasksc.train.models import MLPClassifier
+from tests.test_ddp import torchrun
+
+N_CELLS, N_GENES, N_TYPES = 203, 40, 5
+RTOL = 1e-4
+EPOCHS = 2
+SHARE = 0.1
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("atlas") / "atlas.h5ad"
+    return make_atlas(path, N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
+
+
+def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration; `changes` are named section__key."""
+    raw: dict[str, Any] = {
+        "data": {
+            "path": str(atlas),
+            "strategy": {"name": "BlockShuffling", "block_size": 4},
+            "validation": SHARE,
+            "batch_size": 8,
+            "fetch_factor": 4,
+        },
+        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16, "dropout": 0.0},
+        "training": {
+            "max_epochs": EPOCHS,
+            "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+            "checkpoint_dir": str(folder),
+            "log_every_n_steps": 1,
+            "logger": "csv",
+        },
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        raw[section][key] = value
+    return copy.deepcopy(raw)
+
+
+def figures(folder: Path, name: str = "loss") -> list[float]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def run(n_ranks: int, folder: Path, trainings: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainings.json").write_text(json.dumps(trainings))
+    torchrun(n_ranks, "train_many.py", folder / "trainings.json")
+
+
+def alone(atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None) -> dict[str, list[float]]:
+    """The same training by a plain loop, whose batches are those of all ranks, one below the other."""
+    adata = dasksc.open(atlas)
+    held_out = held_out_rows(adata, Validation(share=SHARE))
+    strategy = dasksc.BlockShuffling(4, indices=np.flatnonzero(~held_out))
+    options = {"batch_size": 8, "fetch_factor": 4, "seed": 0, "obs": ["cell_type"]}
+    ranks = [dasksc.scDataset(adata, strategy, rank=r, world_size=n_ranks, **options) for r in range(n_ranks)]
+    rest = dasksc.scDataset(adata, dasksc.Streaming(np.flatnonzero(held_out)), rank=0, world_size=1, **options)
+    torch.manual_seed(0)
+    model = MLPClassifier("cell_type", N_GENES, N_TYPES, hidden_dim=16, dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: dict[str, list[float]] = {"loss": [], "accuracy": [], "gradient_norm": [], "validation_loss": []}
+    for _ in range(EPOCHS):
+        steps = list(zip(*ranks, strict=True))
+        for group in zip_longest(*[iter(steps)] * k):
+            parts = [batch for step in group if step is not None for batch in step]
+            outputs = model(joined(parts))
+            outputs["loss"].backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+            values = {name: value.item() for name, value in outputs.items()} | {"gradient_norm": norm.item()}
+            for name, value in values.items():
+                found[name].append(value)
+        with torch.no_grad():
+            found["validation_loss"].append(model(joined(list(rest)))["loss"].item())
+    return found
+
+
+def joined(parts: list[Any]) -> dict[str, Any]:
+    labels = torch.cat([part.obs["cell_type"] for part in parts])
+    return {"X": torch.cat([part.X for part in parts]), "obs": {"cell_type": labels}}
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "full_shard": {"training__fsdp": {"min_num_params": 300}},
+    "shard_grad_op": {"training__fsdp": {"sharding_strategy": "SHARD_GRAD_OP", "min_num_params": 300}},
+    "no_shard": {"training__fsdp": {"sharding_strategy": "NO_SHARD"}},
+    "hybrid_of_one_copy": {"training__fsdp": {"sharding_strategy": "HYBRID_SHARD", "min_num_params": 300}},
+    "offloaded": {"training__fsdp": {"cpu_offload": True}},
+    "ddp_checkpointing_activations": {"training__activation_checkpointing": True},
+    "fsdp_checkpointing_activations": {
+        "training__fsdp": {"activation_checkpointing": True, "min_num_params": 300},
+    },
+}
+ACCUMULATING: dict[str, dict[str, Any]] = {
+    "ddp_accumulating": {"training__gradient_accumulation": 5},
+    "fsdp_accumulating": {"training__gradient_accumulation": 5, "training__fsdp": {"min_num_params": 300}},
+}
+CLIPPING: dict[str, dict[str, Any]] = {
+    "ddp_clipping": {"training__gradient_clip": 0.3},
+    "fsdp_clipping": {"training__gradient_clip": 0.3, "training__fsdp": {"min_num_params": 300}},
+    "offloaded_clipping": {"training__gradient_clip": 0.3, "training__fsdp": {"cpu_offload": True}},
+}
+HALF: dict[str, dict[str, Any]] = {
+    f"{strategy}_{precision}": {"training__precision": precision, "training__gradient_clip": 1.0, **options}
+    for precision in ("bf16-mixed", "16-mixed")
+    for strategy, options in {"ddp": {}, "fsdp": {"training__fsdp": {"min_num_params": 300}}}.items()
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(atlas, tmp_path_factory) -> Path:
+    """The folder of all trainings of two ranks, made in one start."""
+    folder = tmp_path_factory.mktemp("two")
+    trainings = {
+        name: training(atlas, folder / name, **changes)
+        for name, changes in {**PLAIN, **ACCUMULATING, **CLIPPING, **HALF}.items()
+    }
+    noting = {"name": "tests.programs.train_models:Noting", "folder": str(folder / "rows-0")}
+    trainings["part"] = training(atlas, folder / "part", training__max_steps=5)
+    trainings["part"]["model"] = noting
+    trainings["part"]["data"] |= {"validation": None, "obs": ["cell_type"]}
+    trainings["whole_copies"] = training(atlas, folder / "x", training__strategy="single")
+    trainings["too_few"] = training(atlas, folder / "x", training__num_gpus=8)
+    trainings["uneven"] = training(
+        atlas, folder / "x", training__fsdp={"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}
+    )
+    run(2, folder, trainings)
+    return folder
+
+
+def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> None:
+    for name in names:
+        np.testing.assert_allclose(figures(folder, name), expected[name], rtol=RTOL, err_msg=f"{folder.name}: {name}")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_strategy_has_the_losses_of_one_process_on_the_same_batches(name, two_ranks, atlas):
+    expected = alone(atlas, 2)
+    assert expected["loss"][-1] < 0.9 * expected["loss"][0]
+    assert_same(two_ranks / name, expected, "loss", "accuracy", "validation_loss")
+
+
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_accumulating_five_batches_equals_one_of_five_times_the_size_also_at_the_short_end(name, two_ranks, atlas):
+    expected = alone(atlas, 2, k=5)
+    n_batches = len(alone(atlas, 2)["loss"]) // EPOCHS
+    assert n_batches % 5
+    assert len(expected["loss"]) == EPOCHS * -(-n_batches // 5)
+    assert_same(two_ranks / name, expected, "loss", "accuracy", "validation_loss")
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_the_gradient_is_clipped_by_the_norm_one_process_has(name, two_ranks, atlas):
+    expected = alone(atlas, 2, clip=0.3)
+    assert max(expected["gradient_norm"]) > 0.3
+    assert_same(two_ranks / name, expected, "loss", "gradient_norm")
+
+
+@pytest.mark.parametrize("name", ["ddp_bf16-mixed", "fsdp_bf16-mixed"])
+def test_half_precision_follows_the_losses_of_full_precision(name, two_ranks, atlas):
+    expected = alone(atlas, 2, clip=1.0)["loss"]
+    found = figures(two_ranks / name)
+    # Eight bits of mantissa, over all steps. Not equal: that would be full precision.
+    np.testing.assert_allclose(found, expected, rtol=0.1)
+    assert found != pytest.approx(expected, rel=1e-6)
+
+
+def test_float16_leaves_out_the_same_steps_on_all_ranks_and_goes_on(two_ranks, atlas):
+    ddp, fsdp = (figures(two_ranks / f"{strategy}_16-mixed") for strategy in ("ddp", "fsdp"))
+    # Gradients that overflow at the scale it begins with move nothing.
+    np.testing.assert_allclose(ddp, fsdp, rtol=0.01)
+    expected = alone(atlas, 2, clip=1.0)["loss"]
+    assert np.mean(ddp[-12:]) == pytest.approx(np.mean(expected[-12:]), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "offloaded"])
+def test_what_was_trained_loads_into_one_process(name, two_ranks, atlas):
+    folder = two_ranks / name
+    (checkpoint,) = folder.glob("step-*")
+    one_file, shards = load_model(folder / "model.pt"), load_model(checkpoint)
+    for ours, theirs in zip(one_file.parameters(), shards.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    adata = dasksc.open(atlas)
+    held_out = np.flatnonzero(held_out_rows(adata, Validation(share=SHARE)))
+    rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), batch_size=8, obs=["cell_type"], rank=0, world_size=1)
+    with torch.no_grad():
+        loss = one_file(joined(list(rest)))["loss"].item()
+    assert loss == pytest.approx(figures(folder, "validation_loss")[-1], rel=RTOL)
+
+
+def test_runs_that_do_not_fit_their_ranks_are_refused(two_ranks):
+    assert "strategy='single' is of one process, and this run has 2" in (two_ranks / "whole_copies.error").read_text()
+    assert "num_gpus=8 is the total over all nodes" in (two_ranks / "too_few.error").read_text()
+    assert "shard_size=3 does not divide the 2 ranks" in (two_ranks / "uneven.error").read_text()
+    assert len(list(two_ranks.glob("*.error"))) == 3
+
+
+def test_two_copies_of_two_shards_have_the_losses_of_one_process(atlas, tmp_path):
+    fsdp = {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2, "min_num_params": 300}
+    run(4, tmp_path, {"hybrid": training(atlas, tmp_path / "hybrid", training__fsdp=fsdp)})
+    assert_same(tmp_path / "hybrid", alone(atlas, 4), "loss", "validation_loss")
+
+
+def test_three_ranks_go_on_where_two_stopped_without_repeating_or_losing_rows(atlas, tmp_path, two_ranks):
+    part = json.loads((two_ranks / "trainings.json").read_text())["part"]
+    part["model"]["folder"] = str(tmp_path / "rows-1")
+    part["training"] |= {"max_steps": None, "max_epochs": 2, "resume_from": "auto"}
+    part["training"]["fsdp"] = {"min_num_params": 10}  # from DDP
+    run(3, tmp_path, {"part": part})
+    assert not list(tmp_path.glob("*.error"))
+    first, second = (
+        [rows_of(file) for file in sorted(folder.iterdir())] for folder in rows_folders(two_ranks, tmp_path)
+    )
+    assert [len(batches) for batches in first] == [5, 5]
+    assert len({len(batches) for batches in second}) == 1
+    seen = Counter(row for ranks in (first, second) for batches in ranks for batch in batches for row in batch)
+    assert set(seen) == set(range(N_CELLS))
+    # Two epochs; padding: at most a row for each rank and stretch.
+    assert 2 * N_CELLS <= seen.total() <= 2 * N_CELLS + 2 + 3 + 3
+    n_before = 5 * 2 * 8
+    left = Counter(row for batches in second for batch in batches[: -(-(N_CELLS - n_before) // 24)] for row in batch)
+    before = Counter(row for batches in first for batch in batches for row in batch)
+    assert set(before) | set(left) == set(range(N_CELLS))
+    assert len(set(before) & set(left)) <= 2
+    steps = [int(step) for step in figures(Path(part["training"]["checkpoint_dir"]), "step")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def rows_folders(first: Path, second: Path) -> tuple[Path, Path]:
+    return first / "rows-0", second / "rows-1"
+
+
+def rows_of(file: Path) -> list[list[int]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
