@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import dasksc.errors
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -39,6 +41,12 @@ def test_every_dotted_name_of_a_page_can_be_imported(page):
                 found.insert(0, last)
         for part in found:
             value = getattr(value, part)
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^   dasksc\.(\w+)$", text, re.MULTILINE)) | set(dasksc.errors.__all__)
+    assert set(dasksc.__all__) - listed == {"experimental", "tokens", "transforms"}
 
 
 def test_every_page_is_in_the_table_of_contents_of_the_site():
