@@ -31,7 +31,7 @@ import dasksc
 
 N_PARTS = 4
 SOME_GENES = 2_000
-JOINED, GENES, OPEN_S, HANDLES = 0.85, 1.3, 10.0, 100
+JOINED, GENES, OPEN_S, HANDLES = 0.85, 1.3, 10.0, 150
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

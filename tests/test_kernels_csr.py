@@ -220,6 +220,35 @@ def test_dense_rows_are_copied_from_any_address(stored: str, wanted: str, shift:
     np.testing.assert_array_equal(out, dense[positions][:, COLUMNS].astype(wanted))
 
 
+def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go() -> None:
+    rng = np.random.default_rng(3)
+    n, width, n_common = 12, 20, 30
+    maps = rng.integers(0, 2, n).astype(np.int32)
+    dense = rng.integers(0, 3, (n, width)).astype("f4")
+    dense[3] = 0
+    # The second matrix is five columns narrower.
+    dense[maps == 1, width - 5 :] = 0
+    csr = sp.csr_array(dense)
+    lookups = np.stack([rng.permutation(n_common)[:width] for _ in range(2)]).astype(np.int32)
+    lookups[1, width - 5 :] = -2
+    twin = np.zeros((n, n_common), "f4")
+    for i, lookup in enumerate(lookups[maps]):
+        twin[i, lookup[lookup >= 0]] = dense[i, lookup >= 0]
+    lengths, starts = np.diff(csr.indptr).astype(np.int64), csr.indptr[:-1].astype(np.uint64)
+    where = (lengths, address(csr.data) + starts * np.uint64(4), address(csr.indices) + starts * np.uint64(4))
+    positions = rng.permutation(n)
+    indptr = np.concatenate(([0], np.cumsum(lengths[positions])))
+    indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
+    to = (indptr[:-1], indices, data, csr.data[:0], csr.indices[:0])
+    assert kernels.renumber_rows_csr(positions, *where, maps, lookups, *to) == -1
+    np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=twin.shape).toarray(), twin[positions])
+    for row, bad in ((0, width), (0, -1), (int(np.flatnonzero((maps == 1) & (lengths > 0))[0]), width - 1)):
+        before = csr.indices[csr.indptr[row]]
+        csr.indices[csr.indptr[row]] = bad
+        assert kernels.renumber_rows_csr(np.array([row]), *where, maps, lookups, *to) == row
+        csr.indices[csr.indptr[row]] = before
+
+
 def test_rows_of_several_matrices_are_gathered_each_by_its_own_map() -> None:
     rng = np.random.default_rng(2)
     n, widths, kept = 12, np.array([N_VARS, 20]), 25

@@ -40,6 +40,7 @@ __all__ = [
     "copy_rows",
     "copy_rows_csr",
     "narrow",
+    "renumber_rows_csr",
     "row_starts",
     "count_columns",
     "count_nonzeros",
@@ -192,6 +193,44 @@ def copy_columns_csr(
                 indices[to] = kept
                 data[to] = load(data_at[row], k, like_data)
                 to += 1
+    return -1
+
+
+@kernel
+def renumber_rows_csr(
+    positions, lengths, data_at, indices_at, maps, lookups, indptr, indices, data, like_data, like_indices
+):
+    """Write CSR rows, every column renumbered and none left out, row i at ``indptr[i]``."""
+    n_columns = lookups.shape[1]
+    for i in range(len(positions)):
+        row = positions[i]
+        n = lengths[row]
+        if n == 0:
+            continue
+        columns_at = indices_at[row]
+        values_at = data_at[row]
+        lookup = lookups[maps[row]]
+        row_indices = indices[indptr[i] : indptr[i] + n]
+        row_data = data[indptr[i] : indptr[i] + n]
+        # As in `copy_rows_csr`: plain passes, so that none but the lookup has to wait for memory.
+        smallest = load(columns_at, 0, like_indices)
+        largest = smallest
+        for k in range(n):
+            column = load(columns_at, k, like_indices)
+            smallest = min(smallest, column)
+            largest = max(largest, column)
+            row_indices[k] = column
+        if smallest < 0 or largest >= n_columns:
+            return row
+        least = 0
+        for k in range(n):
+            to = lookup[np.uint64(row_indices[k])]
+            least = min(least, to)
+            row_indices[k] = to
+        if least < 0:
+            return row
+        for k in range(n):
+            row_data[k] = load(values_at, k, like_data)
     return -1
 
 

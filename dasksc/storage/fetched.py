@@ -158,7 +158,7 @@ class CSRFetched(_Rows):
         if n_values < 0:
             check_positions(self.shape[0], positions)
         mapped = self._mapped(columns)
-        if mapped is not None:
+        if mapped is not None and not self._keeps_all(columns):
             counts = np.empty(len(positions), dtype=np.int64)
             self._refuse(
                 kernels.count_columns(positions, self._lengths, self._indices.at, *mapped, counts, self._indices.like)
@@ -166,7 +166,11 @@ class CSRFetched(_Rows):
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
         indices, data = csr_pair(n_values, dtype if has_kernel_dtype(dtype) else self._data.dtype)
-        self._copy(positions, indptr=indptr, indices=indices, data=data, mapped=mapped)
+        if mapped is not None and self._keeps_all(columns):
+            to = (indptr[:-1], indices, data, self._data.like, self._indices.like)
+            self._refuse(kernels.renumber_rows_csr(positions, *self._where, *mapped, *to))
+        else:
+            self._copy(positions, indptr=indptr, indices=indices, data=data, mapped=mapped)
         return indptr, indices, data.astype(dtype, copy=False)
 
     def compact(self) -> CSRFetched:
@@ -237,6 +241,10 @@ class CSRFetched(_Rows):
         if self._column_maps is not None:
             return self._maps, self._column_maps.lookups(columns)
         return None if columns is None else (self._maps, columns.lookup[None])
+
+    def _keeps_all(self, columns: Columns | None) -> bool:
+        """Whether columns are renumbered and none is left out, so that nothing has to be counted first."""
+        return columns is None and self._column_maps is not None and self._column_maps.keeps_all
 
     def _copy(
         self,

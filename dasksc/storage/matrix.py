@@ -103,6 +103,8 @@ class ColumnMaps:
         Which row of the tables holds for each matrix, shape (n_matrices,), int32.
     n_columns
         Columns of the widest matrix.
+    keeps_all
+        Whether no column of any matrix is left out.
     """
 
     def __init__(self, positions: Sequence[NDArray[np.integer[Any]]], n_vars: int) -> None:
@@ -115,6 +117,7 @@ class ColumnMaps:
         lookups = np.full((len(shared), self.n_columns), -2, dtype=np.int32)
         for lookup, one in zip(lookups, shared.values(), strict=True):
             lookup[: len(one)] = one
+        self.keeps_all = not (lookups == -1).any()
         self._all = lookups, _sources(lookups, n_vars)
         self._selected: tuple[Columns, _Tables] | None = None
 
