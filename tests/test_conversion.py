@@ -204,6 +204,20 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
         assert np.array_equal(np.signbit(stored), np.signbit(values))
 
 
+@pytest.mark.usefixtures("small_parts")
+def test_types_are_kept_if_asked_for_and_scipy_may_then_work_in_place(tmp_path):
+    source = make_adata(60, 17)
+    source.X.data[3] = 0
+    report = dasksc.convert(source, tmp_path / "out.zarr", narrow=False, verify=True)
+    assert report.types["X"] == "float32"
+    assert report.types["layers/counts"] == "int32"
+    written = read(tmp_path / "out.zarr")
+    assert {written.X.indices.dtype, written.X.indptr.dtype} == {np.dtype(np.int32)}
+    same(written, source)
+    written.X.eliminate_zeros()
+    assert written.X.nnz == source.X.nnz - 1
+
+
 def test_more_than_65536_genes_keep_wide_column_numbers(tmp_path):
     X = sp.csr_matrix(([1.0, 2.0], ([0, 1], [0, 65_536])), shape=(2, 65_537))
     obs, var = pd.DataFrame(index=["a", "b"]), pd.DataFrame(index=[f"g{i}" for i in range(65_537)])

@@ -33,6 +33,7 @@ __all__ = ["command"]
     help="Of several inputs, keep the genes that all have, or any.",
 )
 @click.option("--label", metavar="COLUMN", help="Name of an obs column to say which input a cell is of.")
+@click.option("--keep-types", is_flag=True, help="Store values in their own types, and columns as SciPy makes them.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory to use beside the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="A Dask scheduler to run on.  [default: threads of this process]")
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and drop another conversion begun there.")
@@ -47,6 +48,7 @@ def command(
     seed: int,
     join: str,
     label: str | None,
+    keep_types: bool,
     memory_limit: str | None,
     scheduler: str | None,
     overwrite: bool,
@@ -74,6 +76,7 @@ def command(
             seed=seed,
             join="outer" if join == "outer" else "inner",
             label=label,
+            narrow=not keep_types,
             memory_limit=memory_limit,
             scheduler=scheduler,
             overwrite=overwrite,

@@ -96,6 +96,7 @@ def convert(
     keys: Sequence[str] | None = None,
     index_unique: str | None = None,
     merge: str | None = None,
+    narrow: bool = True,
     memory_limit: int | str | None = None,
     scheduler: Client | str | None = None,
     overwrite: bool = False,
@@ -123,6 +124,11 @@ def convert(
         Of the shuffle. The same input and seed give the same order.
     join, label, keys, index_unique, merge
         Of several inputs, as for `dasksc.open`.
+    narrow
+        Whether to store columns and counts in the narrowest types that hold them, by which a store is smaller and
+        quicker to load. Functions of SciPy that change a matrix in place (``eliminate_zeros``) do not take the narrow
+        columns that ``anndata.read_zarr`` then gives, until it has been copied (``adata.copy()``); with False,
+        types are those of the input, and columns as SciPy makes them.
     memory_limit
         Anonymous memory, in bytes or as a text, ``"4GiB"``, to use beside the tables. Default: ``dasksc.memory-limit``
         of Dask's configuration. With more of it, what is compressed is shuffled in fewer and longer reads.
@@ -169,8 +175,8 @@ def convert(
             f"obs has no column {group_by!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
         )
     matrices = _matrices(adata)
-    job = _Conversion(adata, matrices, place, limit=limit, scheduler=scheduler)
-    plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed)
+    job = _Conversion(adata, matrices, place, narrow=narrow, limit=limit, scheduler=scheduler)
+    plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed, narrow=narrow)
     try:
         with place.locked():
             if place.begin(plan, overwrite=overwrite):
@@ -209,6 +215,8 @@ class _Conversion:
         Its matrices of cells, by their place in the store.
     place
         Where the target grows.
+    narrow
+        As for `convert`.
     limit
         Memory to use, in bytes.
     scheduler
@@ -221,9 +229,11 @@ class _Conversion:
         matrices: Mapping[str, Matrix],
         place: Workplace,
         *,
+        narrow: bool,
         limit: int,
         scheduler: Client | str | None,
     ) -> None:
+        self._narrow = narrow
         self._adata = adata
         self._matrices = matrices
         self._place = place
@@ -274,7 +284,7 @@ class _Conversion:
         """Return how a matrix is to be written, according to what its rows are."""
         known = np.load(rows, mmap_mode="r")
         dtype = matrix.dtype
-        if not key.startswith("obsm/") and len(known):
+        if self._narrow and not key.startswith("obsm/") and len(known):
             dtype = narrowest_count(dtype, float(known["largest"].max()))
         folder = self._place.store / key
         if matrix.layout == "dense":
@@ -297,6 +307,7 @@ class _Conversion:
             indptr=indptr,
             folder=folder,
             dtype=dtype,
+            narrow=self._narrow,
             n_values=int(np.load(indptr, mmap_mode="r")[-1]),
             piece_values=max(1, min(_PIECE_VALUES, budget // _VALUE_BYTES)),
         )
@@ -388,7 +399,7 @@ def _matrices(adata: AnnData) -> dict[str, Matrix]:
 
 
 def _plan(
-    adata: AnnData, matrices: Mapping[str, Matrix], *, order: Order, group_by: str | None, seed: int
+    adata: AnnData, matrices: Mapping[str, Matrix], *, order: Order, group_by: str | None, seed: int, narrow: bool
 ) -> dict[str, Any]:
     """Return what tells this conversion from others: the files as they are now, and what becomes of them."""
     return {
@@ -399,6 +410,7 @@ def _plan(
         "group_by": group_by,
         "groups": None if group_by is None else tokenize(adata.obs[group_by]),
         "seed": seed,
+        "narrow": narrow,
     }
 
 

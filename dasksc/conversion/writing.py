@@ -56,6 +56,8 @@ class CSRCopy:
         The group that the copy becomes.
     dtype
         Type of the values.
+    narrow
+        Whether column numbers take two bytes where these do; else they take those of the offsets, as SciPy has it.
     n_values
         How many there are.
     piece_values
@@ -67,14 +69,18 @@ class CSRCopy:
     indptr: Path
     folder: Path
     dtype: np.dtype[Any]
+    narrow: bool
     n_values: int
     piece_values: int
 
     @property
     def arrays(self) -> dict[str, ShardedArray]:
         """What is written in shards, by name."""
-        n_vars = self.matrix.shape[1]
-        columns = np.dtype(np.uint16 if n_vars <= 2**16 else np.int32)
+        columns: np.dtype[Any] = np.dtype(np.int32)
+        if self.narrow and self.matrix.shape[1] <= 2**16:
+            columns = np.dtype(np.uint16)
+        elif not self.narrow:
+            columns = self._offsets
         shard = shard_rows_for(self.n_values, _CHUNK_VALUES, _SHARD_VALUES)
         return {
             name: ShardedArray(
@@ -86,6 +92,12 @@ class CSRCopy:
             )
             for name, dtype in (("indices", columns), ("data", self.dtype))
         }
+
+    @property
+    def _offsets(self) -> np.dtype[Any]:
+        """Type of the offsets."""
+        small = not self.narrow and self.n_values <= np.iinfo(np.int32).max
+        return np.dtype(np.int32 if small else np.int64)
 
     @property
     def n_tasks(self) -> int:
@@ -121,7 +133,7 @@ class CSRCopy:
         """Write the offsets, and what makes the folder a matrix."""
         indptr = np.load(self.indptr, mmap_mode="r")
         shard = shard_rows_for(len(indptr), _INDPTR_CHUNK, _SHARD_VALUES)
-        array = ShardedArray(shape=indptr.shape, dtype=indptr.dtype, chunk_rows=_INDPTR_CHUNK, shard_rows=shard)
+        array = ShardedArray(shape=indptr.shape, dtype=self._offsets, chunk_rows=_INDPTR_CHUNK, shard_rows=shard)
         for k in range(array.n_shards):
             with ShardWriter(array, self.folder / "indptr", k) as to:
                 for start, stop in pieces(*array.rows(k), _INDPTR_CHUNK):
