@@ -176,7 +176,11 @@ def test_objects_that_are_far_too_long_are_not_fetched(tmp_path: Path, swollen: 
         file = tmp_path / "atlas.zarr" / ("X/0.0" if swollen == "chunk" else ".zmetadata")
     with file.open("r+b") as grown:
         grown.truncate(2**33)
-    with serving(tmp_path) as server, bounded(), pytest.raises(StorageError, match=r"at most \d+ belong|index of its chunks"):
+    with (
+        serving(tmp_path) as server,
+        bounded(),
+        pytest.raises(StorageError, match=r"at most \d+ belong|index of its chunks"),
+    ):
         dasksc.open(f"{server.url}/atlas.zarr").X.compute()
     assert sum(stop is None for _, path, stop in server.faults.requests if path.endswith(file.name)) >= 1
 
