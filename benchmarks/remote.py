@@ -40,10 +40,9 @@ def serve(folder: str, latency_s: float, bytes_per_s: float, pipe: Connection) -
         server.faults.latency_s, server.faults.bytes_per_s = latency_s, bytes_per_s
         pipe.send(server.url)
         while pipe.recv():
-            ranges = [wanted for _, _, wanted in server.faults.requests if wanted]
-            bounds = [wanted.removeprefix("bytes=").split("-") for wanted in ranges]
-            pipe.send((len(ranges), sum(int(last) + 1 - int(first) for first, last in bounds)))
+            pipe.send((len(server.faults.requests), server.faults.sent_bytes))
             server.faults.requests.clear()
+            server.faults.sent_bytes = 0
 
 
 def stored_bytes(path: Path) -> int:

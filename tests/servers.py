@@ -34,6 +34,8 @@ class Faults:
     ranges: bool = True
     # What was asked: method, path, first and last byte.
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    # Of bodies.
+    sent_bytes: int = 0
 
 
 class Link:
@@ -113,6 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.faults.bytes_per_s:
                 self.server.link.wait(len(piece), self.server.faults.bytes_per_s)
             self.wfile.write(piece)
+            self.server.faults.sent_bytes += len(piece)
         if is_cut:
             self.close_connection = True
 

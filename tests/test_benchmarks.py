@@ -185,6 +185,15 @@ def test_overlap_prints_the_ratio_and_exits_by_it(work):
     assert only["ratio"] == only["both_s"] / max(only["loading_s"], only["stepping_s"])
 
 
+def test_remote_prints_the_share_and_exits_by_it(work):
+    pytest.importorskip("obstore")
+    done = run("remote.py", work, *SIZES, "--rounds", "1", "--fetches", "2", "--latency", "0.005")
+    report = last_json(done)
+    assert 0 < report["share"] < 1
+    assert report["sent"] > 0
+    assert done.returncode == (report["share"] < 0.7)
+
+
 def test_memory_prints_every_peak_and_exits_by_the_projection(work):
     done = run("memory.py", work, *SIZES, "--epochs", "2")
     report = last_json(done)

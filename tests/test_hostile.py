@@ -52,6 +52,14 @@ def small() -> AnnData:
     return AnnData(X=VALUES[:20], obs=obs)
 
 
+def array_at(path: Path, where: str) -> str:
+    """The name of an array; newer versions of AnnData store strings as a group with values."""
+    is_array = any((path / where / name).exists() for name in (".zarray",)) or (
+        (path / where / "zarr.json").exists() and not (path / where / "values").exists()
+    )
+    return where if is_array else f"{where}/values"
+
+
 def edited(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
@@ -69,7 +77,7 @@ class Bomb:
 @pytest.mark.parametrize("where", ["X", "obs/int8", "obs/_index"])
 def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, opened: Any, where: str) -> None:
     path = write_store(small(), tmp_path, "zarr2")
-    mark = tmp_path / "unpickled"
+    mark, where = tmp_path / "unpickled", array_at(path, where)
     metadata = path / where / ".zarray"
     edited(metadata, filters=[{"id": "pickle", "protocol": 5}], compressor=None)
     everything = json.loads((path / ".zmetadata").read_text())
@@ -87,6 +95,7 @@ def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, opened: Any, where: st
 @pytest.mark.parametrize("format", ["zarr2", "zarr3"])
 def test_shapes_beyond_any_memory_are_refused(tmp_path: Path, opened: Any, format: str, where: str, n: int) -> None:
     path = write_store(small(), tmp_path, format)
+    where = array_at(path, where)
     metadata = path / where / (".zarray" if format == "zarr2" else "zarr.json")
     shape = json.loads(metadata.read_text())["shape"]
     edited(metadata, shape=[n, *shape[1:]])
@@ -106,6 +115,7 @@ def test_shapes_beyond_any_memory_are_refused(tmp_path: Path, opened: Any, forma
 def test_shapes_beyond_any_memory_are_refused_in_hdf5(tmp_path: Path, opened: Any, where: str, n: int) -> None:
     path = write_store(small(), tmp_path, "h5ad")
     with h5py.File(path, "r+") as file:
+        where = where if isinstance(file[where], h5py.Dataset) else f"{where}/values"
         old = file[where]
         attributes, dtype, shape = dict(old.attrs), old.dtype, (n, *old.shape[1:])
         del file[where]
@@ -166,7 +176,11 @@ def test_objects_that_are_far_too_long_are_not_fetched(tmp_path: Path, swollen: 
         file = tmp_path / "atlas.zarr" / ("X/0.0" if swollen == "chunk" else ".zmetadata")
     with file.open("r+b") as grown:
         grown.truncate(2**33)
-    with serving(tmp_path) as server, bounded(), pytest.raises(StorageError, match=r"at most \d+ belong"):
+    with (
+        serving(tmp_path) as server,
+        bounded(),
+        pytest.raises(StorageError, match=r"at most \d+ belong|index of its chunks"),
+    ):
         dasksc.open(f"{server.url}/atlas.zarr").X.compute()
     assert sum(stop is None for _, path, stop in server.faults.requests if path.endswith(file.name)) >= 1
 

@@ -1,0 +1,26 @@
+"""The programs of docs/places.md run, against an S3 endpoint on loopback."""
+
+from __future__ import annotations
+
+import pytest
+from make_atlas import make_atlas
+
+from tests.servers import SECRET, s3_bucket
+from tests.test_readme import ROOT, run_programs
+
+pytest.importorskip("obstore")
+
+
+def test_its_programs_run_from_top_to_bottom(tmp_path, monkeypatch):
+    make_atlas(tmp_path / "uploaded.h5ad", 2_000, 300)
+    with s3_bucket() as bucket:
+        bucket.put(tmp_path / "uploaded.h5ad", "atlas.h5ad")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.options["endpoint"])
+        # The endpoint refuses nobody who has no key only if the object is public.
+        bucket.client.put_object_acl(Bucket=bucket.name, Key="atlas.h5ad", ACL="public-read")
+        done = run_programs(ROOT / "docs" / "places.md", tmp_path)
+    assert "torch.Size([64, 300])" in done.stdout
+    assert "True" in done.stdout
