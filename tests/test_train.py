@@ -20,7 +20,7 @@ import dasksc
 from dasksc import InputError, MissingPathError
 from dasksc.train import Config, fit, load_model
 from dasksc.train.config import Validation
-from dasksc.train.data import held_out_rows
+from dasksc.train.data import split_rows
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, log_normalised
 from dasksc.train.parallel import checkpoint_activations
 from tests.programs import train_models
@@ -198,7 +198,7 @@ def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, 
     last_epoch = [row["accuracy"] for row in rows_of(tmp_path / "run") if row["epoch"] == 14 and "accuracy" in row]
     assert np.mean(last_epoch) > 0.65  # the largest of the five types has 44% of the cells
     model = load_model(report.model)
-    held = np.flatnonzero(held_out_rows(dasksc.open(atlas), Validation(share=0.2)))
+    _, held = split_rows(dasksc.open(atlas), Validation(share=0.2))
     rest = dasksc.scDataset(str(atlas), dasksc.Streaming(held), batch_size=len(held), obs=["cell_type"], seed=0)
     with torch.no_grad():
         (outputs,) = map(model, rest)
@@ -276,12 +276,20 @@ def test_strategies_take_their_options_and_columns_of_weights(raw):
 
 def test_whole_values_of_a_column_are_held_out(atlas):
     adata = dasksc.open(atlas)
-    held = held_out_rows(adata, Validation(share=0.3, by="plate"))
+    rows, held = split_rows(adata, Validation(share=0.3, by="plate"))
     plates = adata.obs["plate"]
-    assert plates[held].nunique() == 2
-    assert not set(plates[held]) & set(plates[~held])
-    with pytest.raises(InputError, match="has 6 values, of which 6 would be held out"):
-        held_out_rows(adata, Validation(share=0.95, by="plate"))
+    assert len(rows) + len(held) == 203
+    assert plates.iloc[held].nunique() == 2
+    assert not set(plates.iloc[held]) & set(plates.iloc[rows])
+
+
+def test_a_filter_holds_for_training_and_validation(raw, atlas):
+    adata = dasksc.open(atlas)
+    raw["data"] |= {"filter": "plate in ['plate_0', 'plate_1', 'plate_2']"}
+    raw["data"]["validation"] = {"share": 0.2, "stratify": "cell_type"}
+    report = train(raw, training__max_epochs=1)
+    n_chosen = int(adata.obs["plate"].isin(["plate_0", "plate_1", "plate_2"]).sum())
+    assert 0.6 * n_chosen < report.n_cells < n_chosen
 
 
 def test_another_atlas_validates(raw, atlas):

@@ -22,7 +22,7 @@ from make_atlas import make_atlas
 import dasksc
 from dasksc.train import load_model
 from dasksc.train.config import Validation
-from dasksc.train.data import held_out_rows
+from dasksc.train.data import split_rows
 from dasksc.train.models import MLPClassifier
 from tests.test_ddp import torchrun
 
@@ -77,11 +77,11 @@ def run(n_ranks: int, folder: Path, trainings: dict[str, Any]) -> None:
 def alone(atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None) -> dict[str, list[float]]:
     """The same training by a plain loop, whose batches are those of all ranks, one below the other."""
     adata = dasksc.open(atlas)
-    held_out = held_out_rows(adata, Validation(share=SHARE))
-    strategy = dasksc.BlockShuffling(4, indices=np.flatnonzero(~held_out))
+    rows, held_out = split_rows(adata, Validation(share=SHARE))
+    strategy = dasksc.BlockShuffling(4, indices=rows)
     options = {"batch_size": 8, "fetch_factor": 4, "seed": 0, "obs": ["cell_type"]}
     ranks = [dasksc.scDataset(adata, strategy, rank=r, world_size=n_ranks, **options) for r in range(n_ranks)]
-    rest = dasksc.scDataset(adata, dasksc.Streaming(np.flatnonzero(held_out)), rank=0, world_size=1, **options)
+    rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), rank=0, world_size=1, **options)
     torch.manual_seed(0)
     model = MLPClassifier("cell_type", N_GENES, N_TYPES, hidden_dim=16, dropout=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -165,7 +165,8 @@ def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> 
 @pytest.mark.parametrize("name", PLAIN)
 def test_every_strategy_has_the_losses_of_one_process_on_the_same_batches(name, two_ranks, atlas):
     expected = alone(atlas, 2)
-    assert expected["loss"][-1] < 0.9 * expected["loss"][0]
+    first, second = np.array_split(expected["loss"], EPOCHS)
+    assert second.mean() < 0.95 * first.mean()
     assert_same(two_ranks / name, expected, "loss", "accuracy", "validation_loss")
 
 
@@ -210,7 +211,7 @@ def test_what_was_trained_loads_into_one_process(name, two_ranks, atlas):
     for ours, theirs in zip(one_file.parameters(), shards.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     adata = dasksc.open(atlas)
-    held_out = np.flatnonzero(held_out_rows(adata, Validation(share=SHARE)))
+    _, held_out = split_rows(adata, Validation(share=SHARE))
     rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), batch_size=8, obs=["cell_type"], rank=0, world_size=1)
     with torch.no_grad():
         loss = one_file(joined(list(rest)))["loss"].item()

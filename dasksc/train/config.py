@@ -50,8 +50,9 @@ class Validation(_Section):
     ----------
     share
         Of the rows, or of the values of `by`.
-    by
-        An obs column whose values are held out as a whole (donors, plates).
+    by, groups, stratify
+        Columns of obs, as for `dasksc.split`: whose values are held out as a whole (donors, plates), whose values are
+        not to be on both sides, and of which both sides are to have their share.
     path
         Another atlas, instead of rows of the one that is trained on.
     seed
@@ -60,6 +61,8 @@ class Validation(_Section):
 
     share: _Share = 0.1
     by: str | None = None
+    groups: str | list[str] | None = None
+    stratify: str | list[str] | None = None
     path: str | list[str] | dict[str, str] | None = None
     seed: int = 0
 
@@ -70,13 +73,16 @@ class Validation(_Section):
 
 
 class Open(_Section):
-    """What `dasksc.open` is told of several atlases."""
+    """What `dasksc.open` is told: how several are joined, and how remote ones are reached."""
 
     join: Literal["inner", "outer"] = "inner"
     label: str | None = None
     keys: list[str] | None = None
     index_unique: str | None = None
     merge: str | None = None
+    raw: bool = False
+    storage_options: dict[str, Any] | None = None
+    cache: str | dict[str, Any] | None = None
 
 
 class Data(_Section):
@@ -87,7 +93,7 @@ class Data(_Section):
     path
         Of the atlas; a list, dict, pattern or directory for several.
     open
-        How several are joined.
+        How several are joined, and remote ones reached.
     strategy
         What is drawn: the name of a strategy (``BlockShuffling`` or ``block_shuffling``) and its arguments. ``weights``
         may name an obs column.
@@ -97,6 +103,8 @@ class Data(_Section):
         Rows of a batch, per rank.
     genes
         Names or positions, or the path of a file with one name a line.
+    filter
+        An expression over obs, such as ``"n_counts > 500"``, in training and validation.
     num_workers, prefetch_factor
         Of a ``DataLoader``. 0 is the mode to use: threads of each rank read ahead.
     pin_memory
@@ -114,6 +122,7 @@ class Data(_Section):
     layers: list[str] = []
     obsm: list[str] = []
     genes: list[str] | list[int] | str | None = None
+    filter: str | None = None
     layout: Literal["dense", "csr"] = "dense"
     dtype: str | None = "float32"
     equal_ranks: Literal[True] = True
@@ -330,6 +339,10 @@ class Config(_Section):
     model: Model
     training: Training = Training()
     tokenizer: Tokenizer | None = None
+
+    def written(self) -> dict[str, Any]:
+        """Return it as it is written down: without what may be secret."""
+        return self.model_dump(exclude={"data": {"open": {"storage_options"}}})
 
     @classmethod
     def load(cls, path: str | Path, *, changes: Iterable[str] = ()) -> Config:

@@ -27,10 +27,9 @@ _STRATEGIES: dict[str, type[SamplingStrategy]] = {
     for name in (cls, "".join(f"_{c.lower()}" if c.isupper() else c for c in cls).lstrip("_"))
 }
 
-# What the sections say in other words.
-_SCDATASET_ARGUMENTS = (
-    *("batch_size", "fetch_factor", "layers", "obsm", "layout", "dtype", "scheduler", "prefetch", "memory_limit"),
-)
+# Given to scDataset as they are.
+_SCDATASET_ARGUMENTS = ("batch_size", "fetch_factor", "layers", "obsm", "filter", "layout", "dtype", "scheduler")
+_SCDATASET_ARGUMENTS += ("prefetch", "memory_limit")
 
 
 class Loader:
@@ -152,19 +151,20 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     options = dict(data.strategy.arguments)
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
     weights = options.get("weights")
-    by = data.validation.by if data.validation is not None else None
-    needed = [name for name in (*obs, options.get("label_key"), weights, by) if isinstance(name, str)]
-    adata = dasksc.open(data.path, obs=list(dict.fromkeys(needed)), mmap=data.mmap, **data.open.model_dump())
+    needed = [name for name in (*obs, options.get("label_key"), weights, *_columns(data)) if isinstance(name, str)]
+    # A filter may name any column.
+    columns = list(dict.fromkeys(needed)) if data.filter is None else None
+    adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, **data.open.model_dump())
     if isinstance(weights, str):
         options["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
     held_out = None
     if data.validation is not None and data.validation.path is None:
-        held_out = held_out_rows(adata, data.validation)
+        rest, held_out = split_rows(adata, data.validation)
         if "indices" in options:
             raise InputError("data.strategy.indices and data.validation.share both say which rows are trained on")
         if isinstance(options.get("weights"), np.ndarray):
-            options["weights"] = options["weights"][~held_out]
-        options["indices"] = np.flatnonzero(~held_out)
+            options["weights"] = options["weights"][rest]
+        options["indices"] = rest
     check_arguments(strategy_class, options, what="data.strategy")
 
     on_gpu = device.type == "cuda"
@@ -192,10 +192,10 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     validation = None
     if data.validation is not None:
         other = data.validation.path
-        held = adata if other is None else dasksc.open(other, obs=obs, mmap=data.mmap, **data.open.model_dump())
-        rows = None if held_out is None else np.flatnonzero(held_out)
-        validation = scDataset(held, dasksc.Streaming(indices=rows), equal_ranks=False, **_known(common))
-        n_rows = held.n_obs if rows is None else len(rows)
+        columns = obs if data.filter is None else None
+        held = adata if other is None else dasksc.open(other, obs=columns, mmap=data.mmap, **data.open.model_dump())
+        validation = scDataset(held, dasksc.Streaming(indices=held_out), equal_ranks=False, **_known(common))
+        n_rows = validation.strategy.get_len(held)
         if n_rows < validation.world_size:
             raise InputError(
                 f"{n_rows} rows are held out for {validation.world_size} ranks; raise data.validation.share to at "
@@ -208,20 +208,25 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     )
 
 
-def held_out_rows(adata: Any, validation: Validation) -> NDArray[np.bool_]:
-    """Return which rows are held out, shape (n_obs,): the same on every rank."""
-    rng = np.random.default_rng(validation.seed)
-    if validation.by is None:
-        held: NDArray[np.bool_] = rng.random(adata.n_obs, dtype=np.float32) < validation.share
-        return held
-    codes, values = adata.obs[validation.by].factorize(sort=True)
-    n_held = max(1, round(validation.share * len(values)))
-    if n_held >= len(values):
-        raise InputError(
-            f"data.validation.by={validation.by!r} has {len(values)} values, of which {n_held} would be held out"
-        )
-    chosen = rng.choice(len(values), n_held, replace=False)
-    return np.isin(codes, chosen)
+def split_rows(adata: Any, validation: Validation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows that are trained on and those held out: the same on every rank."""
+    parts = dasksc.split(
+        adata,
+        fractions={"training": 1 - validation.share, "validation": validation.share},
+        by=validation.by,
+        groups=validation.groups,
+        stratify=validation.stratify,
+        seed=validation.seed,
+    )
+    return parts["training"], parts["validation"]
+
+
+def _columns(data: Data) -> list[Any]:
+    """Return the columns of obs by which rows are held out."""
+    if data.validation is None:
+        return []
+    given = (data.validation.by, data.validation.groups, data.validation.stratify)
+    return [name for names in given for name in (names if isinstance(names, list) else [names])]
 
 
 def _tokens(config: Config, genes: Any, seed: int) -> Any:

@@ -124,7 +124,7 @@ class _Wandb:
             wandb: Any = import_module("wandb")
         except ImportError as error:
             raise InputError("training.logger=wandb needs it: pip install wandb") from error
-        self._run = wandb.init(project=config.training.wandb_project, config=config.model_dump())
+        self._run = wandb.init(project=config.training.wandb_project, config=config.written())
 
     def write(self, figures: Mapping[str, Any]) -> None:
         self._run.log({name: value for name, value in figures.items() if name != "step"}, step=figures["step"])

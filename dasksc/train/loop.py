@@ -244,7 +244,7 @@ class _Run:
             "validated_at": self.step_validated,
             "model": {"name": self.config.model.name, "arguments": self.model_arguments},
             "world_size": self.place.world_size,
-            "config": self.config.model_dump(),
+            "config": self.config.written(),
         }
         self.latest = self.checkpoints.save(self.step, self.spread.bare, self.optimizer, state, value)
         self.step_saved = self.step
