@@ -28,8 +28,10 @@ _STRATEGIES: dict[str, type[SamplingStrategy]] = {
 }
 
 # Given to scDataset as they are.
-_SCDATASET_ARGUMENTS = ("batch_size", "fetch_factor", "layers", "obsm", "filter", "layout", "dtype", "scheduler")
-_SCDATASET_ARGUMENTS += ("prefetch", "memory_limit")
+_SCDATASET_ARGUMENTS = [
+    *("batch_size", "fetch_factor", "layers", "obsm", "filter", "layout", "dtype"),
+    *("scheduler", "prefetch", "memory_limit"),
+]
 
 
 class Loader:
