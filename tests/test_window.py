@@ -77,7 +77,9 @@ def here(request: pytest.FixtureRequest) -> Any:
 
 
 def our_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("dasksc")]
+    # Those that make requests of servers are the process's, and stay.
+    names = {thread: thread.name for thread in threading.enumerate()}
+    return [t for t, name in names.items() if name.startswith("dasksc") and not name.startswith("dasksc-request")]
 
 
 def nothing_is_left(scheduler: Any) -> bool:
