@@ -7,6 +7,7 @@ import datetime as dt
 import functools
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ __all__ = ["Place", "Spread", "clip_gradient", "count_rows", "number_of", "place
 
 logger = logging.getLogger(__name__)
 
+_SETTLE_S = 0.2
 _DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -142,6 +144,9 @@ def places(training: Training) -> Iterator[Place]:
         )
     finally:
         if joins:
+            # Threads of the group drop their last work a moment after it is done, for which they may need the
+            # interpreter's lock. What ends the group holds that lock while it waits for them: each for the other.
+            time.sleep(_SETTLE_S)
             dist.destroy_process_group()
 
 
