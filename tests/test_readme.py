@@ -64,8 +64,8 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path):
 
 
 # What docs/trainers.md needs is not always there: tests/test_trainers_page.py runs it library by library. What
-# docs/atlases.md reads is written by tests/test_atlases_page.py.
-ELSEWHERE = ("trainers", "watching", "cluster", "atlases")
+# docs/atlases.md and docs/places.md read is made by tests of their own.
+ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "places")
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
 
