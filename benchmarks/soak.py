@@ -250,7 +250,8 @@ def finish(epochs: list[Epoch], stalls: Stalls, problems: list[str], elapsed_s: 
         # The first quarter warms up: threads, compiled kernels, what allocators keep.
         early, late = its_epochs[quarter : 2 * quarter] or its_epochs[:1], its_epochs[-quarter:]
         growth = statistics.median(e.anon_bytes for e in late) - statistics.median(e.anon_bytes for e in early)
-        files = max(e.n_files for e in early), max(e.n_files for e in late)
+        # The fewest of several epochs: what ended workers had open may take a moment to close, what leaks stays.
+        files = min(e.n_files for e in early), min(e.n_files for e in late)
         ranks.append(
             {
                 "stalls": its_stalls,
