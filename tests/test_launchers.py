@@ -95,7 +95,7 @@ def test_srun_starts_ranks_that_share_an_epoch(slurm, tmp_path):
 def test_srun_of_one_torchrun_a_node_counts_torchruns_ranks(slurm, tmp_path):
     (port,) = free_ports(1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=one"]
+    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=one", "--local-addr=127.0.0.1"]
     ranks = launched(tmp_path, ["srun", "-n", 2, *torchrun, *meeting], slurm)
     assert [rank["source"] for rank in ranks] == ["RANK/WORLD_SIZE"] * 4
     assert [rank["local_world_size"] for rank in ranks] == [2] * 4

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.programs.with_slurm import cluster, missing
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "examples" / "slurm"
+UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +33,25 @@ def slurm():
         yield environment | {"PATH": f"{python}{os.pathsep}{environment['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
+def ask(environment: dict[str, str], *command: str) -> str:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
 def submit(slurm, script: str, folder: Path, *arguments: object, nodes: int = 1, tasks: int, **more: str) -> str:
     """Submit a job script, without its GPUs and on one node, wait for its end; return what it wrote."""
     text = re.sub(r"^#SBATCH --gpus.*\n", "", (SCRIPTS / script).read_text(), flags=re.MULTILINE)
     (folder / script).write_text(text)
     options = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", f"--output={folder}/job.out"]
-    done = subprocess.run(
-        ["sbatch", "--wait", *options, f"--chdir={ROOT}", str(folder / script), *map(str, arguments)],
-        env=slurm | more,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    # Asked for here: `sbatch --wait` looks at most every half a minute.
+    command = ["sbatch", "--parsable", *options, f"--chdir={ROOT}", str(folder / script), *map(str, arguments)]
+    job = ask(slurm | more, *command)
+    end = time.monotonic() + 240
+    while (state := ask(slurm, "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")) in UNFINISHED:
+        assert time.monotonic() < end, f"job {job} is still {state}"
+        time.sleep(0.2)
     said = (folder / "job.out").read_text() if (folder / "job.out").exists() else ""
-    assert done.returncode == 0, (done.stderr + said)[-4000:]
+    assert state == "COMPLETED", f"{state}: {said[-4000:]}"
     return said
 
 

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dasksc.storage.arrays import BrokenRunError
+from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5 import H5Array, H5File
+from dasksc.storage.identity import FileIdentity
 from dasksc.storage.sliced import SlicedArray
 from dasksc.storage.zarr import ZarrArray, ZarrFile
 
@@ -33,7 +35,7 @@ def array(request: pytest.FixtureRequest, values: np.ndarray, tmp_path_factory: 
         return ZarrArray(ZarrFile(str(path)), "X")
     with h5py.File(path, "w") as file:
         file.create_dataset("X", data=values, chunks=(96, N_COLUMNS) if "chunked" in request.param else None)
-    return H5Array(H5File(str(path)), "X")
+    return H5Array(H5File(LocalFile(FileIdentity.of(path))), "X")
 
 
 def read(array: SlicedArray, starts: Any, stops: Any) -> tuple[list[np.ndarray], int]:

@@ -2,8 +2,8 @@
 
     python with_slurm.py srun -n 2 hostname
 
-Everything the cluster writes lies in a folder of its own, and its ports are free ones. Needs root and Debian's
-packages slurm-wlm and munge.
+Everything the cluster writes lies in a folder of its own, and its ports are free ones. Its node is called localhost,
+since a machine's own name need not lead to an address. Needs root and Debian's packages slurm-wlm and munge.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={n_tasks} RealMemory={memory} State=UNKNOWN
+FirstJobId={first_job}
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs={n_tasks} RealMemory={memory} State=UNKNOWN
 DefMemPerCPU={memory_of_task}
 PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES State=UP
 """
@@ -94,6 +95,8 @@ def cluster() -> Iterator[dict[str, str]]:
             CONFIGURATION.format(
                 host=host,
                 folder=folder,
+                # Job scripts make ports of the numbers of their jobs.
+                first_job=secrets.randbelow(10_000) + 1,
                 controller_port=controller_port,
                 node_port=node_port,
                 n_tasks=N_TASKS,
@@ -103,7 +106,7 @@ def cluster() -> Iterator[dict[str, str]]:
         )
         munged = [f"--{kind}={folder}/munge.{kind.split('-')[0]}" for kind in ("socket", "key-file", "pid-file")]
         munged += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed", "--foreground", "--force"]
-        commands = [["munged", *munged], ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", host]]
+        commands = [["munged", *munged], ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "localhost"]]
         for command in commands:
             program = shutil.which(command[0], path=path) or command[0]
             log = folder / f"{command[0]}.output"
@@ -111,7 +114,10 @@ def cluster() -> Iterator[dict[str, str]]:
             if command[0] == "munged":
                 wait_until(lambda: (folder / "munge.socket").exists(), folder)
         wait_until(lambda: state_of_nodes(environment) == "idle", folder)
-        yield environment
+        try:
+            yield environment
+        finally:
+            end_jobs(environment)
 
 
 def state_of_nodes(environment: dict[str, str]) -> str:
@@ -119,6 +125,17 @@ def state_of_nodes(environment: dict[str, str]) -> str:
     command = ["sinfo", "--noheader", "--format=%t"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return done.stdout.strip()
+
+
+def end_jobs(environment: dict[str, str]) -> None:
+    """End the jobs that still run, which would outlive the cluster."""
+    end = time.monotonic() + 20
+    while (
+        time.monotonic() < end
+        and subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, check=False).stdout
+    ):
+        subprocess.run(["scancel", "--user=root"], env=environment, capture_output=True, check=False)
+        time.sleep(0.5)
 
 
 def wait_until(ready: Callable[[], bool], folder: Path, timeout_s: float = 60) -> None:
