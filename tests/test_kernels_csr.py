@@ -12,6 +12,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from dasksc.kernels import csr as kernels
+from dasksc.storage.matrix import Lookups
 
 N_VARS = 37
 
@@ -62,11 +63,11 @@ def garbage(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     return np.full(shape, 77).astype(dtype)
 
 
-def lookup_of(columns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def lookup_of(columns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
     """The same map for every row."""
     lookup = np.full(N_VARS, -1, dtype=np.int32)
     lookup[columns] = np.arange(len(columns))
-    return np.zeros(100, dtype=np.int32), lookup[None]
+    return np.zeros(100, dtype=np.int32), lookup[None], Lookups.of(lookup[None]).kinds
 
 
 COLUMNS = np.array([30, 2, 36, 0, 17])
@@ -147,8 +148,9 @@ def test_copied_csr_rows_equal_those_scipy_takes(stored: str, wanted: str, index
 def test_copied_csr_columns_equal_those_scipy_takes() -> None:
     rows = Rows()
     lookup = lookup_of(COLUMNS)
+    kinds = lookup[0], lookup[2]
     counts = garbage((len(rows.positions),), "int64")
-    assert kernels.count_columns(rows.positions, rows.lengths, rows.indices_at, *lookup, counts, rows.likes[1]) == -1
+    assert kernels.count_columns(rows.positions, rows.lengths, rows.indices_at, *kinds, counts, rows.likes[1]) == -1
     np.testing.assert_array_equal(counts, (rows.expected[:, COLUMNS] != 0).sum(axis=1))
     indptr = np.concatenate(([0], np.cumsum(counts)))
     indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
@@ -187,7 +189,8 @@ def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) 
     assert kernels.copy_rows_csr(*where, N_VARS, indptr, *everything, *rows.likes) == culprit
     assert kernels.copy_columns_csr(*where, *lookup, indptr, *everything, *rows.likes) == culprit
     counts = np.empty(n, "int64")
-    assert kernels.count_columns(positions, rows.lengths, indices_at, *lookup, counts, rows.likes[1]) == culprit
+    kinds = lookup[0], lookup[2]
+    assert kernels.count_columns(positions, rows.lengths, indices_at, *kinds, counts, rows.likes[1]) == culprit
 
 
 def test_a_repeated_column_adds_up_as_in_scipy() -> None:
@@ -220,9 +223,11 @@ def test_dense_rows_are_copied_from_any_address(stored: str, wanted: str, shift:
     np.testing.assert_array_equal(out, dense[positions][:, COLUMNS].astype(wanted))
 
 
-def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go() -> None:
+@pytest.mark.parametrize("width", [20, 300])
+@pytest.mark.parametrize("unsigned", ["uint16", "uint32"])
+def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go(width: int, unsigned: str) -> None:
     rng = np.random.default_rng(3)
-    n, width, n_common = 12, 20, 30
+    n, n_common = 12, width + 10
     maps = rng.integers(0, 2, n).astype(np.int32)
     dense = rng.integers(0, 3, (n, width)).astype("f4")
     dense[3] = 0
@@ -240,25 +245,33 @@ def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go() -> None:
     indptr = np.concatenate(([0], np.cumsum(lengths[positions])))
     indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
     to = (indptr[:-1], indices, data, csr.data[:0], csr.indices[:0])
-    assert kernels.renumber_rows_csr(positions, *where, maps, lookups, *to) == -1
+    renumbered = lookups.astype(unsigned)
+    assert kernels.renumber_rows_csr(positions, *where, maps, renumbered, n_common, *to) == -1
     np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=twin.shape).toarray(), twin[positions])
+    out = garbage((n, n_common), "float32")
+    assert kernels.renumber_rows(positions, *where, maps, renumbered, out, *to[-2:]) == -1
+    np.testing.assert_array_equal(out, twin[positions])
     for row, bad in ((0, width), (0, -1), (int(np.flatnonzero((maps == 1) & (lengths > 0))[0]), width - 1)):
         before = csr.indices[csr.indptr[row]]
         csr.indices[csr.indptr[row]] = bad
-        assert kernels.renumber_rows_csr(np.array([row]), *where, maps, lookups, *to) == row
+        assert kernels.renumber_rows_csr(np.array([row]), *where, maps, renumbered, n_common, *to) == row
+        assert kernels.renumber_rows(np.array([row]), *where, maps, renumbered, out, *to[-2:]) == row
         csr.indices[csr.indptr[row]] = before
 
 
-def test_rows_of_several_matrices_are_gathered_each_by_its_own_map() -> None:
+@pytest.mark.parametrize("n_vars", [N_VARS, 300])
+def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) -> None:
     rng = np.random.default_rng(2)
-    n, widths, kept = 12, np.array([N_VARS, 20]), 25
+    n, widths, kept = 12, np.array([n_vars, n_vars - 10]), n_vars - 5
     maps = rng.integers(0, 2, n).astype(np.int32)
-    dense = rng.integers(0, 4, (n, N_VARS)).astype("f4")
+    dense = rng.integers(0, 4, (n, n_vars)).astype("f4")
     dense[maps == 1, widths[1] :] = 0
-    lookups = np.full((2, N_VARS), -2, dtype=np.int32)
+    lookups = np.full((2, n_vars), -2, dtype=np.int32)
     for lookup, width in zip(lookups, widths, strict=True):
         lookup[:width] = np.where(rng.random(width) < 0.6, -1, 0)
         lookup[:width][lookup[:width] == 0] = rng.permutation(kept)[: (lookup[:width] == 0).sum()]
+    kinds = Lookups.of(lookups).kinds
+    assert set(np.unique(kinds)) == {kernels.LEFT_OUT, kernels.KEPT, kernels.REFUSED}
     twin = np.zeros((n, kept), "f4")
     for i, lookup in enumerate(lookups[maps]):
         twin[i, lookup[lookup >= 0]] = dense[i, lookup >= 0]
@@ -267,26 +280,30 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map() -> None:
     where = (lengths, address(csr.data) + starts * np.uint64(4), address(csr.indices) + starts * np.uint64(4))
     positions = rng.permutation(n)
     out = garbage((n, kept), "float32")
-    assert kernels.scatter_columns(positions, *where, maps, lookups, out, csr.data[:0], csr.indices[:0]) == -1
+    assert kernels.scatter_columns(positions, *where, maps, lookups, kinds, out, csr.data[:0], csr.indices[:0]) == -1
     np.testing.assert_array_equal(out, twin[positions])
     counts = garbage((n,), "int64")
-    assert kernels.count_columns(positions, lengths, where[2], maps, lookups, counts, csr.indices[:0]) == -1
+    assert kernels.count_columns(positions, lengths, where[2], maps, kinds, counts, csr.indices[:0]) == -1
     indptr = np.concatenate(([0], np.cumsum(counts)))
     indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
     to = (indptr[:-1], indices, data, csr.data[:0], csr.indices[:0])
-    assert kernels.copy_columns_csr(positions, *where, maps, lookups, *to) == -1
+    assert kernels.copy_columns_csr(positions, *where, maps, lookups, kinds, *to) == -1
     np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=(n, kept)).toarray(), twin[positions])
 
     # A column that the row's own matrix does not have, though another has.
     row = int(np.flatnonzero((maps == 1) & (lengths > 0))[0])
     csr.indices[csr.indptr[row]] = widths[1]
-    assert kernels.scatter_columns(np.array([row]), *where, maps, lookups, out, csr.data[:0], csr.indices[:0]) == row
-    assert kernels.count_columns(np.array([row]), lengths, where[2], maps, lookups, counts, csr.indices[:0]) == row
+    assert (
+        kernels.scatter_columns(np.array([row]), *where, maps, lookups, kinds, out, csr.data[:0], csr.indices[:0])
+        == row
+    )
+    assert kernels.count_columns(np.array([row]), lengths, where[2], maps, kinds, counts, csr.indices[:0]) == row
+    assert kernels.copy_columns_csr(np.array([row]), *where, maps, lookups, kinds, *to) == row
 
     sources = np.full((2, kept), -1)
     for source, lookup in zip(sources, lookups, strict=True):
         source[lookup[lookup >= 0]] = np.flatnonzero(lookup >= 0)
-    rows_at = (address(dense) + np.arange(n) * 4 * N_VARS).astype(np.uint64)
+    rows_at = (address(dense) + np.arange(n) * 4 * n_vars).astype(np.uint64)
     missing = np.array([np.nan], "f4")
     kernels.copy_columns(positions, rows_at, maps, sources, out, missing, dense[:0, 0])
     for i, row in enumerate(positions):

@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -40,6 +41,7 @@ __all__ = [
     "copy_rows",
     "copy_rows_csr",
     "narrow",
+    "renumber_rows",
     "renumber_rows_csr",
     "row_starts",
     "count_columns",
@@ -51,7 +53,12 @@ __all__ = [
 ]
 
 
+LEFT_OUT, KEPT, REFUSED = 0, 1, 2
+
 _CLEARED_AHEAD = np.uint64(2048)
+# Elements worked on between two looks ahead.
+_STRIDE = 64
+_LINE_BYTES = 64
 
 
 @intrinsic
@@ -68,48 +75,152 @@ def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
     return signature, codegen
 
 
+@intrinsic
+def _look_ahead(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
+    """Have elements ``first ... first + _STRIDE`` of what lies at `address` brought, without waiting; any will do.
+
+    Rows are short and lie anywhere, so the processor does not see by itself which comes next, and while it works on
+    one the memory would rest.
+    """
+    signature = types.void(types.uint64, types.int64, like)
+    dtype = like.dtype
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element, byte, number = context.get_data_type(dtype), ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        # To be read, kept in every cache, data.
+        options = [ir.Constant(number, option) for option in (0, 3, 1)]
+        start = builder.gep(builder.inttoptr(args[0], element.as_pointer()), [args[1]])
+        for offset in range(0, _STRIDE * context.get_abi_sizeof(element), _LINE_BYTES):
+            line = builder.gep(builder.bitcast(start, byte), [ir.Constant(ir.IntType(64), offset)])
+            builder.call(prefetch, [line, *options])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 @kernel
 def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices):
     """Write CSR rows into `out`, dense, shape (n_rows, n_vars). Repeated columns add up, as in scipy."""
     n_columns = np.uint64(n_vars)
     for i in range(len(positions)):
         row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
+        n = lengths[row]
+        columns_at, values_at = indices_at[row], data_at[row]
+        next_columns_at, next_values_at = indices_at[following], data_at[following]
         dense = out[i]
         # Cleared just ahead of the columns, which mostly ascend: a whole row would leave the nearest cache
         # before it is written to.
         n_cleared = np.uint64(0)
-        for k in range(lengths[row]):
-            # A negative column wraps to a number far beyond n_vars.
-            column = np.uint64(load(indices_at[row], k, like_indices))
-            if column >= n_cleared:
-                if column >= n_columns:
-                    return row
-                stop = min(column + _CLEARED_AHEAD, n_columns)
-                dense[n_cleared:stop] = 0
-                n_cleared = stop
-            dense[column] += load(data_at[row], k, like_data)
+        for first in range(0, n, _STRIDE):
+            _look_ahead(next_columns_at, first, like_indices)
+            _look_ahead(next_values_at, first, like_data)
+            for k in range(first, min(first + _STRIDE, n)):
+                # A negative column wraps to a number far beyond n_vars.
+                column = np.uint64(load(columns_at, k, like_indices))
+                if column >= n_cleared:
+                    if column >= n_columns:
+                        return row
+                    stop = min(column + _CLEARED_AHEAD, n_columns)
+                    dense[n_cleared:stop] = 0
+                    n_cleared = stop
+                dense[column] += load(values_at, k, like_data)
         dense[n_cleared:] = 0
     return -1
 
 
 @kernel
-def scatter_columns(positions, lengths, data_at, indices_at, maps, lookups, out, like_data, like_indices):
-    """Write the kept columns of CSR rows into `out`, dense, shape (n_rows, n_kept)."""
-    n_columns = np.uint64(lookups.shape[1])
+def renumber_rows(positions, lengths, data_at, indices_at, maps, renumbered, out, like_data, like_indices):
+    """Write CSR rows into `out`, dense, shape (n_rows, n_kept), every column renumbered and none left out."""
+    n_columns, n_kept = np.uint64(renumbered.shape[1]), np.uint64(out.shape[1])
     for i in range(len(positions)):
         row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
+        n = lengths[row]
+        columns_at, values_at = indices_at[row], data_at[row]
+        next_columns_at, next_values_at = indices_at[following], data_at[following]
+        lookup = renumbered[maps[row]]
+        dense = out[i]
+        dense[:] = 0
+        for first in range(0, n, _STRIDE):
+            _look_ahead(next_columns_at, first, like_indices)
+            _look_ahead(next_values_at, first, like_data)
+            for k in range(first, min(first + _STRIDE, n)):
+                column = np.uint64(load(columns_at, k, like_indices))
+                if column >= n_columns:
+                    return row
+                to = np.uint64(lookup[column])
+                if to >= n_kept:
+                    return row
+                dense[to] += load(values_at, k, like_data)
+    return -1
+
+
+@kernel
+def _longest(positions, lengths):
+    longest = 0
+    for i in range(len(positions)):
+        longest = max(longest, lengths[positions[i]])
+    return longest
+
+
+@kernel
+def _choose(columns_at, n, kinds, columns, places, next_columns_at, next_values_at, like_data, like_indices):
+    # Write the kept columns of a row, and which of its elements they are, into `columns` and `places`; return how
+    # many there are, or -1. Nothing is decided column by column: what is kept is as good as random.
+    largest = np.uint64(0)
+    for k in range(n):
+        column = np.uint64(load(columns_at, k, like_indices))
+        largest = max(largest, column)
+        columns[k] = column
+    if n > 0 and largest >= np.uint64(len(kinds)):
+        return -1
+    n_kept = np.uint64(0)
+    every = np.uint8(0)
+    for first in range(0, n, _STRIDE):
+        _look_ahead(next_columns_at, first, like_indices)
+        _look_ahead(next_values_at, first, like_data)
+        for k in range(first, min(first + _STRIDE, n)):
+            column = columns[np.uint64(k)]
+            kind = kinds[np.uint64(column)]
+            columns[n_kept] = column
+            places[n_kept] = k
+            n_kept += np.uint64(kind & 1)
+            every |= kind
+    return -1 if every & 2 else np.int64(n_kept)
+
+
+@kernel
+def scatter_columns(positions, lengths, data_at, indices_at, maps, lookups, kinds, out, like_data, like_indices):
+    """Write the kept columns of CSR rows into `out`, dense, shape (n_rows, n_kept)."""
+    longest = _longest(positions, lengths)
+    columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
+    for i in range(len(positions)):
+        row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
+        n = lengths[row]
+        values_at = data_at[row]
         lookup = lookups[maps[row]]
         dense = out[i]
         dense[:] = 0
-        for k in range(lengths[row]):
-            column = np.uint64(load(indices_at[row], k, like_indices))
-            if column >= n_columns:
-                return row
-            kept = lookup[column]
-            if kept >= 0:
-                dense[kept] += load(data_at[row], k, like_data)
-            elif kept < -1:
-                return row
+        n_kept = _choose(
+            indices_at[row],
+            n,
+            kinds[maps[row]],
+            columns,
+            places,
+            indices_at[following],
+            data_at[following],
+            like_data,
+            like_indices,
+        )
+        if n_kept < 0:
+            return row
+        for j in range(np.uint64(n_kept)):
+            to = np.uint64(lookup[np.uint64(columns[j])])
+            dense[to] += load(values_at, np.int64(places[j]), like_data)
     return -1
 
 
@@ -135,6 +246,7 @@ def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indic
     """Write CSR rows into `indices` and `data`, row i at ``indptr[i]``."""
     for i in range(len(positions)):
         row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
         n = lengths[row]
         if n == 0:
             continue
@@ -152,64 +264,91 @@ def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indic
             row_indices[k] = column
         if smallest < 0 or largest >= n_vars:
             return row
-        for k in range(n):
-            row_data[k] = load(values_at, k, like_data)
+        next_columns_at, next_values_at = indices_at[following], data_at[following]
+        for first in range(0, n, _STRIDE):
+            _look_ahead(next_columns_at, first, like_indices)
+            _look_ahead(next_values_at, first, like_data)
+            for k in range(first, min(first + _STRIDE, n)):
+                row_data[k] = load(values_at, k, like_data)
     return -1
 
 
 @kernel
-def count_columns(positions, lengths, indices_at, maps, lookups, counts, like_indices):
+def count_columns(positions, lengths, indices_at, maps, kinds, counts, like_indices):
     """Count the kept nonzeros of each row into `counts`, shape (n_rows,)."""
-    n_columns = np.uint64(lookups.shape[1])
+    n_columns = np.uint64(kinds.shape[1])
     for i in range(len(positions)):
         row = positions[i]
-        lookup = lookups[maps[row]]
-        count = 0
-        for k in range(lengths[row]):
-            column = np.uint64(load(indices_at[row], k, like_indices))
-            if column >= n_columns or lookup[column] < -1:
-                return row
-            count += lookup[column] >= 0
-        counts[i] = count
+        following = positions[min(i + 1, len(positions) - 1)]
+        n = lengths[row]
+        columns_at, next_columns_at = indices_at[row], indices_at[following]
+        kind_of = kinds[maps[row]]
+        n_kept = 0
+        every = np.uint8(0)
+        for first in range(0, n, _STRIDE):
+            _look_ahead(next_columns_at, first, like_indices)
+            for k in range(first, min(first + _STRIDE, n)):
+                column = np.uint64(load(columns_at, k, like_indices))
+                if column >= n_columns:
+                    return row
+                kind = kind_of[column]
+                n_kept += kind & 1
+                every |= kind
+        if every & 2:
+            return row
+        counts[i] = n_kept
     return -1
 
 
 @kernel
 def copy_columns_csr(
-    positions, lengths, data_at, indices_at, maps, lookups, indptr, indices, data, like_data, like_indices
+    positions, lengths, data_at, indices_at, maps, lookups, kinds, indptr, indices, data, like_data, like_indices
 ):
     """Write the kept columns of CSR rows, renumbered, row i at ``indptr[i]``; `count_columns` ran before."""
-    n_columns = np.uint64(lookups.shape[1])
+    longest = _longest(positions, lengths)
+    columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
     for i in range(len(positions)):
         row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
+        n = lengths[row]
+        values_at = data_at[row]
         lookup = lookups[maps[row]]
-        to = indptr[i]
-        for k in range(lengths[row]):
-            column = np.uint64(load(indices_at[row], k, like_indices))
-            if column >= n_columns or lookup[column] < -1:
-                return row
-            kept = lookup[column]
-            if kept >= 0:
-                indices[to] = kept
-                data[to] = load(data_at[row], k, like_data)
-                to += 1
+        n_kept = _choose(
+            indices_at[row],
+            n,
+            kinds[maps[row]],
+            columns,
+            places,
+            indices_at[following],
+            data_at[following],
+            like_data,
+            like_indices,
+        )
+        if n_kept < 0:
+            return row
+        row_indices = indices[indptr[i] : indptr[i] + n_kept]
+        row_data = data[indptr[i] : indptr[i] + n_kept]
+        for j in range(np.uint64(n_kept)):
+            row_indices[j] = lookup[np.uint64(columns[j])]
+            row_data[j] = load(values_at, np.int64(places[j]), like_data)
     return -1
 
 
 @kernel
 def renumber_rows_csr(
-    positions, lengths, data_at, indices_at, maps, lookups, indptr, indices, data, like_data, like_indices
+    positions, lengths, data_at, indices_at, maps, renumbered, n_kept, indptr, indices, data, like_data, like_indices
 ):
     """Write CSR rows, every column renumbered and none left out, row i at ``indptr[i]``."""
-    n_columns = lookups.shape[1]
+    n_columns = renumbered.shape[1]
     for i in range(len(positions)):
         row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
         n = lengths[row]
         if n == 0:
             continue
         columns_at = indices_at[row]
         values_at = data_at[row]
-        lookup = lookups[maps[row]]
+        lookup = renumbered[maps[row]]
         row_indices = indices[indptr[i] : indptr[i] + n]
         row_data = data[indptr[i] : indptr[i] + n]
         # As in `copy_rows_csr`: plain passes, so that none but the lookup has to wait for memory.
@@ -222,12 +361,15 @@ def renumber_rows_csr(
             row_indices[k] = column
         if smallest < 0 or largest >= n_columns:
             return row
-        least = 0
-        for k in range(n):
-            to = lookup[np.uint64(row_indices[k])]
-            least = min(least, to)
-            row_indices[k] = to
-        if least < 0:
+        largest_to = lookup[0]
+        for first in range(0, n, _STRIDE):
+            _look_ahead(values_at, first, like_data)
+            _look_ahead(indices_at[following], first, like_indices)
+            for k in range(first, min(first + _STRIDE, n)):
+                to = lookup[np.uint64(row_indices[k])]
+                largest_to = max(largest_to, to)
+                row_indices[k] = to
+        if largest_to >= n_kept:
             return row
         for k in range(n):
             row_data[k] = load(values_at, k, like_data)

@@ -13,7 +13,7 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.matrix import ColumnMaps, Columns, Fetched, Layout
+from dasksc.storage.matrix import ColumnMaps, Columns, Fetched, Layout, Lookups
 from dasksc.storage.reach import Reached
 
 __all__ = ["CSRFetched", "DenseFetched", "join"]
@@ -133,12 +133,15 @@ class CSRFetched(_Rows):
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         target = kernel_target(out, self._data.dtype)
         mapped = self._mapped(columns)
+        to = target, self._data.like, self._indices.like
         if mapped is None:
-            bad = kernels.scatter_rows(
-                positions, *self._where, self.shape[1], target, self._data.like, self._indices.like
-            )
+            bad = kernels.scatter_rows(positions, *self._where, self.shape[1], *to)
         else:
-            bad = kernels.scatter_columns(positions, *self._where, *mapped, target, self._data.like, self._indices.like)
+            maps, lookups = mapped
+            if lookups.renumbered is None:
+                bad = kernels.scatter_columns(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
+            else:
+                bad = kernels.renumber_rows(positions, *self._where, maps, lookups.renumbered, *to)
         self._refuse(bad)
         if target is not out:
             out[...] = target
@@ -158,19 +161,18 @@ class CSRFetched(_Rows):
         if n_values < 0:
             check_positions(self.shape[0], positions)
         mapped = self._mapped(columns)
-        if mapped is not None and not self._keeps_all(columns):
+        if mapped is not None and mapped[1].renumbered is None:
             counts = np.empty(len(positions), dtype=np.int64)
+            maps, lookups = mapped
             self._refuse(
-                kernels.count_columns(positions, self._lengths, self._indices.at, *mapped, counts, self._indices.like)
+                kernels.count_columns(
+                    positions, self._lengths, self._indices.at, maps, lookups.kinds, counts, self._indices.like
+                )
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
         indices, data = csr_pair(n_values, dtype if has_kernel_dtype(dtype) else self._data.dtype)
-        if mapped is not None and self._keeps_all(columns):
-            to = (indptr[:-1], indices, data, self._data.like, self._indices.like)
-            self._refuse(kernels.renumber_rows_csr(positions, *self._where, *mapped, *to))
-        else:
-            self._copy(positions, indptr=indptr, indices=indices, data=data, mapped=mapped)
+        self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
         return indptr, indices, data.astype(dtype, copy=False)
 
     def compact(self) -> CSRFetched:
@@ -195,7 +197,7 @@ class CSRFetched(_Rows):
         else:
             indptr = indptr_of(self._lengths)
             columns, values = memory.empty(int(indptr[-1]), indices), memory.empty(int(indptr[-1]), data)
-            self._copy(positions, indptr=indptr, indices=columns, data=values, mapped=None)
+            self._copy(positions, indptr=indptr, indices=columns, data=values)
         return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
     @classmethod
@@ -236,15 +238,11 @@ class CSRFetched(_Rows):
     def _where(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
         return self._lengths, self._data.at, self._indices.at
 
-    def _mapped(self, columns: Columns | None) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+    def _mapped(self, columns: Columns | None) -> tuple[NDArray[np.int32], Lookups] | None:
         """Return the maps and lookups by which columns go elsewhere; None if all stay where they are."""
         if self._column_maps is not None:
             return self._maps, self._column_maps.lookups(columns)
-        return None if columns is None else (self._maps, columns.lookup[None])
-
-    def _keeps_all(self, columns: Columns | None) -> bool:
-        """Whether columns are renumbered and none is left out, so that nothing has to be counted first."""
-        return columns is None and self._column_maps is not None and self._column_maps.keeps_all
+        return None if columns is None else (self._maps, columns.lookups)
 
     def _copy(
         self,
@@ -253,13 +251,20 @@ class CSRFetched(_Rows):
         indptr: NDArray[np.int64],
         indices: NDArray[Any],
         data: NDArray[Any],
-        mapped: tuple[NDArray[np.int32], NDArray[np.int32]] | None,
+        columns: Columns | None = None,
     ) -> None:
         to = (indptr[:-1], indices, data, self._data.like, self._indices.like)
+        mapped = self._mapped(columns)
         if mapped is None:
-            self._refuse(kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to))
+            bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
-            self._refuse(kernels.copy_columns_csr(positions, *self._where, *mapped, *to))
+            maps, lookups = mapped
+            if lookups.renumbered is None:
+                bad = kernels.copy_columns_csr(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
+            else:
+                n_kept = self.shape[1] if columns is None else len(columns)
+                bad = kernels.renumber_rows_csr(positions, *self._where, maps, lookups.renumbered, n_kept, *to)
+        self._refuse(bad)
 
     def _refuse(self, bad_row: int) -> None:
         if bad_row >= 0:

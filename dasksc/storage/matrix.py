@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
+from dasksc.kernels import csr as kernels
 
 __all__ = ["ColumnMaps", "Columns", "FetchCost", "Fetched", "Layout", "Matrix"]
 
@@ -51,6 +52,34 @@ class FetchCost:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Lookups:
+    """Where columns go, as `dasksc.kernels.csr` takes it; one row for each map.
+
+    Parameters
+    ----------
+    to
+        Shape (n_maps, n_columns), int32: -1 where a column is left out, -2 where no row may have one.
+    kinds
+        What is done with each column, uint8.
+    renumbered
+        `to`, unsigned and narrow, if none is left out; else None.
+    """
+
+    to: NDArray[np.int32]
+    kinds: NDArray[np.uint8]
+    renumbered: NDArray[np.unsignedinteger[Any]] | None
+
+    @classmethod
+    def of(cls, to: NDArray[np.int32]) -> Lookups:
+        """Return the tables that say the same as `to`."""
+        kinds = np.select([to == -1, to < -1], [kernels.LEFT_OUT, kernels.REFUSED], default=kernels.KEPT)
+        # What is refused wraps to the largest numbers, so some of them are left for it.
+        narrow: type[np.unsignedinteger[Any]] = np.uint16 if to.max(initial=0) < 2**16 - 3 else np.uint32
+        leaves_out = bool((to == -1).any())
+        return cls(to=to, kinds=kinds.astype(np.uint8), renumbered=None if leaves_out else to.astype(narrow))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Columns:
     """The columns to keep while gathering, in the order they come out.
 
@@ -65,11 +94,14 @@ class Columns:
     ----------
     lookup
         Where each column of the matrix goes, shape (n_vars,), int32; -1 where it is left out.
+    lookups
+        The same as tables for kernels, of one row.
     """
 
     positions: NDArray[np.int64]
     n_vars: int
     lookup: NDArray[np.int32] = field(init=False, repr=False)
+    lookups: Lookups = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         positions = np.ascontiguousarray(self.positions, dtype=np.int64)
@@ -81,6 +113,7 @@ class Columns:
         lookup = np.full(self.n_vars, -1, dtype=np.int32)
         lookup[positions] = np.arange(len(positions), dtype=np.int32)
         object.__setattr__(self, "lookup", lookup)
+        object.__setattr__(self, "lookups", Lookups.of(lookup[None]))
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -103,8 +136,6 @@ class ColumnMaps:
         Which row of the tables holds for each matrix, shape (n_matrices,), int32.
     n_columns
         Columns of the widest matrix.
-    keeps_all
-        Whether no column of any matrix is left out.
     """
 
     def __init__(self, positions: Sequence[NDArray[np.integer[Any]]], n_vars: int) -> None:
@@ -117,12 +148,11 @@ class ColumnMaps:
         lookups = np.full((len(shared), self.n_columns), -2, dtype=np.int32)
         for lookup, one in zip(lookups, shared.values(), strict=True):
             lookup[: len(one)] = one
-        self.keeps_all = not (lookups == -1).any()
-        self._all = lookups, _sources(lookups, n_vars)
+        self._all = Lookups.of(lookups), _sources(lookups, n_vars)
         self._selected: tuple[Columns, _Tables] | None = None
 
-    def lookups(self, columns: Columns | None) -> NDArray[np.int32]:
-        """Return where each column goes if of the common ones only `columns` are kept, shape (n_maps, n_columns)."""
+    def lookups(self, columns: Columns | None) -> Lookups:
+        """Return where each column goes if of the common ones only `columns` are kept."""
         return self._tables(columns)[0]
 
     def sources(self, columns: Columns | None) -> NDArray[np.int64]:
@@ -135,16 +165,16 @@ class ColumnMaps:
         # Every batch of an epoch asks for the same. To replace the pair is one step, so threads may race.
         selected = self._selected
         if selected is None or selected[0] is not columns:
-            every = self._all[0]
-            lookups = np.where(every < 0, every, columns.lookup[every])
-            selected = self._selected = columns, (lookups, _sources(lookups, len(columns)))
+            every = self._all[0].to
+            to = np.where(every < 0, every, columns.lookup[every])
+            selected = self._selected = columns, (Lookups.of(to), _sources(to, len(columns)))
         return selected[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_selected": None}
 
 
-_Tables = tuple[NDArray[np.int32], NDArray[np.int64]]
+_Tables = tuple[Lookups, NDArray[np.int64]]
 
 
 def _sources(lookups: NDArray[np.int32], n_kept: int) -> NDArray[np.int64]:
