@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 
 from dasksc.storage import memory
-from dasksc.storage.fetched import csr_pair
 
 SHAPE = (64, 1024)
 
@@ -143,9 +143,21 @@ def test_a_forked_child_starts_with_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "int32", "float32", "float64"])
-def test_columns_and_values_in_one_piece_are_aligned_and_apart(dtype: str) -> None:
-    indices, values = csr_pair(50_001, np.dtype(dtype))
-    assert (indices.dtype, values.dtype, len(indices), len(values)) == (np.int32, np.dtype(dtype), 50_001, 50_001)
-    assert indices.flags.aligned
-    assert values.flags.aligned
-    assert not np.shares_memory(indices, values)
+def test_arrays_of_any_type_are_aligned_and_apart(dtype: str) -> None:
+    with recycled():
+        for _ in range(3):  # fresh, then used again
+            indices, values = memory.empty(150_001, np.int32), memory.empty(150_001, dtype)
+            assert (indices.dtype, values.dtype, values.shape) == (np.int32, np.dtype(dtype), (150_001,))
+            assert indices.flags.aligned
+            assert values.flags.aligned
+            assert not np.shares_memory(indices, values)
+
+
+def test_scipy_takes_arrays_as_they_are() -> None:
+    n = 100_000
+    with recycled():
+        indices, values = memory.empty(n, np.int32), memory.empty(n, np.float32)
+        indices[:], values[:] = np.arange(n), 1
+        matrix = sp.csr_matrix((values, indices, np.array([0, n], dtype=np.int32)), shape=(1, n))
+        assert np.shares_memory(matrix.data, values)
+        assert np.shares_memory(matrix.indices, indices)

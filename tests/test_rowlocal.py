@@ -235,3 +235,43 @@ def test_blocks_of_different_types_are_put_together_right() -> None:
     rows = np.arange(N_OBS)
     found = gather_block(matrix.fetch(rows), rows)
     np.testing.assert_array_equal(dense(found), dense(make_values(N_OBS, N_VARS)))
+
+
+CALLS: list[int] = []
+
+
+def counted(block: Any) -> Any:
+    CALLS.append(block.shape[0])
+    return block * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str, monkeypatch) -> None:
+    x = leaf(layout, chunk_rows=4)
+    array = da.log1p(x.map_blocks(row_local(counted), dtype=x.dtype))
+    matrix = matrix_of(array)
+    rows = np.arange(0, N_OBS, 2)
+    expected = dense(array.compute(scheduler="synchronous"))[rows]
+    rows_of(matrix, rows[:1])  # with the trial
+    CALLS.clear()
+    np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
+    assert CALLS == [30]
+
+    monkeypatch.setattr("dasksc.lazy.rowlocal.N_COMPUTED", 7)
+    CALLS.clear()
+    np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
+    assert sum(CALLS) == 30
+    assert max(CALLS) <= 7 + 2  # no more than a piece of another chunk beyond it
+
+
+def test_chunks_that_are_computed_in_other_ways_are_not_computed_as_one() -> None:
+    x = leaf("dense", chunk_rows=10)
+    factors = da.concatenate([da.from_array(np.full((10, 1), 2.0)), da.from_array(np.full((1, 1), 3.0))])
+    ways = [x[:10] * 2, x[10:20] * 3, x[20:30] * 2.0, x[30:40] * np.float32(2), x[40:50] + x[:10], x[50:] * 2]
+    array = da.concatenate([*ways, x[:11].rechunk(((10, 1), N_VARS)) * factors])
+    matrix = matrix_of(array)
+    assert type(matrix) is RowLocalMatrix
+    assert matrix._kinds[:5] == [0, 1, 2, 3, 4]
+    assert matrix._kinds[6] == matrix._kinds[7]
+    rows = np.arange(len(array))
+    np.testing.assert_allclose(rows_of(matrix, rows), array.compute(scheduler="synchronous"))

@@ -9,7 +9,9 @@ turns it into nodes that know which of their own rows each row needs:
 - `Concat`: the rows of several nodes one after another;
 - `Apply`: any other task, whose row i comes from row i of each of its inputs.
 
-A fetch asks the nodes what rows they need, reads each matrix once, and computes from the leaves up.
+A fetch asks the nodes what rows they need, reads each matrix once, and computes from the leaves up. Row chunks
+whose graphs differ only in the names of what goes in are computed as one: the rows of a fetch lie in as many
+chunks as there are blocks of them.
 
 That a graph has this shape follows from the indices of Dask's blockwise layers and from block numbers.
 That a *function* treats every row alone cannot be read off a graph. Functions of the libraries that
@@ -20,6 +22,7 @@ both kinds are tried on made-up rows, together and one by one.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import operator
 import threading
@@ -69,6 +72,9 @@ BELIEVED = frozenset(
 )
 
 GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy)
+
+# Rows computed together, about: what a layer makes of them is still in the cache for the next one.
+N_COMPUTED = 1024
 
 # Made-up rows of the trial.
 N_TRIED = 6
@@ -129,6 +135,7 @@ class RowLocalMatrix(DaskMatrix):
         super().__init__(array, label)
         try:
             self._blocks = _Compiler(array).blocks()
+            self._kinds = _kinds_of(self._blocks)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # Whole chunks are right for any graph, also for one that is not written as expected here.
             raise NotRowLocalError(f"its graph could not be followed ({error!r})") from error
@@ -186,11 +193,15 @@ class RowLocalMatrix(DaskMatrix):
         if len(rows) and not self._rows_are_independent(int(rows[0])):
             return super().fetch(rows)
         wanted = [
-            (self._blocks[number], rows[start:stop] - self._bounds[number])
+            (number, first, rows[first : min(first + N_COMPUTED, stop)] - self._bounds[number])
             for number, start, stop in runs_by_block(rows, self._bounds)
+            for first in range(start, stop, N_COMPUTED)
         ]
-        run = _Run.reading(wanted)
-        blocks = [_joined(columns, need, run, self) for columns, need in wanted]
+        run = _Run.reading([(self._blocks[number], need) for number, _, need in wanted])
+        blocks = []
+        for _, several in itertools.groupby(wanted, key=lambda one: (self._kinds[one[0]], one[1] // N_COMPUTED)):
+            numbers, _, needs = zip(*several, strict=True)
+            blocks.append(_joined([self._blocks[number] for number in numbers], needs, run, self))
         if len({tuple(array.dtype for array in _arrays(block)) for block in blocks}) != 1:
             blocks = [stack(blocks, self.layout, self.shape[1], self.dtype)]
         # Side by side as they are: to copy them into one costs as much as a layer of the graph.
@@ -221,7 +232,7 @@ class RowLocalMatrix(DaskMatrix):
 
         def computed(need: NDArray[np.int64]) -> NDArray[Any]:
             with np.errstate(all="ignore"):
-                values = as_layout(_joined(nodes, need, run, self), "dense")
+                values = as_layout(_joined([nodes], (need,), run, self), "dense")
             return np.asarray(values)
 
         try:
@@ -239,9 +250,9 @@ class RowLocalMatrix(DaskMatrix):
         return None
 
 
-def _joined(columns: list[Node], need: NDArray[np.int64], run: _Run, matrix: DaskMatrix) -> Any:
-    """The rows `need` of one row chunk, whose column chunks are `columns`."""
-    parts = [as_layout(run.value(node, need), matrix.layout) for node in columns]
+def _joined(blocks: list[list[Node]], needs: Needs, run: _Run, matrix: DaskMatrix) -> Any:
+    """The rows `needs` of row chunks of one kind, each given by its column chunks."""
+    parts = [as_layout(run.value(nodes, needs), matrix.layout) for nodes in zip(*blocks, strict=True)]
     if len(parts) == 1:
         return parts[0]
     return sp.csr_matrix(sp.hstack(parts, format="csr")) if matrix.layout == "csr" else np.hstack(parts)
@@ -259,7 +270,14 @@ def _equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-# Nodes: `n_rows` is how many rows a node has; the demand for its rows goes down, their values come up.
+def _stacked(blocks: list[Any]) -> Any:
+    if len(blocks) == 1:
+        return blocks[0]
+    return sp.vstack(blocks, format="csr") if any(map(sp.issparse, blocks)) else np.concatenate(blocks)
+
+
+# Nodes: `n_rows` is how many rows a node has; the demand for its rows goes down, their values come up, those of
+# alike nodes one after the other.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,9 +296,10 @@ class Read:
     def demand(self, need: NDArray[np.int64], run: _Run) -> None:
         run.needs.setdefault(id(self.matrix), (self.matrix, []))[1].append(_chosen(self.rows, need))
 
-    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
+    def value(self, nodes: tuple[Read, ...], needs: Needs, run: _Run) -> Any:
         rows, fetched = run.fetched[id(self.matrix)]
-        positions = np.searchsorted(rows, _chosen(self.rows, need))
+        wanted = [_chosen(node.rows, need) for node, need in zip(nodes, needs, strict=True)]
+        positions = np.searchsorted(rows, np.concatenate(wanted))
         n_vars = self.matrix.shape[1]
         if self.columns is None:
             return gather_block(fetched, positions)
@@ -304,8 +323,11 @@ class Take:
     def demand(self, need: NDArray[np.int64], run: _Run) -> None:
         run.demand(self.child, self._chosen(need, run))
 
-    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
-        taken = run.value(self.child, self._chosen(need, run))
+    def value(self, nodes: tuple[Take, ...], needs: Needs, run: _Run) -> Any:
+        chosen = tuple(node._chosen(need, run) for node, need in zip(nodes, needs, strict=True))
+        if all(map(operator.is_, chosen, needs)):
+            chosen = needs
+        taken = run.value(tuple(node.child for node in nodes), chosen)
         return taken[(slice(None), *self.rest)] if self.rest else taken
 
     def _chosen(self, need: NDArray[np.int64], run: _Run) -> NDArray[np.int64]:
@@ -331,12 +353,14 @@ class Concat:
         for child, _, rows in self._parts(need, run):
             run.demand(child, rows)
 
-    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
+    def value(self, nodes: tuple[Concat, ...], needs: Needs, run: _Run) -> Any:
+        return _stacked([node._whole(need, run) for node, need in zip(nodes, needs, strict=True)])
+
+    def _whole(self, need: NDArray[np.int64], run: _Run) -> Any:
         parts = self._parts(need, run)
-        blocks = [run.value(child, rows) for child, _, rows in parts]
+        blocks = [run.value((child,), (rows,)) for child, _, rows in parts]
         order = np.argsort(np.concatenate([places for _, places, _ in parts]), kind="stable")
-        whole = sp.vstack(blocks, format="csr") if any(map(sp.issparse, blocks)) else np.concatenate(blocks)
-        return whole[order]
+        return _stacked(blocks)[order]
 
     def _parts(self, need: NDArray[np.int64], run: _Run) -> list[tuple[Node, NDArray[np.int64], NDArray[np.int64]]]:
         parts: list[tuple[Node, NDArray[np.int64], NDArray[np.int64]]] = run.kept(
@@ -357,8 +381,9 @@ class Apply:
     """A task on the same rows of all its inputs."""
 
     task: GraphNode
+    # In the order in which the task names them.
     inputs: Mapping[Key, Node]
-    # Inputs that no stored matrix is behind, and whether their rows are the rows of the block.
+    # Inputs that no stored matrix is behind, and whether their rows are the rows of the block; in that order, too.
     constants: Mapping[Key, bool]
     graph: Graph
     n_rows: int
@@ -367,18 +392,29 @@ class Apply:
         for child in self.inputs.values():
             run.demand(child, need)
 
-    def value(self, need: NDArray[np.int64], run: _Run) -> Any:
-        values = {key: run.value(child, need) for key, child in self.inputs.items()}
-        for key, aligned in self.constants.items():
-            constant = self.graph.constant(key, run if aligned else None)
-            # One row for all is broadcast.
-            if aligned and constant.shape[0] == self.n_rows:
-                constant = constant[need]
-            values[key] = constant
+    def value(self, nodes: tuple[Apply, ...], needs: Needs, run: _Run) -> Any:
+        # The first task is called for all: the others say the same of their own inputs.
+        children = zip(*(node.inputs.values() for node in nodes), strict=True)
+        values = {key: run.value(several, needs) for key, several in zip(self.inputs, children, strict=True)}
+        constants = zip(*(node.constants for node in nodes), strict=True)
+        for (key, aligned), keys in zip(self.constants.items(), constants, strict=True):
+            if aligned:
+                of_each = zip(nodes, keys, needs, strict=True)
+                values[key] = _stacked([node._aligned(one, need, run, len(nodes) == 1) for node, one, need in of_each])
+            else:
+                values[key] = self.graph.constant(key, None)
         return self.task(values)
+
+    def _aligned(self, key: Key, need: NDArray[np.int64], run: _Run, alone: bool) -> Any:
+        constant = self.graph.constant(key, run)
+        if constant.shape[0] == self.n_rows:
+            return constant[need]
+        # One row for all is broadcast.
+        return constant if alone else constant[np.zeros(len(need), dtype=np.int64)]
 
 
 Node = Read | Take | Concat | Apply
+Needs = tuple[NDArray[np.int64], ...]
 
 
 def _chosen(rows: Rows, need: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -422,9 +458,11 @@ class _Run:
         """Note what `need` of `node` comes down to; once where it is used twice."""
         self.kept(("demand", id(node), id(need)), lambda: node.demand(need, self), need)
 
-    def value(self, node: Node, need: NDArray[np.int64]) -> Any:
-        """Compute `need` of `node`; once where it is used twice."""
-        return self.kept(("value", id(node), id(need)), lambda: node.value(need, self), need)
+    def value(self, nodes: tuple[Node, ...], needs: Needs) -> Any:
+        """Compute `needs` of alike nodes, one after the other; once where they are used twice."""
+        first: Any = nodes[0]
+        key = ("value", *map(id, nodes), *map(id, needs))
+        return self.kept(key, lambda: first.value(nodes, needs, self), needs)
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
         """Compute once; `alive` are the objects whose ids are in the key."""
@@ -587,8 +625,10 @@ class _Compiler:
     def _applied(self, key: Key, task: Task) -> Node:
         self._check_functions(key, task)
         aligned = self._alignment(key, task)
-        inputs = {dep: self._node(dep) for dep in task.dependencies if self._graph.reaches(dep)}
-        constants = {dep: aligned[dep] for dep in task.dependencies if dep not in inputs}
+        named = [item.key for item in _flat(task) if isinstance(item, TaskRef)]
+        dependencies = dict.fromkeys(named if set(named) == task.dependencies else task.dependencies)
+        inputs = {dep: self._node(dep) for dep in dependencies if self._graph.reaches(dep)}
+        constants = {dep: aligned[dep] for dep in dependencies if dep not in inputs}
         lengths = {node.n_rows for node in inputs.values()}
         if not all(aligned[dep] for dep in inputs) or len(lengths) != 1:
             raise NotRowLocalError(f"layer {_name(key)!r} combines rows with other rows")
@@ -632,6 +672,85 @@ class _Compiler:
                     f"layer {_name(key)!r} applies {getattr(function, '__qualname__', function)!r}, and only you "
                     "know whether it treats every row alone; if so, say dasksc.row_local(function)"
                 )
+
+
+def _kinds_of(blocks: list[list[Node]]) -> list[int]:
+    """Number the row chunks so that those have one number that are computed alike."""
+    kinds: list[int] = []
+    samples: list[list[Node]] = []
+    for block in blocks:
+        # What is unlike its neighbours is mostly the first or the last of an array.
+        for kind in range(len(samples) - 1, max(-1, len(samples) - 4), -1):
+            if len(block) == len(samples[kind]) and all(map(_alike, block, samples[kind])):
+                kinds.append(kind)
+                break
+        else:
+            kinds.append(len(samples))
+            samples.append(block)
+    return kinds
+
+
+def _alike(one: Node, other: Node) -> bool:
+    """Whether two nodes do the same to rows that lie elsewhere."""
+    if one is other:
+        return True
+    if isinstance(one, Read) and isinstance(other, Read):
+        same = one.columns is other.columns or np.array_equal(one.columns, other.columns)  # type: ignore[arg-type]
+        return one.matrix is other.matrix and same
+    if isinstance(one, Take) and isinstance(other, Take):
+        return _same(one.rest, other.rest) and _alike(one.child, other.child)
+    if not (isinstance(one, Apply) and isinstance(other, Apply)):
+        return False
+    return (
+        _same(one.task, other.task)
+        and list(one.constants.values()) == list(other.constants.values())
+        and all(a == b or aligned for (a, aligned), b in zip(one.constants.items(), other.constants, strict=True))
+        and len(one.inputs) == len(other.inputs)
+        and all(map(_alike, one.inputs.values(), other.inputs.values()))
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two tasks have the same functions and values in them, and references in the same places."""
+    ones, others = list(_flat(one)), list(_flat(other))
+    if len(ones) != len(others):
+        return False
+    names: tuple[dict[Key, int], dict[Key, int]] = ({}, {})
+    for a, b in zip(ones, others, strict=True):
+        if isinstance(a, TaskRef) and isinstance(b, TaskRef):
+            if names[0].setdefault(a.key, len(names[0])) != names[1].setdefault(b.key, len(names[1])):
+                return False
+        elif a is not b and not (type(a) is type(b) and isinstance(a, _COMPARABLE) and a == b):
+            return False
+    return True
+
+
+# Values that are the same if they are equal; others are if they are one object.
+_COMPARABLE = (str, bytes, bool, int, float, complex, slice, type(None), np.generic, np.dtype)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """A task as one row of functions, values and references, from which it could be written again."""
+    if isinstance(value, Task):
+        yield value.func
+        yield from _flat((value.args, value.kwargs))
+    elif isinstance(value, Alias):
+        yield TaskRef(value.target)
+    elif isinstance(value, DataNode):
+        yield from _flat(value.value)
+    elif isinstance(value, functools.partial):
+        yield from _flat(("partial", value.func, value.args, value.keywords))
+    elif isinstance(value, Mapping):
+        yield f"mapping of {len(value)}"
+        for key, one in value.items():
+            yield key
+            yield from _flat(one)
+    elif isinstance(value, list | tuple):
+        yield f"{type(value).__name__} of {len(value)}"
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value
 
 
 def _functions(value: Any) -> Iterator[Any]:

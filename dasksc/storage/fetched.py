@@ -171,7 +171,8 @@ class CSRFetched(_Rows):
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
-        indices, data = csr_pair(n_values, dtype if has_kernel_dtype(dtype) else self._data.dtype)
+        indices = memory.empty(n_values, np.int32)
+        data = memory.empty(n_values, dtype if has_kernel_dtype(dtype) else self._data.dtype)
         self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -368,7 +369,8 @@ class DenseFetched(_Rows):
         counts = np.empty(len(positions), dtype=np.int64)
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
-        indices, data = csr_pair(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else held)
+        indices = memory.empty(int(indptr[-1]), np.int32)
+        data = memory.empty(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else held)
         kernels.squeeze(dense, indptr[:-1], indices, data)
         return indptr, indices, data.astype(dtype, copy=False)
 
@@ -488,15 +490,6 @@ def _as_csr(part: CSRFetched | DenseFetched) -> CSRFetched:
         return part
     indptr, indices, data = part.gather_csr(np.arange(part.shape[0], dtype=np.int64))
     return CSRFetched.of_block(part.label, part.rows, part.shape[1], part.dtype, (indptr, indices, data))
-
-
-def csr_pair(n_values: int, dtype: np.dtype[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """Return uninitialised column numbers and values of CSR rows, in one piece of memory."""
-    types = sorted((np.dtype(np.int32), dtype), key=lambda of: -of.itemsize)  # so that both are aligned
-    first = n_values * types[0].itemsize
-    piece = memory.empty(first + n_values * types[1].itemsize, np.uint8)
-    wide, narrow = piece[:first].view(types[0]), piece[first:].view(types[1])
-    return (wide, narrow) if types[1] is dtype else (narrow, wide)
 
 
 def narrowest(dtype: np.dtype[Any], n_vars: int) -> np.dtype[Any]:

@@ -48,14 +48,15 @@ class _Pool:
             finally:
                 self._lock.release()
 
-    def take(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Return `n_bytes` of memory as an array that everything made from it keeps alive."""
+    def take(self, n: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return memory for `n` elements as an array that everything made from it keeps alive."""
+        n_bytes = n * dtype.itemsize
         step = 1 << max(n_bytes.bit_length() - 4, 0)
         capacity = -(-n_bytes // step) * step
         with self._lock:
             self._drain()
             if self._n_users == 0:
-                return np.empty(n_bytes, dtype=np.uint8)
+                return np.empty(n, dtype=dtype)
             buffer = self._pop(capacity) if capacity in self._idle else np.empty(capacity, dtype=np.uint8)
             self._used_bytes += capacity
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
@@ -63,10 +64,11 @@ class _Pool:
             # long ago go first, since dicts keep their order.
             while self._idle_bytes + self._used_bytes > self._peak_bytes:
                 self._pop(next(iter(self._idle)))
-        # Views of an array are views of its base, unless that is no array.
-        root = np.frombuffer(buffer.data, dtype=np.uint8)
+        # Views of an array are views of its base, unless that is no array. Of its own type and size, since
+        # SciPy copies what is less than half of its base.
+        root = np.frombuffer(buffer.data, dtype=dtype, count=n)
         weakref.finalize(root, self._returned.append, buffer).atexit = False
-        return root[:n_bytes]
+        return root
 
     def _drain(self) -> None:
         """Take back what nobody holds any more, and give it back when the last user has left."""
@@ -121,7 +123,7 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         As for `numpy.empty`.
     """
     dtype = np.dtype(dtype)
-    n_bytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
-    if n_bytes < _SMALL_BYTES:
+    n = math.prod(shape if isinstance(shape, tuple) else (shape,))
+    if n * dtype.itemsize < _SMALL_BYTES:
         return np.empty(shape, dtype=dtype)
-    return _pool.take(n_bytes).view(dtype).reshape(shape)
+    return _pool.take(n, dtype).reshape(shape)
