@@ -168,7 +168,9 @@ class _Tree:
     def of(cls, dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> _Tree | None:
         """Return the tree of a dataset; None if its index is another, or may not be in the file yet."""
         half = _half_of(file) if dataset.file.mode == "r" else None
-        header = h5py.h5o.get_info(dataset.id).addr
+        # `h5py.h5o.get_info` would walk the tree itself, to add up what nodes take.
+        low, high = h5py.h5g.get_objinfo(dataset.id).objno
+        header = low + (high << 32)
         layout = None if half is None else next(_messages(file, header, _LAYOUT), None)
         n_dims = len(dataset.shape) + 1
         # Version 3, class "chunked".
