@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import CorruptDataError
 from dasksc.storage import hdf5_index, remote
+from dasksc.storage.cache import Cache
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5_index import ChunkTable, chunk_table
 from dasksc.storage.identity import FileIdentity
@@ -506,3 +507,19 @@ def test_an_atlas_of_small_chunks_opens_behind_a_url(tmp_path: Path) -> None:
     with serving(tmp_path) as server, whose(by_hdf5=False):
         adata = dasksc.open(f"{server.url}/atlas.h5ad")
         np.testing.assert_array_equal(adata.X.compute().toarray(), x.toarray())
+
+
+def test_an_index_is_read_past_the_cache(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    path = tmp_path / "scattered.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        dataset = file.create_dataset("X", (2**23,), chunks=(2**11,), dtype="f4", compression="gzip")
+        for number in range(2**12):
+            dataset.id.write_direct_chunk((number * 2**11,), bytes(2**13), filter_mask=1)
+    with serving(tmp_path) as server:
+        cache = Cache.of(str(tmp_path / "cache"))
+        remote_file = RemoteFile.of(Place.of(f"{server.url}/scattered.h5", {}), cache=cache)
+        with open_remote(remote_file) as root:
+            same(chunk_table(root["X"], remote_file), theirs(path))
+    kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+    assert 0 < kept < path.stat().st_size / 2

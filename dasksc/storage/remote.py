@@ -137,6 +137,10 @@ class RemoteFile:
         """Return the object that is there now; one request."""
         return cls(place, place.client.stat(place.key), cache=cache)
 
+    def uncached(self) -> RemoteFile:
+        """Return the object without its cache, which would fetch a block of it for each of many scattered pieces."""
+        return RemoteFile(self.place, self.identity)
+
     @property
     def path(self) -> str:
         """Where the object is, for people."""
