@@ -22,7 +22,7 @@ from dasksc.storage.cache import BLOCK_BYTES, Cache
 from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.places import Place
 
-__all__ = ["AHEAD_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
+__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
 
 T = TypeVar("T")
 
