@@ -478,20 +478,25 @@ def test_behind_a_url_an_index_takes_a_round_trip_for_each_level(deep: Path) -> 
 
 
 def test_behind_a_url_nodes_of_a_level_are_asked_for_at_once(shallow: Path) -> None:
-    asked, together = [0], threading.Event()
+    lock, waiting = threading.Lock(), [0]
+    together, alone = threading.Event(), threading.Event()
 
     def wait_for_others(number: int) -> None:
-        asked[0] += 1
-        if asked[0] >= 8:
-            together.set()
-        # One that is asked for alone waits in vain.
-        together.wait(10)
+        with lock:
+            waiting[0] += 1
+            if waiting[0] == 8:
+                together.set()
+        if not alone.is_set() and not together.wait(10):
+            alone.set()
+        with lock:
+            waiting[0] -= 1
 
     assert len(nodes_of(shallow.read_bytes(), 0)) >= 16
     with remotely(shallow) as (server, file, dataset), mock.patch.object(remote, "GAP_BYTES", 0):
         server.faults.status = wait_for_others
         chunk_table(dataset, file)
     assert together.is_set()
+    assert not alone.is_set()
 
 
 def test_an_atlas_of_small_chunks_opens_behind_a_url(tmp_path: Path) -> None:
