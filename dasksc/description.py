@@ -19,13 +19,15 @@ from anndata import AnnData
 from dask.utils import format_bytes
 
 from dasksc import collection
+from dasksc.batch import Batch
 from dasksc.concat import Join
 from dasksc.dataset import scDataset
 from dasksc.errors import InputError
+from dasksc.modalities import Modalities, is_modalities
 from dasksc.sampling import BlockShuffling
 from dasksc.storage import Layout
 
-__all__ = ["Column", "Description", "Rate", "StoredMatrix", "describe"]
+__all__ = ["Column", "Description", "Modality", "Rate", "StoredMatrix", "describe"]
 
 # As in the benchmarks: batches of 64 rows, of which a fetch holds 64.
 _BATCH_SIZE = 64
@@ -129,6 +131,25 @@ class Rate:
     first_batch_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modality:
+    """A modality of several.
+
+    Parameters
+    ----------
+    name
+        Before the keys of its matrices, and its columns of obs.
+    n_vars
+        Its variables.
+    """
+
+    name: str
+    n_vars: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.n_vars:,} variables)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """What `describe` found; printing it shows the report.
@@ -140,7 +161,9 @@ class Description:
     n_files
         Files or stores.
     n_obs, n_vars
-        Cells and genes.
+        Cells and genes; of several modalities, the cells that all have, and the variables of all.
+    modalities
+        Of a MuData; empty where there is one matrix X.
     obs
         Columns.
     matrices
@@ -155,6 +178,7 @@ class Description:
     n_files: int
     n_obs: int
     n_vars: int
+    modalities: tuple[Modality, ...] = ()
     obs: tuple[Column, ...]
     matrices: tuple[StoredMatrix, ...]
     rates: tuple[Rate, ...]
@@ -165,7 +189,10 @@ class Description:
 
     def _lines(self) -> Iterator[str]:
         files = f" in {self.n_files:,} files" if self.n_files > 1 else ""
-        yield f"{self.name}: {self.n_obs:,} cells x {self.n_vars:,} genes{files}"
+        columns = "genes" if not self.modalities else f"variables of {len(self.modalities)} modalities"
+        yield f"{self.name}: {self.n_obs:,} cells x {self.n_vars:,} {columns}{files}"
+        if self.modalities:
+            yield f"  mod  {', '.join(map(str, self.modalities))}"
         shown = ", ".join(map(str, self.obs[:_N_SHOWN]))
         more = f" and {len(self.obs) - _N_SHOWN} more" if len(self.obs) > _N_SHOWN else ""
         yield f"  obs  {shown or 'no columns'}{more}"
@@ -185,7 +212,8 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     Parameters
     ----------
     data
-        What `dasksc.open` takes. How it is stored is told of local files and stores, of the first 64 of many.
+        What `dasksc.open` takes, or `Modalities`. How it is stored is told of local files and stores, of the first 64
+        of many.
     join
         Of several, as for `dasksc.open`.
     seconds
@@ -204,18 +232,25 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 for no probe")
-    several = collection.several_of(data)
+    several = None if is_modalities(data) else collection.several_of(data)
     parts = [data] if several is None else several[0]
-    adata = data if isinstance(data, AnnData) else collection.open(data, join=join)
+    opened: AnnData | Modalities
+    if is_modalities(data):
+        opened = data if isinstance(data, Modalities) else Modalities(data)
+        modalities = tuple(Modality(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items())
+        has_x = all(part.X is not None for part in opened.mod.values())
+    else:
+        opened = data if isinstance(data, AnnData) else collection.open(data, join=join)
+        modalities, has_x = (), opened.X is not None
     matrices = _alike([one for part in parts[:_MAX_FILES] for one in _stored(part)])
-    rates = tuple(_rates(adata, seconds)) if seconds and adata.X is not None and adata.n_obs else ()
-    name = str(data) if isinstance(data, str | os.PathLike) else _names(parts)
+    rates = tuple(_rates(opened, seconds)) if seconds and has_x and opened.n_obs else ()
     return Description(
-        name=name,
+        name=str(data) if isinstance(data, str | os.PathLike) else _names(parts),
         n_files=len(parts),
-        n_obs=int(adata.n_obs),
-        n_vars=int(adata.n_vars),
-        obs=tuple(_columns(adata.obs)),
+        n_obs=int(opened.n_obs),
+        n_vars=int(opened.n_vars) if isinstance(opened, AnnData) else sum(one.n_vars for one in modalities),
+        modalities=modalities,
+        obs=tuple(_columns(opened.obs)),
         matrices=tuple(matrices),
         rates=rates,
         advice=tuple(_advice(matrices, rates)),
@@ -252,7 +287,11 @@ def _stored(part: Any) -> Iterator[StoredMatrix]:
             yield from _matrices_of(file)
 
 
-def _matrices_of(root: Any) -> Iterator[StoredMatrix]:
+def _matrices_of(root: Any, prefix: str = "") -> Iterator[StoredMatrix]:
+    if "mod" in root:
+        for name in root["mod"]:
+            yield from _matrices_of(root["mod"][name], f"{name}/")
+        return
     keys = ["X", *(f"{group}/{name}" for group in ("layers", "obsm") if group in root for name in root[group]), "raw/X"]
     for key in keys:
         if key not in root:
@@ -260,11 +299,11 @@ def _matrices_of(root: Any) -> Iterator[StoredMatrix]:
         stored = root[key]
         if isinstance(stored, h5py.Dataset | zarr.Array):
             if len(stored.shape) == 2:
-                yield _matrix(key, "dense", stored, [stored])
+                yield _matrix(prefix + key, "dense", stored, [stored])
         elif "data" in stored and "indices" in stored:
             kind = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "csr")))
             arrays = [stored[name] for name in ("data", "indices", "indptr")]
-            yield _matrix(key, kind.removesuffix("_matrix"), arrays[0], arrays)
+            yield _matrix(prefix + key, kind.removesuffix("_matrix"), arrays[0], arrays)
 
 
 def _matrix(key: str, encoding: str, values: Any, arrays: Sequence[Any]) -> StoredMatrix:
@@ -341,14 +380,14 @@ def _shape(shape: Sequence[int]) -> str:
 # --- How fast it is read ----------------------------------------------------------------------------
 
 
-def _rates(adata: AnnData, seconds: float) -> Iterator[Rate]:
+def _rates(data: AnnData | Modalities, seconds: float) -> Iterator[Rate]:
     layouts: tuple[Layout, ...] = ("dense", "csr")
     for layout in layouts:
         for block_size in _BLOCK_SIZES:
             dataset = scDataset(
-                adata,
+                data,
                 BlockShuffling(block_size),
-                min(_BATCH_SIZE, adata.n_obs),
+                min(_BATCH_SIZE, data.n_obs),
                 _FETCH_FACTOR,
                 layout=layout,
                 rank=0,
@@ -375,7 +414,8 @@ def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -
     n_rows, elapsed_s = 0, 0.0
     start = perf_counter()
     while elapsed_s < seconds or n_rows < min(dataset.fetch_size, len(dataset) * dataset.batch_size):
-        n_rows += len(next(endless))
+        batch = next(endless)
+        n_rows += len(batch.index if isinstance(batch, Batch) else batch)
         elapsed_s = perf_counter() - start
     endless.close()  # type: ignore[attr-defined]
     return Rate(layout=layout, block_size=block_size, rows_per_s=n_rows / elapsed_s, first_batch_s=first_batch_s)
@@ -391,7 +431,8 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate]) -> Iterator
                 f"{one.key} is stored by columns, so that every fetch reads all of it; write it by rows: dasksc "
                 "convert, or adata.X = adata.X.tocsr()"
             )
-    x = [one for one in matrices if one.key == "X"]
+    # Of a modality, X has its name before it.
+    x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
     codecs = {name.split()[0] for one in x if one.codec for name in one.codec.split(", ")}
     missing = sorted(
         {library for codec, library in _FAST_LIBRARIES.items() if codec in codecs and find_spec(library) is None}

@@ -237,3 +237,25 @@ def test_batches_of_modalities_are_pinned_and_moved_part_by_part() -> None:
     dataset = dasksc.scDataset(dasksc.Modalities(parts()), dasksc.Streaming(), 8, device="meta", seed=0)
     batch = next(iter(dataset))
     assert batch.rna.X.device == batch.prot.X.device == batch.index.device == torch.device("meta")
+
+
+@pytest.mark.parametrize("kind", ["h5mu", "zarr"])
+def test_describe_lists_modalities_and_how_each_is_stored(tmp_path: Path, kind: str) -> None:
+    found = dasksc.describe(store(tmp_path, kind), seconds=0.01)
+    assert [(one.name, one.n_vars) for one in found.modalities] == [("rna", 12), ("prot", 5), ("atac", 9)]
+    assert (found.n_obs, found.n_vars) == (len(COMMON), 26)
+    encodings = {matrix.key: matrix.encoding for matrix in found.matrices}
+    assert encodings["rna/X"] == "csr"
+    assert encodings["prot/X"] == encodings["atac/obsm/pca"] == "dense"
+    assert {column.name for column in found.obs} >= {"site", "rna:score", "prot:kind"}
+    assert [(rate.layout, rate.block_size) for rate in found.rates] == [
+        ("dense", 64), ("dense", 1), ("csr", 64), ("csr", 1)
+    ]  # fmt: skip
+    assert all(rate.rows_per_s > 0 for rate in found.rates)
+    assert "rna (12 variables), prot (5 variables), atac (9 variables)" in repr(found)
+
+
+def test_describe_takes_modalities_that_are_open() -> None:
+    found = dasksc.describe(dasksc.Modalities(parts()), seconds=0)
+    assert [one.name for one in found.modalities] == ["rna", "prot", "atac"]
+    assert (found.n_obs, found.matrices, found.rates) == (len(COMMON), (), ())

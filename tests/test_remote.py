@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import InputError, StorageError
 from dasksc.lazy import matrix_of
-from dasksc.storage.remote import AHEAD_BYTES, in_order, parts_of
+from dasksc.storage.places import Place
+from dasksc.storage.remote import AHEAD_BYTES, RemoteFile, in_order, parts_of
+from dasksc.storage.remote_hdf5 import BlockReader
 from tests.data import FORMATS, dense, make_adata, write_store
 from tests.servers import SECRET, Bucket, HTTPServer, s3_bucket, serving, touch_later
 
@@ -253,6 +255,31 @@ def test_metadata_are_read_by_few_requests(server: HTTPServer) -> None:
     # The file has 60 objects and is smaller than a block; each matrix asks once what is there.
     assert len(server.faults.requests) < 40
     assert sum(method == "GET" for method, _, _ in server.faults.requests) < 20
+
+
+@pytest.mark.parametrize(
+    ("places", "most"),
+    [
+        # Of 64 blocks of 256 KiB: all in no order, as names of cells are; a few here and there; one after the other.
+        (np.random.default_rng(0).permutation(64), 12),
+        (np.arange(0, 64, 8), 8),
+        (np.arange(64), 9),
+    ],
+    ids=["mixed", "scattered", "in order"],
+)
+def test_blocks_are_asked_for_together_where_many_are_wanted(tmp_path: Path, places: np.ndarray, most: int) -> None:
+    content = np.random.default_rng(0).bytes(64 * 2**18 - 100)
+    (tmp_path / "object").write_bytes(content)
+    with serving(tmp_path) as server:
+        reader = BlockReader(RemoteFile.of(Place.of(f"{server.url}/object", {})))
+        server.faults.requests.clear()
+        for place in places.tolist():
+            reader.seek(place * 2**18 + 500)
+            assert reader.read(1000) == content[place * 2**18 + 500 :][:1000]
+        assert len(server.faults.requests) <= most
+        # What is scattered is not worth the bytes around it.
+        wanted = len(places) * 2**18
+        assert server.faults.sent_bytes <= wanted * 1.5
 
 
 def test_without_consolidated_metadata_a_web_server_cannot_tell(tmp_path: Path) -> None:

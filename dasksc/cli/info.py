@@ -30,7 +30,8 @@ Examples:
 def command(paths: tuple[str, ...], join: str, as_json: bool, seconds: float) -> None:
     """Tell what is in an atlas: cells, obs, chunks and codecs, how fast it is read, and what to do about it.
 
-    PATH is an .h5ad file, a Zarr store, a directory of them, or a pattern in quotes; several are one atlas.
+    PATH is an .h5ad file, a Zarr store, a directory of them, or a pattern in quotes; several are one atlas. Or the
+    .h5mu file or Zarr store of a MuData, whose modalities are listed.
     """
     found = dasksc.describe(data_of(paths), join="outer" if join == "outer" else "inner", seconds=seconds)
     if as_json:

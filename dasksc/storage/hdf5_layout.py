@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -10,11 +9,11 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile
+from dasksc.storage.hdf5_index import chunk_table
 from dasksc.storage.hdf5_links import check_values
 from dasksc.storage.plain import Extents, PlainArray
 from dasksc.storage.remote import RemoteFile
@@ -23,8 +22,6 @@ __all__ = ["direct_array"]
 
 
 _EDGES_TRIED = 8
-# What HDF5 keeps of a chunk at least, beside its values.
-_RECORD_BYTES = 8
 
 
 def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
@@ -69,22 +66,28 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         chain = Chain(
             codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
         )
-        offsets, sizes, skipped = _chunk_table(dataset, file)
-        if chain.codecs and _has_raw_edges(dataset, chain, sizes):
+        table = chunk_table(dataset, file)
+        if chain.codecs and _has_raw_edges(dataset, chain, table.sizes):
             raise UnknownLayoutError("chunks at its edges are stored without its filters")
         return ChunkedArray(
             label=label,
             shape=dataset.shape,
             chunk_shape=dataset.chunks,
             chain=chain,
-            source=TableChunks(file, offsets=offsets, sizes=sizes, skipped=skipped, use_mmap=use_mmap and file.can_map),
+            source=TableChunks(
+                file,
+                offsets=table.offsets,
+                sizes=table.sizes,
+                skipped=table.skipped,
+                use_mmap=use_mmap and file.can_map,
+            ),
             fill=fill[0],
         )
     if layout == h5py.h5d.CONTIGUOUS:
         offset = dataset.id.get_offset()
         firsts, offsets = np.zeros(1, dtype=np.int64), np.array([-1 if offset is None else offset], dtype=np.int64)
     elif layout == h5py.h5d.CHUNKED:
-        offsets, _, _ = _chunk_table(dataset, file)
+        offsets = chunk_table(dataset, file).offsets
         firsts = np.arange(len(offsets), dtype=np.int64) * dataset.chunks[0]
     else:
         raise UnknownLayoutError("it is stored in its own header")
@@ -128,37 +131,6 @@ def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]
         if np.ascontiguousarray(chunk[inside]).tobytes() != stored.tobytes():
             return True
     return False
-
-
-def _chunk_table(
-    dataset: h5py.Dataset, file: LocalFile | RemoteFile
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
-    """Return offset (-1 where none was written), size and filter mask of each chunk, by row-major number."""
-    grid = tuple(-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True))
-    n_chunks = math.prod(grid)
-    if n_chunks > max(2**20, file.identity.size // _RECORD_BYTES):
-        raise CorruptDataError(
-            f"{file.path}:{dataset.name} has {n_chunks} chunks by its shape, {dataset.shape}, for which a file of "
-            f"{file.identity.size} bytes has no room. It is corrupt, or was never written."
-        )
-    offsets = np.full(n_chunks, -1, dtype=np.int64)
-    sizes = np.zeros(n_chunks, dtype=np.int64)
-    skipped = np.zeros(n_chunks, dtype=np.uint32)
-
-    def note(chunk: Any) -> None:
-        number = 0
-        for at, length, n in zip(chunk.chunk_offset, dataset_chunks, grid, strict=True):
-            if at // length >= n:  # left in the file when the dataset was made shorter
-                return
-            number = number * n + at // length
-        offsets[number] = chunk.byte_offset
-        sizes[number] = chunk.size
-        skipped[number] = chunk.filter_mask
-
-    dataset_chunks = dataset.chunks
-    if n_chunks:
-        dataset.id.chunk_iter(note)
-    return offsets, sizes, skipped
 
 
 def _codec(filter_info: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype[Any]) -> Codec:

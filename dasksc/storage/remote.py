@@ -22,7 +22,7 @@ from dasksc.storage.cache import BLOCK_BYTES, Cache
 from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.places import Place
 
-__all__ = ["AHEAD_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
+__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
 
 T = TypeVar("T")
 
@@ -136,6 +136,10 @@ class RemoteFile:
     def of(cls, place: Place, *, cache: Cache | None = None) -> RemoteFile:
         """Return the object that is there now; one request."""
         return cls(place, place.client.stat(place.key), cache=cache)
+
+    def uncached(self) -> RemoteFile:
+        """Return the object without its cache, which would fetch a block of it for each of many scattered pieces."""
+        return RemoteFile(self.place, self.identity)
 
     @property
     def path(self) -> str:

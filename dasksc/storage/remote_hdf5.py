@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from weakref import WeakValueDictionary
 
 import h5py
@@ -12,7 +13,7 @@ import h5py
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.hdf5_links import check_links
-from dasksc.storage.remote import AHEAD_BYTES, RemoteFile
+from dasksc.storage.remote import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
 
 __all__ = ["BlockReader", "open_remote"]
 
@@ -23,6 +24,10 @@ _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
 # Reading that goes on from block to block is that of a table: twice as many blocks each time.
 _LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
+# Names of cells lie in one region, and are read in no order of their blocks. Where so many blocks of a group were
+# asked for, or a group beside it was read whole, all of it is: it is transferred in about a round trip.
+_GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
+_MOST_MISSED = 2
 
 
 class _Blocks(OrderedDict[int, memoryview]):
@@ -36,7 +41,7 @@ _blocks_of: WeakValueDictionary[tuple[int, str, ObjectIdentity], _Blocks] = Weak
 class BlockReader(io.RawIOBase):
     """An object of a store as a file, for libraries that read a little here and there.
 
-    h5py lets one thread read at a time.
+    For one thread at a time, as h5py reads; several readers of an object share what was read.
 
     Parameters
     ----------
@@ -49,6 +54,8 @@ class BlockReader(io.RawIOBase):
         self._at = 0
         self._blocks = _blocks_of.setdefault((os.getpid(), file.place.root, file.identity), _Blocks())
         self._following = (-1, 1)
+        self._missed: Counter[int] = Counter()
+        self._whole: set[int] = set()
 
     def readable(self) -> bool:
         """Return True."""
@@ -84,20 +91,34 @@ class BlockReader(io.RawIOBase):
     def _block(self, number: int) -> memoryview:
         block = self._blocks.get(number)
         if block is not None:
-            self._blocks.move_to_end(number)
+            with contextlib.suppress(KeyError):  # another reader of the object let it go
+                self._blocks.move_to_end(number)
             return block
-        expected, n_blocks = self._following
-        n_blocks = min(2 * n_blocks, _LONGEST_BLOCKS) if number == expected else 1
-        self._following = number + n_blocks, n_blocks
-        start = number * _BLOCK_BYTES
+        first, n_blocks = self._wanted(number)
+        start = first * _BLOCK_BYTES
         data = memoryview(bytearray(min(n_blocks * _BLOCK_BYTES, self._file.identity.size - start)))
         self._file.read(start, data)
         for at in range(0, len(data), _BLOCK_BYTES):
             # Copied, so that each block is let go by itself.
-            self._blocks[number + at // _BLOCK_BYTES] = memoryview(bytes(data[at : at + _BLOCK_BYTES]))
+            self._blocks[first + at // _BLOCK_BYTES] = memoryview(bytes(data[at : at + _BLOCK_BYTES]))
         while len(self._blocks) > _KEPT_BLOCKS:
             self._blocks.popitem(last=False)
-        return data[:_BLOCK_BYTES]
+        return data[(number - first) * _BLOCK_BYTES :][:_BLOCK_BYTES]
+
+    def _wanted(self, number: int) -> tuple[int, int]:
+        """Return the first of the blocks to be read because one is missing, and how many."""
+        expected, n_blocks = self._following
+        if number == expected:
+            n_blocks = min(2 * n_blocks, _LONGEST_BLOCKS)
+            self._following = number + n_blocks, n_blocks
+            return number, n_blocks
+        self._following = number + 1, 1
+        group = number // _GROUP_BLOCKS
+        self._missed[group] += 1
+        if self._missed[group] <= _MOST_MISSED and self._whole.isdisjoint((group - 1, group, group + 1)):
+            return number, 1
+        self._whole.add(group)
+        return group * _GROUP_BLOCKS, _GROUP_BLOCKS
 
 
 def open_remote(file: RemoteFile) -> h5py.File:

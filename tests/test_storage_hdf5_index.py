@@ -1,0 +1,530 @@
+"""The index of chunks that is read here is the one that HDF5 reads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import h5py
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from anndata import AnnData
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.errors import CorruptDataError
+from dasksc.storage import hdf5_index, remote
+from dasksc.storage.cache import Cache
+from dasksc.storage.files import LocalFile
+from dasksc.storage.hdf5_index import ChunkTable, chunk_table
+from dasksc.storage.identity import FileIdentity
+from dasksc.storage.places import Place
+from dasksc.storage.remote import RemoteFile
+from dasksc.storage.remote_hdf5 import open_remote
+from tests.servers import serving
+
+# Which versions of HDF5 a file is for: with those before 1.10 an index is a B-tree of version 1.
+OLD = ["earliest", ("earliest", "v108"), ("v108", "v108"), None]
+NEW = [("v110", "v112"), "latest"]
+# A node of a dataset of one dimension: 24 bytes, 64 records of 32 and a key of 24.
+NODE_BYTES, RECORD_BYTES, HEADER_BYTES = 2096, 32, 24
+
+
+@contextmanager
+def whose(by_hdf5: bool) -> Iterator[None]:
+    """Fail if the index is read in another way than is said."""
+    with mock.patch.object(hdf5_index, "_fill_by_hdf5", wraps=hdf5_index._fill_by_hdf5) as calls:
+        yield
+        assert calls.called == by_hdf5
+
+
+def ours(path: Path, name: str = "X") -> ChunkTable:
+    with h5py.File(path) as file:
+        return chunk_table(file[name], LocalFile(FileIdentity.of(str(path))))
+
+
+def theirs(path: Path, name: str = "X") -> ChunkTable:
+    """What HDF5 says of each chunk inside a dataset."""
+    with h5py.File(path) as file:
+        dataset = file[name]
+        grid = [-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True)]
+        n_chunks = int(np.prod(grid))
+        offsets, sizes = np.full(n_chunks, -1, dtype=np.int64), np.zeros(n_chunks, dtype=np.int64)
+        skipped = np.zeros(n_chunks, dtype=np.uint32)
+
+        def note(chunk: Any) -> None:
+            place = [at // length for at, length in zip(chunk.chunk_offset, dataset.chunks, strict=True)]
+            if all(at < n for at, n in zip(place, grid, strict=True)):
+                number = int(np.ravel_multi_index(place, grid))
+                offsets[number], sizes[number] = chunk.byte_offset, chunk.size
+                skipped[number] = chunk.filter_mask
+
+        if n_chunks:
+            dataset.id.chunk_iter(note)
+        return ChunkTable(offsets=offsets, sizes=sizes, skipped=skipped)
+
+
+def same(one: ChunkTable, other: ChunkTable) -> None:
+    np.testing.assert_array_equal(one.offsets, other.offsets)
+    np.testing.assert_array_equal(one.sizes, other.sizes)
+    np.testing.assert_array_equal(one.skipped, other.skipped)
+    assert (one.offsets.dtype, one.sizes.dtype, one.skipped.dtype) == (np.int64, np.int64, np.uint32)
+
+
+def write(path: Path, shape: tuple[int, ...], *, libver: Any = None, name: str = "X", **options: Any) -> None:
+    values = np.random.default_rng(0).integers(0, 9, shape).astype(np.float32)
+    with h5py.File(path, "a", libver=libver) as file:
+        file.create_dataset(name, data=values, **options)
+
+
+SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((1000,), (10,)),
+    ((1003,), (7,)),
+    ((5,), (5,)),
+    ((50, 41), (3, 4)),
+    ((50, 41), (3, 41)),
+    ((9, 8, 7), (2, 3, 2)),
+    ((6, 5, 4, 3), (2, 2, 3, 1)),
+]
+
+
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip", "shuffle": True}], ids=["plain", "gzip"])
+@pytest.mark.parametrize("grows", [False, True], ids=["fixed", "grows"])
+@pytest.mark.parametrize("libver", [*OLD, *NEW], ids=str)
+@pytest.mark.parametrize(("shape", "chunks"), SHAPES, ids=str)
+def test_the_index_is_the_one_hdf5_reads(
+    tmp_path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], libver: Any, grows: bool, filters: dict[str, Any]
+) -> None:
+    path = tmp_path / "x.h5"
+    maxshape = (None,) * len(shape) if grows else None
+    write(path, shape, libver=libver, chunks=chunks, maxshape=maxshape, **filters)
+    with whose(by_hdf5=libver in NEW):
+        same(ours(path), theirs(path))
+
+
+def level_of(path: Path, name: str = "X") -> int:
+    """The level of the root: how many nodes are between a chunk and it."""
+    with h5py.File(path) as file:
+        tree = hdf5_index._Tree.of(file[name], LocalFile(FileIdentity.of(str(path))))
+        assert tree is not None
+        return path.read_bytes()[tree.root + 5]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file whose tree has three levels; the second half of its chunks was written in no order."""
+    path = tmp_path_factory.mktemp("index") / "deep.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        dataset = file.create_dataset("X", (30_000,), chunks=(3,), dtype="i4", shuffle=True)
+        dataset[:15_000] = np.arange(15_000)
+        for number in np.random.default_rng(0).permutation(np.arange(5_000, 10_000)).tolist():
+            dataset.id.write_direct_chunk((3 * number,), bytes(12), filter_mask=number % 2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file whose tree has two levels."""
+    path = tmp_path_factory.mktemp("index") / "shallow.h5"
+    write(path, (3_000,), libver="earliest", chunks=(3,), compression="gzip")
+    return path
+
+
+def test_a_tree_of_three_levels_is_walked(deep: Path) -> None:
+    assert level_of(deep) == 2
+    with whose(by_hdf5=False):
+        same(ours(deep), theirs(deep))
+    assert ours(deep).skipped.sum() == 2_500
+
+
+def test_levels_that_are_read_in_parts_are_the_same(deep: Path) -> None:
+    with mock.patch.object(hdf5_index, "_BATCH_BYTES", 5 * NODE_BYTES):
+        same(ours(deep), theirs(deep))
+
+
+@pytest.mark.parametrize("libver", OLD, ids=str)
+@pytest.mark.parametrize("written", [[], [7], [0, 5, 99], range(20, 90)], ids=len)
+def test_chunks_that_were_never_written_are_nowhere(tmp_path: Path, written: Any, libver: Any) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w", libver=libver) as file:
+        dataset = file.create_dataset("X", (1000,), chunks=(10,), dtype="f4", compression="gzip")
+        for number in written:
+            dataset[number * 10 : number * 10 + 10] = 1.0
+    with whose(by_hdf5=False):
+        same(ours(path), theirs(path))
+    assert np.flatnonzero(ours(path).offsets >= 0).tolist() == list(written)
+
+
+@pytest.mark.parametrize("shape", [(0, 30), (200, 0), (4, 30), (101, 17), (500, 90)], ids=str)
+@pytest.mark.parametrize("libver", OLD, ids=str)
+def test_datasets_that_were_made_shorter_and_longer_keep_their_chunks(
+    tmp_path: Path, libver: Any, shape: tuple[int, int]
+) -> None:
+    path = tmp_path / "x.h5"
+    write(path, (200, 30), libver=libver, chunks=(3, 4), maxshape=(None, None), compression="gzip")
+    for size in [shape, (250, 33), shape]:
+        with h5py.File(path, "r+", libver=libver) as file:
+            file["X"].resize(size)
+        same(ours(path), theirs(path))
+
+
+def test_records_beyond_the_dataset_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    write(path, (30, 8), libver="earliest", chunks=(3, 4))
+    # What a writer leaves that does not remove chunks: the shape is smaller than what the tree knows.
+    path.write_bytes(path.read_bytes().replace(struct.pack("<QQ", 30, 8), struct.pack("<QQ", 12, 4), 1))
+    same(ours(path), theirs(path))
+    assert len(ours(path).offsets) == 4
+    assert (ours(path).offsets >= 0).all()
+
+
+def hdf5_function(name: str, *types: Any) -> Any:
+    """A function of HDF5 that h5py does not have."""
+    maps = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
+    library = next((one for one in re.findall(r"/\S*libhdf5[-.\w]*\.so\S*", maps) if "_hl" not in one), None)
+    if library is None:
+        pytest.skip("the library of h5py is not found")
+    function = getattr(ctypes.CDLL(library), name)
+    function.argtypes = types
+    return function
+
+
+@pytest.mark.parametrize("libver", ["earliest", "v108"])
+@pytest.mark.parametrize("half", [2, 5, 32, 100])
+def test_nodes_are_as_large_as_the_file_says(tmp_path: Path, half: int, libver: str) -> None:
+    path = tmp_path / "x.h5"
+    plist = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    assert hdf5_function("H5Pset_istore_k", ctypes.c_int64, ctypes.c_uint)(plist.id, half) >= 0
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_libver_bounds(
+        h5py.h5f.LIBVER_EARLIEST if libver == "earliest" else h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18
+    )
+    h5py.h5f.create(os.fsencode(path), fcpl=plist, fapl=access).close()
+    write(path, (3000,), libver=("earliest", "v108"), chunks=(3,), compression="gzip")
+    with whose(by_hdf5=False):
+        same(ours(path), theirs(path))
+    with h5py.File(path) as file:
+        tree = hdf5_index._Tree.of(file["X"], LocalFile(FileIdentity.of(str(path))))
+    assert tree is not None
+    assert tree.half == half
+
+
+@pytest.mark.parametrize("track_order", [False, True])
+@pytest.mark.parametrize("libver", OLD, ids=str)
+def test_headers_in_many_pieces_are_read_to_their_end(tmp_path: Path, libver: Any, track_order: bool) -> None:
+    path = tmp_path / "x.h5"
+    write(path, (100,), libver=libver, chunks=(3,), track_order=track_order, track_times=track_order)
+    n_attributes = 8  # beyond, new files keep them elsewhere
+    for number in range(n_attributes):
+        with h5py.File(path, "r+", libver=libver) as file:
+            file["X"].attrs[f"attribute {number}"] = np.arange(40 * number)
+    with h5py.File(path) as file:
+        address = h5py.h5g.get_objinfo(file["X"].id).objno[0]
+    found = list(hdf5_index._messages(LocalFile(FileIdentity.of(str(path))), address, 0x0C))
+    assert sorted(name for one in found for name in re.findall(rb"attribute \d", one)) == [
+        b"attribute %d" % number for number in range(n_attributes)
+    ]
+    with whose(by_hdf5=False):
+        same(ours(path), theirs(path))
+
+
+def test_a_file_that_is_being_written_is_left_to_hdf5(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("X", data=np.arange(100.0), chunks=(10,), compression="gzip")
+        with whose(by_hdf5=True):
+            table = chunk_table(file["X"], LocalFile(FileIdentity.of(str(path))))
+    same(table, theirs(path))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> dict[str, Any]:
+    n_dims = draw(st.integers(1, 3))
+    lengths = st.integers(0, {1: 300, 2: 40, 3: 10}[n_dims])
+    return {
+        "libver": draw(st.sampled_from(OLD)),
+        "shape": draw(st.tuples(*[lengths] * n_dims)),
+        "chunks": draw(st.tuples(*[st.integers(1, 4)] * n_dims)),
+        "resized": draw(st.lists(st.tuples(*[lengths] * n_dims), max_size=3)),
+        "compression": draw(st.sampled_from([None, "gzip"])),
+        "seed": draw(st.integers(0, 2**31)),
+        "n_written": draw(st.integers(0, 200)),
+    }
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(history=histories())
+def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
+    tmp_path_factory: pytest.TempPathFactory, history: dict[str, Any]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "history.h5"
+    rng = np.random.default_rng(history["seed"])
+    shape, chunks = history["shape"], history["chunks"]
+    with h5py.File(path, "w", libver=history["libver"]) as file:
+        dataset = file.create_dataset(
+            "X", shape, "i2", chunks=chunks, maxshape=(None,) * len(shape), compression=history["compression"]
+        )
+        for resized in [shape, *history["resized"]]:
+            dataset.resize(resized)
+            grid = [-(-n // length) for n, length in zip(resized, chunks, strict=True)]
+            for _ in range(history["n_written"] if all(grid) else 0):
+                at = tuple(int(rng.integers(n)) * length for n, length in zip(grid, chunks, strict=True))
+                data = rng.bytes(2 * int(np.prod(chunks)))
+                is_raw = not history["compression"] or rng.random() < 0.5
+                dataset.id.write_direct_chunk(at, data if is_raw else zlib.compress(data), filter_mask=int(is_raw))
+    with whose(by_hdf5=False) if all(grid) else mock.MagicMock():
+        same(ours(path), theirs(path))
+
+
+# --- Damage -------------------------------------------------------------------------------------------
+
+
+def nodes_of(data: bytes, level: int) -> list[int]:
+    """Where the nodes of a level are, of trees over chunks."""
+    return [found.start() for found in re.finditer(rb"TREE\x01" + bytes([level]), data)]
+
+
+def test_flipped_bytes_in_an_index_change_what_hdf5_finds_or_are_refused(shallow: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    whole = shallow.read_bytes()
+    nodes = [at for level in (0, 1) for at in nodes_of(whole, level)[:2]]
+    rng = np.random.default_rng(0)
+    before, n_refused, n_changed = ours(shallow), 0, 0
+    for number in range(400):
+        damaged = bytearray(whole)
+        # Half of them where it counts: in the first records.
+        length = (NODE_BYTES, HEADER_BYTES + 3 * RECORD_BYTES)[number % 2]
+        damaged[nodes[rng.integers(len(nodes))] + int(rng.integers(length))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        try:
+            table = ours(path)
+        except CorruptDataError:
+            n_refused += 1
+            continue
+        try:
+            expected = theirs(path)
+        except Exception:  # HDF5 refuses what is not needed here: siblings, say
+            expected = before
+        same(table, expected)
+        n_changed += not all(
+            np.array_equal(getattr(table, name), getattr(before, name)) for name in ("offsets", "sizes", "skipped")
+        )
+    assert n_refused > 100
+    assert n_changed > 20
+
+
+def put(data: bytearray, at: int, layout: str, *values: Any) -> None:
+    struct.pack_into(layout, data, at, *values)
+
+
+def record_at(node: int, number: int) -> int:
+    return node + HEADER_BYTES + number * RECORD_BYTES
+
+
+def child_at(node: int, number: int) -> int:
+    return record_at(node, number) + 24
+
+
+def a_loop(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, child_at(root, 0), "<Q", root)
+
+
+def a_leaf_twice(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, child_at(middle, 1), "<Q", struct.unpack_from("<Q", data, child_at(middle, 0))[0])
+
+
+def no_node_at_all(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, child_at(middle, 0), "<Q", 0)
+
+
+def a_node_of_groups(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, leaf + 4, "<B", 0)
+
+
+def a_wrong_level(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, leaf + 5, "<B", 3)
+
+
+def too_many_children(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, leaf + 6, "<H", 65)
+
+
+def a_node_beyond_the_end(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, child_at(middle, 0), "<Q", len(data) - NODE_BYTES + 1)
+
+
+def a_node_nowhere(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, child_at(middle, 0), "<Q", 2**64 - 1)
+
+
+def a_chunk_beyond_the_end(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, child_at(leaf, 0), "<Q", len(data))
+
+
+def a_chunk_nowhere(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, child_at(leaf, 0), "<Q", 2**64 - 1)
+
+
+def a_chunk_twice(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, record_at(leaf, 1) + 8, "<Q", 0)
+
+
+def a_chunk_between_chunks(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, record_at(leaf, 1) + 8, "<Q", 4)
+
+
+def a_chunk_inside_of_numbers(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, record_at(leaf, 0) + 16, "<Q", 1)
+
+
+def a_root_that_is_high(data: bytearray, root: int, middle: int, leaf: int) -> None:
+    put(data, root + 5, "<B", 255)
+
+
+DAMAGES = [
+    (a_loop, "should be a node of level 1"),
+    (a_leaf_twice, "not in order"),
+    (no_node_at_all, "should be a node of level 0"),
+    (a_node_of_groups, "should be a node of level 0"),
+    (a_wrong_level, "should be a node of level 0"),
+    (too_many_children, "more than 64 children"),
+    (a_node_beyond_the_end, "beyond the end"),
+    (a_node_nowhere, "beyond the end"),
+    (a_chunk_beyond_the_end, "beyond the end"),
+    (a_chunk_nowhere, "beyond the end"),
+    (a_chunk_twice, "not in order"),
+    (a_chunk_between_chunks, "begins where none can"),
+    (a_chunk_inside_of_numbers, "begins where none can"),
+    (a_root_that_is_high, "should be a node of level 254"),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_an_index_that_contradicts_itself_is_refused(
+    deep: Path, tmp_path: Path, damage: Callable[[bytearray, int, int, int], None], says: str
+) -> None:
+    path = tmp_path / "x.h5"
+    data = bytearray(deep.read_bytes())
+    (root,) = nodes_of(data, 2)
+    (middle,) = struct.unpack_from("<Q", data, child_at(root, 0))
+    (leaf,) = struct.unpack_from("<Q", data, child_at(middle, 0))
+    damage(data, root, middle, leaf)
+    path.write_bytes(data)
+    with pytest.raises(CorruptDataError, match=f"x.h5:/X: the index of its chunks is corrupt: .*{says}"):
+        ours(path)
+
+
+def test_a_tree_that_says_it_is_larger_than_the_file_is_not_walked(deep: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    data = bytearray(deep.read_bytes())
+    # Every node says that it has 64 children, all the same: 64 times 64 nodes of the last level.
+    for level in (1, 2):
+        for node in nodes_of(data, level):
+            put(data, node + 6, "<H", 64)
+            for number in range(64):
+                put(data, child_at(node, number), "<Q", struct.unpack_from("<Q", data, child_at(node, 0))[0])
+    path.write_bytes(data)
+    with (
+        mock.patch.object(LocalFile, "ranges", autospec=True, side_effect=LocalFile.ranges) as reads,
+        pytest.raises(CorruptDataError, match="more nodes than the file has room for"),
+    ):
+        ours(path)
+    assert sum(len(call.args[1]) for call in reads.call_args_list) <= len(data) // NODE_BYTES
+
+
+# --- Behind URLs --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def remotely(path: Path) -> Iterator[tuple[Any, RemoteFile, h5py.Dataset]]:
+    pytest.importorskip("obstore")
+    with serving(path.parent) as server:
+        file = RemoteFile.of(Place.of(f"{server.url}/{path.name}", {}))
+        with open_remote(file) as root:
+            dataset = root["X"]
+            server.faults.requests.clear()
+            yield server, file, dataset
+
+
+def test_behind_a_url_the_index_is_the_same(deep: Path) -> None:
+    with remotely(deep) as (_, file, dataset), whose(by_hdf5=False):
+        same(chunk_table(dataset, file), theirs(deep))
+
+
+def test_behind_a_url_an_index_takes_a_round_trip_for_each_level(deep: Path) -> None:
+    with (
+        remotely(deep) as (server, file, dataset),
+        mock.patch.object(remote, "GAP_BYTES", 0),
+        mock.patch.object(RemoteFile, "ranges", autospec=True, side_effect=RemoteFile.ranges) as levels,
+        mock.patch.object(RemoteFile, "fetch", autospec=True, side_effect=RemoteFile.fetch) as requests,
+    ):
+        chunk_table(dataset, file)
+        # The root, and what leads to it, were near what h5py has read.
+        assert [len(call.args[1]) for call in levels.call_args_list] == [
+            len(nodes_of(deep.read_bytes(), level)) for level in (1, 0)
+        ]
+    assert requests.call_count == len(server.faults.requests)
+
+
+def test_behind_a_url_nodes_of_a_level_are_asked_for_at_once(shallow: Path) -> None:
+    lock, waiting = threading.Lock(), [0]
+    together, alone = threading.Event(), threading.Event()
+
+    def wait_for_others(number: int) -> None:
+        with lock:
+            waiting[0] += 1
+            if waiting[0] == 8:
+                together.set()
+        if not alone.is_set() and not together.wait(10):
+            alone.set()
+        with lock:
+            waiting[0] -= 1
+
+    assert len(nodes_of(shallow.read_bytes(), 0)) >= 16
+    with remotely(shallow) as (server, file, dataset), mock.patch.object(remote, "GAP_BYTES", 0):
+        server.faults.status = wait_for_others
+        chunk_table(dataset, file)
+    assert together.is_set()
+    assert not alone.is_set()
+
+
+def test_an_atlas_of_small_chunks_opens_behind_a_url(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    path = tmp_path / "atlas.h5ad"
+    x = sp.random(5_000, 8, density=0.3, format="csr", dtype=np.float32, random_state=0)
+    AnnData(X=x).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        for name in ("data", "indices"):
+            values = file[f"X/{name}"][:]
+            del file[f"X/{name}"]
+            file[f"X/{name}"] = file.create_dataset(None, data=values, chunks=(5,), compression="gzip")
+    with serving(tmp_path) as server, whose(by_hdf5=False):
+        adata = dasksc.open(f"{server.url}/atlas.h5ad")
+        np.testing.assert_array_equal(adata.X.compute().toarray(), x.toarray())
+
+
+def test_an_index_is_read_past_the_cache(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    path = tmp_path / "scattered.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        dataset = file.create_dataset("X", (2**23,), chunks=(2**11,), dtype="f4", compression="gzip")
+        for number in range(2**12):
+            dataset.id.write_direct_chunk((number * 2**11,), bytes(2**13), filter_mask=1)
+    with serving(tmp_path) as server:
+        cache = Cache.of(str(tmp_path / "cache"))
+        remote_file = RemoteFile.of(Place.of(f"{server.url}/scattered.h5", {}), cache=cache)
+        with open_remote(remote_file) as root:
+            same(chunk_table(root["X"], remote_file), theirs(path))
+    kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+    assert 0 < kept < path.stat().st_size / 2
