@@ -163,6 +163,25 @@ def test_any_byte_of_a_blosc_header_may_lie(at: int, value: int) -> None:
 
 
 @needs_blosc2
+@pytest.mark.parametrize("header", [{2: 111}, {1: 118, 2: 111}, {1: 0}, {8: 1, 9: 0, 10: 127}], ids=str)
+def test_a_blosc_header_that_contradicts_itself_is_refused(header: dict[int, int]) -> None:
+    stored = bytearray(blosc_chunk(VALUES))
+    for at, value in header.items():
+        stored[at] = value
+    assert decode_pieces([bytes(stored)], [0], [0], [4 * N], 4 * N)[0] == 0
+
+
+@needs_blosc2
+def test_values_that_blosc_only_copied_are_decoded() -> None:
+    random = np.random.default_rng(0).integers(0, 2**31, N, dtype=np.int32)
+    stored = blosc_chunk(random)
+    assert stored[2] & 2
+    failed, out = decode_pieces([stored], [0], [400], [4 * N], 4 * N)
+    assert failed == -1
+    np.testing.assert_array_equal(out.view(np.int32), random[100:])
+
+
+@needs_blosc2
 @pytest.mark.parametrize("size", [0, 8, 16, 40, 5000])
 def test_a_blosc_chunk_cut_short_is_refused(size: int) -> None:
     stored = blosc_chunk(VALUES)[:size]

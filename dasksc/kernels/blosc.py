@@ -19,6 +19,8 @@ from dasksc.kernels.csr import load
 __all__ = ["getitems"]
 
 _HEADER_BYTES = 16
+_CODEC_VERSION = 1  # of every codec that Blosc has
+_IS_COPIED = 2
 
 
 @intrinsic
@@ -73,7 +75,13 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
             return first
         item = np.int64(load(source, 3, byte))
         block = np.int64(load(source, 2, word))
-        if load(source, 1, word) != chunk_bytes or load(source, 3, word) > sizes[chunk] or item < 1 or block < 1:
+        stored = load(source, 3, word)
+        if load(source, 1, word) != chunk_bytes or stored > sizes[chunk] or not (0 < block <= chunk_bytes) or item < 1:
+            return first
+        # Of bytes that were only copied the library believes that they are all there.
+        if load(source, 1, byte) != _CODEC_VERSION or (
+            load(source, 2, byte) & _IS_COPIED and stored != chunk_bytes + _HEADER_BYTES
+        ):
             return first
         # Pieces that share a block of the chunk are decoded together, so that no block is decoded twice.
         after = first + 1
