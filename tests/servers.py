@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import os
 import re
@@ -71,11 +72,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, *, with_body: bool) -> None:
         server, faults = self.server, self.server.faults
         path, wanted = urlsplit(self.path).path, self.headers.get("Range")
-        faults.requests.append((self.command, path, wanted))
-        number = next(server.numbers)
-        if faults.latency_s:
-            time.sleep(faults.latency_s)
-        status = faults.status(number)
+        number, status = self.met(path, wanted)
         file = server.folder / unquote(path).lstrip("/")
         if status is None and not file.is_file():
             status = 404
@@ -101,6 +98,15 @@ class Handler(BaseHTTPRequestHandler):
                 source.seek(start)
                 self.send(source, stop - start, is_cut=faults.cut(number))
 
+    def met(self, path: str, wanted: str | None) -> tuple[int, int | None]:
+        """Note a request; return its number, and what it is refused with, if it is."""
+        faults = self.server.faults
+        faults.requests.append((self.command, path, wanted))
+        number = next(self.server.numbers)
+        if faults.latency_s:
+            time.sleep(faults.latency_s)
+        return number, faults.status(number)
+
     def say(self, status: int, headers: dict[str, str], length: int) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(length)}).items():
@@ -120,15 +126,43 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+class Relay(Handler):
+    """Passes requests on to an endpoint of S3, and its answers back; what it refuses, it refuses as S3 does."""
+
+    def answer(self, *, with_body: bool) -> None:
+        number, status = self.met(urlsplit(self.path).path, self.headers.get("Range"))
+        if status is not None:
+            code = {500: "InternalError", 503: "SlowDown", 403: "AccessDenied"}[status]
+            body = f"<Error><Code>{code}</Code><Message>of {self.headers['Authorization']}</Message></Error>".encode()
+            self.say(status, {"Content-Type": "application/xml"}, len(body))
+            if with_body:
+                self.wfile.write(body)
+            return
+        connection = http.client.HTTPConnection(self.server.endpoint, timeout=60)
+        try:
+            connection.request(self.command, self.path, headers=dict(self.headers))
+            answer = connection.getresponse()
+            headers = {name: value for name, value in answer.headers.items() if name.lower() in self.passed}
+            length = int(answer.headers.get("Content-Length", 0))
+            self.say(answer.status, headers, length)
+            if with_body:
+                self.send(answer, length, is_cut=self.server.faults.cut(number))
+        finally:
+            connection.close()
+
+    passed = ("etag", "last-modified", "content-range", "content-type", "accept-ranges")
+
+
 class HTTPServer(ThreadingHTTPServer):
-    """A folder over plain HTTP, with byte ranges."""
+    """A folder over plain HTTP, with byte ranges; or an endpoint, relayed."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, folder: Path, handler: type[Handler] = Handler, endpoint: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), handler)
         self.folder = folder
+        self.endpoint = endpoint
         self.faults = Faults()
         self.link = Link()
         self.numbers = itertools.count()
@@ -141,9 +175,18 @@ class HTTPServer(ThreadingHTTPServer):
         """Clients that hang up are none of the tests' business."""
 
 
+def serving(folder: Path) -> contextlib.AbstractContextManager[HTTPServer]:
+    """A server of a folder."""
+    return _running(HTTPServer(folder))
+
+
+def relaying(endpoint: str) -> contextlib.AbstractContextManager[HTTPServer]:
+    """A server before an endpoint of S3, given by its URL."""
+    return _running(HTTPServer(Path(), Relay, urlsplit(endpoint).netloc))
+
+
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[HTTPServer]:
-    server = HTTPServer(folder)
+def _running(server: HTTPServer) -> Iterator[HTTPServer]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
