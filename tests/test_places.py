@@ -134,6 +134,30 @@ def test_a_collection_on_a_web_server_needs_consolidated_metadata(folder: Path, 
         same(*several)
 
 
+@pytest.mark.filterwarnings("ignore:Writing zarr v2")
+def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) -> None:
+    n_obs, chunk_rows = 3000, 100
+    AnnData(np.ones((n_obs, 4), dtype=np.float32)).write_zarr(tmp_path / "atlas.zarr", chunks=(chunk_rows, 4))
+
+    def dataset(path: Any, block_size: int, fetch_factor: int = 8) -> dasksc.scDataset:
+        return dasksc.scDataset(
+            path, dasksc.BlockShuffling(block_size), 32, fetch_factor=fetch_factor, seed=0, rank=0, world_size=1
+        )
+
+    with serving(tmp_path) as server:
+        url = f"{server.url}/atlas.zarr"
+        (warning,) = dasksc.check(dataset(url, 8)).warnings
+        assert "chunks of about 100 rows come whole, and blocks have 8" in warning
+        plan = dataset(url, 8).plan()
+        read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
+        # Of twelve fetches the mean strays by half a point.
+        told = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
+        assert told == pytest.approx(n_obs / sum(read), abs=0.02)
+        assert dasksc.check(dataset(url, 200)).warnings == ()
+        assert dasksc.check(dataset(url, 8, 90)).warnings == ()
+    assert dasksc.check(dataset(tmp_path / "atlas.zarr", 8)).warnings == ()
+
+
 # --- Through fsspec -----------------------------------------------------------------------------------
 
 
