@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
 import http.client
 import itertools
+import json
 import os
 import re
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -249,6 +255,73 @@ def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
         yield Bucket(name=name, options=options, client=client)
     finally:
         server.stop()
+
+
+def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
+    """Let the endpoint of a bucket speak as Google's, whose XML is the same; what is below the prefix becomes public."""
+    for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
+        bucket.client.put_object_acl(Bucket=bucket.name, Key=item["Key"], ACL="public-read")
+    account = {
+        "gcs_base_url": bucket.options["endpoint"],
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": SECRET,
+        "private_key_id": "",
+    }
+    return {"service_account_key": json.dumps(account), "client_options": {"allow_http": True}}
+
+
+# What Azure's emulators have.
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@contextlib.contextmanager
+def azure_container(name: str, program: str) -> Iterator[dict[str, Any]]:
+    """A container of Azure's emulator, which `program` starts; the options to read and write it with."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [program, "--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck", "--silent"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        date, version = formatdate(usegmt=True), "2021-08-06"
+        signed = (
+            f"PUT{12 * chr(10)}x-ms-date:{date}\nx-ms-version:{version}\n"
+            f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}\nrestype:container"
+        )
+        digest = hmac.new(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256).digest()
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request(
+            "PUT",
+            f"/{AZURE_ACCOUNT}/{name}?restype=container",
+            headers={
+                "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}",
+                "Content-Length": "0",
+                "x-ms-date": date,
+                "x-ms-version": version,
+            },
+        )
+        answer = connection.getresponse()
+        assert answer.status == 201, answer.read()
+        connection.close()
+        yield {
+            "account_name": AZURE_ACCOUNT,
+            "account_key": AZURE_KEY,
+            "endpoint": f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}",
+            "client_options": {"allow_http": True},
+        }
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def touch_later(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import pickle
 import shutil
@@ -28,7 +29,7 @@ from dasksc.errors import CorruptDataError, InputError, MissingPathError, Storag
 from dasksc.storage.client import client_of
 from dasksc.storage.places import Place
 from tests.data import make_adata, write_store
-from tests.servers import SECRET, Bucket, s3_bucket, serving
+from tests.servers import SECRET, Bucket, azure_container, google_options, s3_bucket, serving
 from tests.test_remote import batches, same
 
 pytest.importorskip("obstore")
@@ -132,6 +133,49 @@ def test_a_collection_on_a_web_server_needs_consolidated_metadata(folder: Path, 
             for path in (f"{server.url}/collection.zarr", folder / "collection.zarr")
         ]
         same(*several)
+
+
+# --- Other clouds -------------------------------------------------------------------------------------
+
+
+def are_the_local_parts(root: str, options: dict[str, Any], folder: Path) -> None:
+    for name in ("part0.h5ad", "part1.zarr"):
+        remote, local = (
+            dasksc.open(f"{root}/parts/{name}", storage_options=options),
+            dasksc.open(folder / "parts" / name),
+        )
+        same(remote, local)
+        for one, other in zip(batches(remote), batches(local), strict=True):
+            np.testing.assert_array_equal(one, other)
+    several = dasksc.open(f"{root}/parts/part*", storage_options=options, index_unique="-")
+    same(several, dasksc.open(folder / "parts", index_unique="-"))
+    with pytest.raises(MissingPathError, match=f"there is nothing at {root}/nothing.h5ad"):
+        dasksc.open(f"{root}/nothing.h5ad", storage_options=options)
+
+
+def test_atlases_on_google_cloud_storage_are_the_local_ones(folder: Path, bucket: Bucket) -> None:
+    are_the_local_parts(f"gs://{bucket.name}", google_options(bucket, "parts"), folder)
+
+
+def test_atlases_on_azure_are_the_local_ones(folder: Path) -> None:
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("Azure's emulator is not here: npm install --global azurite")
+    import obstore
+
+    with azure_container("atlases", program) as options:
+        store = obstore.store.from_url("az://atlases", **options)
+        for file in sorted((folder / "parts").rglob("*")):
+            if file.is_file():
+                obstore.put(store, file.relative_to(folder).as_posix(), file.read_bytes())
+        are_the_local_parts("az://atlases", options, folder)
+        wrong = options | {"account_key": base64.b64encode(SECRET.encode()).decode()}
+        with pytest.raises(StorageError, match="credentials") as caught:
+            dasksc.open("az://atlases/parts/part0.h5ad", storage_options=wrong)
+        assert wrong["account_key"] not in "".join(traceback.format_exception(caught.value))
+
+
+# --- Sizes that suit a network ------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
