@@ -325,8 +325,10 @@ def _wanted_share(plan: EpochPlan, n_obs: int, chunk_rows: float) -> float:
     """Return the rows of a fetch as a share of all in the chunks that its blocks lie in, were they anywhere."""
     chunk_rows = max(1.0, chunk_rows)
     n_blocks = plan.fetch_rows / plan.block_size
+    n_obs = max(1, n_obs)
     touched_by_one = min(1.0, (plan.block_size + chunk_rows - 1) / n_obs)
-    return min(1.0, plan.fetch_rows / (n_obs * (1 - (1 - touched_by_one) ** n_blocks)))
+    read_rows = n_obs * (1 - float((1 - touched_by_one) ** n_blocks))
+    return min(1.0, plan.fetch_rows / read_rows)
 
 
 def _of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:

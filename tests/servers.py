@@ -258,7 +258,7 @@ def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
 
 
 def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
-    """Let the endpoint of a bucket speak as Google's, whose XML is the same; what is below the prefix becomes public."""
+    """Let the endpoint of a bucket speak as Google's, whose XML is the same; what is below a prefix becomes public."""
     for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
         bucket.client.put_object_acl(Bucket=bucket.name, Key=item["Key"], ACL="public-read")
     account = {
