@@ -26,6 +26,7 @@ from fsspec.utils import infer_storage_options
 
 import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.storage import fsspec_client
 from dasksc.storage.client import client_of
 from dasksc.storage.places import Place
 from tests.data import make_adata, write_store
@@ -315,7 +316,25 @@ def test_what_fails_for_good_is_named_without_credentials(
     assert SECRET not in text
 
 
-def test_a_file_that_was_replaced_in_memory_is_refused(folder: Path) -> None:
+def test_an_object_is_looked_at_once_in_a_while(
+    folder: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    info = faulty.info
+    monkeypatch.setattr(faulty, "info", lambda self, path, **options: looks.append(path) or info(self, path))
+    monkeypatch.setattr(fsspec_client, "_LOOK_S", 1e9)
+    client = client_of("faulty://", {"password": "of a client of its own"})
+    identity = client.stat("parts/part0.h5ad")
+    for start in range(10):
+        client.get("parts/part0.h5ad", start, start + 1, expected=identity)
+    assert len(looks) == 2  # one of them by fsspec, which asks for the size
+    monkeypatch.setattr(fsspec_client, "_LOOK_S", 0.0)
+    client.get("parts/part0.h5ad", 0, 1, expected=identity)
+    assert len(looks) == 3
+
+
+def test_a_file_that_was_replaced_in_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_client, "_LOOK_S", 0.0)
     system = fsspec.filesystem("memory")
     content = (folder / "parts/part0.h5ad").read_bytes()
     system.pipe("/replaced.h5ad", content)

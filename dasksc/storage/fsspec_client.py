@@ -1,14 +1,15 @@
 """Requests through fsspec, to what obstore does not know: ``hf://``, ``ftp://``, ``sftp://``, ``memory://``, ...
 
 What fsspec's implementations promise differs. Here each thread has one of its own, for many hold one connection; what
-fails is tried again with growing pauses; and every read is followed by a look at what is there now, because they
-cannot ask for a version.
+fails is tried again with growing pauses; and reads are followed by looks at what is there now, because they cannot ask
+for a version.
 """
 
 from __future__ import annotations
 
 import ftplib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -35,6 +36,8 @@ T = TypeVar("T")
 # What implementations call a version, and a time of change.
 _TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum", "hex")
 _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
+# How long a look at an object holds. Some servers tell of whole folders only, or of little in a minute.
+_LOOK_S = 1.0
 # By these nothing tells one version from another, and a cache keeps nothing.
 _UNKNOWN_TIME = "1970-01-01"
 # Packages whose modules have other names.
@@ -114,6 +117,8 @@ class FsspecClient:
         self._options = {**self._class._get_kwargs_from_urls(root), **options}
         self._secrets = secrets_of(root, self._options)
         self._mine = threading.local()
+        # When each object was last looked at.
+        self._looked: dict[str, float] = {}
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object; see `Client.stat`."""
@@ -122,7 +127,10 @@ class FsspecClient:
             system.invalidate_cache(system._parent(path))
             return self._identity(key, system.info(path), system)
 
-        return self._asked(look, key)
+        now = time.monotonic()
+        identity = self._asked(look, key)
+        self._looked[key] = now
+        return identity
 
     def get(
         self,
@@ -139,8 +147,12 @@ class FsspecClient:
             raise longer(identity.path, identity.size, longest)
         end = identity.size if stop is None else stop
         span = span_of(start, stop)
-        data = self._asked(lambda system, path: _read(system, path, start, end), key, span) if end > start else b""
-        if expected is not None:
+        data = (
+            self._asked(lambda system, path: self._read(system, path, start, end, identity), key, span)
+            if end > start
+            else b""
+        )
+        if expected is not None and time.monotonic() - self._looked.get(key, float("-inf")) >= _LOOK_S:
             expected.compare(self.stat(key))
         if len(data) != end - start:
             raise shortened(identity.path, identity.size, span, len(data))
@@ -201,7 +213,7 @@ class FsspecClient:
             try:
                 return ask(self._system(), self._path(key))
             except Exception:  # each implementation has its own
-                self._mine.system = None  # whose connection may be broken
+                self._mine.system = self._mine.file = None  # whose connection may be broken
                 raise
 
         try:
@@ -210,6 +222,23 @@ class FsspecClient:
             raise
         except Exception as error:
             raise self._translated(error, key, span) from None
+
+    def _read(self, system: Any, path: str, start: int, stop: int, identity: ObjectIdentity) -> bytes:
+        from fsspec.spec import AbstractBufferedFile
+
+        if _is_own(system, "cat_file"):
+            return bytes(system.cat_file(path, start, stop))
+        held, file = getattr(self._mine, "file", None) or (None, None)
+        if file is not None and held == identity:
+            return bytes(file._fetch_range(start, stop))
+        file = system.open(path, "rb")
+        if isinstance(file, AbstractBufferedFile):
+            # Its buffer would read megabytes ahead. Kept, because opening asks for the size; it holds no connection.
+            self._mine.file = identity, file
+            return bytes(file._fetch_range(start, stop))
+        with file:
+            file.seek(start)
+            return bytes(file.read(stop - start))
 
     def _system(self) -> Any:
         """Return the file system of this thread."""
@@ -231,12 +260,6 @@ class FsspecClient:
         return StorageError(
             f"{what} Check that it can be reached, and the storage_options, those of {self._class.__name__}."
         )
-
-
-def _read(system: Any, path: str, start: int, stop: int) -> bytes:
-    # Files that fsspec opens itself would read megabytes ahead.
-    options = {} if _is_own(system, "cat_file") else {"cache_type": "none"}
-    return bytes(system.cat_file(path, start, stop, **options))
 
 
 def _is_own(system: Any, method: str) -> bool:
