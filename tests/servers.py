@@ -253,6 +253,11 @@ def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
             "secret_access_key": SECRET,
         }
         yield Bucket(name=name, options=options, client=client)
+        # What it holds is the process's, not the server's.
+        reset = http.client.HTTPConnection(host, port)
+        reset.request("POST", "/moto-api/reset")
+        assert reset.getresponse().status == 200
+        reset.close()
     finally:
         server.stop()
 

@@ -76,10 +76,13 @@ def memory(folder: Path) -> Iterator[str]:
     system.rm("/places", recursive=True)
 
 
+PATTERNS = ["parts", "parts/", "parts/part*", "pa*/part[02].h5ad", "*/part?.h5ad", "collection.zarr"]
+
+
 @pytest.mark.parametrize(
-    "what", ["parts", "parts/", "parts/part*", "pa*/part[02].h5ad", "*/part?.h5ad", "collection.zarr"]
+    ("kind", "what"),
+    [*itertools.product(["file", "memory"], PATTERNS), *itertools.product(["s3"], ["parts/", *PATTERNS[-2:]])],
 )
-@pytest.mark.parametrize("kind", ["s3", "file", "memory"])
 def test_patterns_folders_and_collections_are_those_of_local_paths(
     folder: Path, bucket: Bucket, memory: str, kind: str, what: str
 ) -> None:
@@ -362,12 +365,11 @@ def test_file_systems_that_need_options_get_them(folder: Path) -> None:
     same(dasksc.open(f"local://{folder}/parts/part1.zarr"), expected)
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_dataloader_workers_read_through_fsspec(folder: Path, how: str) -> None:
+def test_forked_dataloader_workers_read_through_fsspec(folder: Path) -> None:
     adata = dasksc.open(f"local://{folder}/parts/part0.h5ad")
     expected = batches(adata)
     dataset = dasksc.scDataset(adata, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=how)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
     for one, other in zip(loader, expected, strict=True):
         np.testing.assert_array_equal(one.numpy(), other)
 
