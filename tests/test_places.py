@@ -61,6 +61,8 @@ def bucket(folder: Path) -> Iterator[Bucket]:
     with s3_bucket() as bucket:
         for name in ("parts", "collection.zarr"):
             bucket.put(folder / name)
+        # As programs do that make folders.
+        bucket.client.put_object(Bucket=bucket.name, Key="parts/", Body=b"")
         bucket.client.put_object(
             Bucket=bucket.name, Key="odd/a[1].h5ad", Body=(folder / "parts/part0.h5ad").read_bytes()
         )
@@ -81,7 +83,10 @@ PATTERNS = ["parts", "parts/", "parts/part*", "pa*/part[02].h5ad", "*/part?.h5ad
 
 @pytest.mark.parametrize(
     ("kind", "what"),
-    [*itertools.product(["file", "memory"], PATTERNS), *itertools.product(["s3"], ["parts/", *PATTERNS[-2:]])],
+    [
+        *itertools.product(["file", "memory"], PATTERNS),
+        *itertools.product(["s3"], ["parts/", "parts/*[0-9].*", *PATTERNS[-2:]]),
+    ],
 )
 def test_patterns_folders_and_collections_are_those_of_local_paths(
     folder: Path, bucket: Bucket, memory: str, kind: str, what: str
@@ -294,6 +299,7 @@ def test_lists_are_those_of_stores(folder: Path, memory: str, bucket: Bucket) ->
     keys = expected.listed("parts")
     assert client.listed("places/parts") == [f"places/{key}" for key in keys]
     assert len(keys) > 10
+    assert "parts" not in [*expected.children("parts"), *keys]
     assert client.listed("places/no") == expected.listed("no") == []
 
 

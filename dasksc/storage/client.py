@@ -271,7 +271,7 @@ class ObstoreClient:
 
         def ask() -> list[str]:
             pages = self._library.list(self._store, prefix or None)
-            return sorted(item["path"] for page in pages for item in page)
+            return sorted(item["path"] for page in pages for item in page if item["path"] != prefix)
 
         return self._asked(ask, prefix)
 
@@ -280,7 +280,8 @@ class ObstoreClient:
         self._refuse_listing(prefix)
         result = self._asked(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
-        return sorted(path.rpartition("/")[2] for path in paths)
+        # Some programs make an object that stands for the folder.
+        return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
 
     def _asked(self, ask: Callable[[], T], key: str, span: str = "") -> T:
         try:
