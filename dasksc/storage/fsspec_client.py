@@ -212,6 +212,8 @@ class FsspecClient:
         def attempt() -> T:
             try:
                 return ask(self._system(), self._path(key))
+            except FileNotFoundError:
+                raise
             except Exception:  # each implementation has its own
                 self._mine.system = self._mine.file = None  # whose connection may be broken
                 raise
