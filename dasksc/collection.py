@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import dask.array as da
 import h5py
@@ -33,7 +33,7 @@ from dasksc import config
 from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
-from dasksc.storage import Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place
+from dasksc.storage import HDF5_ENDINGS, Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place, shown
 from dasksc.storage.hdf5_links import check_links
 from dasksc.storage.zarr import ZarrFile
 
@@ -47,6 +47,7 @@ __all__ = [
     "open",
     "open_modalities",
     "several_of",
+    "stem_of",
 ]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
@@ -86,6 +87,8 @@ _HERE = _Reach()
 _reach: ContextVar[_Reach] = ContextVar("reach", default=_HERE)
 
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
+# What is an atlas, of what is in a directory.
+ATLAS_ENDINGS = (".h5ad", ".zarr")
 
 
 def open(
@@ -110,10 +113,11 @@ def open(
         The path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its
         arrays are shared, not copied), read with ``backed="r"`` (X comes from its file, everything
         else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
-        (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``).
+        (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and those that fsspec knows).
 
         Several, one below the other: a list of these, or a dict by their keys; a pattern
-        (``"atlas/*.h5ad"``) or a directory, whose files and stores are taken by name; a store of
+        (``"atlas/*.h5ad"``) or a directory, whose files and stores are taken by name (behind URLs
+        too, but of web servers, which do not tell what they have); a store of
         ``dataset_*`` groups, as annbatch writes it; AnnData's `AnnCollection`. Nothing is rewritten: a column
         is renumbered while the rows of a batch are gathered.
     obs
@@ -131,8 +135,9 @@ def open(
         Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
         Of several, that of each, joined as any X is.
     storage_options
-        For URLs: credentials, region, endpoint, by the names of obstore's stores; what is not given comes from
-        the environment (``AWS_...``, ``GOOGLE_...``, ``AZURE_...``). Public buckets: ``{"skip_signature": True}``.
+        For URLs: credentials, region, endpoint, by the names of obstore's stores (or of fsspec's file systems,
+        for what it reads); what is not given comes from the environment (``AWS_...``, ``GOOGLE_...``,
+        ``AZURE_...``). Public buckets: ``{"skip_signature": True}``.
     cache
         A folder of this machine for blocks of what is read, or ``{"path": ..., "limit": "100GiB"}``; also of paths
         that are no URLs, such as those of a network file system. Default: ``dasksc.cache`` of Dask's
@@ -160,15 +165,16 @@ def open(
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    several = several_of(data)
+    with _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache):
+        several = several_of(data)
     if several is None:
         given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
         if any(value is not None for value in given.values()):
             what = ", ".join(f"{name}=" for name, value in given.items() if value is not None)
-            raise InputError(f"{what} are of several atlases, and {data!r:.100} is one; give a list: [...]")
+            raise InputError(f"{what} are of several atlases, and {_told_of(data)} is one; give a list: [...]")
         with _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache):
             opened = _open_one(data, obs)
-        return _raw_of(opened, f"{data!r:.100}") if raw else opened
+        return _raw_of(opened, _told_of(data)) if raw else opened
     parts, names = several
     if not parts:
         raise InputError(f"there is nothing to open in {data!r}")
@@ -195,6 +201,17 @@ def _told(*, mmap: bool, may_lack: bool, storage_options: Mapping[str, Any] | No
         _may_map.reset(tokens[0])
         _may_lack.reset(tokens[1])
         _reach.reset(tokens[2])
+
+
+def _told_of(data: Any) -> str:
+    """Return what was given as errors quote it."""
+    return f"{shown(data) if isinstance(data, str) and is_url(data) else data!r:.100}"
+
+
+def stem_of(path: str | os.PathLike[str]) -> str:
+    """Return the name of an atlas by its path or URL, without ending, and without a URL's query."""
+    text = os.fspath(path)
+    return Path(shown(text) if is_url(text) else text).stem
 
 
 def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
@@ -236,29 +253,60 @@ def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     if isinstance(data, Mapping):
         return list(data.values()), [str(key) for key in data]
     if isinstance(data, list | tuple):
-        stems = [Path(part).stem if isinstance(part, str | os.PathLike) else str(i) for i, part in enumerate(data)]
+        stems = [stem_of(part) if isinstance(part, str | os.PathLike) else str(i) for i, part in enumerate(data)]
         return list(data), stems
     if type(data).__name__ == "AnnCollection" and hasattr(data, "adatas"):
         return list(data.adatas), [str(i) for i in range(len(data.adatas))]
     paths = _paths_at(os.fspath(data)) if isinstance(data, str | os.PathLike) else None
-    return None if paths is None else (paths, [Path(path).stem for path in paths])
+    return None if paths is None else (paths, [stem_of(path) for path in paths])
 
 
 def _paths_at(path: str) -> list[str] | None:
     """Return the atlases that a pattern or a directory stands for, by name; None if it is one."""
     if is_url(path):
-        return None
+        return _urls_at(path)
     if os.path.isdir(path):
         if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
             inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
             return inside if inside and not os.path.exists(os.path.join(path, "obs")) else None
-        return sorted(entry.path for entry in os.scandir(path) if entry.name.endswith((".h5ad", ".zarr"))) or None
+        return sorted(entry.path for entry in os.scandir(path) if _is_atlas(entry.name)) or None
     if os.path.exists(path) or not glob.has_magic(path):
         return None
-    paths = sorted(glob.glob(path))
-    if not paths:
-        raise MissingPathError(f"nothing fits the pattern {path!r}")
-    return paths
+    return sorted(glob.glob(path)) or _nothing_fits(path)
+
+
+def _urls_at(url: str) -> list[str] | None:
+    """Do as `_paths_at` does, behind a URL."""
+    place = Place.of(url, _reach.get().options)
+    if place.local is not None:
+        return _paths_at(place.local)
+    is_pattern = glob.has_magic(place.key)
+    if place.key.endswith(HDF5_ENDINGS) and not is_pattern:
+        return None
+    if place.is_zarr():
+        with _reading(place):
+            root = ZarrFile(place).root()
+            names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
+        return [place.below(name).url for name in sorted(names, key=_by_number)] or None
+    if place.exists():
+        return None
+    if is_pattern:
+        return [one.url for one in place.matching()] or _nothing_fits(str(place))
+    if place.is_on_web:
+        raise MissingPathError(
+            f"there is nothing at {place}. If it is a folder: a web server does not tell what is in it, so give the "
+            "URLs of its atlases as a list"
+        )
+    return [one.url for one in place.children() if _is_atlas(one.name)] or None
+
+
+def _is_atlas(name: str) -> bool:
+    """Return whether what has this name in a directory is an atlas; some systems leave hidden files beside them."""
+    return name.endswith(ATLAS_ENDINGS) and not name.startswith(".")
+
+
+def _nothing_fits(pattern: str) -> NoReturn:
+    raise MissingPathError(f"nothing fits the pattern {pattern!r}")
 
 
 def _by_number(path: str) -> tuple[int, str]:

@@ -304,7 +304,7 @@ class scDataset(IterableDataset[Any]):
             self._adopt_modalities(data, names, genes, layout, dtype, mmap)
             return
         if isinstance(data, str | os.PathLike) or collections.is_several(data):
-            self._name = Path(data).stem if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
+            self._name = collections.stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
             label_key = getattr(self.strategy, "label_key", None)
             wanted = [*names["obs"], *filtered_by, *([] if label_key is None else [label_key])]
             # Hooks see every column; without them only what is asked for is read.
@@ -368,7 +368,7 @@ class scDataset(IterableDataset[Any]):
             raise InputError("hooks cannot be used with several modalities; give scDataset one of them: data['rna']")
         if not isinstance(data, Modalities):
             if isinstance(data, str | os.PathLike):
-                self._name = Path(data).stem
+                self._name = collections.stem_of(data)
             data = Modalities(data, mmap=mmap)
         if genes is not None and not isinstance(genes, Mapping):
             raise InputError(f"genes= of several modalities is a dict: {{{next(iter(data))!r}: [...]}}")

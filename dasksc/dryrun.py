@@ -16,6 +16,7 @@ from dasksc.dataset import scDataset
 from dasksc.errors import InputError
 from dasksc.plan import EpochPlan
 from dasksc.sampling import encode_labels
+from dasksc.storage import is_url
 from dasksc.world import World
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _N_SHOWN = 12
 # Batches whose labels are less mixed than this share of random ones' are warned of.
 _MIXED = 0.9
 _MUCH_DROPPED = 0.05
+# Less wanted of what crosses a network than this share is warned of.
+_WANTED = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +313,22 @@ def _of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...])
                 f"{chunk_rows:,.0f} rows): chunks are decoded again and again for a few rows each. Raise fetch_factor, "
                 "or store smaller chunks"
             )
+        elif is_url(matrix.label) and (share := _wanted_share(plan, dataset._n_obs, chunk_rows)) < _WANTED:
+            yield (
+                f"about {share:.0%} of what is asked for of {name} over the network is wanted: chunks of about "
+                f"{chunk_rows:,.0f} rows come whole, and blocks have {plan.block_size:,}. Raise block_size or "
+                "fetch_factor, or store smaller chunks in shards (dasksc convert)"
+            )
+
+
+def _wanted_share(plan: EpochPlan, n_obs: int, chunk_rows: float) -> float:
+    """Return the rows of a fetch as a share of all in the chunks that its blocks lie in, were they anywhere."""
+    chunk_rows = max(1.0, chunk_rows)
+    n_blocks = plan.fetch_rows / plan.block_size
+    n_obs = max(1, n_obs)
+    touched_by_one = min(1.0, (plan.block_size + chunk_rows - 1) / n_obs)
+    read_rows = n_obs * (1 - float((1 - touched_by_one) ** n_blocks))
+    return min(1.0, plan.fetch_rows / read_rows)
 
 
 def _of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
+import http.client
 import itertools
+import json
 import os
 import re
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,11 +78,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, *, with_body: bool) -> None:
         server, faults = self.server, self.server.faults
         path, wanted = urlsplit(self.path).path, self.headers.get("Range")
-        faults.requests.append((self.command, path, wanted))
-        number = next(server.numbers)
-        if faults.latency_s:
-            time.sleep(faults.latency_s)
-        status = faults.status(number)
+        number, status = self.met(path, wanted)
         file = server.folder / unquote(path).lstrip("/")
         if status is None and not file.is_file():
             status = 404
@@ -101,6 +104,15 @@ class Handler(BaseHTTPRequestHandler):
                 source.seek(start)
                 self.send(source, stop - start, is_cut=faults.cut(number))
 
+    def met(self, path: str, wanted: str | None) -> tuple[int, int | None]:
+        """Note a request; return its number, and what it is refused with, if it is."""
+        faults = self.server.faults
+        faults.requests.append((self.command, path, wanted))
+        number = next(self.server.numbers)
+        if faults.latency_s:
+            time.sleep(faults.latency_s)
+        return number, faults.status(number)
+
     def say(self, status: int, headers: dict[str, str], length: int) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(length)}).items():
@@ -120,15 +132,43 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+class Relay(Handler):
+    """Passes requests on to an endpoint of S3, and its answers back; what it refuses, it refuses as S3 does."""
+
+    def answer(self, *, with_body: bool) -> None:
+        number, status = self.met(urlsplit(self.path).path, self.headers.get("Range"))
+        if status is not None:
+            code = {500: "InternalError", 503: "SlowDown", 403: "AccessDenied"}[status]
+            body = f"<Error><Code>{code}</Code><Message>of {self.headers['Authorization']}</Message></Error>".encode()
+            self.say(status, {"Content-Type": "application/xml"}, len(body))
+            if with_body:
+                self.wfile.write(body)
+            return
+        connection = http.client.HTTPConnection(self.server.endpoint, timeout=60)
+        try:
+            connection.request(self.command, self.path, headers=dict(self.headers))
+            answer = connection.getresponse()
+            headers = {name: value for name, value in answer.headers.items() if name.lower() in self.passed}
+            length = int(answer.headers.get("Content-Length", 0))
+            self.say(answer.status, headers, length)
+            if with_body:
+                self.send(answer, length, is_cut=self.server.faults.cut(number))
+        finally:
+            connection.close()
+
+    passed = ("etag", "last-modified", "content-range", "content-type", "accept-ranges")
+
+
 class HTTPServer(ThreadingHTTPServer):
-    """A folder over plain HTTP, with byte ranges."""
+    """A folder over plain HTTP, with byte ranges; or an endpoint, relayed."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, folder: Path, handler: type[Handler] = Handler, endpoint: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), handler)
         self.folder = folder
+        self.endpoint = endpoint
         self.faults = Faults()
         self.link = Link()
         self.numbers = itertools.count()
@@ -141,9 +181,18 @@ class HTTPServer(ThreadingHTTPServer):
         """Clients that hang up are none of the tests' business."""
 
 
+def serving(folder: Path) -> contextlib.AbstractContextManager[HTTPServer]:
+    """A server of a folder."""
+    return _running(HTTPServer(folder))
+
+
+def relaying(endpoint: str) -> contextlib.AbstractContextManager[HTTPServer]:
+    """A server before an endpoint of S3, given by its URL."""
+    return _running(HTTPServer(Path(), Relay, urlsplit(endpoint).netloc))
+
+
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[HTTPServer]:
-    server = HTTPServer(folder)
+def _running(server: HTTPServer) -> Iterator[HTTPServer]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -204,8 +253,80 @@ def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
             "secret_access_key": SECRET,
         }
         yield Bucket(name=name, options=options, client=client)
+        # What it holds is the process's, not the server's.
+        reset = http.client.HTTPConnection(host, port)
+        reset.request("POST", "/moto-api/reset")
+        assert reset.getresponse().status == 200
+        reset.close()
     finally:
         server.stop()
+
+
+def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
+    """Let the endpoint of a bucket speak as Google's, whose XML is the same; what is below a prefix becomes public."""
+    for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
+        bucket.client.put_object_acl(Bucket=bucket.name, Key=item["Key"], ACL="public-read")
+    account = {
+        "gcs_base_url": bucket.options["endpoint"],
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": SECRET,
+        "private_key_id": "",
+    }
+    return {"service_account_key": json.dumps(account), "client_options": {"allow_http": True}}
+
+
+# What Azure's emulators have.
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@contextlib.contextmanager
+def azure_container(name: str, program: str) -> Iterator[dict[str, Any]]:
+    """A container of Azure's emulator, which `program` starts; the options to read and write it with."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [program, "--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck", "--silent"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        date, version = formatdate(usegmt=True), "2021-08-06"
+        signed = (
+            f"PUT{12 * chr(10)}x-ms-date:{date}\nx-ms-version:{version}\n"
+            f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}\nrestype:container"
+        )
+        digest = hmac.new(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256).digest()
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request(
+            "PUT",
+            f"/{AZURE_ACCOUNT}/{name}?restype=container",
+            headers={
+                "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}",
+                "Content-Length": "0",
+                "x-ms-date": date,
+                "x-ms-version": version,
+            },
+        )
+        answer = connection.getresponse()
+        assert answer.status == 201, answer.read()
+        connection.close()
+        yield {
+            "account_name": AZURE_ACCOUNT,
+            "account_key": AZURE_KEY,
+            "endpoint": f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}",
+            "client_options": {"allow_http": True},
+        }
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def touch_later(path: Path) -> None:

@@ -128,10 +128,10 @@ def status_of(dask_worker: Any) -> str:
 
 
 def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
-    limit = 2**30
+    limit = 2**31
+    memory = {"monitor-interval": "20ms", "pause": 0.5, "terminate": False}  # that a nanny ends it is another test
     with (
-        # Far below where a nanny ends its worker, which is another test.
-        dask.config.set({"distributed.worker.memory.monitor-interval": "20ms", "distributed.worker.memory.pause": 0.5}),
+        dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
         local(2, memory_limit=limit) as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
     ):

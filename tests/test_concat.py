@@ -67,14 +67,14 @@ def dense(array: Any) -> np.ndarray:
     return array.toarray() if sp.issparse(array) else np.asarray(array)
 
 
-def assert_same(got: AnnData, expected: AnnData) -> None:
+def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False) -> None:
     pd.testing.assert_frame_equal(got.obs, expected.obs)
     pd.testing.assert_frame_equal(got.var, expected.var)
     for name in ("X", "twice"):
         lazy, eager = (adata.X if name == "X" else adata.layers[name] for adata in (got, expected))
         np.testing.assert_array_equal(dense(lazy), dense(eager))
-        # Of no rows at all, AnnData 0.13 makes float64.
-        assert lazy.dtype == eager.dtype or expected.n_obs == 0
+        # Of parts without rows AnnData 0.13 may make float64.
+        assert lazy.dtype == eager.dtype or some_are_empty
         assert sp.issparse(lazy._meta) == sp.issparse(eager)
     np.testing.assert_array_equal(dense(got.obsm["pca"]), expected.obsm["pca"])
 
@@ -106,7 +106,7 @@ def test_several_are_what_anndata_makes_of_them(
     options = {"join": join, "label": label, "keys": keys, "index_unique": "-"}
     expected = anndata.concat(adatas, **options)
     got = dasksc.open(parts, **options)
-    assert_same(got, expected)
+    assert_same(got, expected, some_are_empty=0 in sizes)
 
     # Batches, of all variables and of some, are rows of the same.
     n_obs = expected.n_obs

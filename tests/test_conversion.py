@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -320,6 +321,48 @@ def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
     # A kill after the last step may leave the lock of a conversion that is done.
     assert [file for folder in tmp_path.glob("*.partial") for file in os.listdir(folder) if file != "lock"] == []
     same(read(stores[-1]), ad.read_h5ad(gzipped))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 192 KiB, and what gives it another size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options: str) -> subprocess.CompletedProcess[str]:
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount to make a small file system with")
+    if (done := mount("size=192k")).returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    try:
+        yield folder, lambda size: mount(f"remount,size={size}")
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzipped, tmp_path):
+    disk, resize = small_disk
+    before = gzipped.read_bytes()
+    out = disk / "out.zarr"
+    with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as told:
+        dasksc.convert(gzipped, out)
+    assert told.value.errno == errno.ENOSPC
+    assert "run the same again to go on" in str(told.value)
+    assert shutil.disk_usage(disk).free < 2**14
+    assert gzipped.read_bytes() == before
+    assert not out.exists()
+    for place in (disk / "out.zarr.partial", disk / "out.zarr.partial" / "store"):
+        with pytest.raises(StorageError):
+            dasksc.open(place)
+    assert resize("64m").returncode == 0
+    dasksc.convert(gzipped, out, verify=True)
+    dasksc.convert(gzipped, tmp_path / "elsewhere.zarr")
+    assert contents(out) == contents(tmp_path / "elsewhere.zarr")
+    assert os.listdir(disk) == ["out.zarr"]
 
 
 @pytest.mark.usefixtures("small_parts")

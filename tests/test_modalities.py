@@ -153,7 +153,7 @@ def test_filters_splits_genes_and_copies_work_as_for_one(tmp_path: Path, schedul
     assert {int(i) for batch in batches for i in batch.index} == expected
     for batch in batches:
         assert (batch.rna.X.shape[1], batch.prot.X.shape[1]) == (2, 5)
-        cells = opened.obs_names[batch.index]
+        cells = opened.obs_names[batch.index.numpy()]
         np.testing.assert_array_equal(batch.rna.X, parts()["rna"][cells, ["v1-3", "v1-0"]].X.toarray())
     assert dasksc.check(dataset).process_bytes > 0
     balanced = dasksc.scDataset(opened, dasksc.ClassBalancedSampling(label_key="rna:kind"), 8, seed=0)

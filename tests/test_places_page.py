@@ -23,4 +23,5 @@ def test_its_programs_run_from_top_to_bottom(tmp_path, monkeypatch):
         bucket.client.put_object_acl(Bucket=bucket.name, Key="atlas.h5ad", ACL="public-read")
         done = run_programs(ROOT / "docs" / "places.md", tmp_path)
     assert "torch.Size([64, 300])" in done.stdout
+    assert "['atlas']" in done.stdout
     assert "True" in done.stdout

@@ -15,18 +15,19 @@ import pandas as pd
 import pytest
 import torch
 from anndata import AnnData
-from distributed import Client
+from distributed import Client, LocalCluster
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import InputError, StorageError
-from dasksc.lazy import matrix_of
+from dasksc.lazy import gather_block, matrix_of
+from dasksc.storage import Matrix
 from dasksc.storage.places import Place
 from dasksc.storage.remote import AHEAD_BYTES, RemoteFile, in_order, parts_of
 from dasksc.storage.remote_hdf5 import BlockReader
 from tests.data import FORMATS, dense, make_adata, write_store
-from tests.servers import SECRET, Bucket, HTTPServer, s3_bucket, serving, touch_later
+from tests.servers import SECRET, Bucket, HTTPServer, relaying, s3_bucket, serving, touch_later
 
 pytest.importorskip("obstore")
 
@@ -137,6 +138,48 @@ def test_answers_that_always_break_off_end_in_an_error_that_names_them(opened: A
         batches(opened)
 
 
+@pytest.fixture
+def relay(bucket: Bucket) -> Iterator[HTTPServer]:
+    """A server before the bucket, which fails as it is told to."""
+    with relaying(bucket.options["endpoint"]) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("name", "latency_s"), [("csr.h5ad", 0.03), ("csr.zarr3.zarr", 0.003)])
+def test_nothing_is_lost_where_s3_throttles_fails_and_breaks_off(
+    folder: Path, bucket: Bucket, relay: HTTPServer, name: str, latency_s: float
+) -> None:
+    relay.faults.latency_s = latency_s
+    relay.faults.status = lambda number: {2: 500, 11: 503}.get(number % 29)
+    relay.faults.cut = lambda number: number % 12 == 4
+    options = bucket.options | {"endpoint": relay.url}
+    remote = batches(dasksc.open(f"s3://{bucket.name}/{name}", obs=["int8"], storage_options=options))
+    for one, other in zip(remote, batches(dasksc.open(folder / name)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    numbers = range(len(relay.faults.requests))
+    assert {500, 503} <= set(map(relay.faults.status, numbers))
+    assert any(map(relay.faults.cut, numbers))
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(500, "500"), (503, "503"), (403, "AccessDenied.*credentials"), (None, "bytes")]
+)
+def test_what_s3_refuses_for_good_is_named_without_credentials(
+    bucket: Bucket, relay: HTTPServer, status: int | None, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "dasksc")
+    options = bucket.options | {"endpoint": relay.url, "access_key_id": SECRET + "id"}
+    data = dasksc.open(f"s3://{bucket.name}/csr.h5ad", storage_options=options)
+    relay.faults.status = lambda number: status
+    relay.faults.cut = lambda number: True
+    with (
+        dask.config.set({"dasksc.retry-timeout": "200ms"}),
+        pytest.raises(dasksc.DaskscError, match=rf"s3://{bucket.name}/csr.h5ad.*{says}") as caught,
+    ):
+        batches(data)
+    assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with (
         dask.config.set({"dasksc.retry-timeout": "200ms"}),
@@ -226,10 +269,31 @@ def test_dask_workers_read_for_themselves(bucket: Bucket) -> None:
             np.testing.assert_array_equal(one, other)
 
 
+def test_dask_workers_in_processes_read_for_themselves(bucket: Bucket, tmp_path: Path) -> None:
+    data = dasksc.open(f"s3://{bucket.name}/csr.h5ad", storage_options=bucket.options)
+    expected = batches(data)
+    with (
+        dask.config.set({"temporary-directory": str(tmp_path)}),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True) as cluster,
+        Client(cluster) as client,
+    ):
+        for one, other in zip(batches(data), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        logs = [client.get_scheduler_logs(), client.get_worker_logs(), client.story(), repr(data), str(data.X.dask)]
+        # Each worker can, also one that was given no fetch of these.
+        for rows in client.run(_first_rows, matrix_of(data.X)).values():
+            np.testing.assert_array_equal(rows, dense(data.X[:5].compute()))
+    assert SECRET not in repr(logs)
+
+
+def _first_rows(matrix: Matrix) -> np.ndarray:
+    return dense(gather_block(matrix.fetch(np.arange(5)), np.arange(5)))
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("ftp://host/atlas.h5ad", "known are s3"),
+        ("nosuch://host/atlas.h5ad", "known are s3"),
         ("s3://bucket", "whole store"),
         ("https://host/a/../../atlas.h5ad", r"'\.\.' in its path"),
     ],

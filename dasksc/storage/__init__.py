@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dasksc.storage.cache import Cache
+from dasksc.storage.client import shown
 from dasksc.storage.fetched import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix, open_place
-from dasksc.storage.places import Place, is_url
+from dasksc.storage.places import HDF5_ENDINGS, Place, is_url
 from dasksc.storage.stacked import StackedMatrix
 
 __all__ = [
+    "HDF5_ENDINGS",
     "Cache",
     "ColumnMaps",
     "Columns",
@@ -24,4 +26,5 @@ __all__ = [
     "join",
     "open_matrix",
     "open_place",
+    "shown",
 ]

@@ -1,5 +1,7 @@
 """Requests to object stores and web servers, through obstore; what they raise names the place, never a credential.
 
+What obstore does not know is asked through fsspec (`dasksc.storage.fsspec_client`).
+
 obstore retries what a server throttles, fails or cuts short, with growing pauses. Each process has one client for
 each store, whatever number of arrays, tasks and threads read from it.
 """
@@ -11,19 +13,41 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from dasksc import config
-from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
 
-__all__ = ["Client", "ObjectIdentity", "client_of", "shown", "split_url"]
+__all__ = [
+    "SCHEMES",
+    "Client",
+    "ObjectIdentity",
+    "cleaned",
+    "client_of",
+    "longer",
+    "patiently",
+    "replaced",
+    "secrets_of",
+    "shortened",
+    "shown",
+    "span_of",
+    "split_url",
+    "url_of",
+]
 
-# A body that breaks off is asked for again, from where it broke off, by obstore; where it cannot, by us.
-_ATTEMPTS = 3
+T = TypeVar("T")
+
+# What is asked through obstore.
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file")
+
+# obstore asks again itself, but not where an answer breaks off that is no object, or of which it knows no version.
+_BROKEN_OFF = "body error"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 # What is read whole, of unknown size, is metadata: consolidated ones of thousands of arrays have a few MB.
 WHOLE_BYTES = 2**28
 _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
@@ -87,21 +111,43 @@ class Client(Protocol):
         """Return the names of what is directly below a prefix, ascending."""
 
 
+def longer(path: str, size: int, longest: int) -> CorruptDataError:
+    """Return the error for an object that is longer than what belongs there can be."""
+    return CorruptDataError(f"{path} has {size} bytes, where at most {longest} belong. It is not read.")
+
+
+def shortened(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError:
+    """Return the error for an object of which fewer bytes came than were asked for."""
+    return CorruptDataError(
+        f"{path} has {size} bytes, and of {span or 'all'} {n_bytes} came. It is truncated, or was replaced: upload it "
+        "again, or open it again."
+    )
+
+
 def shown(url: str) -> str:
     """Return a URL as people may see it: without user, password and query."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, host, parts.path, "", ""))
+    scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def url_of(root: str, key: str) -> str:
+    """Return the URL of a key of a store; of what is on a web server, as it is shown."""
+    return f"{root}{'' if root.endswith('/') else '/'}{key}"
 
 
 def split_url(url: str) -> tuple[str, str]:
     """Return the root of the store that a URL is in, and the key in that store."""
     parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        from dasksc.storage import fsspec_client
+
+        return fsspec_client.split_url(url)
     if parts.scheme in ("http", "https"):
         # What follows the path, a token for example, belongs to every request.
         return urlunsplit((parts.scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
     if parts.scheme == "file":
-        return "file:///", unquote(parts.path).strip("/")
+        return "file:///", unquote(url.partition("://")[2].partition("/")[2]).strip("/")
     # Object stores take keys as they are.
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
@@ -142,6 +188,10 @@ def client_of(root: str, options: Mapping[str, Any]) -> Client:
 
 
 def _made(root: str, options: Mapping[str, Any]) -> Client:
+    if urlsplit(root).scheme not in SCHEMES:
+        from dasksc.storage.fsspec_client import FsspecClient
+
+        return FsspecClient(root, options)
     if not _is_orphaned:
         return ObstoreClient(root, options)
     from dasksc.storage.orphan import OrphanClient
@@ -168,23 +218,20 @@ class ObstoreClient:
                 f"{shown(root)} is read through obstore, which is not installed: pip install 'dasksc[remote]'"
             ) from error
         self._shown = shown(root)
-        self._secrets = _secrets(root, options)
+        self._secrets = secrets_of(root, options)
         self._library = obstore
         try:
             self._store = _store(root, options)
         except Exception as error:
             # Without the original error, whose text holds what was given.
             raise InputError(
-                f"{self._shown} cannot be opened with these storage_options: {self._cleaned(error)}. They are those "
-                "of obstore's stores: region, endpoint, skip_signature, client_options, ..."
+                f"{self._shown} cannot be opened with these storage_options: {cleaned(error, self._secrets)}. They are "
+                "those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
             ) from None
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object; see `Client.stat`."""
-        try:
-            return self._identity(key, self._library.head(self._store, key))
-        except Exception as error:
-            raise self._translated(error, key, "") from None
+        return self._asked(lambda: self._identity(key, self._library.head(self._store, key)), key)
 
     def get(
         self,
@@ -202,56 +249,52 @@ class ObstoreClient:
         # A weak ETag matches nothing.
         if expected is not None and expected.etag and not expected.etag.startswith("W/"):
             options["if_match"] = expected.etag
-        for attempt in range(_ATTEMPTS):
-            result = None
-            try:
-                result = self._library.get(self._store, key, options=options)
-                identity = self._identity(key, result.meta)
-                if expected is not None:
-                    expected.compare(identity)
-                if stop is None and identity.size > longest:
-                    raise CorruptDataError(
-                        f"{self._path(key)} has {identity.size} bytes, where at most {longest} belong. It is not read."
-                    )
-                data = memoryview(result.bytes())
-                break
-            except CorruptDataError:
-                raise
-            except self._library.exceptions.PreconditionError:
-                raise replaced(self._path(key)) from None
-            except Exception as error:
-                # Without a result obstore has tried again itself.
-                if attempt == _ATTEMPTS - 1 or result is None:
-                    raise self._translated(error, key, _span(start, stop)) from None
+
+        def ask() -> tuple[memoryview, ObjectIdentity]:
+            result = self._library.get(self._store, key, options=options)
+            identity = self._identity(key, result.meta)
+            if expected is not None:
+                expected.compare(identity)
+            if stop is None and identity.size > longest:
+                raise longer(self._path(key), identity.size, longest)
+            return memoryview(result.bytes()), identity
+
+        data, identity = self._asked(ask, key, span_of(start, stop))
         wanted = (identity.size if stop is None else stop) - start
         if len(data) != wanted:
-            raise CorruptDataError(
-                f"{self._path(key)} has {identity.size} bytes, and of {_span(start, stop) or 'all'} {len(data)} came. "
-                "It is truncated, or was replaced: upload it again, or open it again."
-            )
+            raise shortened(self._path(key), identity.size, span_of(start, stop), len(data))
         return data, identity
 
     def listed(self, prefix: str) -> list[str]:
         """Return keys below a prefix; see `Client.listed`."""
         self._refuse_listing(prefix)
-        try:
+
+        def ask() -> list[str]:
             pages = self._library.list(self._store, prefix or None)
-            return sorted(item["path"] for page in pages for item in page)
-        except Exception as error:
-            raise self._translated(error, prefix, "") from None
+            return sorted(item["path"] for page in pages for item in page if item["path"] != prefix)
+
+        return self._asked(ask, prefix)
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""
         self._refuse_listing(prefix)
-        try:
-            result = self._library.list_with_delimiter(self._store, prefix or None)
-        except Exception as error:
-            raise self._translated(error, prefix, "") from None
+        result = self._asked(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
-        return sorted(path.rpartition("/")[2] for path in paths)
+        # Some programs make an object that stands for the folder.
+        return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
+
+    def _asked(self, ask: Callable[[], T], key: str, span: str = "") -> T:
+        try:
+            return patiently(ask, lambda error: _BROKEN_OFF not in str(error))
+        except CorruptDataError:
+            raise
+        except self._library.exceptions.PreconditionError:
+            raise replaced(self._path(key)) from None
+        except Exception as error:
+            raise self._translated(error, key, span) from None
 
     def _path(self, key: str) -> str:
-        return f"{self._shown.removeprefix('file://').rstrip('/')}/{key}"
+        return url_of(self._shown.removeprefix("file://"), key)
 
     def _identity(self, key: str, meta: Mapping[str, Any]) -> ObjectIdentity:
         return ObjectIdentity(
@@ -261,12 +304,13 @@ class ObstoreClient:
     def _refuse_listing(self, prefix: str) -> None:
         if self._shown.startswith("http"):
             raise StorageError(
-                f"{self._path(prefix)} is on a web server, which does not tell what is there. A Zarr store needs "
-                "consolidated metadata: zarr.consolidate_metadata(path), before it is uploaded."
+                f"{self._path(prefix)} is on a web server, which does not tell what is there. Give the URLs of several "
+                "atlases as a list. A Zarr store needs consolidated metadata: zarr.consolidate_metadata(path), before "
+                "it is uploaded."
             )
 
     def _translated(self, error: Exception, key: str, span: str) -> StorageError:
-        path, reason = self._path(key), self._cleaned(error)
+        path, reason = self._path(key), cleaned(error, self._secrets)
         exceptions = self._library.exceptions
         if isinstance(error, FileNotFoundError):
             return MissingPathError(f"there is nothing at {path}")
@@ -283,23 +327,49 @@ class ObstoreClient:
             )
         return StorageError(f"{what} Check that the endpoint and the region are right and that it can be reached.")
 
-    def _cleaned(self, error: Exception) -> str:
-        """Return what obstore says, without what it quotes of requests and answers."""
-        text = str(error)
-        code = re.search(r"<Code>(\w+)</Code>", text)
-        line = text.partition("\n")[0].partition(": <")[0]
-        line = re.sub(r"(://)[^/@\s]*@", r"\1", line)
-        line = re.sub(r"\?\S*", "", line).strip(" :.")
-        for secret in self._secrets:
-            line = line.replace(secret, "***")
-        return f"{line} ({code[1]})" if code else line
+
+def patiently(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
+    """Return what a call returns, called again with growing pauses, for up to ``retry-timeout``.
+
+    Parameters
+    ----------
+    ask
+        What it raises last is raised, errors of this package at once,
+    is_final
+        and errors of which this is true.
+    """
+    deadline = time.monotonic() + (config.get_seconds("retry-timeout") or 0.0)
+    pause = _FIRST_PAUSE_S
+    while True:
+        try:
+            return ask()
+        except DaskscError:
+            raise
+        except Exception as error:
+            if is_final(error) or time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _span(start: int, stop: int | None) -> str:
+def cleaned(error: Exception, secrets: Sequence[str]) -> str:
+    """Return what a library says, without what it quotes of requests and answers, and without secrets."""
+    text = str(error) or type(error).__name__
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    line = text.partition("\n")[0].partition(": <")[0]
+    line = re.sub(r"(://)[^/@\s]*@", r"\1", line)
+    line = re.sub(r"\?\S*", "", line).strip(" :.")
+    for secret in secrets:
+        line = line.replace(secret, "***")
+    return f"{line} ({code[1]})" if code else line
+
+
+def span_of(start: int, stop: int | None) -> str:
+    """Return what bytes [start, stop) are called in errors; nothing where all are meant."""
     return "" if stop is None else f"bytes {start} to {stop}"
 
 
-def _secrets(root: str, options: Mapping[str, Any]) -> list[str]:
+def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
     """Return what must not be shown, the longest first."""
 
     def of(values: Mapping[str, Any]) -> Iterator[str]:

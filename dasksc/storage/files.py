@@ -77,6 +77,10 @@ class LocalFile:
         """Refuse the file if it is not the one that was opened; see `FileIdentity.check`."""
         self.identity.check()
 
+    def close(self) -> None:
+        """Let the file go until it is next read; maps stay."""
+        self._descriptors.pop("r", None)
+
     def mapped(self) -> NDArray[np.uint8]:
         """Return the bytes of the file, shape (size,), read when they are touched."""
         # Threads that race here map the file twice, which is harmless.

@@ -90,11 +90,15 @@ def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTab
         sizes=np.zeros(n_chunks, dtype=np.int64),
         skipped=np.zeros(n_chunks, dtype=np.uint32),
     )
-    tree = _Tree.of(dataset, file) if n_chunks else None
-    if tree is not None:
-        _fill(table, grid, tree)
-    elif n_chunks:
-        _fill_by_hdf5(table, grid, dataset)
+    try:
+        tree = _Tree.of(dataset, file) if n_chunks else None
+        if tree is not None:
+            _fill(table, grid, tree)
+        elif n_chunks:
+            _fill_by_hdf5(table, grid, dataset)
+    finally:
+        if isinstance(file, LocalFile):
+            file.close()  # or a thousand atlases would all be open
     return table
 
 

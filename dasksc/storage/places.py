@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
-from urllib.parse import urlsplit
 
 from dasksc.errors import InputError, MissingPathError
-from dasksc.storage.client import Client, client_of, shown, split_url
+from dasksc.storage.client import Client, client_of, shown, split_url, url_of
 
-__all__ = ["SCHEMES", "Place", "is_url"]
+__all__ = ["HDF5_ENDINGS", "Place", "is_url"]
 
-SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file")
+HDF5_ENDINGS = (".h5ad", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
@@ -49,9 +50,6 @@ class Place:
         InputError
             If its scheme is not known, or it has no path.
         """
-        scheme = urlsplit(url).scheme
-        if scheme not in SCHEMES:
-            raise InputError(f"{shown(url)!r} begins with {scheme}://; known are {', '.join(SCHEMES)}")
         root, key = split_url(url)
         if not key:
             raise InputError(f"{shown(url)!r} names a whole store; add the path of an atlas in it")
@@ -60,7 +58,7 @@ class Place:
         return cls(root=root, key=key, options=dict(options or {}))
 
     def __str__(self) -> str:
-        return self.local or f"{shown(self.root).rstrip('/')}/{self.key}"
+        return self.local or url_of(shown(self.root), self.key)
 
     def __fspath__(self) -> str:
         return str(self)
@@ -69,6 +67,16 @@ class Place:
     def local(self) -> str | None:
         """The path of this machine that it is, if it is one."""
         return f"/{self.key}" if self.root == "file:///" else None
+
+    @property
+    def is_on_web(self) -> bool:
+        """Whether it is on a web server, which does not tell what it has."""
+        return self.root.startswith("http")
+
+    @property
+    def url(self) -> str:
+        """The URL that it is the place of, with what may be in it of credentials; not of web servers."""
+        return url_of(self.root, self.key)
 
     @property
     def client(self) -> Client:
@@ -80,21 +88,51 @@ class Place:
         parts = [part for part in name.split("/") if part]
         if ".." in parts or "." in parts:
             raise InputError(f"{self}: the name {name!r} leads elsewhere")
-        return Place(root=self.root, key="/".join([self.key, *parts]), options=self.options)
+        return Place(root=self.root, key="/".join(filter(None, [self.key, *parts])), options=self.options)
+
+    def exists(self) -> bool:
+        """Return whether there is an object; one request."""
+        try:
+            self.client.stat(self.key)
+        except MissingPathError:
+            return False
+        return True
+
+    def children(self) -> list[Place]:
+        """Return what is directly below this place, by name.
+
+        Raises
+        ------
+        StorageError
+            If it is on a web server, which does not tell.
+        """
+        return [self.below(name) for name in self.client.children(self.key)]
+
+    def matching(self) -> list[Place]:
+        """Return the places that fit this one as a pattern, as for `glob.glob`, by name; one listing a folder."""
+        names = self.key.split("/")
+        n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
+        found = [Place(root=self.root, key="/".join(names[:n_plain]), options=self.options)]
+        for pattern in names[n_plain:]:
+            found = [one for place in found for one in place.children() if _fits(one.name, pattern)]
+        return sorted(found, key=lambda place: place.key)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.key.rpartition("/")[2]
 
     def is_zarr(self) -> bool:
         """Return whether there is a Zarr group; up to three requests."""
-        if self.key.endswith((".h5ad", ".h5", ".hdf5")):
+        if self.key.endswith(HDF5_ENDINGS):
             return False
-        for marker in ZARR_MARKERS:
-            try:
-                self.client.stat(f"{self.key}/{marker}")
-            except MissingPathError:
-                continue
-            return True
-        return False
+        return any(self.below(marker).exists() for marker in ZARR_MARKERS)
 
     @classmethod
     def of_local(cls, path: str) -> Place:
         """Return a path of this machine as a place."""
         return cls(root="file:///", key=os.path.abspath(path).strip("/"))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) and (not name.startswith(".") or pattern.startswith("."))

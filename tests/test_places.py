@@ -1,0 +1,430 @@
+"""Places beyond one file of a store: patterns, folders and collections behind URLs, and what fsspec reads."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import pickle
+import shutil
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import fsspec
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import zarr
+from anndata import AnnData
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from fsspec.utils import infer_storage_options
+
+import dasksc
+from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.storage import fsspec_client
+from dasksc.storage.client import client_of
+from dasksc.storage.places import Place
+from tests.data import make_adata, write_store
+from tests.servers import SECRET, Bucket, azure_container, google_options, s3_bucket, serving
+from tests.test_remote import batches, same
+
+pytest.importorskip("obstore")
+
+# --- Several atlases behind a URL ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three atlases, and what is none; and a collection as annbatch writes it, of eleven."""
+    folder = tmp_path_factory.mktemp("places")
+    parts = folder / "parts"
+    parts.mkdir()
+    for number, kind in enumerate(["h5ad", "zarr3", "h5ad"]):
+        path = write_store(make_adata(30 + number, 12), folder, kind, name=f"one{number}")
+        path.rename(parts / f"part{number}{path.suffix}")
+    (parts / "notes.txt").write_text("no atlas")
+    (parts / ".hidden.h5ad").write_text("no atlas")
+    zarr.open_group(folder / "collection.zarr", mode="w", zarr_format=3)
+    for number in range(11):
+        part = AnnData(make_adata(5 + number, 12).X, var=pd.DataFrame(index=[f"gene{i}" for i in range(12)]))
+        write_store(part, folder, "zarr3", name="one").rename(folder / "collection.zarr" / f"dataset_{number}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bucket(folder: Path) -> Iterator[Bucket]:
+    with s3_bucket() as bucket:
+        for name in ("parts", "collection.zarr"):
+            bucket.put(folder / name)
+        # As programs do that make folders.
+        bucket.client.put_object(Bucket=bucket.name, Key="parts/", Body=b"")
+        bucket.client.put_object(
+            Bucket=bucket.name, Key="odd/a[1].h5ad", Body=(folder / "parts/part0.h5ad").read_bytes()
+        )
+        yield bucket
+
+
+@pytest.fixture(scope="module")
+def memory(folder: Path) -> Iterator[str]:
+    """The same in fsspec's memory."""
+    system = fsspec.filesystem("memory")
+    system.put(str(folder), "/places", recursive=True)
+    yield "memory://places"
+    system.rm("/places", recursive=True)
+
+
+PATTERNS = ["parts", "parts/", "parts/part*", "pa*/part[02].h5ad", "*/part?.h5ad", "collection.zarr"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        *itertools.product(["file", "memory"], PATTERNS),
+        *itertools.product(["s3"], ["parts/", "parts/*[0-9].*", *PATTERNS[-2:]]),
+    ],
+)
+def test_patterns_folders_and_collections_are_those_of_local_paths(
+    folder: Path, bucket: Bucket, memory: str, kind: str, what: str
+) -> None:
+    root, options = {
+        "s3": (f"s3://{bucket.name}", bucket.options),
+        "file": (folder.as_uri(), None),
+        "memory": (memory, None),
+    }[kind]
+    told: dict[str, Any] = {"label": "part", "index_unique": "-"}
+    local = dasksc.open(str(folder / what), **told)
+    remote = dasksc.open(f"{root}/{what}", storage_options=options, **told)
+    same(remote, local)
+    assert remote.obs["part"].nunique() in (2, 3, 11)
+    for one, other in zip(batches(remote), batches(local), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_folder_takes_one_listing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(f"s3://{bucket.name}", bucket.options)
+    listings = []
+    children = client.children
+    monkeypatch.setattr(client, "children", lambda prefix: listings.append(prefix) or children(prefix))
+    dasksc.open(f"s3://{bucket.name}/parts/part*.h5ad", storage_options=bucket.options, index_unique="-")
+    assert listings == ["parts"]
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name(folder: Path, bucket: Bucket) -> None:
+    adata = dasksc.open(f"s3://{bucket.name}/odd/a[1].h5ad", storage_options=bucket.options)
+    same(adata, dasksc.open(folder / "parts/part0.h5ad"))
+
+
+def test_a_pattern_that_nothing_fits_says_so(bucket: Bucket) -> None:
+    with pytest.raises(MissingPathError, match=r"nothing fits the pattern 's3://atlases/parts/none\*.h5ad'"):
+        dasksc.open(f"s3://{bucket.name}/parts/none*.h5ad", storage_options=bucket.options)
+
+
+@pytest.mark.parametrize("what", ["parts/part*.h5ad", "parts"])
+def test_a_web_server_cannot_tell_what_it_has(folder: Path, what: str) -> None:
+    with serving(folder) as server, pytest.raises(StorageError, match=r"does not tell .*[Ll]ist|as a list"):
+        dasksc.open(f"{server.url}/{what}")
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_a_collection_on_a_web_server_needs_consolidated_metadata(folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as server, pytest.raises(StorageError, match="consolidate_metadata"):
+        dasksc.open(f"{server.url}/collection.zarr")
+    shutil.copytree(folder / "collection.zarr", tmp_path / "collection.zarr")
+    zarr.consolidate_metadata(tmp_path / "collection.zarr")
+    with serving(tmp_path) as server:
+        several = [
+            dasksc.open(path, index_unique="-")
+            for path in (f"{server.url}/collection.zarr", folder / "collection.zarr")
+        ]
+        same(*several)
+
+
+# --- Other clouds -------------------------------------------------------------------------------------
+
+
+def are_the_local_parts(root: str, options: dict[str, Any], folder: Path) -> None:
+    for name in ("part0.h5ad", "part1.zarr"):
+        remote, local = (
+            dasksc.open(f"{root}/parts/{name}", storage_options=options),
+            dasksc.open(folder / "parts" / name),
+        )
+        same(remote, local)
+        for one, other in zip(batches(remote), batches(local), strict=True):
+            np.testing.assert_array_equal(one, other)
+    several = dasksc.open(f"{root}/parts/part*", storage_options=options, index_unique="-")
+    same(several, dasksc.open(folder / "parts", index_unique="-"))
+    with pytest.raises(MissingPathError, match=f"there is nothing at {root}/nothing.h5ad"):
+        dasksc.open(f"{root}/nothing.h5ad", storage_options=options)
+
+
+def test_atlases_on_google_cloud_storage_are_the_local_ones(folder: Path, bucket: Bucket) -> None:
+    are_the_local_parts(f"gs://{bucket.name}", google_options(bucket, "parts"), folder)
+
+
+def test_atlases_on_azure_are_the_local_ones(folder: Path) -> None:
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("Azure's emulator is not here: npm install --global azurite")
+    import obstore
+
+    with azure_container("atlases", program) as options:
+        store = obstore.store.from_url("az://atlases", **options)
+        for file in sorted((folder / "parts").rglob("*")):
+            if file.is_file():
+                obstore.put(store, file.relative_to(folder).as_posix(), file.read_bytes())
+        are_the_local_parts("az://atlases", options, folder)
+        wrong = options | {"account_key": base64.b64encode(SECRET.encode()).decode()}
+        with pytest.raises(StorageError, match="credentials") as caught:
+            dasksc.open("az://atlases/parts/part0.h5ad", storage_options=wrong)
+        assert wrong["account_key"] not in "".join(traceback.format_exception(caught.value))
+
+
+# --- Sizes that suit a network ------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Writing zarr v2")
+def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) -> None:
+    n_obs, chunk_rows = 3000, 100
+    AnnData(np.ones((n_obs, 4), dtype=np.float32)).write_zarr(tmp_path / "atlas.zarr", chunks=(chunk_rows, 4))
+
+    def dataset(path: Any, block_size: int, fetch_factor: int = 8) -> dasksc.scDataset:
+        return dasksc.scDataset(
+            path, dasksc.BlockShuffling(block_size), 32, fetch_factor=fetch_factor, seed=0, rank=0, world_size=1
+        )
+
+    with serving(tmp_path) as server:
+        url = f"{server.url}/atlas.zarr"
+        (warning,) = dasksc.check(dataset(url, 8)).warnings
+        assert "chunks of about 100 rows come whole, and blocks have 8" in warning
+        plan = dataset(url, 8).plan()
+        read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
+        # Of twelve fetches the mean strays by half a point.
+        told = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
+        assert told == pytest.approx(n_obs / sum(read), abs=0.02)
+        assert dasksc.check(dataset(url, 200)).warnings == ()
+        assert dasksc.check(dataset(url, 8, 90)).warnings == ()
+    assert dasksc.check(dataset(tmp_path / "atlas.zarr", 8)).warnings == ()
+
+
+# --- Through fsspec -----------------------------------------------------------------------------------
+
+
+class Counted(AbstractBufferedFile):
+    """A file of `Faulty`, which counts what is read."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        self.fs.asked(start, end)
+        return self.fs.folder.joinpath(self.path).read_bytes()[start:end]
+
+
+class Faulty(AbstractFileSystem):
+    """A file system as a package may register one: a connection each, of one thread, which fails now and then."""
+
+    protocol = "faulty"
+    folder: Path
+    numbers = itertools.count()
+    fails = staticmethod(lambda number: False)
+    error: Exception = OSError("connection lost")
+    read_bytes = 0
+
+    def __init__(self, password: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.thread = threading.get_ident()
+        self.is_broken = False
+
+    def asked(self, start: int = 0, end: int = 0) -> None:
+        assert self.thread == threading.get_ident(), "a connection is shared by threads"
+        assert not self.is_broken, "a broken connection is used again"
+        if Faulty.fails(next(Faulty.numbers)):
+            self.is_broken = True
+            raise Faulty.error
+        Faulty.read_bytes += end - start
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        self.asked()
+        file = self.folder / path
+        status = file.stat()
+        kind = "directory" if file.is_dir() else "file"
+        return {"name": path, "size": status.st_size, "type": kind, "mtime": status.st_mtime_ns}
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        self.asked()
+        names = [f"{path}/{one.name}" for one in sorted((self.folder / path).iterdir())]
+        return [self.info(name) for name in names] if detail else names
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Counted:
+        return Counted(self, path, mode, **options)
+
+
+@pytest.fixture
+def faulty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[Faulty]:
+    fsspec.register_implementation("faulty", Faulty, clobber=True)
+    monkeypatch.setattr(Faulty, "folder", folder, raising=False)
+    monkeypatch.setattr(Faulty, "numbers", itertools.count())
+    monkeypatch.setattr(Faulty, "read_bytes", 0)
+    monkeypatch.setattr(Faulty, "fails", staticmethod(lambda number: False))
+    monkeypatch.setattr(Faulty, "error", OSError("connection lost"))
+    return Faulty
+
+
+@pytest.mark.parametrize("name", ["part0.h5ad", "part1.zarr"])
+def test_what_a_package_registers_is_read_and_asked_again_where_it_fails(
+    folder: Path, faulty: type[Faulty], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = dasksc.open(folder / "parts" / name)
+    monkeypatch.setattr(faulty, "fails", staticmethod(lambda number: number % 15 == 4))
+    remote = dasksc.open(f"faulty://parts/{name}", obs=["int8"])
+    for one, other in zip(batches(remote), batches(local), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert next(faulty.numbers) > 20
+
+
+def test_no_more_is_read_than_is_asked_for(faulty: type[Faulty]) -> None:
+    client = client_of("faulty://", {})
+    data, identity = client.get("parts/part0.h5ad", 8, 12)
+    assert bytes(data) == (faulty.folder / "parts/part0.h5ad").read_bytes()[8:12]
+    assert faulty.read_bytes == 4
+    assert identity.size == (faulty.folder / "parts/part0.h5ad").stat().st_size
+
+
+def test_lists_are_those_of_stores(folder: Path, memory: str, bucket: Bucket) -> None:
+    client, expected = Place.of(memory + "/x").client, client_of(f"s3://{bucket.name}", bucket.options)
+    assert client.children("places/parts") == expected.children("parts")
+    assert client.children("places/no") == expected.children("no") == []
+    keys = expected.listed("parts")
+    assert client.listed("places/parts") == [f"places/{key}" for key in keys]
+    assert len(keys) > 10
+    assert "parts" not in [*expected.children("parts"), *keys]
+    assert client.listed("places/no") == expected.listed("no") == []
+
+
+def test_what_fails_for_good_is_named_without_credentials(
+    faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "dasksc")
+    url = f"faulty://user:{SECRET}@host/parts/part0.h5ad"
+    monkeypatch.setattr(
+        faulty, "_strip_protocol", staticmethod(lambda url: infer_storage_options(url)["path"].strip("/"))
+    )
+    options = {"password": SECRET + "2"}
+    adata = dasksc.open(url, storage_options=options)
+    assert len(batches(adata)) == 2
+    assert SECRET in pickle.dumps(dasksc.lazy.matrix_of(adata.X)).decode("latin1")
+    monkeypatch.setattr(faulty, "fails", staticmethod(lambda number: True))
+    monkeypatch.setattr(faulty, "error", OSError(f"550 {url} with {options}"))
+    with dask.config.set({"dasksc.retry-timeout": "200ms"}), pytest.raises(dasksc.DaskscError) as caught:
+        batches(adata)
+    assert "faulty://host/parts/part0.h5ad" in str(caught.value)
+    assert "bytes" in str(caught.value)
+    text = "".join(traceback.format_exception(caught.value)) + repr(adata) + str(adata.X.dask) + caplog.text
+    assert SECRET not in text
+
+
+def test_an_object_is_looked_at_once_in_a_while(
+    folder: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    info = faulty.info
+    monkeypatch.setattr(faulty, "info", lambda self, path, **options: looks.append(path) or info(self, path))
+    monkeypatch.setattr(fsspec_client, "_LOOK_S", 1e9)
+    client = client_of("faulty://", {"password": "of a client of its own"})
+    identity = client.stat("parts/part0.h5ad")
+    for start in range(10):
+        client.get("parts/part0.h5ad", start, start + 1, expected=identity)
+    assert len(looks) == 2  # one of them by fsspec, which asks for the size
+    monkeypatch.setattr(fsspec_client, "_LOOK_S", 0.0)
+    client.get("parts/part0.h5ad", 0, 1, expected=identity)
+    assert len(looks) == 3
+
+
+def test_a_file_that_was_replaced_in_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_client, "_LOOK_S", 0.0)
+    system = fsspec.filesystem("memory")
+    content = (folder / "parts/part0.h5ad").read_bytes()
+    system.pipe("/replaced.h5ad", content)
+    try:
+        adata = dasksc.open("memory://replaced.h5ad")
+        assert len(batches(adata)) == 2
+        system.pipe("/replaced.h5ad", content)
+        with pytest.raises(dasksc.DaskscError, match="was replaced or changed"):
+            batches(adata)
+        system.pipe("/replaced.h5ad", content[:-100])
+        with pytest.raises(CorruptDataError, match="truncated"):
+            dasksc.open("memory://replaced.h5ad")
+    finally:
+        system.rm("/replaced.h5ad")
+
+
+def test_file_systems_that_need_options_get_them(folder: Path) -> None:
+    expected = dasksc.open(folder / "parts/part1.zarr")
+    options = {"path": str(folder / "parts"), "target_protocol": "file"}
+    same(dasksc.open("dir://part1.zarr", storage_options=options), expected)
+    files = [file for file in (folder / "parts/part1.zarr").rglob("*") if file.is_file()]
+    references = {file.relative_to(folder / "parts").as_posix(): [str(file)] for file in files}
+    options = {"fo": references, "remote_protocol": "file"}
+    same(dasksc.open("reference://part1.zarr", storage_options=options), expected)
+    same(dasksc.open(f"local://{folder}/parts/part1.zarr"), expected)
+
+
+def test_forked_dataloader_workers_read_through_fsspec(folder: Path) -> None:
+    adata = dasksc.open(f"local://{folder}/parts/part0.h5ad")
+    expected = batches(adata)
+    dataset = dasksc.scDataset(adata, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    for one, other in zip(loader, expected, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other)
+
+
+def test_a_cache_keeps_what_is_read_through_fsspec(memory: str, tmp_path: Path) -> None:
+    adata = dasksc.open(f"{memory}/parts/part0.h5ad", cache=tmp_path / "cache")
+    assert len(batches(adata)) == 2
+    assert any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
+
+
+def test_a_cache_keeps_nothing_of_what_has_neither_version_nor_time(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = MemoryFileSystem.info
+    bare = ("name", "size", "type")
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda self, path, **options: {key: info(self, path, **options)[key] for key in bare}
+    )
+    adata = dasksc.open(f"{memory}/parts/part0.h5ad", cache=tmp_path / "cache")
+    assert len(batches(adata)) == 2
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "says"),
+    [
+        ("nosuch://host/atlas.h5ad", None, r"known are s3, .* through fsspec .*memory.*sftp"),
+        ("smb://host/atlas.h5ad", None, "pip install smbprotocol"),
+        ("zip://atlas.h5ad::s3://bucket/atlases.zip", None, "chain of URLs"),
+        ("ftp://host/", None, "whole store"),
+        ("faulty://atlas.h5ad", {"nothing": 1, "skip_instance_cache": 1}, "storage_options"),
+    ],
+)
+def test_urls_that_cannot_be_read_say_why(
+    faulty: type[Faulty], url: str, options: dict[str, Any] | None, says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        dasksc.open(url, storage_options=options)
+
+
+def test_names_and_errors_have_nothing_of_the_query_of_a_url(folder: Path) -> None:
+    with serving(folder) as server:
+        url = f"{server.url.replace('://', f'://user:{SECRET}@')}/parts/part0.h5ad?sas=a.b/{SECRET}.x"
+        joined: AnnData = dasksc.open([url, url], label="part", index_unique="-")
+        assert joined.obs["part"].unique().tolist() == ["0", "1"]
+        dataset = dasksc.scDataset(url, dasksc.Streaming(), 8, rank=0, world_size=1)
+        with pytest.raises(InputError) as caught:
+            dasksc.open(url, label="part")
+        with pytest.raises(dasksc.DaskscError) as raw:
+            dasksc.open(url.replace("part0", "part2"), raw=True)
+    shown = [str(joined.X.dask), str(dasksc.check(dataset)), str(caught.value), str(raw.value)]
+    assert not [text for text in shown if SECRET in text]
