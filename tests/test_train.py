@@ -246,6 +246,15 @@ def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, d
     assert again.n_steps == 2 * report.n_steps
 
 
+@pytest.mark.parametrize("obs", [[], ["plate"]], ids=["x_alone", "batch"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_half_precision_is_not_that_of_the_counts(precision, strategy, obs, raw):
+    raw["model"] = {"name": "tests.programs.train_models:Exact"}
+    raw["data"]["obs"] = obs
+    train(raw, training__precision=precision, training__strategy=strategy, training__max_steps=2)
+
+
 def test_an_import_path_is_a_model_and_told_if_it_is_none(raw):
     raw["model"] = {"name": "tests.programs.train_models:Plain"}
     assert train(raw).n_steps == 26
