@@ -47,12 +47,12 @@ MEASURES = {
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the command line says; write and return what was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_options(parser, cells=40_000)
-    parser.set_defaults(genes=2_000)
+    add_options(parser, cells=30_000)
+    parser.set_defaults(genes=8_000)
     parser.add_argument(
         "--rare", type=float, default=0.01, help="types with fewer of the cells than this share are rare"
     )
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--block", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5, help="how many")
@@ -176,6 +176,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         each.scatter([one["n_training"] for one in types], recall, s=18, color=colour, label=strategy)
     each.axvspan(each.get_xlim()[0], report["rare"] * 0.8 * report["n_rows"], color="0.95", zorder=-1)
     each.set_xscale("log")
+    each.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
     each.set_xlabel("training cells of the type (shaded: rare)")
     each.set_ylabel("recall on held-out cells")
     each.legend(frameon=False, loc="lower right")
@@ -186,7 +187,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
             means.bar(x, found["median"], 0.36, color=colour)
             means.vlines(x, min(found["runs"]), max(found["runs"]), color="0.2", lw=1)
             means.annotate(f"{found['median']:.0%}", (x, max(found["runs"])), ha="center", va="bottom", fontsize=8)
-    means.set_xticks(range(len(MEASURES)), [label.replace(", ", ",\n") for label in MEASURES.values()], fontsize=8)
+    labels = [label.replace("balanced ", "balanced\n").replace(", ", ",\n") for label in MEASURES.values()]
+    means.set_xticks(range(len(labels)), labels, fontsize=8)
     for axes in (each, means):
         axes.set_ylim(0, 1.05)
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
