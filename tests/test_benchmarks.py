@@ -273,12 +273,17 @@ def test_diversity_measures_entropy_and_throughput_and_draws_both(work, tmp_path
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("modules")
 def test_balanced_scores_both_strategies_by_type_and_draws_them(work, tmp_path):
     pytest.importorskip("matplotlib")
+    import balanced
+
     out = tmp_path / "balanced"
-    done = run("balanced.py", work, "--steps", "20", "--seeds", "1", "--batch", "32", "--out", str(out))
-    report = json.loads(out.with_suffix(".json").read_text())
-    assert done.returncode == (not report["is_better"]), done.stderr
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), "--batch", "32"]
+    report = balanced.main([*sizes, "--steps", "20", "--seeds", "1", "--out", str(out)])
+    assert report == json.loads(out.with_suffix(".json").read_text())
+    rare = report["scores"]["rare_balanced_accuracy"]
+    assert report["is_better"] == (rare["balanced"]["median"] > rare["shuffled"]["median"])
     types = report["types"]
     sizes = np.array([one["n_training"] for one in types])
     assert sizes.sum() == pytest.approx(0.8 * CELLS, abs=len(types))
@@ -302,17 +307,19 @@ def test_recall_counts_each_type_by_itself():
     assert scores == {"balanced_accuracy": 0.5, "rare_balanced_accuracy": 0.25, "accuracy": pytest.approx(5 / 7)}
 
 
-def test_tokens_compares_transforms_with_plain_functions(work, tmp_path):
+@pytest.mark.usefixtures("modules")
+def test_tokens_compares_transforms_with_plain_functions(work, tmp_path, capsys):
+    import tokens
+
     out = tmp_path / "tokens"
-    done = run("tokens.py", work, *SIZES, "--rounds", "1", "--seconds", "0.05", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.with_suffix(".json").read_text())
-    assert report == last_json(done)
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), *SIZES]
+    report = tokens.main([*sizes, "--rounds", "1", "--seconds", "0.05", "--out", str(out)])
+    assert report == json.loads(out.with_suffix(".json").read_text())
     assert len(report["cells_per_s"]) == 5
     assert all(rate > 0 for rate in report["cells_per_s"].values())
     assert set(report["one_thread_us"]) == {"gathering", "RankTokens", "ValueBins"}
     assert all(us > 0 for us in report["one_thread_us"].values())
-    assert "| NumPy, in the loop |" in done.stdout
+    assert "| NumPy, in the loop |" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("modules")
