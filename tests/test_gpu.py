@@ -20,8 +20,11 @@ from make_atlas import make_atlas
 
 import dasksc
 from dasksc.train import Config, fit
+from tests.test_train import _one_thread
 from tests.test_train_launch import COMMAND, run
 from tests.test_train_ranks import figures, training
+
+__all__ = ["_one_thread"]  # a fixture
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +89,7 @@ def configured(atlas: Path, folder: Path, name: str) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16-mixed", marks=needs_gpu), "16-mixed"])
 @pytest.mark.parametrize("name", FITS)
 def test_trainings_in_half_precision_end_and_go_on(name, precision, atlas, tmp_path):
     raw = configured(atlas, tmp_path / "run", name)
