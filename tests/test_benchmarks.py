@@ -317,7 +317,7 @@ def test_tokens_compares_transforms_with_plain_functions(work, tmp_path, capsys)
     assert report == json.loads(out.with_suffix(".json").read_text())
     assert len(report["cells_per_s"]) == 5
     assert all(rate > 0 for rate in report["cells_per_s"].values())
-    assert set(report["one_thread_us"]) == {"gathering", "RankTokens", "ValueBins"}
+    assert set(report["one_thread_us"]) == {"sparse batches", "RankTokens", "ValueBins"}
     assert all(us > 0 for us in report["one_thread_us"].values())
     assert "| NumPy, in the loop |" in capsys.readouterr().out
 
