@@ -30,6 +30,7 @@ from dasksc.errors import InputError, MissingKeyError, MissingPathError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
 from dasksc.sampling import Purpose, epoch_keys
+from dasksc.storage import memory
 
 __all__ = ["CLS", "IGNORED", "MASK", "PAD", "RankTokens", "ValueBins", "Vocabulary", "from_config"]
 
@@ -283,9 +284,12 @@ class _Tokens:
         lengths = np.minimum(counts, self.max_genes)
         longest = self.max_genes if self.padding == "max_length" else int(lengths.max(initial=0))
         shape = (n_rows, first + longest)
-        ids = np.full(shape, self.vocabulary.pad_id, dtype=np.int64)
+        # In memory that batches before have left, where a data set recycles it.
+        ids = memory.empty(shape, np.int64)
+        ids.fill(self.vocabulary.pad_id)
         ids[:, :first] = self.vocabulary.cls_id
-        token_values = np.zeros(shape, dtype=np.float32)
+        token_values = memory.empty(shape, np.float32)
+        token_values.fill(0)
         self._fill(_Cells(indptr, columns, values, counts, keys), ids, token_values)
 
         made = Batch({name: part for name, part in batch.items() if name not in ("X", "layers")})

@@ -12,6 +12,8 @@ import anndata as ad
 import numpy as np
 import pytest
 
+import dasksc
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 CELLS, GENES = 1500, 200
@@ -176,13 +178,15 @@ def test_every_contender_hands_over_every_value_once_an_epoch(work, tmp_path, na
     assert epoch["checksum"] == pytest.approx(total, rel=1e-5)
 
 
-def test_overlap_prints_the_ratio_and_exits_by_it(work):
-    done = run("overlap.py", work, *SIZES, "--rounds", "1")
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_overlap_prints_the_ratio_and_the_wait_and_exits_by_both(work, n_ranks):
+    done = run("overlap.py", work, *SIZES, "--rounds", "1", "--ranks", str(n_ranks), "--epochs", "2")
     report = last_json(done)
-    assert report["n_batches"] == -(-CELLS // 32)
-    assert done.returncode == (report["ratio"] > 1.25)
+    assert (report["n_ranks"], report["n_batches"]) == (n_ranks, -(-CELLS // (32 * n_ranks)))
+    assert done.returncode == (report["ratio"] > 1.25 or report["wait_share"] >= 0.05)
     [only] = report["rounds"]
     assert only["ratio"] == only["both_s"] / max(only["loading_s"], only["stepping_s"])
+    assert 0 < only["wait_share"] < 1
 
 
 def test_remote_prints_the_share_and_exits_by_it(work):
@@ -268,6 +272,69 @@ def test_diversity_measures_entropy_and_throughput_and_draws_both(work, tmp_path
     assert share[4, 1] == pytest.approx(1, abs=0.05)
     assert share[4, 64] < share[16, 64] < share[16, 1]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("modules")
+def test_balanced_scores_both_strategies_by_type_and_draws_them(work, tmp_path):
+    pytest.importorskip("matplotlib")
+    import balanced
+
+    out = tmp_path / "balanced"
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), "--batch", "32"]
+    report = balanced.main([*sizes, "--steps", "20", "--seeds", "1", "--out", str(out)])
+    assert report == json.loads(out.with_suffix(".json").read_text())
+    rare = report["scores"]["rare_balanced_accuracy"]
+    assert report["is_better"] == (rare["balanced"]["median"] > rare["shuffled"]["median"])
+    types = report["types"]
+    sizes = np.array([one["n_training"] for one in types])
+    assert sizes.sum() == pytest.approx(0.8 * CELLS, abs=len(types))
+    assert 0 < report["n_rare_types"] == sum(one["is_rare"] for one in types) < report["n_types"] == len(types)
+    for strategy in ("shuffled", "balanced"):
+        recall = np.array([one["recall"][strategy] for one in types])
+        rare = np.array([one["is_rare"] for one in types])
+        scores = {name: one[strategy]["median"] for name, one in report["scores"].items()}
+        assert scores["balanced_accuracy"] == pytest.approx(recall.mean())
+        assert scores["rare_balanced_accuracy"] == pytest.approx(recall[rare].mean())
+        assert 0 < scores["accuracy"] < 1
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("modules")
+def test_recall_counts_each_type_by_itself():
+    import balanced
+
+    recall, labels, is_rare = np.array([1.0, 0.5, 0.0]), np.array([0, 0, 0, 0, 1, 1, 2]), np.array([False, True, True])
+    scores = balanced.scores_of(recall, labels, is_rare)
+    assert scores == {"balanced_accuracy": 0.5, "rare_balanced_accuracy": 0.25, "accuracy": pytest.approx(5 / 7)}
+
+
+@pytest.mark.usefixtures("modules")
+def test_tokens_compares_transforms_with_plain_functions(work, tmp_path, capsys):
+    import tokens
+
+    out = tmp_path / "tokens"
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), *SIZES]
+    report = tokens.main([*sizes, "--rounds", "1", "--seconds", "0.05", "--out", str(out)])
+    assert report == json.loads(out.with_suffix(".json").read_text())
+    assert len(report["cells_per_s"]) == 5
+    assert all(rate > 0 for rate in report["cells_per_s"].values())
+    assert set(report["one_thread_us"]) == {"sparse batches", "RankTokens", "ValueBins"}
+    assert all(us > 0 for us in report["one_thread_us"].values())
+    assert "| NumPy, in the loop |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("modules")
+def test_plain_tokens_are_the_genes_of_a_cell_by_descending_value():
+    import tokens
+    import torch
+
+    X = torch.tensor([[0.0, 2.0, 5.0, 2.0], [1.0, 0.0, 0.0, 0.0]])
+    like = dasksc.tokens.RankTokens(["a", "b", "c", "d"], max_genes=3)
+    for made in (tokens.by_numpy(X.to_sparse_csr(), np.arange(3, 7), like), tokens.by_topk(X, np.arange(3, 7), like)):
+        ids, values = made
+        assert values.tolist() == [[5, 2, 2], [1, 0, 0]]
+        assert [sorted(row) for row in ids.tolist()] == [[4, 5, 6], [0, 0, 3]]
+        assert ids[0, 0] == 5
 
 
 class Clock:

@@ -15,6 +15,8 @@ import scipy.sparse as sp
 import torch
 from make_atlas import make_atlas
 
+from tests.test_ddp import NO_GPU
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
@@ -22,7 +24,7 @@ EXAMPLES = ROOT / "examples"
 def run(*command: object, timeout_s: float = 240) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env={**os.environ, **NO_GPU, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -23,6 +23,7 @@ from dasksc.train.config import Validation
 from dasksc.train.data import split_rows
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, log_normalised
 from dasksc.train.parallel import checkpoint_activations
+from dasksc.train.report import plot
 from tests.programs import train_models
 
 FRAGILE = "tests.programs.train_models:Fragile"
@@ -245,6 +246,15 @@ def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, d
     assert again.n_steps == 2 * report.n_steps
 
 
+@pytest.mark.parametrize("obs", [[], ["plate"]], ids=["x_alone", "batch"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_half_precision_is_not_that_of_the_counts(precision, strategy, obs, raw):
+    raw["model"] = {"name": "tests.programs.train_models:Exact"}
+    raw["data"]["obs"] = obs
+    train(raw, training__precision=precision, training__strategy=strategy, training__max_steps=2)
+
+
 def test_an_import_path_is_a_model_and_told_if_it_is_none(raw):
     raw["model"] = {"name": "tests.programs.train_models:Plain"}
     assert train(raw).n_steps == 26
@@ -301,6 +311,25 @@ def test_the_profiler_records_its_window(raw, tmp_path):
     train(raw, training__profile={"wait": 1, "warmup": 1, "active": 2}, training__max_epochs=1)
     trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
     assert any("ProfilerStep" in event.get("name", "") for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize("second", ["accuracy", "lr"])
+def test_the_plot_has_training_and_validation_speed_and_waiting(second, tmp_path, monkeypatch):
+    matplotlib_figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(matplotlib_figure.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    rows = [{"step": i, "loss": 1.0 - i, second: 0.5, "cells_per_s": 1e5, "wait_share": 0.1} for i in range(50)]
+    plot([*rows, {"step": 49, "validation_loss": 3.0}], tmp_path / "training.png", title="mlp, 2 x cpu")
+    (figure,) = drawn
+    assert figure.get_suptitle() == "mlp, 2 x cpu"
+    titles = {axes.get_title(loc="left").split(",")[0]: axes for axes in figure.axes}
+    expected = {"accuracy": "accuracy", "lr": "learning rate"}[second]
+    assert list(titles) == ["loss", "cells per second", expected, "share of time waiting for data"]
+    training, validation = titles["loss"].get_lines()
+    assert training.get_ydata().tolist() == [1.0 - i for i in range(50)]
+    assert (validation.get_ydata().tolist(), validation.get_marker()) == ([3.0], "o")
+    assert titles["loss"].get_ylim()[0] < -48
+    assert titles["share of time waiting for data"].get_ylim() == (0, 1)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(raw):

@@ -357,6 +357,14 @@ def test_the_table_of_figures_widens_and_is_cut_where_a_run_goes_on(tmp_path):
     assert path.read_text().splitlines() == ["step,loss", "1,2.5"]
 
 
+def test_a_gradient_that_overflowed_is_read_again_from_the_table(tmp_path):
+    path = tmp_path / "metrics.csv"
+    CSVLog(path).write({"step": 1, "gradient_norm": math.inf, "lr": 1e-05})
+    (row,) = CSVLog(path, resumed_at=1).rows
+    assert row == {"step": 1, "gradient_norm": math.inf, "lr": 1e-05}
+    assert isinstance(row["step"], int)
+
+
 def test_the_command_checks_a_configuration_and_tells_what_is_wrong(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("data: {path: a.h5ad}\nmodel: vae\n")

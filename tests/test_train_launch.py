@@ -18,6 +18,7 @@ from make_atlas import make_atlas
 import dasksc
 from dasksc.train import Config, fit
 from tests.programs.with_slurm import free_ports
+from tests.test_ddp import NO_GPU
 from tests.test_launchers import MPIRUN, mpirun, slurm
 from tests.test_train_config import GUIDE
 from tests.test_train_ranks import N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
@@ -41,10 +42,11 @@ def small(tmp_path_factory) -> Path:
 
 
 def run(command: list[object], folder: Path, environment: dict[str, str] | None = None) -> str:
+    """Run a command to its end, without an environment on CPUs; return what it printed."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=folder,
-        env={**(environment or os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**(environment or {**os.environ, **NO_GPU}), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -82,7 +84,7 @@ def test_two_nodes_start_a_rank_each(atlas, tmp_path):
     config = write(tmp_path, atlas, num_gpus=2, num_nodes=2)
     (port,) = free_ports(1)
     options = ["--config", config, "--nproc", 1, "--master-addr", "127.0.0.1", "--master-port", port, "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     nodes = [
         subprocess.Popen(
             [*map(str, [*COMMAND, *options, "--node-rank", rank])],
@@ -107,7 +109,7 @@ def test_two_nodes_start_a_rank_each(atlas, tmp_path):
 
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
     config = write(tmp_path, atlas, num_gpus=2)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")} | NO_GPU
     report = json.loads(run([*MPIRUN, *COMMAND, "--config", config, "--json"], tmp_path, environment))
     assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
 
@@ -115,7 +117,7 @@ def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
 def test_srun_starts_the_ranks(atlas, tmp_path, slurm):
     config = write(tmp_path, atlas, num_gpus=2)
     command = ["srun", "-n", 2, *COMMAND, "--config", config, "--json"]
-    report = json.loads(run(command, tmp_path, slurm))
+    report = json.loads(run(command, tmp_path, slurm | NO_GPU))
     assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
 
 

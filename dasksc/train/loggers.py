@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -73,7 +72,7 @@ class CSVLog:
         self.rows: list[dict[str, Any]] = []
         if resumed_at is not None and path.exists():
             with open(path, newline="") as file:
-                rows = [{name: json.loads(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+                rows = [{name: _number_of(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
             self.rows = [row for row in rows if row["step"] <= resumed_at]
         self._names = list(dict.fromkeys(name for row in self.rows for name in row))
         self._rewrite()
@@ -99,6 +98,13 @@ class CSVLog:
 
     def close(self) -> None:
         """Nothing is open between lines."""
+
+
+def _number_of(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)  # inf too: the norm of a gradient that float16 does not hold
 
 
 class _Tensorboard:

@@ -266,10 +266,8 @@ class _Run:
         )
         for log in self.logs:
             log.close()
-        if self.table is not None:
-            plot(self.table.rows, self.folder / "training.png")
         hidden = {"cells_per_s", "wait_share", "lr"}
-        return Report(
+        report = Report(
             strategy=self.place.strategy,
             world_size=self.place.world_size,
             device=self.place.device.type,
@@ -284,6 +282,13 @@ class _Run:
             checkpoint=None if self.latest is None else str(self.latest),
             model=str(path),
         )
+        if self.table is not None:
+            step_cells = (
+                self.config.data.batch_size * self.place.world_size * self.config.training.gradient_accumulation
+            )
+            title = f"{self.config.model.name}, {report.ranks}: {report.n_steps:,} steps of {step_cells:,} cells"
+            plot(self.table.rows, self.folder / "training.png", title=title)
+        return report
 
     @contextlib.contextmanager
     def _profiling(self) -> Iterator[Any]:

@@ -253,8 +253,11 @@ def spread(model: nn.Module, training: Training, place: Place) -> Spread:
 
 def _shard(model: nn.Module, fsdp: Fsdp, place: Place, dtype: torch.dtype | None) -> None:
     """Shard every module of enough parameters, those inside it first."""
-    # Mixed with autocast: what is gathered is small, what is reduced exact.
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    # Mixed with autocast, which casts what each operation takes: what is gathered is small, what is reduced exact, and
+    # the batch as it was read, for of counts above 256 half precision makes others, above 65,504 none.
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {
         "mesh": _mesh(fsdp, place),

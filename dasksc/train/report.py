@@ -14,6 +14,15 @@ __all__ = ["Report", "plot"]
 
 logger = logging.getLogger(__name__)
 
+_N_MARKED = 40
+_TITLES = {
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "lr": "learning rate",
+    "cells_per_s": "cells per second, all ranks",
+    "wait_share": "share of time waiting for data, slowest rank",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -53,13 +62,18 @@ class Report:
     checkpoint: str | None
     model: str
 
+    @property
+    def ranks(self) -> str:
+        """How many, on what, and how the model is spread over them."""
+        return f"{self.world_size} x {self.device}, {self.strategy}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as numbers, texts and dicts."""
         return asdict(self)
 
     def __str__(self) -> str:
         lines = {
-            "ranks": f"{self.world_size} x {self.device}, {self.strategy}",
+            "ranks": self.ranks,
             "parameters": f"{self.n_parameters:,}",
             "steps": f"{self.n_steps:,} in {self.n_epochs} epoch{'s' if self.n_epochs != 1 else ''}",
             "cells": f"{self.n_cells:,} in {self.elapsed_s:.1f} s: {self.cells_per_s:,.0f} a second",
@@ -72,8 +86,10 @@ class Report:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw losses, speed and waiting over the steps, if Matplotlib is there.
+def plot(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
+    """Draw how a training went over its steps, if Matplotlib is there.
+
+    Losses, accuracies (of a model without them the learning rate), speed and waiting.
 
     Parameters
     ----------
@@ -81,28 +97,41 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         Figures by step, as they were noted.
     path
         Of the picture.
+    title
+        Above it.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no plot was drawn: pip install matplotlib")
         return
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    losses, speed = figure.subplots(2, 1, sharex=True)
-    for name, marker in (("loss", ""), ("validation_loss", "o")):
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        if points:
-            losses.plot(*zip(*points, strict=True), marker=marker, label=name.replace("_", " "))
-    losses.set_ylabel("loss")
-    losses.legend()
-    paced = [row for row in rows if row.get("cells_per_s") is not None]
-    steps = [row["step"] for row in paced]
-    speed.plot(steps, [row["cells_per_s"] for row in paced], color="tab:green")
-    speed.set_ylabel("cells per second", color="tab:green")
-    speed.set_ylim(bottom=0)
-    speed.set_xlabel("step")
-    waiting = speed.twinx()
-    waiting.plot(steps, [row["wait_share"] for row in paced], color="tab:red", linestyle=":")
-    waiting.set_ylabel("share of time waiting for data", color="tab:red")
-    waiting.set_ylim(0, 1)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    names = ["loss", "cells_per_s", "accuracy", "wait_share"]
+    if not any("accuracy" in row for row in rows):
+        names[2] = "lr"
+    for axes, name in zip(figure.subplots(2, 2, sharex=True).flat, names, strict=True):
+        _draw(axes, rows, name)
     figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Draw one figure over the steps, of training and of validation."""
+    for key, label in ((name, "training"), (f"validation_{name}", "validation")):
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            # Of few points, and of one, a line alone shows little.
+            marker = "o" if len(points) < _N_MARKED else ""
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.2, markersize=4)
+    if len(axes.get_lines()) > 1:
+        axes.legend(frameon=False)
+    axes.set_title(_TITLES[name], fontsize=10, loc="left")
+    axes.yaxis.set_major_formatter(lambda value, _: text_of(name, value))
+    if axes.dataLim.y0 >= 0:  # a loss may be below
+        axes.set_ylim(bottom=0)
+    if name == "wait_share":
+        axes.set_ylim(top=1)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_subplotspec().is_last_row():
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")

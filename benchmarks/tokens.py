@@ -1,0 +1,162 @@
+#!/usr/bin/env python
+"""What do tokens cost on the way from the file to the loop?
+
+    python benchmarks/tokens.py --cells 200000 --out benchmarks/results/tokens
+
+Cells a second that are handed to a loop: sparse batches as they are; tokens made by `scDataset(transform=)`; and genes
+by rank made of each batch in the loop, in the plain way: with NumPy a cell at a time, or with `torch.topk` on dense
+batches. That all rank alike is checked first. Each rate is the median over rounds that go through all in turn; the
+round before them is not measured. Then the processor time that one thread takes for a cell: to gather it, and to make
+its tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _atlas import add_options, atlas
+from _harness import measure
+from _machine import machine, read_through
+
+import dasksc
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the command line says; write and return what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=100_000)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--fetch", type=int, default=16_384)
+    parser.add_argument("--max-genes", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, help="where to write .json, without the ending")
+    options = parser.parse_args(arguments)
+
+    path = atlas(options)
+    read_through(path)
+    adata = dasksc.open(path)
+    ranks = dasksc.tokens.RankTokens(adata.var_names, max_genes=options.max_genes)
+    bins = dasksc.tokens.ValueBins(adata.var_names, max_genes=options.max_genes)
+
+    def dataset(**more: Any) -> Any:
+        return dasksc.scDataset(
+            adata,
+            dasksc.BlockShuffling(block_size=options.block),
+            batch_size=options.batch,
+            fetch_factor=options.fetch // options.batch,
+            **{"layout": "csr", "rank": 0, "world_size": 1, "seed": 0, **more},
+        )
+
+    sparse, dense = dataset(), dataset(layout="dense")
+    ranked, binned = (dataset(transform=transform) for transform in (ranks, bins))
+    ids = ranks.vocabulary.ids_of(list(adata.var_names), missing="error")
+    contenders: dict[str, Callable[[], Iterator[Any]]] = {
+        "no tokens": lambda: iter(sparse),
+        "RankTokens, transform=": lambda: (batch.input_ids for batch in ranked),
+        "ValueBins, transform=": lambda: (batch.input_ids for batch in binned),
+        "NumPy, in the loop": lambda: (by_numpy(X, ids, ranks)[0] for X in sparse),
+        "torch.topk, in the loop": lambda: (by_topk(X, ids, ranks)[0] for X in dense),
+    }
+    ours = first(ranked)
+    same_ids = torch.equal(by_numpy(first(sparse), ids, ranks)[0], ours.input_ids)
+    if not same_ids or not torch.equal(by_topk(first(dense), ids, ranks)[1], ours["values"]):
+        raise SystemExit("the plain tokens are others than ours")
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(-1, options.rounds):
+        for name, epoch in contenders.items():
+            found = measure(epoch, seconds=options.seconds, fetch_rows=options.fetch, consume=None)
+            if i >= 0:  # the round before fills caches and compiles
+                rates[name].append(found.rows_per_s)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    print("| | cells/s | of no tokens |\n| --- | ---: | ---: |")
+    for name, rate in medians.items():
+        print(f"| {name} | {rate:,.0f} | {rate / medians['no tokens']:.1%} |")
+    costs = one_thread(dataset(scheduler="synchronous", transform=as_it_is), ranks, bins)
+    print(
+        "one thread, microseconds of processor time a cell: "
+        + ", ".join(f"{name} {us:.1f}" for name, us in costs.items())
+    )
+    report = {
+        "n_rows": adata.n_obs,
+        "n_vars": adata.n_vars,
+        **{name: getattr(options, name) for name in ("files", "block", "batch", "fetch", "max_genes")},
+        "cells_per_s": medians,
+        "rounds": rates,
+        "one_thread_us": costs,
+        "machine": machine(),
+        "load": os.getloadavg()[0],
+    }
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return report
+
+
+def as_it_is(batch: Any) -> Any:
+    """Ask for a batch with row numbers, and keep it."""
+    return batch
+
+
+def by_numpy(X: torch.Tensor, ids: Any, like: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make ids and values of genes by descending value, cell by cell, of sparse rows."""
+    indptr, columns, values = (part.numpy() for part in (X.crow_indices(), X.col_indices(), X.values()))
+    n_genes = min(like.max_genes, int(np.diff(indptr).max()))
+    made_ids = np.full((len(indptr) - 1, n_genes), like.vocabulary.pad_id, dtype=np.int64)
+    made_values = np.zeros(made_ids.shape, dtype=np.float32)
+    for i, (start, stop) in enumerate(pairwise(indptr)):
+        order = np.argsort(-values[start:stop], kind="stable")[:n_genes]
+        made_ids[i, : len(order)] = ids[columns[start:stop][order]]
+        made_values[i, : len(order)] = values[start:stop][order]
+    return torch.from_numpy(made_ids), torch.from_numpy(made_values)
+
+
+def by_topk(X: torch.Tensor, ids: Any, like: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make ids and values of genes by descending value of dense rows, equal values in any order."""
+    n_genes = min(like.max_genes, int((X != 0).sum(dim=1).max()))
+    values, columns = torch.topk(X, n_genes, dim=1)
+    made = torch.from_numpy(ids)[columns]
+    made[values == 0] = like.vocabulary.pad_id
+    return made, values
+
+
+def first(batches: Any) -> Any:
+    """Return the first batch of an epoch, which is the same of each data set."""
+    batches.set_epoch(0)
+    iterator = iter(batches)
+    batch = next(iterator)
+    iterator.close()
+    batches.set_epoch(0)
+    return batch
+
+
+def one_thread(dataset: Any, ranks: Any, bins: Any) -> dict[str, float]:
+    """Return microseconds of processor time a cell: of sparse batches up to the loop, and of each kind of tokens."""
+    for _ in islice(dataset, 1):  # compiles, and opens what is opened once
+        pass
+    start = time.thread_time()
+    batches = list(islice(dataset, min(dataset.fetch_factor, len(dataset))))
+    costs = {"sparse batches": time.thread_time() - start}
+    for name, transform in (("RankTokens", ranks), ("ValueBins", bins)):
+        start = time.thread_time()
+        for batch in batches:
+            transform(batch)
+        costs[name] = time.thread_time() - start
+    n_cells = sum(len(batch.index) for batch in batches)
+    return {name: 1e6 * s / n_cells for name, s in costs.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What is another thing on a GPU: page-locked and sparse batches on their way there, NCCL, half precision, FSDP.
+
+Where there is no GPU, tests of both run on the CPU, and those of the GPU alone are skipped. One GPU is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+import yaml
+from make_atlas import make_atlas
+
+import dasksc
+from dasksc.train import Config, fit
+from tests.test_train import _one_thread
+from tests.test_train_launch import COMMAND, run
+from tests.test_train_ranks import figures, training
+
+__all__ = ["_one_thread"]  # a fixture
+
+ROOT = Path(__file__).parents[1]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> Path:
+    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 203, 40, n_types=5, seed=1)
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=needs_gpu)])
+def test_batches_on_the_device_hold_their_rows_whatever_comes_after_them(pinned, layout, n_workers, atlas):
+    dataset = dasksc.scDataset(
+        str(atlas),
+        dasksc.BlockShuffling(4),
+        batch_size=8,
+        fetch_factor=2,
+        layout=layout,
+        obs=["cell_type"],
+        pin_memory=pinned and not n_workers,
+        seed=0,
+    )
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=n_workers, pin_memory=pinned and n_workers > 0
+    )
+    there = []
+    for batch in loader if n_workers else dataset:
+        parts = [batch.X] if layout == "dense" else [batch.X.crow_indices(), batch.X.col_indices(), batch.X.values()]
+        assert [part.is_pinned() for part in parts] == [pinned] * len(parts)
+        there.append(batch.to(DEVICE, non_blocking=True))
+    expected = ad.read_h5ad(atlas)
+    codes = torch.as_tensor(expected.obs["cell_type"].cat.codes.to_numpy().astype(np.int64))
+    assert sum(len(batch.index) for batch in there) == len(codes)
+    for batch in there:
+        assert {batch.X.device.type, batch.obs["cell_type"].device.type, batch.index.device.type} == {DEVICE}
+        X = batch.X.to_dense() if layout == "csr" else batch.X
+        rows = batch.index.cpu()
+        assert np.array_equal(X.cpu().numpy(), expected.X[rows.numpy()].toarray())
+        assert torch.equal(batch.obs["cell_type"].cpu(), codes[rows])
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "csr": {"data__layout": "csr"},
+    "workers": {"data__num_workers": 1},
+    "fsdp": {"training__fsdp": {"min_num_params": 300}, "training__gradient_clip": 0.3},
+    "offloaded": {"training__fsdp": {"cpu_offload": True}, "training__gradient_clip": 0.3},
+    "hybrid": {"training__fsdp": {"sharding_strategy": "HYBRID_SHARD", "min_num_params": 300}},
+    "ddp": {"training__strategy": "ddp", "training__gradient_accumulation": 2},
+    "tokens": {"data__strategy": {"name": "streaming"}},
+}
+
+
+def configured(atlas: Path, folder: Path, name: str) -> dict[str, Any]:
+    raw = training(atlas, folder, training__max_epochs=1, **FITS[name])
+    if name == "tokens":
+        raw["tokenizer"] = {"strategy": "rank_value", "max_genes": 20, "prepend_cls": True}
+        sizes = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2}
+        raw["model"] = {"name": "transformer_encoder", "label": "cell_type", "dropout": 0.0, **sizes}
+    return raw
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bf16-mixed", marks=needs_gpu), "16-mixed"])
+@pytest.mark.parametrize("name", FITS)
+def test_trainings_in_half_precision_end_and_go_on(name, precision, atlas, tmp_path):
+    raw = configured(atlas, tmp_path / "run", name)
+    raw["training"] |= {"precision": precision, "resume_from": "auto"}
+    report = fit(Config.of(raw), say=lambda line: None)
+    assert report.device == DEVICE
+    assert np.isfinite(figures(tmp_path / "run")).any()
+    raw["training"]["max_epochs"] = 2
+    assert fit(Config.of(raw), say=lambda line: None).n_steps == 2 * report.n_steps
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", FITS)
+def test_the_losses_of_a_gpu_are_those_of_the_cpu(name, atlas, tmp_path):
+    for device in ("cpu", "cuda"):
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(configured(atlas, tmp_path / device, name)))
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
+        report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json"], tmp_path, environment))
+        assert report["device"] == device
+    # Sums in another order, and TF32 is not asked for.
+    np.testing.assert_allclose(figures(tmp_path / "cuda"), figures(tmp_path / "cpu"), rtol=1e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("example", ["train_ddp.py", "train_fsdp.py"])
+def test_examples_train_on_one_gpu_under_torchrun(example, atlas, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    program = ROOT / "examples" / example
+    options = ["--batch-size", 16, "--checkpoint", tmp_path / "checkpoint"]
+    run([*torchrun, program, atlas, *options], tmp_path, dict(os.environ))
+    run([*torchrun, program, atlas, *options, "--epochs", 2, "--resume"], tmp_path, dict(os.environ))
