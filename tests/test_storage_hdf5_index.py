@@ -24,12 +24,16 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import CorruptDataError
-from dasksc.storage import hdf5_index, remote
+from dasksc.storage import hdf5_index, open_matrix, remote
+from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.cache import Cache
+from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5_index import ChunkTable, chunk_table
+from dasksc.storage.hdf5_layout import direct_array
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.places import Place
+from dasksc.storage.plain import PlainArray
 from dasksc.storage.remote import RemoteFile
 from dasksc.storage.remote_hdf5 import open_remote
 from tests.servers import serving
@@ -528,3 +532,44 @@ def test_an_index_is_read_past_the_cache(tmp_path: Path) -> None:
             same(chunk_table(root["X"], remote_file), theirs(path))
     kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
     assert 0 < kept < path.stat().st_size / 2
+
+
+USER_BLOCKED: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (7, 20)},
+    "narrow chunks": {"chunks": (7, 6)},
+    "gzip": {"chunks": (7, 20), "compression": "gzip"},
+}
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+@pytest.mark.parametrize("how", USER_BLOCKED)
+def test_behind_a_user_block_values_are_read_where_they_lie(how: str, libver: str, tmp_path: Path) -> None:
+    path = tmp_path / "blocked.h5mu"
+    values = np.arange(1200, dtype=np.float32).reshape(60, 20)
+    with h5py.File(path, "w", userblock_size=512, libver=libver) as file:
+        file.create_dataset("before", data=values[::-1])
+        file.create_dataset("X", data=values, **USER_BLOCKED[how])
+    with h5py.File(path) as file:
+        local = LocalFile(FileIdentity.of(str(path)))
+        array = direct_array(local, file["X"], label="X", use_mmap=True)
+        assert isinstance(array, PlainArray | ChunkedArray)
+    rows = np.array([0, 3, 6, 7, 59])
+    fetched = open_matrix(path, "X").fetch(rows)
+    out = np.empty((5, 20), dtype=np.float32)
+    fetched.gather(np.arange(5), out=out)
+    np.testing.assert_array_equal(out, values[rows])
+
+
+@pytest.mark.parametrize("how", USER_BLOCKED)
+def test_values_that_are_not_where_hdf5_says_are_left_to_it(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "blocked.h5"
+    with h5py.File(path, "w", userblock_size=512) as file:
+        file.create_dataset("X", data=np.arange(1200.0).reshape(60, 20), **USER_BLOCKED[how])
+    # As versions of HDF5 that forget the user block.
+    read = LocalFile.read
+    monkeypatch.setattr(LocalFile, "read", lambda self, offset, into: read(self, offset - 512, into))
+    with h5py.File(path) as file, pytest.raises(UnknownLayoutError, match="user block"):
+        direct_array(LocalFile(FileIdentity.of(str(path))), file["X"], label="X", use_mmap=False)

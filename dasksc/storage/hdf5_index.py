@@ -171,7 +171,9 @@ class _Tree:
     @classmethod
     def of(cls, dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> _Tree | None:
         """Return the tree of a dataset; None if its index is another, or may not be in the file yet."""
-        half = _half_of(file) if dataset.file.mode == "r" else None
+        # Behind a user block addresses are counted from its end.
+        readable = dataset.file.mode == "r" and not dataset.file.userblock_size
+        half = _half_of(file) if readable else None
         # `h5py.h5o.get_info` would walk the tree itself, to add up what nodes take.
         low, high = h5py.h5g.get_objinfo(dataset.id).objno
         header = low + (high << 32)

@@ -54,8 +54,6 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     # Of a remote file no link to another one is followed.
     if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
         raise UnknownLayoutError("a link leads to it in another file")
-    if dataset.file.userblock_size:
-        raise UnknownLayoutError("the file has a user block")
     if dataset.is_virtual or plist.get_external_count():
         check_values(dataset, file.path, folder=os.path.dirname(file.path))
         raise UnknownLayoutError("its values lie in other files")
@@ -67,6 +65,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
             codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
         )
         table = chunk_table(dataset, file)
+        _check_places(dataset, file, table.offsets)
         if chain.codecs and _has_raw_edges(dataset, chain, table.sizes):
             raise UnknownLayoutError("chunks at its edges are stored without its filters")
         return ChunkedArray(
@@ -91,6 +90,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         firsts = np.arange(len(offsets), dtype=np.int64) * dataset.chunks[0]
     else:
         raise UnknownLayoutError("it is stored in its own header")
+    _check_places(dataset, file, offsets)
     stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
     return PlainArray(
         label=label,
@@ -101,6 +101,26 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         fill=fill[0],
         use_mmap=use_mmap and file.can_map,
     )
+
+
+def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
+    """Leave a dataset to h5py if its values lie elsewhere: some versions of HDF5 forget the user block."""
+    written = np.flatnonzero(offsets >= 0)
+    if not dataset.file.userblock_size or not len(written):
+        return
+    if dataset.chunks is None:
+        stored = np.ascontiguousarray(dataset[:1]).tobytes()
+    else:
+        grid = [-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True)]
+        places = np.unravel_index(int(written[0]), grid)
+        start = tuple(int(at) * length for at, length in zip(places, dataset.chunks, strict=True))
+        _, stored = dataset.id.read_direct_chunk(start)
+    found = bytearray(len(stored))
+    file.read(int(offsets[written[0]]), memoryview(found))
+    if isinstance(file, LocalFile):
+        file.close()
+    if found != stored:
+        raise UnknownLayoutError("the file has a user block, and HDF5 tells other places than those of the values")
 
 
 def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
