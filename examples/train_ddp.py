@@ -4,9 +4,8 @@
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-or by mpirun or srun, where MASTER_ADDR and MASTER_PORT say at which free port of which node the ranks meet.
-Training draws all cell types equally often; validation sees every held-out cell once. A step takes `--batch-size` x
-`--accumulate` cells of each rank, the last one of an epoch what is left.
+or by mpirun or srun, where MASTER_ADDR and MASTER_PORT say at which free port of which node the ranks meet. All cell
+types are drawn equally often, `--batch-size` x `--accumulate` cells of each rank a step, the last of an epoch what is left.
 """
 
 from __future__ import annotations
@@ -112,6 +111,7 @@ def main() -> None:
             print(f"epoch {epoch}: {speed:,.0f} cells/s on {world.world_size} ranks ({args.device.type})")
             for name, (loss, right, n_cells) in zip(("training", "validation"), sums.tolist(), strict=True):
                 print(f"  {name:10}  loss {loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
+    time.sleep(0.2)  # threads of Gloo drop their last work a moment after it is done, and must not be ended before
     dist.destroy_process_group()
 
 

@@ -4,9 +4,8 @@
     torchrun --nproc_per_node=2 train_fsdp.py atlas.h5ad --checkpoint run
     torchrun --nproc_per_node=3 train_fsdp.py atlas.h5ad --checkpoint run --resume
 
-Parameters, gradients and optimizer states are dealt to the ranks; a layer is gathered when it is needed. All ranks need
-equally many batches for that, which they have. Every rank writes its part of a checkpoint, a folder that loads on any
-number of ranks.
+Parameters, gradients and optimizer states are dealt to the ranks; a layer is gathered when it is needed, for which all
+need equally many batches, and have them. A checkpoint is a folder that all ranks write, and that any number can load.
 """
 
 from __future__ import annotations
@@ -112,6 +111,7 @@ def main() -> None:
             print(f"  training  loss {total_loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
         if args.checkpoint:
             dcp.save(state(), checkpoint_id=Path(args.checkpoint) / str(done["steps"]))
+    time.sleep(0.2)  # threads of Gloo drop their last work a moment after it is done, and must not be ended before
     dist.destroy_process_group()
 
 

@@ -154,7 +154,7 @@ def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
 
 
 def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(tmp_path: Path) -> None:
-    n_obs, n_vars, limit = 20_000, 10_000, 400 * 2**20
+    n_obs, n_vars, limit = 20_000, 10_000, 600 * 2**20
     values = sp.random(n_obs, n_vars, density=0.1, format="csr", dtype=np.float32, rng=np.random.default_rng(0))
     path = tmp_path / "large.h5ad"
     ad.AnnData(values).write_h5ad(path)
@@ -178,7 +178,7 @@ def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(tmp_p
             seed=0,
         )
         n_values = n_spilled = 0
-        for _ in range(9):
+        for _ in range(11):
             for batch in data:
                 n_values += len(batch.values())
             n_spilled += sum(n for _, n in client.run(peak).values())
