@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
 or by mpirun or srun, where MASTER_ADDR and MASTER_PORT say at which free port of which node the ranks meet. All cell
-types are drawn equally often, `--batch-size` x `--accumulate` cells of each rank a step, the last of an epoch what is left.
+types are drawn equally often, `--batch-size` x `--accumulate` cells of each rank a step, the last of an epoch fewer.
 """
 
 from __future__ import annotations
