@@ -275,3 +275,24 @@ def test_chunks_that_are_computed_in_other_ways_are_not_computed_as_one() -> Non
     assert matrix._kinds[6] == matrix._kinds[7]
     rows = np.arange(len(array))
     np.testing.assert_allclose(rows_of(matrix, rows), array.compute(scheduler="synchronous"))
+
+
+def test_what_goes_in_in_another_place_is_not_computed_alike() -> None:
+    x = leaf("dense", chunk_rows=10) + 1
+    row = da.from_array(np.arange(1.0, N_VARS + 1), chunks=N_VARS)
+    factors = da.from_array(SIZES[:, None], chunks=(10, 1))
+    ways = [
+        x[:10] / row,
+        row / x[10:20],
+        x[20:30] / factors[20:30],
+        factors[30:40] / x[30:40],
+        x[40:50] * 0.0,
+        x[50:] * -0.0,
+    ]
+    array = 1 / da.concatenate(ways)
+    matrix = matrix_of(array)
+    assert type(matrix) is RowLocalMatrix
+    with np.errstate(divide="ignore"):
+        expected = array.compute(scheduler="synchronous")
+        np.testing.assert_array_equal(rows_of(matrix, np.arange(N_OBS)), expected)
+    assert len(set(matrix._kinds)) == 6

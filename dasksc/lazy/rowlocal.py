@@ -701,13 +701,22 @@ def _alike(one: Node, other: Node) -> bool:
         return _same(one.rest, other.rest) and _alike(one.child, other.child)
     if not (isinstance(one, Apply) and isinstance(other, Apply)):
         return False
+    places = _input_places(one)
     return (
-        _same(one.task, other.task)
+        places is not None
+        and places == _input_places(other)
+        and _same(one.task, other.task)
         and list(one.constants.values()) == list(other.constants.values())
         and all(a == b or aligned for (a, aligned), b in zip(one.constants.items(), other.constants, strict=True))
         and len(one.inputs) == len(other.inputs)
         and all(map(_alike, one.inputs.values(), other.inputs.values()))
     )
+
+
+def _input_places(node: Apply) -> list[bool] | None:
+    """Of the references in a task, in order, which are to inputs; None if some are where they cannot be seen."""
+    keys = [item.key for item in _flat(node.task) if isinstance(item, TaskRef)]
+    return [key in node.inputs for key in keys] if set(keys) == node.task.dependencies else None
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -720,12 +729,12 @@ def _same(one: Any, other: Any) -> bool:
         if isinstance(a, TaskRef) and isinstance(b, TaskRef):
             if names[0].setdefault(a.key, len(names[0])) != names[1].setdefault(b.key, len(names[1])):
                 return False
-        elif a is not b and not (type(a) is type(b) and isinstance(a, _COMPARABLE) and a == b):
+        elif a is not b and not (type(a) is type(b) and isinstance(a, _COMPARABLE) and repr(a) == repr(b)):
             return False
     return True
 
 
-# Values that are the same if they are equal; others are if they are one object.
+# Values that are the same if they are written alike, which 0.0 and -0.0 are not; others are if they are one object.
 _COMPARABLE = (str, bytes, bool, int, float, complex, slice, type(None), np.generic, np.dtype)
 
 
