@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """What do fetches cost on a Dask cluster, and array code on the way?
 
-    python benchmarks/cluster.py --cells 50000
+    python benchmarks/cluster.py --cells 200000
 
 Each rate is compared with its target: an in-process cluster with threads; two worker processes, results by
 loopback TCP to dense tensors, with the same bytes through a bare submit and direct gather; normalize_total and
 log1p as array code on X with plain X, and with the same done to every dense batch. Then 64 ranks share a
-scheduler, with tasks that do nothing. Medians of turns, each contender in a process of its own.
+scheduler, with tasks that do nothing but carry the rows of a task: a fetch of 16,384 rows is about five. Medians of
+turns, each contender in a process of its own.
 """
 
 from __future__ import annotations
@@ -104,16 +105,25 @@ def same_buffer(i: int, n_bytes: int) -> Any:
     return _buffer[n_bytes]
 
 
+def sent_bytes(path: str, *, n_rows: int) -> int:
+    """Return how many bytes a worker sends of as many rows: values, column numbers, offsets and row numbers."""
+    from distributed.protocol import serialize
+
+    from dasksc.storage import open_matrix
+    from dasksc.window.tasks import FetchMatrices
+
+    matrix = open_matrix(path, "X")
+    rows = np.arange(min(n_rows, matrix.shape[0]), dtype=np.int64)
+    _, frames = serialize(FetchMatrices({"X": matrix})(rows).compact())
+    return round(sum(memoryview(frame).nbytes for frame in frames) * n_rows / len(rows))
+
+
 def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
     """Gather the bytes of an epoch from the workers, directly, as many tasks at a time as the data set."""
-    import h5py
     import torch
 
-    with h5py.File(path) as file:
-        n_values = file["X/data"].shape[0]
-    # Values of four bytes, column numbers of two, row numbers and offsets of eight.
-    row_bytes = round(n_values / dataset._n_obs * 6 + 16)
     n_rows = dataset.fetch_size // dataset._n_parts
+    row_bytes = sent_bytes(path, n_rows=n_rows) // n_rows
     n_tasks = dataset.plan().n_fetches * dataset._n_parts
     arriving: deque[Any] = deque()
     depth = dataset._depth()
@@ -133,13 +143,13 @@ def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
 # --- Ranks on one scheduler -----------------------------------------------------------------------------
 
 
-def nothing(k: int) -> int:
-    """Do what a fetch without I/O does."""
-    return k
+def nothing(rows: Any) -> int:
+    """Do what a task without I/O does."""
+    return len(rows)
 
 
-def scheduler_cpu(*, n_ranks: int, n_fetches: int, folder: Path) -> dict[str, float]:
-    """Let ranks fetch nothing through one scheduler; return the CPU it took per fetch."""
+def scheduler_cpu(*, n_ranks: int, n_tasks: int, n_rows: int, folder: Path) -> dict[str, float]:
+    """Let ranks send tasks that do nothing, of so many rows, through one scheduler; return the CPU it took for each."""
     import distributed
     import psutil
 
@@ -161,7 +171,14 @@ def scheduler_cpu(*, n_ranks: int, n_fetches: int, folder: Path) -> dict[str, fl
         clients += [distributed.Client(**connect) for _ in range(n_ranks)]
         clients[0].wait_for_workers(2, timeout=60)
         windows = [
-            Window(nothing, range(n_fetches), name=f"dasksc-fetch-bench-e0-r{rank}", depth=4, scheduler=client)
+            Window(
+                nothing,
+                range(n_tasks),
+                name=f"dasksc-fetch-bench-e0-r{rank}",
+                argument=lambda k: np.arange(k * n_rows, (k + 1) * n_rows),
+                depth=4,
+                scheduler=client,
+            )
             for rank, client in enumerate(clients)
         ]
         process = psutil.Process(scheduler.pid)
@@ -179,12 +196,13 @@ def scheduler_cpu(*, n_ranks: int, n_fetches: int, folder: Path) -> dict[str, fl
         for process_ in [*workers, scheduler]:
             process_.terminate()
             process_.wait(timeout=30)
-    cpu_s = (after.user + after.system - before.user - before.system) / (n_ranks * n_fetches)
+    cpu_s = (after.user + after.system - before.user - before.system) / (n_ranks * n_tasks)
     return {
         "n_ranks": n_ranks,
-        "n_fetches": n_ranks * n_fetches,
-        "cpu_ms_per_fetch": 1000 * cpu_s,
-        "fetches_per_s": n_ranks * n_fetches / elapsed_s,
+        "n_tasks": n_ranks * n_tasks,
+        "n_rows": n_rows,
+        "cpu_ms_per_task": 1000 * cpu_s,
+        "tasks_per_s": n_ranks * n_tasks / elapsed_s,
         "ranks_at_100_ms": 0.1 / cpu_s,
     }
 
@@ -195,7 +213,7 @@ def scheduler_cpu(*, n_ranks: int, n_fetches: int, folder: Path) -> dict[str, fl
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the command line says; return what was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_options(parser, cells=50_000)
+    add_options(parser, cells=200_000)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--fetch", type=int, default=16_384)
@@ -203,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
     parser.add_argument("--ranks", type=int, default=64, help="on one scheduler; 0: leave this out")
-    parser.add_argument("--fetches", type=int, default=50, help="of each of these ranks")
+    parser.add_argument("--tasks", type=int, default=50, help="of each of these ranks")
+    parser.add_argument("--task-rows", type=int, default=3_277, help="of each of these tasks")
     parser.add_argument("--only", nargs="*", help="contenders; default: all")
     options = parser.parse_args(arguments)
 
@@ -231,12 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 f"| {row['target']:.2f} |"
             )
         if options.ranks:
-            shared = scheduler_cpu(n_ranks=options.ranks, n_fetches=options.fetches, folder=folder)
+            shared = scheduler_cpu(
+                n_ranks=options.ranks, n_tasks=options.tasks, n_rows=options.task_rows, folder=folder
+            )
             report["shared"] = shared
             print(
-                f"\n{shared['n_ranks']} ranks on one scheduler: {shared['cpu_ms_per_fetch']:.2f} ms of its CPU "
-                "a fetch, "
-                f"{shared['fetches_per_s']:.0f} fetches/s here; at 100 ms a fetch it carries "
+                f"\n{shared['n_ranks']} ranks on one scheduler: {shared['cpu_ms_per_task']:.2f} ms of its CPU "
+                f"a task, {shared['tasks_per_s']:.0f} tasks/s here; at 100 ms a task it carries "
                 f"{shared['ranks_at_100_ms']:.0f} ranks"
             )
     print(json.dumps(report))

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from _atlas import add_options, atlas
 
 import dasksc
+from dasksc.world import leave_group
 
 TARGET = 1.25
 WAIT_TARGET = 0.05
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--epochs", type=int, default=1, help="of each measurement")
     parser.add_argument("--scheduler", choices=["threads", "synchronous"], default="threads")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--step", type=float, default=1.0, help="length of a step, in times of loading a batch")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     path = atlas(options)
@@ -85,7 +87,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     rounds = []
     for i in range(options.rounds):
         loading, _ = slowest(*loop_s(dataset, options.epochs, step_s=None))
-        step_s = loading / n_steps
+        step_s = options.step * loading / n_steps
         # Sleeping is longer than it is asked to be, and ranks that meet take their time.
         step_s = max(0.0, step_s - (slowest(steps_s(_N_TRIED, step_s))[0] / _N_TRIED - step_s))
         (stepping,) = slowest(steps_s(n_steps, step_s))
@@ -111,7 +113,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     say(json.dumps(report))
     if options.ranks > 1:
         dist.barrier()
-        dist.destroy_process_group()
+        leave_group()
     return report
 
 

@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import dasksc
+from dasksc.world import leave_group
 
 MIB = 1 << 20
 MODES = ("threads", "workers", "resumed")
@@ -174,7 +175,7 @@ def soak(options: argparse.Namespace) -> None:
         if problems:
             break
     finish(epochs, stalls, problems, time.monotonic() - start)
-    dist.destroy_process_group()
+    leave_group()
 
 
 def make_dataset(options: argparse.Namespace, stalls: Stalls, *, hooked: bool) -> dasksc.scDataset:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,15 +15,13 @@ from dasksc.errors import InputError
 from dasksc.storage import Columns, Fetched, Layout, memory
 from dasksc.window.tasks import FetchedMatrices
 
-__all__ = ["Batch", "BatchMaker", "run_ahead"]
+__all__ = ["Batch", "BatchMaker"]
 
 # Torch says once per process, at the first sparse CSR tensor, that these are in beta: no news to those who
 # ask for them, and an error in the middle of an epoch where warnings are errors. So it is said here, unheard.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
-
-T = TypeVar("T")
 
 
 class Batch(dict[str, Any]):
@@ -201,60 +197,3 @@ def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def torch_dtype(dtype: DTypeLike) -> torch.dtype:
     """Return torch's name for a NumPy type."""
     return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
-
-
-def run_ahead(
-    jobs: Iterator[Callable[[], T]], *, is_ready: Callable[[], bool], n_ahead: int, n_threads: int
-) -> Iterator[T]:
-    """Run `jobs` on a few threads, some ahead of the consumer, and yield their results in order.
-
-    The consumer itself hands out the jobs, whenever it takes a result: no thread ever waits for
-    another, so nothing can deadlock, and closing the iterator ends the threads.
-
-    Parameters
-    ----------
-    jobs
-        What to run. Taking the next one may block.
-    is_ready
-        Whether taking the next job would not block.
-    n_ahead
-        Results that are finished or under way at most, beyond the one being consumed.
-    n_threads
-        Threads; 0 runs each job in the consumer when it is asked for.
-    """
-    if n_threads == 0:
-        for job in jobs:
-            yield job()
-        return
-    pending: deque[Future[T]] = deque()
-    failure: Exception | None = None
-    more = True
-    with ThreadPoolExecutor(n_threads, thread_name_prefix="dasksc-gather") as pool:
-
-        def fill() -> None:
-            nonlocal more, failure
-            while more and len(pending) < n_ahead and (not pending or is_ready()):
-                try:
-                    pending.append(pool.submit(next(jobs)))
-                except StopIteration:
-                    more = False
-                except Exception as error:
-                    # Its turn comes after what was asked for before it.
-                    if not pending:
-                        raise
-                    more, failure = False, error
-
-        try:
-            while True:
-                fill()
-                if not pending:
-                    if failure is not None:
-                        raise failure
-                    return
-                result = pending.popleft().result()
-                if pending:
-                    fill()
-                yield result
-        finally:
-            for future in pending:
-                future.cancel()

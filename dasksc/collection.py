@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import math
 import os
 import uuid
 import warnings
@@ -34,7 +35,7 @@ from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import HDF5_ENDINGS, Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place, shown
-from dasksc.storage.hdf5_links import check_links
+from dasksc.storage.hdf5_links import check_item, check_links
 from dasksc.storage.zarr import ZarrFile
 
 __all__ = [
@@ -115,7 +116,7 @@ def open(
         else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
         (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and those that fsspec knows).
 
-        Several, one below the other: a list of these, or a dict by their keys; a pattern
+        Several, one below the other: a list of these and of what follows, or a dict of these by their keys; a pattern
         (``"atlas/*.h5ad"``) or a directory, whose files and stores are taken by name (behind URLs
         too, but of web servers, which do not tell what they have); a store of
         ``dataset_*`` groups, as annbatch writes it; AnnData's `AnnCollection`. Nothing is rewritten: a column
@@ -127,10 +128,10 @@ def open(
         them, but a file that is truncated while it is read ends the process; False raises an error then.
     join, label, keys, index_unique, merge
         Of several, as for `anndata.concat`, which concatenates their tables: keep the variables that all have
-        (``"inner"``) or any (``"outer"``); name an obs column that says which row is of which, by `keys`
-        (default: of paths, their names). Matrices of different types take their common one, with a warning; a
-        variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones. Layers and obsm that
-        not all have are left out, and so are obsp and raw.
+        (``"inner"``) or any (``"outer"``); name an obs column that says which row is of which, by `keys`, one for each
+        atlas that a pattern or directory stands for (default: of paths, their names). Matrices of different types take
+        their common one, with a warning; a variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones.
+        Layers and obsm that not all have are left out, and so are obsp and raw.
     raw
         Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
         Of several, that of each, joined as any X is.
@@ -251,14 +252,30 @@ def is_several(data: Any) -> bool:
 def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     """Return the atlases that `data` stands for, and their names; None if it is one."""
     if isinstance(data, Mapping):
-        return list(data.values()), [str(key) for key in data]
-    if isinstance(data, list | tuple):
-        stems = [stem_of(part) if isinstance(part, str | os.PathLike) else str(i) for i, part in enumerate(data)]
-        return list(data), stems
+        return [_one_of(key, part) for key, part in data.items()], [str(key) for key in data]
     if type(data).__name__ == "AnnCollection" and hasattr(data, "adatas"):
         return list(data.adatas), [str(i) for i in range(len(data.adatas))]
-    paths = _paths_at(os.fspath(data)) if isinstance(data, str | os.PathLike) else None
-    return None if paths is None else (paths, [stem_of(path) for path in paths])
+    parts = _parts_of(data)
+    if isinstance(data, list | tuple):
+        parts = [part for given in data for part in _parts_of(given) or [given]]
+    if parts is None:
+        return None
+    return parts, [stem_of(part) if isinstance(part, str | os.PathLike) else str(i) for i, part in enumerate(parts)]
+
+
+def _parts_of(data: Any) -> list[Any] | None:
+    return _paths_at(os.fspath(data)) if isinstance(data, str | os.PathLike) else None
+
+
+def _one_of(key: Any, data: Any) -> Any:
+    """Return the atlas that a value of a dict is, or stands for."""
+    parts = _parts_of(data) or [data]
+    if len(parts) > 1:
+        raise InputError(
+            f"{key!r}: {_told_of(data)} is {len(parts)} atlases, and in a dict each has a key; give a list, or each by "
+            "itself"
+        )
+    return parts[0]
 
 
 def _paths_at(path: str) -> list[str] | None:
@@ -320,7 +337,10 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], are_given: bool) 
     if are_given:
         raise InputError("keys= cannot be used with a dict, whose own keys these are")
     if isinstance(keys, str) or len(keys) != len(names):
-        raise InputError(f"keys={keys!r} must be a list of {len(names)} names, one for each atlas")
+        raise InputError(
+            f"keys={keys!r} must be a list of {len(names)} names, one for each atlas: {', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}"
+        )
     return keys
 
 
@@ -363,6 +383,7 @@ def open_modalities(
             if "mod" not in root or "obs" not in root:
                 raise StorageError(f"{where} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
             order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
+            _check_before_reading(where, {"obs": _columns_of(root["obs"], obs)})
             mod = {name: _read_root(where, root["mod"][name], of_modality(name)) for name in order}
             return _read_table(root["obs"], obs, where), mod
 
@@ -688,6 +709,7 @@ def _read_root(path: str | Place, root: Any, obs: Sequence[str] | None) -> AnnDa
     def lazily(stored: Any) -> Any:
         return _lazy_element(path, stored)
 
+    _check_before_reading(path, _read_whole(root, obs))
     uns = _read_mapping(root, "uns", read_elem)
     tables = [_read_table(root["obs"], obs, path), _read_table(root["var"], None, path)]
     if _is_record_array(root["obs"]):
@@ -730,19 +752,22 @@ def _lazy_element(path: str | Place, stored: Any) -> Any:
     """The matrix of a stored element, unread; an element that is no numeric matrix, read."""
     if _is_null(stored):
         return None
+    return _stored(_path_of(stored, path), stored.name) if _is_left(stored) else read_elem(stored)
+
+
+def _is_left(stored: Any) -> bool:
+    """Whether a stored element is a matrix whose values are left where they are."""
     encoding = stored.attrs.get("encoding-type", "")
     if isinstance(stored, h5py.Group | zarr.Group):
-        if encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs:
-            return _stored(_path_of(stored, path), stored.name)
-    elif encoding in ("array", "") and _is_numeric_matrix(stored):
-        return _stored(_path_of(stored, path), stored.name)
-    return read_elem(stored)
+        return encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs
+    return encoding in ("array", "") and _is_numeric_matrix(stored)
 
 
 def _path_of(stored: Any, path: str | Place) -> str | Place:
     """The file that an element is in: a link of HDF5 may lead to another one."""
     if isinstance(path, Place) or isinstance(stored, zarr.Group | zarr.Array):
         return path
+    check_item(stored, path, folder=os.path.dirname(path))
     return os.path.abspath(str(stored.file.filename))
 
 
@@ -777,28 +802,80 @@ def _read_table(stored: Any, columns: Sequence[str] | None, path: str | Place) -
 
 
 def _check_table(stored: Any, path: str | Place) -> None:
-    """Refuse a table that contradicts itself, or that no memory holds, before anything is made that large."""
+    """Refuse a table that contradicts itself, before anything is made as large as its longest column."""
     lengths: dict[str, int] = {}
-    n_bytes = 0
     for name in stored:
         item = stored[name]
         if isinstance(item, h5py.Group | zarr.Group):  # categories and nullable values
             item = next((item[part] for part in ("codes", "values") if part in item), None)
         if item is not None and len(item.shape) >= 1:
             lengths[name] = item.shape[0]
-            n_bytes += item.shape[0] * np.dtype(getattr(item.dtype, "numpy_dtype", item.dtype)).itemsize
     if len(set(lengths.values())) > 1:
         longest, shortest = max(lengths, key=lengths.__getitem__), min(lengths, key=lengths.__getitem__)
         raise CorruptDataError(
             f"{path}:{stored.name} has columns of different lengths: {longest!r} has {lengths[longest]} values, "
             f"{shortest!r} {lengths[shortest]}. The file is corrupt; write it again from its source."
         )
+
+
+def _read_whole(root: Any, obs: Sequence[str] | None) -> dict[str, list[Any]]:
+    """Return what opening reads as a whole, by the group that it is in: all but the matrices, and columns not named."""
+    whole = {name: [root[name]] for name in ("var", "uns", "varm", "varp") if name in root}
+    whole["obs"] = _columns_of(root["obs"], obs)
+    for name in ("X", "layers", "obsm", "obsp"):
+        if name in root:
+            stored = root[name]
+            inside = [stored] if name == "X" or not _is_group(stored) else [stored[key] for key in stored]
+            whole[name] = [item for item in inside if not _is_left(item)]
+    old = {name: root[f"raw.{name}"] for name in ("X", "var", "varm") if f"raw.{name}" in root}
+    raw = root["raw"] if "raw" in root and _is_group(root["raw"]) else old
+    whole["raw"] = [raw[name] for name in ("X", "var", "varm") if name in raw]
+    whole["raw"] = [item for item in whole["raw"] if not _is_left(item)]
+    return whole
+
+
+def _columns_of(stored: Any, columns: Sequence[str] | None) -> list[Any]:
+    """Return what is read of a table, the parts of `columns` and its index; the table itself, if that is all of it."""
+    if columns is None or not _is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
+        return [stored]
+    wanted = {*columns, stored.attrs.get("_index")}
+    return [stored[name] for name in stored if name in wanted]
+
+
+def _check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse what lies in other files, or in no memory, before any of it is read."""
+    sizes = {
+        name: sum(_nbytes(array) for item in items for array in _arrays_in(item, path))
+        for name, items in groups.items()
+    }
+    n_bytes, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if n_bytes > memory:
         raise StorageError(
-            f"{path}:{stored.name} has {n_bytes} bytes, and this machine {memory} bytes of memory. Name the columns "
-            "that you need: obs=[...]; if it cannot be so large, the file is corrupt."
+            f"{path} has {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, and this machine "
+            f"{memory} bytes of memory. Name the columns of obs that you need: obs=[...]; if it cannot be so large, "
+            "the file is corrupt."
         )
+
+
+def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
+    """Yield the arrays of a stored element, through links of HDF5 as far as they may lead."""
+    if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, Place):
+        check_item(stored, path, folder=os.path.dirname(path))
+    if not _is_group(stored):
+        yield stored
+        return
+    for name in stored:
+        yield from _arrays_in(stored[name], path)
+
+
+def _nbytes(array: Any) -> int:
+    shape = array.shape or ()  # HDF5's null has none
+    return math.prod(shape) * int(np.dtype(getattr(array.dtype, "numpy_dtype", array.dtype)).itemsize)
+
+
+def _is_group(stored: Any) -> bool:
+    return isinstance(stored, h5py.Group | zarr.Group)
 
 
 def _column_order(stored: Any) -> list[str]:

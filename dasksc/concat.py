@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import anndata
@@ -18,11 +20,24 @@ from dasksc.errors import InputError
 from dasksc.lazy import chunk_rows_for, matrix_of, to_dask
 from dasksc.storage import ColumnMaps, Matrix, StackedMatrix
 
-__all__ = ["Join", "concatenated"]
+__all__ = ["Join", "concatenated", "noting_left_out"]
 
 logger = logging.getLogger(__name__)
 
 Join = Literal["inner", "outer"]
+
+_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting_left_out() -> Iterator[list[str]]:
+    """Collect what joining leaves out while this is entered, by its place in a store: ``raw``, ``layers/counts``."""
+    noted: list[str] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
 
 
 def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, **options: Any) -> AnnData:
@@ -56,8 +71,9 @@ def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join,
 
     def stacked(arrays: Sequence[da.Array], label: str, maps: ColumnMaps | None) -> Matrix:
         matrices = [matrix_of(array) for array in arrays]
-        _warn_of_types(matrices, names, label)
-        return StackedMatrix(label=f"{label} of {len(names)} atlases", parts=matrices, maps=maps)
+        joined = StackedMatrix(label=f"{label} of {len(names)} atlases", parts=matrices, maps=maps)
+        _warn_of_types(matrices, joined, names, label)
+        return joined
 
     aligned = {} if without else {"X": stacked([adata.X for adata in adatas], "X", maps)}
     for name, arrays in _common([_layers(adata) for adata in adatas], names, "layers").items():
@@ -72,7 +88,19 @@ def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join,
     for name, arrays in _common([adata.obsm for adata in adatas], names, "obsm").items():
         widths = [array.shape[1] for array in arrays]
         result.obsm[name] = to_dask(stacked(arrays, f"obsm/{name}", _widths(widths, join=join)))
+    noted = _noted.get()
+    if noted is not None:
+        kept = _held(result)
+        noted += dict.fromkeys(key for adata in adatas for key in _held(adata) if key not in kept)
     return result
+
+
+def _held(adata: AnnData) -> dict[str, None]:
+    """Return what there is in an AnnData beside X, by its place in a store."""
+    groups = {name: getattr(adata, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns")}
+    groups["layers"] = _layers(adata)
+    held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group)
+    return held if adata.raw is None else held | {"raw": None}
 
 
 def _tables(adatas: Sequence[AnnData], **options: Any) -> AnnData:
@@ -128,9 +156,11 @@ def _layers(adata: AnnData) -> dict[str, Any]:
     return {name: adata.layers[name] for name in adata.layers if name is not None}
 
 
-def _warn_of_types(matrices: Sequence[Matrix], names: Sequence[str], label: str) -> None:
+def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[str], label: str) -> None:
     types = {str(matrix.dtype): name for name, matrix in zip(names, matrices, strict=True)}
     if len(types) > 1:
-        common = np.result_type(*(matrix.dtype for matrix in matrices))
         found = ", ".join(f"{dtype} (as in {name})" for dtype, name in types.items())
-        warnings.warn(f"{label} is of several types and becomes {common}: {found}", stacklevel=2)
+        warnings.warn(f"{label} is of several types and becomes {joined.dtype}: {found}", stacklevel=2)
+    elif str(joined.dtype) not in types:
+        what = "columns that some lack are NaN there; join='inner' keeps the type"
+        warnings.warn(f"{label} is of {next(iter(types))} and becomes {joined.dtype}: {what}", stacklevel=2)

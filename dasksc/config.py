@@ -9,12 +9,14 @@ import dask.config
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
-__all__ = ["as_bytes", "get", "get_bytes", "get_seconds"]
+from dasksc.errors import InputError
+
+__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "memory_limit"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
+# What the environment, files and `dask.config.set` say stays.
 dask.config.update_defaults(_DEFAULTS)
-dask.config.refresh()
 
 
 def get(key: str) -> Any:
@@ -31,6 +33,24 @@ def as_bytes(value: Any) -> int:
 def get_bytes(key: str) -> int:
     """Return the value of ``dasksc.<key>`` in bytes; see `as_bytes`."""
     return as_bytes(get(key))
+
+
+def memory_limit(given: int | str | None) -> int:
+    """Return the ``memory_limit`` that was given in bytes; None: ``dasksc.memory-limit``.
+
+    Raises
+    ------
+    InputError
+        If it is no size, or less than a byte.
+    """
+    limit = get("memory-limit") if given is None else given
+    try:
+        n_bytes = as_bytes(limit)
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise InputError(f"memory_limit={limit!r} is no number of bytes and no text such as '2GiB'") from error
+    if not 0 < n_bytes < 2**63:
+        raise InputError(f"memory_limit must be a whole number of at least 1; got {limit!r}")
+    return n_bytes
 
 
 def get_seconds(key: str) -> float | None:

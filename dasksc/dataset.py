@@ -22,13 +22,14 @@ import dask.array as da
 import numpy as np
 import torch
 from anndata import AnnData
-from dask.utils import format_bytes, parse_bytes
+from dask.utils import format_bytes
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import collection as collections
 from dasksc import config, filtering, lazy
-from dasksc.batch import Batch, BatchMaker, run_ahead, torch_dtype
+from dasksc.ahead import run_ahead
+from dasksc.batch import Batch, BatchMaker, torch_dtype
 from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError
 from dasksc.modalities import Modalities, is_modalities
@@ -225,11 +226,7 @@ class scDataset(IterableDataset[Any]):
         self.transform = transform
         prefetch = config.get("prefetch") if prefetch is None else prefetch
         self._prefetch = None if prefetch is None else _whole("prefetch", prefetch)
-        limit = config.get("memory-limit") if memory_limit is None else memory_limit
-        try:
-            self._memory_limit = _whole("memory_limit", int(parse_bytes(limit)))
-        except ValueError as error:
-            raise InputError(f"memory_limit={limit!r} is no number of bytes and no text such as '2GiB'") from error
+        self._memory_limit = config.memory_limit(memory_limit)
         self._device = device
         self._pin_memory = pin_memory
         self._progress = progress

@@ -25,7 +25,7 @@ from dasksc.dataset import scDataset
 from dasksc.errors import InputError
 from dasksc.modalities import Modalities, is_modalities
 from dasksc.sampling import BlockShuffling
-from dasksc.storage import Layout
+from dasksc.storage import Layout, is_url, shown
 
 __all__ = ["Column", "Description", "Modality", "Rate", "StoredMatrix", "describe"]
 
@@ -193,9 +193,9 @@ class Description:
         yield f"{self.name}: {self.n_obs:,} cells x {self.n_vars:,} {columns}{files}"
         if self.modalities:
             yield f"  mod  {', '.join(map(str, self.modalities))}"
-        shown = ", ".join(map(str, self.obs[:_N_SHOWN]))
+        columns_shown = ", ".join(map(str, self.obs[:_N_SHOWN]))
         more = f" and {len(self.obs) - _N_SHOWN} more" if len(self.obs) > _N_SHOWN else ""
-        yield f"  obs  {shown or 'no columns'}{more}"
+        yield f"  obs  {columns_shown or 'no columns'}{more}"
         width = max((len(one.key) for one in self.matrices), default=0)
         for matrix in self.matrices:
             yield f"  {matrix.key:<{width}}  {matrix}"
@@ -245,7 +245,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     matrices = _alike([one for part in parts[:_MAX_FILES] for one in _stored(part)])
     rates = tuple(_rates(opened, seconds)) if seconds and has_x and opened.n_obs else ()
     return Description(
-        name=str(data) if isinstance(data, str | os.PathLike) else _names(parts),
+        name=_shown(data) if isinstance(data, str | os.PathLike) else _names(parts),
         n_files=len(parts),
         n_obs=int(opened.n_obs),
         n_vars=int(opened.n_vars) if isinstance(opened, AnnData) else sum(one.n_vars for one in modalities),
@@ -257,8 +257,13 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     )
 
 
+def _shown(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return shown(text) if is_url(text) else text
+
+
 def _names(parts: Sequence[Any]) -> str:
-    names = [Path(part).name if isinstance(part, str | os.PathLike) else type(part).__name__ for part in parts]
+    names = [Path(_shown(part)).name if isinstance(part, str | os.PathLike) else type(part).__name__ for part in parts]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,18 +23,19 @@ from typing import Any
 
 from dasksc.errors import InputError, RankMismatchError
 
-__all__ = ["Agreement", "World", "shared_store"]
+__all__ = ["LAUNCHERS", "Agreement", "World", "leave_group", "shared_store"]
 
 logger = logging.getLogger(__name__)
 
-# Launchers by what they set, in order: the first that is complete wins. `srun torchrun` and Kubeflow
-# set several that differ, and the innermost launcher is the one that started this process.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
+# Launchers by what they set (rank, number of ranks, rank among those of the node), in order: the first that is
+# complete wins. `srun torchrun` and Kubeflow set several that differ, and the innermost launcher is the one that
+# started this process.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
@@ -48,6 +50,7 @@ _LOCAL_SIZES = (
 _DATA_PARALLEL = frozenset(
     ("dp", "ddp", "fsdp", "hsdp", "data", "data_parallel", "dp_replicate", "dp_shard", "replicate", "shard")
 )
+_SETTLE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ def _name_of(ranks: Sequence[int]) -> str:
 
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:
-    for rank_name, size_name in _LAUNCHERS:
+    for rank_name, size_name, _ in LAUNCHERS:
         if rank_name not in environment or size_name not in environment:
             continue
         try:
@@ -263,6 +266,19 @@ def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
     per_node = [int(n) for n, n_nodes in counts for _ in range(int(n_nodes or 1))]
     node = int(environment.get("SLURM_NODEID", 0))
     return per_node[node] if node < len(per_node) else 1
+
+
+def leave_group() -> None:
+    """Destroy the process group, if there is one, when its threads have let go of what they did last.
+
+    A thread of Gloo drops the tensors of a collective a moment after the collective is done, for which it may need
+    the interpreter's lock. If the interpreter ends first, PyTorch aborts the process ("terminate called without an
+    active exception"); and destroying the group holds that lock while it waits for the thread.
+    """
+    distributed = _distributed()
+    if distributed is not None:
+        time.sleep(_SETTLE_S)
+        distributed.destroy_process_group()
 
 
 class _JaxStore:

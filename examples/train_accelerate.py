@@ -11,6 +11,7 @@ or
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ def main() -> None:
         accelerator.print(
             f"{n_cells:.0f} cells on {accelerator.num_processes} processes: accuracy {right / n_cells:.1%}"
         )
+    time.sleep(0.2)  # threads of Gloo drop their last work a moment after it is done, and must not be ended before
     accelerator.end_training()
 
 

@@ -122,7 +122,7 @@ def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dty
             "table": pd.DataFrame({"a": np.arange(n_obs), "b": obs["cell_type"]}, index=obs.index),
         },
         varm={"loadings": make_values(n_vars, 3, layout="dense", seed=5)},
-        obsp={"neighbours": make_values(n_obs, n_obs, layout="csr", density=0.05, seed=6)},
+        obsp={"neighbours": sp.diags([np.arange(1.0, n_obs)], [1], shape=(n_obs, n_obs), format="csr")},
         uns={"source": "made up"},
     )
 

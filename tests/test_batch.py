@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel.scatter_gather import scatter
 from torch.utils.data import default_collate, default_convert
 
-from dasksc.batch import Batch, run_ahead
+from dasksc.batch import Batch
 
 
 def make_batch() -> Batch:
@@ -56,22 +56,3 @@ def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch)
     parts = scatter(make_batch(), [0, 1])
     assert [type(part) for part in parts] == [Batch, Batch]
     assert torch.equal(torch.cat([part.X for part in parts]), make_batch().X)
-
-
-@pytest.mark.parametrize("n_threads", [0, 1, 3])
-def test_running_ahead_keeps_the_order(n_threads: int) -> None:
-    jobs = iter([lambda i=i: i for i in range(50)])
-    assert list(run_ahead(jobs, is_ready=lambda: True, n_ahead=4, n_threads=n_threads)) == list(range(50))
-
-
-@pytest.mark.parametrize("n_threads", [0, 2])
-def test_an_error_while_running_ahead_comes_after_the_results_before_it(n_threads: int) -> None:
-    def jobs():
-        for i in range(3):
-            yield lambda i=i: i
-        raise OSError("the fetch")
-
-    results = run_ahead(jobs(), is_ready=lambda: True, n_ahead=8, n_threads=n_threads)
-    assert [next(results) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(OSError, match="the fetch"):
-        next(results)

@@ -214,15 +214,15 @@ def test_cluster_prints_every_ratio_and_what_a_scheduler_carries(work):
         "cluster.py",
         work,
         *SIZES,
-        *("--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--ranks", "3", "--fetches", "4"),
+        *("--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--ranks", "3", "--tasks", "4"),
     )
     assert done.returncode == 0, done.stderr
     report = last_json(done)
     assert len(report["cells_per_s"]) == 6, done.stdout
     assert len(report["ratios"]) == 4
     assert all(row["met"] == (row["ratio"] >= row["target"]) for row in report["ratios"])
-    assert report["shared"]["n_fetches"] == 12
-    assert report["shared"]["ranks_at_100_ms"] == pytest.approx(100 / report["shared"]["cpu_ms_per_fetch"])
+    assert report["shared"]["n_tasks"] == 12
+    assert report["shared"]["ranks_at_100_ms"] == pytest.approx(100 / report["shared"]["cpu_ms_per_task"])
 
 
 def test_plans_measures_every_case_beside_reading_and_the_peer(work, tmp_path):

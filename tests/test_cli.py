@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import click
+import numpy as np
 import pytest
+from anndata import AnnData
 from click.testing import CliRunner
 
 from dasksc import InputError, cli
@@ -40,6 +45,25 @@ def test_errors_of_dasksc_are_one_line_and_exit_code_1(monkeypatch: pytest.Monke
         cli.main(["fails"])
     assert ended.value.code == 1
     assert capsys.readouterr().err == "dasksc: rows=-1 is negative. Give at least 0.\n"
+
+
+def test_ctrl_c_is_exit_code_130(tmp_path: Path) -> None:
+    path = tmp_path / "atlas.h5ad"
+    AnnData(np.ones((50, 3), dtype=np.float32)).write_h5ad(path)
+    # It would take a day, and says when it has begun.
+    arguments = ["bench", str(path), "--seconds", "86400", "--loader", "dasksc"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "dasksc", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
+        assert run.stderr is not None
+        try:
+            assert run.stderr.readline().startswith("round 1")
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+            _, told = run.communicate(timeout=120)
+        finally:
+            run.kill()
+    assert run.returncode == 130
+    assert told.splitlines()[-1] == "dasksc: stopped by Ctrl-C."
 
 
 def test_it_runs_as_a_module_too() -> None:

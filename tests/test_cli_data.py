@@ -20,6 +20,7 @@ import dasksc
 from dasksc import cli
 from dasksc.cli import bench
 from dasksc.cli._shared import aligned
+from tests.servers import serving
 
 N, GENES = 300, 30
 
@@ -240,6 +241,40 @@ def test_bench_prints_a_table_of_medians(folder: Path, monkeypatch: pytest.Monke
     failed = click.testing.CliRunner().invoke(cli.group, ["bench", str(folder), "--loader", "dasksc"])
     assert isinstance(failed.exception, dasksc.InputError)
     assert "dasksc: dasksc broke" in str(failed.exception)
+
+
+def test_a_loader_that_takes_too_long_is_told_and_the_others_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = bench._measured
+
+    def impatient(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        with monkeypatch.context() as patched:
+            if name == "AnnLoader":
+                patched.setattr(bench, "_START_S", 0)
+                return measured(name, {**spec, "seconds": 0.001})
+            return {"rows_per_s": 5.0, "first_batch_s": 1.0}
+
+    monkeypatch.setattr(bench, "_measured", impatient)
+    options = ["--loader", "AnnLoader", "--loader", "dasksc", "--rounds", "2"]
+    results = {one["name"]: one for one in run_json("bench", folder / "plain.h5ad", *options)["results"]}
+    assert results["AnnLoader"]["not_measured"] == "no result within 0.01 s"
+    assert results["dasksc"]["rates"] == [5.0, 5.0]
+
+
+def test_what_a_url_keeps_secret_is_printed_by_no_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(bench, "_measured", lambda name, spec: {"rows_per_s": 1.0, "first_batch_s": 1.0})
+    with serving(folder) as server:
+        host = server.url.partition("://")[2]
+        urls = [f"http://user:SECRET@{host}/{name}.h5ad?token=SECRET" for name in ("plain", "gzip")]
+        for paths in (urls[:1], urls):
+            for command in (["info", *paths, "--seconds", "0"], ["bench", *paths]):
+                for more in ([], ["--json"]):
+                    assert "SECRET" not in run(*command, *more).output
+        assert run("info", urls[0], "--seconds", "0").output.startswith(f"http://{host}/plain.h5ad: 300 cells")
+        assert run("info", *urls, "--seconds", "0").output.startswith("plain.h5ad, gzip.h5ad: 600 cells")
+        assert run_json("bench", urls[0])["paths"] == f"http://{host}/plain.h5ad"
 
 
 def test_tables_are_aligned() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -114,6 +115,8 @@ def test_a_client_without_the_certificates_is_refused(encrypted: dasksc.StartedC
         address = address.replace("tls://", "tcp://")
     with pytest.raises((OSError, TypeError, ValueError)), distributed.Client(address, **options) as client:
         client.submit(os.getpid).result()
+    # It must not be collected, and close itself, in the thread of the next one while that is starting.
+    gc.collect()
     with distributed.Client(address.replace("tcp:", "tls:"), security=encrypted.client.security) as client:
         assert client.submit(os.getpid).result() > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from data import make_adata, make_values, write_store
 from distributed.protocol import deserialize, serialize
 
 import dasksc
-from dasksc.storage import as_matrix, open_matrix
+from dasksc.storage import as_matrix, join, open_matrix
 from dasksc.window import cluster as window_cluster
 from dasksc.window import sight
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
@@ -89,11 +90,64 @@ def test_what_was_not_made_compact_travels_too(layout: Any) -> None:
 )
 def test_column_numbers_take_two_bytes_where_that_is_enough(n_vars: int, expected: Any) -> None:
     values = np.zeros((4, n_vars), dtype=np.float32)
-    values[1, [0, n_vars - 1]] = 7
+    values[1, [0, n_vars - 1]] = 7.5
     compact = as_matrix(sp.csr_matrix(values), "m").fetch(np.arange(4)).compact()
     assert compact.block[1].dtype == expected
     assert compact.block[2].dtype == np.float32
     assert compact.block[1].max() == n_vars - 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint16])
+@pytest.mark.parametrize(
+    ("largest", "expected"), [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, None)]
+)
+def test_counts_take_one_or_two_bytes_and_come_back_in_their_type(dtype: Any, largest: int, expected: Any) -> None:
+    if largest > np.iinfo(np.uint16).max and dtype is np.uint16:
+        pytest.skip("no such number in this type")
+    values = np.tile(np.array([[0, 1, 2, 77, largest]], dtype=dtype), (4, 1))
+    fetched = as_matrix(sp.csr_matrix(values), "m").fetch(np.arange(4))
+    compact = deserialize(*serialize(fetched.compact()))
+    assert compact.block[2].dtype == (dtype if expected is None else expected)
+    assert compact.dtype == dtype
+    same_rows(compact, fetched)
+    assert compact.gather_csr(np.arange(4))[2].dtype == dtype
+
+
+@pytest.mark.parametrize("odd", [0.5, -1, -0.0, np.nan, np.inf])
+def test_values_that_are_no_counts_travel_as_they_are(odd: float) -> None:
+    values = sp.csr_matrix(np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32))
+    values.data[3] = odd
+    fetched = as_matrix(values, "m").fetch(np.arange(2))
+    compact = fetched.compact()
+    assert compact.block[2].tobytes() == values.data.tobytes()
+    dense = np.empty((2, 3), dtype=np.float32)
+    compact.gather(np.arange(2), out=dense)
+    assert dense.tobytes() == values.toarray().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.uint8, ">f4"])
+def test_counts_at_the_same_place_are_added_up_as_before(dtype: Any) -> None:
+    twice = sp.csr_matrix((np.array([200, 200, 3], dtype=np.float32), [1, 1, 2], [0, 3]), shape=(1, 5))
+    fetched = as_matrix(twice, "m").fetch(np.arange(1))
+    compact = fetched.compact()
+    assert compact.block[2].dtype == np.uint8
+    outs = np.zeros((1, 5), dtype), np.zeros((1, 5), dtype)
+    for one, out in zip((fetched, compact), outs, strict=True):
+        one.gather(np.arange(1), out=out)
+    np.testing.assert_array_equal(*outs)
+    if dtype is not np.uint8:
+        assert outs[1][0, 1] == 400
+
+
+def test_parts_of_a_fetch_may_hold_counts_of_other_widths() -> None:
+    values = np.ones((6, 5), dtype=np.float32)
+    values[4, 2] = 1_000
+    values[5, 1] = 0.5
+    matrix = as_matrix(sp.csr_matrix(values), "m")
+    parts = [matrix.fetch(np.arange(i, i + 2)) for i in (0, 2, 4)]
+    compact = [part.compact() for part in parts]
+    assert [part.block[2].dtype for part in compact] == [np.uint8, np.uint8, np.float32]
+    same_rows(join(compact), join(parts))
 
 
 def test_a_block_weighs_what_it_holds_and_a_mapped_fetch_nothing(tmp_path: Path) -> None:
@@ -229,6 +283,46 @@ def show() -> None:
 
     if hasattr(sight.Fingerprint, "_of"):
         sight.Fingerprint.of = sight.Fingerprint._of
+
+
+class Blind(distributed.WorkerPlugin):
+    """Workers that join from now on do not see a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def setup(self, worker: distributed.Worker) -> None:
+        if worker.name != 0:
+            hide(self.path)
+
+
+def test_a_worker_that_joins_and_does_not_see_the_file_is_named(tmp_path: Path) -> None:
+    path = write_store(make_adata(n_obs=1200), tmp_path, "h5ad")
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        client.register_plugin(Blind(str(path)))
+        data = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, fetch_factor=1, prefetch=2, scheduler=client)
+        batches = iter(data)
+        next(batches)
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=60)
+        (joined,) = [address for address, one in client.scheduler_info()["workers"].items() if one["name"] != 0]
+        with pytest.raises(dasksc.FetchError, match=f"{re.escape(joined)} does not see"):
+            list(batches)
+
+
+def test_results_come_straight_from_the_workers(
+    client: distributed.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def through_the_scheduler(**_: Any) -> None:
+        raise AssertionError("the scheduler was asked for a result")
+
+    monkeypatch.setattr(client.scheduler, "gather", through_the_scheduler, raising=False)
+    path = write_store(make_adata(n_obs=600), tmp_path, "h5ad")
+    data = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, fetch_factor=4, scheduler=client)
+    assert sum(len(batch) for batch in data) == 600
 
 
 def test_a_worker_that_does_not_see_the_file_is_named_before_the_first_fetch(

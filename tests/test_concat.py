@@ -23,7 +23,7 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.storage import files
 
 GENES = np.array([f"gene{i}" for i in range(40)])
-pytestmark = pytest.mark.filterwarnings("ignore:Observation names are not unique", "ignore:.*is of several types")
+pytestmark = pytest.mark.filterwarnings("ignore:Observation names are not unique", "ignore:.*is of .* and becomes")
 
 
 def atlas(
@@ -152,6 +152,40 @@ def test_a_directory_a_pattern_a_dict_and_a_list_are_the_same(three: list[Path])
     assert some.n_obs == 61
 
 
+@pytest.mark.parametrize("mixed", ["folders", "pattern and file", "collection and file", "AnnData and folder"])
+def test_what_stands_for_several_may_be_one_of_a_list(tmp_path: Path, three: list[Path], mixed: str) -> None:
+    import zarr
+
+    folder, other = three[0].parent, tmp_path / "other"
+    other.mkdir()
+    last = write(atlas(7, 12), other / "last", "plain")
+    zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
+    for i in range(2):
+        write(atlas(i, 20), tmp_path / f"part{i}", "zarr").rename(tmp_path / "store" / f"dataset_{i}")
+    in_memory = atlas(8, 10)
+    given: list[Any]
+    given, names = {
+        "folders": ([folder, str(other)], ["part0", "part1", "part2", "last"]),
+        "pattern and file": ([str(folder / "*.h5ad"), last], ["part0", "part1", "last"]),
+        "collection and file": ([last, tmp_path / "store"], ["last", "dataset_0", "dataset_1"]),
+        "AnnData and folder": ([in_memory, folder], ["0", "part0", "part1", "part2"]),
+    }[mixed]
+    paths = {path.stem: path for path in [*three, last, *(tmp_path / "store").glob("dataset_*")]} | {"0": in_memory}
+    expected = dasksc.open({name: paths[name] for name in names}, join="outer", label="source")
+    assert_same(dasksc.open(given, join="outer", label="source"), to_memory(expected))
+    keys = list("abcd")[: len(names)]
+    assert list(dasksc.open(given, label="source", keys=keys).obs["source"].cat.categories) == keys
+    with pytest.raises(InputError, match=f"must be a list of {len(names)} names"):
+        dasksc.open(given, label="source", keys=["a", "b"])
+    assert dasksc.describe(given, seconds=0).n_files == len(names)
+
+
+def test_a_key_of_a_dict_is_of_one_atlas(three: list[Path]) -> None:
+    with pytest.raises(InputError, match="'all': .* is 3 atlases"):
+        dasksc.open({"all": three[0].parent})
+    assert dasksc.open({"one": str(three[0].parent / "*0.h5ad")}).n_obs == dasksc.open(three[0]).n_obs
+
+
 def to_memory(adata: AnnData) -> AnnData:
     return adata.to_memory()
 
@@ -203,6 +237,21 @@ def test_types_that_differ_are_said_and_united(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"X is of several types and becomes float64: int32 \(as in 0\), float32"):
         got = dasksc.open(parts)
     assert got.X.dtype == np.float64
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_integers_that_become_floats_for_what_some_lack_are_said(join: str) -> None:
+    parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], dtype="int32", layout="dense") for i in range(2)]
+    if join == "inner":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            got = dasksc.open(parts, join="inner", index_unique="-")
+        assert got.X.dtype == np.int32
+        return
+    with pytest.warns(UserWarning, match=r"X is of int32 and becomes float64: .*lack"):
+        got = dasksc.open(parts, join="outer")
+    assert got.X.dtype == np.float64
+    np.testing.assert_array_equal(dense(got.X), dense(anndata.concat(parts, join="outer").X))
 
 
 def test_what_not_all_have_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:

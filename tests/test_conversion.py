@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from data import FORMATS, dense, make_adata, write_store
 from distributed import Client
 from numpy.typing import NDArray
+from servers import s3_bucket
 
 import dasksc
 from dasksc import cli, conversion
@@ -267,6 +268,109 @@ def test_several_inputs_become_one(tmp_path):
     assert list(written.obs["of"]) == list(expected.obs["of"].iloc[order])
 
 
+def small(n_obs: int, **columns: Any) -> ad.AnnData:
+    obs = pd.DataFrame(columns, index=[f"c{i}" for i in range(n_obs)])
+    return ad.AnnData(X=np.ones((n_obs, 2), dtype=np.float32), obs=obs, var=pd.DataFrame(index=["g0", "g1"]))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["a", None, "b", "a"], "category"),
+        (["a", np.nan, "b", "c"], "category"),
+        ([None, None, None, None], "category"),
+        (["a", "b", "c", "d"], "string"),
+        ([True, None, False, True], "boolean"),
+        ([True, False, False, True], "bool"),
+        ([1, None, 2**60 + 1, 4], "Int64"),
+        ([1, 2, 3, 4], "int64"),
+        ([1.5, None, 2.0, 1], "float64"),
+    ],
+)
+def test_python_objects_in_obs_are_stored_as_what_they_are(tmp_path, values, kind):
+    column = pd.Series(values, dtype=object, index=[f"c{i}" for i in range(4)])
+    source = small(4, note=column, other=range(4))
+    source.var["note"] = pd.Series(values[:2], dtype=object, index=source.var_names)
+    source.obsm["table"] = pd.DataFrame({"note": column})
+    dasksc.convert(source, tmp_path / "out.zarr", verify=True)
+    assert source.obs["note"].dtype == object
+    written = read(tmp_path / "out.zarr")
+    for table, expected in ((written.obs, values), (written.var, values[:2]), (written.obsm["table"], values)):
+        if table is not written.var:
+            assert pd.api.types.is_string_dtype(table["note"]) if kind == "string" else table["note"].dtype == kind
+            table = table.loc[column.index]
+        found = table["note"].astype(object)
+        assert [None if pd.isna(value) else value for value in found] == [
+            None if pd.isna(value) else value for value in expected
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:.*is of several types")
+def test_what_a_joined_atlas_lacks_is_missing(tmp_path):
+    parts = [small(3, note=list("xyz"), flag=[True, False, True]), small(2, n=[1, 2])]
+    parts[1].obs_names = ["d0", "d1"]
+    for i, part in enumerate(parts):
+        part.write_h5ad(tmp_path / f"part{i}.h5ad")
+    dasksc.convert(str(tmp_path / "part*.h5ad"), tmp_path / "out.zarr", join="outer", verify=True)
+    obs = read(tmp_path / "out.zarr").obs.loc[["c0", "c1", "c2", "d0", "d1"]]
+    assert obs["note"].tolist()[:3] == ["x", "y", "z"]
+    assert obs["flag"].tolist()[:3] == [True, False, True]
+    assert obs.isna().to_numpy().tolist() == [[False, False, True]] * 3 + [[True, True, False]] * 2
+    view = dasksc.open(tmp_path / "out.zarr")
+    assert view.obs["note"].isna().sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (["a", 1, "b"], "holds what pandas calls 'mixed-integer'"),
+        ([b"a", b"b", b"c"], "holds what pandas calls 'bytes'"),
+        ([2**70, 1, None], "cannot be stored"),
+        (pd.Categorical(["a", 1, "b"]), "holds what pandas calls 'mixed-integer'"),
+        (pd.to_datetime(["2020-01-01"] * 3), "cannot be written by AnnData"),
+        (pd.to_timedelta([1, 2, 3]), "cannot be written by AnnData"),
+    ],
+)
+def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, values, what):
+    source = small(3, good=[1, 2, 3], bad=values)
+    with pytest.raises(InputError, match=f"obs column 'bad' {what}.*give obs column 'bad' one type"):
+        dasksc.convert(source, tmp_path / "out.zarr")
+    source = small(3)
+    source.uns["bad"] = object()
+    with pytest.raises(InputError, match=r"uns\['bad'\] cannot be written by AnnData"):
+        dasksc.convert(source, tmp_path / "out.zarr")
+    assert os.listdir(tmp_path) == []
+
+
+def test_categories_of_objects_that_are_numbers_are_stored_as_numbers(tmp_path):
+    source = small(3, n=pd.Categorical([2, 1, 2], categories=pd.Index([1, 2], dtype=object)))
+    dasksc.convert(source, tmp_path / "out.zarr", order="keep", verify=True)
+    assert read(tmp_path / "out.zarr").obs["n"].tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_what_joining_leaves_out_is_named(tmp_path, join):
+    parts = [make_adata(30, 17), make_adata(20, 17)]
+    parts[1].obs_names = [f"other{i}" for i in range(20)]
+    parts[0].raw = parts[0].copy()
+    parts[0].var["other"] = 1
+    del parts[1].layers["scaled"], parts[1].obsm["X_pca"], parts[1].obs["text"]
+    for i, part in enumerate(parts):
+        part.write_h5ad(tmp_path / f"part{i}.h5ad")
+    report = dasksc.convert(tmp_path, tmp_path / "out.zarr", join=join, merge="same")
+    expected = {"raw", "layers/scaled", "obsm/X_pca", "obsm/table", "obsp/neighbours", "uns/source"}
+    if join == "inner":
+        expected.add("obs/text")
+    # As AnnData merges: what only one has is not the same in all.
+    expected.add("var/other")
+    assert set(report.left_out) == expected
+    assert len(report.left_out) == len(expected)
+    written = read(tmp_path / "out.zarr")
+    assert "loadings" in written.varm
+    assert ("text" in written.obs) == (join == "outer")
+    assert dasksc.convert(dasksc.open(tmp_path / "out.zarr"), tmp_path / "again.zarr").left_out == ()
+
+
 def test_lazy_array_code_is_computed_on_the_way(tmp_path):
     import dask.array as da
 
@@ -289,6 +393,31 @@ def test_it_runs_on_a_cluster(tmp_path):
     assert contents(tmp_path / "threads.zarr") == contents(tmp_path / "cluster.zarr")
     dasksc.convert(path, tmp_path / "here.zarr", scheduler="synchronous")
     assert contents(tmp_path / "threads.zarr") == contents(tmp_path / "here.zarr")
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_what_is_behind_a_url_is_read_in_runs(tmp_path, monkeypatch, with_cache):
+    pytest.importorskip("obstore", reason="URLs are read through obstore")
+    source = make_adata(60, 17)
+    write_store(source, tmp_path, "h5ad")
+    staged: list[Any] = []
+    monkeypatch.setattr(staging.Staging, "staged", _recording(staging.Staging.staged, staged))
+    cache = {"cache": tmp_path / "cache"} if with_cache else {}
+    with s3_bucket() as bucket:
+        bucket.put(tmp_path / "atlas.h5ad")
+        url = f"s3://{bucket.name}/atlas.h5ad"
+        dasksc.convert(url, tmp_path / "out.zarr", storage_options=bucket.options, verify=True, **cache)
+        assert len(staged) == len(conversion._matrices(dasksc.open(tmp_path / "out.zarr")))
+        several = [dasksc.open(url, storage_options=bucket.options), source]
+        matrix = conversion._matrices(dasksc.open(several, index_unique="-"))["X"]
+        assert conversion._needs_runs(matrix)
+        if not with_cache:
+            options = [f"--storage-option={name}={value}" for name, value in bucket.options.items()]
+            shown = CliRunner().invoke(cli.group, ["convert", url, str(tmp_path / "cli.zarr"), *options])
+            assert shown.exit_code == 0, shown.output
+            assert contents(tmp_path / "cli.zarr") == contents(tmp_path / "out.zarr")
+    same(read(tmp_path / "out.zarr"), source)
+    assert (tmp_path / "cache").exists() == with_cache
 
 
 # --- What goes wrong --------------------------------------------------------------------------------
@@ -445,6 +574,48 @@ def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     assert folder.exists()
 
 
+def test_of_a_target_that_is_a_link_the_link_is_replaced(tmp_path, gzipped):
+    elsewhere, target = tmp_path / "elsewhere.zarr", tmp_path / "out.zarr"
+    dasksc.convert(gzipped, elsewhere, order="keep")
+    before = contents(elsewhere)
+    target.symlink_to(elsewhere, target_is_directory=True)
+    dasksc.convert(gzipped, target, overwrite=True)
+    assert not target.is_symlink()
+    assert contents(elsewhere) == before != contents(target)
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere.zarr", "out.zarr"]
+    dangling = tmp_path / "dangling.zarr"
+    dangling.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="dangling.zarr exists"):
+        dasksc.convert(gzipped, dangling)
+
+
+def test_what_appears_at_the_target_meanwhile_is_not_replaced_unasked(tmp_path, gzipped, monkeypatch):
+    target, other = tmp_path / "out.zarr", tmp_path / "other.zarr"
+    dasksc.convert(gzipped, other, order="keep")
+    before = contents(other)
+    write_tables = conversion.write_tables
+
+    def meanwhile(*args: Any) -> None:
+        write_tables(*args)
+        if not target.exists():
+            shutil.copytree(other, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, "write_tables", meanwhile)
+        with pytest.raises(InputError, match=r"out.zarr appeared .*out.zarr.partial. Move .*overwrite=True"):
+            dasksc.convert(gzipped, target)
+    assert contents(target) == before
+    # What is there is what is put in place then.
+    monkeypatch.setattr(shards.ShardWriter, "append", lambda *args: 1 / 0)
+    with pytest.raises(InputError, match="exists"):
+        dasksc.convert(gzipped, target)
+    monkeypatch.setattr(writing.CSRCopy, "finish", lambda self: None)
+    monkeypatch.setattr(writing.DenseCopy, "finish", lambda self: None)
+    dasksc.convert(gzipped, target, overwrite=True)
+    same(read(target), ad.read_h5ad(gzipped))
+    assert sorted(os.listdir(tmp_path)) == ["other.zarr", "out.zarr"]
+
+
 def test_another_unfinished_conversion_is_neither_mixed_in_nor_dropped_unasked(tmp_path, gzipped, monkeypatch):
     target = tmp_path / "out.zarr"
     with monkeypatch.context() as patched:
@@ -477,12 +648,82 @@ def test_a_target_may_not_be_an_input(tmp_path):
             dasksc.convert(path, target, overwrite=True)
 
 
+@pytest.fixture
+def plates(tmp_path, monkeypatch):
+    """A folder of two atlases, one a store."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "plates"
+    folder.mkdir()
+    for i, kind in enumerate(["h5ad", "zarr3"]):
+        part = small(3)
+        part.obs_names = [f"{kind}{j}" for j in range(3)]
+        path = write_store(part, folder, kind, name=f"plate{i}")
+        path.rename(folder / f"plate{i}{path.suffix}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "plates",
+        "plates/*",
+        "file://{}/plates",
+        "file://{}/plates/plate1.zarr",
+        ["plates/plate0.h5ad", "link.zarr"],
+        {"a": "file://{}/plates/plate1.zarr"},
+    ],
+)
+def test_nor_may_it_be_one_of_several_however_they_are_named(tmp_path, plates, data):
+    (tmp_path / "link.zarr").symlink_to(plates / "plate1.zarr")
+
+    def named(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: named(value) for key, value in one.items()}
+        return list(map(named, one)) if isinstance(one, list) else one.format(tmp_path)
+
+    before = contents(tmp_path)
+    for target in (plates / "plate1.zarr", plates / "plate1.zarr" / "sub.zarr"):
+        with pytest.raises(InputError, match="is, or lies in, the input .*plate1.zarr"):
+            dasksc.convert(named(data), target, overwrite=True)
+    dasksc.convert(named(data), plates / "new.zarr")
+    shutil.rmtree(plates / "new.zarr")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("ignore:Observation names are not unique")
+def test_nor_may_it_be_what_an_opened_atlas_is_read_from(tmp_path, plates):
+    import dask.array as da
+
+    store = plates / "plate1.zarr"
+    code = dasksc.open(store)
+    code.X = da.log1p(code.X)
+    view = dasksc.open(store)[:2]
+    several = dasksc.open([plates / "plate0.h5ad", store])
+    for data in (dasksc.open(store), code, view, several, [small(3), dasksc.open(f"file://{store}")]):
+        with pytest.raises(InputError, match="is, or lies in, the input .*plate1.zarr"):
+            dasksc.convert(data, store, overwrite=True)
+    # What is in memory was read from there, and is not any more.
+    dasksc.convert(read(store), store, overwrite=True)
+
+
+def test_nor_may_an_input_lie_in_it(tmp_path):
+    collection = tmp_path / "all.zarr"
+    zarr.open_group(collection, mode="w", zarr_format=3)
+    write_store(small(3), tmp_path, "zarr3", name="one").rename(collection / "dataset_0")
+    for data in (collection, collection / "dataset_0"):
+        with pytest.raises(InputError, match="all.zarr holds the input .*dataset_0"):
+            dasksc.convert(data, collection, overwrite=True)
+
+
 def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
     path = write_store(make_adata(), tmp_path, "h5ad")
     with pytest.raises(InputError, match="order='sorted' is neither"):
         dasksc.convert(path, tmp_path / "out.zarr", order="sorted")
     with pytest.raises(MissingKeyError, match="obs has no column 'cluster' to group by"):
         dasksc.convert(path, tmp_path / "out.zarr", group_by="cluster")
+    for limit in ("lots", 0, -1, float("nan"), [1]):
+        with pytest.raises(InputError, match="memory_limit"):
+            dasksc.convert(path, tmp_path / "out.zarr", memory_limit=limit)
     with pytest.raises(InputError, match="'s3://bucket/out.zarr' is a URL"):
         dasksc.convert(path, "s3://bucket/out.zarr")
     with pytest.raises(StorageError, match="atlas.h5ad/out.zarr cannot be written: .*Not a directory"):
@@ -504,6 +745,48 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     with pytest.raises(CorruptDataError, match="row [0-9]+ has (sum|checksum) .*, but the row of the input that it is"):
         dasksc.convert(make_adata(60, 17), tmp_path / "out.zarr", verify=True)
     assert not (tmp_path / "out.zarr").exists()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("what", ["shard", "scan", "table"])
+def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gzipped, monkeypatch, verify, what):
+    from dasksc.conversion import tables
+
+    append, describe = shards.ShardWriter.append, scanning.described
+
+    def wrong(self: shards.ShardWriter, rows: NDArray[Any]) -> None:
+        append(self, rows + 1 if self._path.parent.parent.name == "data" else rows)
+
+    def forgotten(*args: Any) -> NDArray[Any]:
+        rows = describe(*args)
+        rows["digest"] += 1
+        return rows
+
+    with monkeypatch.context() as patched:
+        if what == "shard":
+            patched.setattr(shards.ShardWriter, "append", wrong)
+        elif what == "scan":
+            # Wrong in the first pass only, which is what the store is then compared with.
+            patched.setattr(scanning.Scan, "__call__", _with(scanning, "described", forgotten, scanning.Scan.__call__))
+        else:
+            # Damage that no library expects.
+            patched.setattr(tables, "read_elem", lambda stored: stored["none"])
+        with pytest.raises(CorruptDataError, match="What was written is removed; convert again"):
+            dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler="synchronous", verify=True)
+    assert os.listdir(tmp_path) == []
+    dasksc.convert(gzipped, tmp_path / "out.zarr", verify=verify)
+    same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
+
+
+def _with(module: Any, name: str, value: Any, function: Any) -> Any:
+    """The function, during whose calls something of a module is another."""
+
+    def call(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(module, name, value)
+            return function(*args)
+
+    return call
 
 
 def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp_path, monkeypatch):
@@ -595,6 +878,21 @@ def test_the_command_shows_progress_and_says_what_it_left_out(tmp_path):
     assert "100%" in shown.stderr
     assert "60 cells x 17 genes" in shown.stdout
     assert "left out: obsp/neighbours" in shown.stdout
+
+
+def test_the_command_names_inputs_and_refuses_options_without_a_value(tmp_path):
+    for name in "ab":
+        small(3).write_h5ad(tmp_path / f"{name}.h5ad")
+    command = ["convert", str(tmp_path / "a.h5ad"), str(tmp_path / "b.h5ad"), str(tmp_path / "out.zarr")]
+    named = ["--label", "of", "--keys", "one,two", "--index-unique", "_"]
+    shown = CliRunner().invoke(cli.group, [*command, *named])
+    assert shown.exit_code == 0, shown.output
+    obs = read(tmp_path / "out.zarr").obs
+    assert set(obs.index) == {f"c{i}_{key}" for i in range(3) for key in ("one", "two")}
+    assert set(obs["of"]) == {"one", "two"}
+    shown = CliRunner().invoke(cli.group, [*command, "--storage-option", "region"])
+    assert shown.exit_code == 2
+    assert "--storage-option region has no value; give it as NAME=VALUE" in shown.stderr
 
 
 MEMORY_PROGRAM = """

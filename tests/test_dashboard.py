@@ -316,8 +316,10 @@ def test_rates_are_of_the_time_between_two_reports_and_start_anew_with_an_epoch(
     page.report("here", report_of("a", n_rows=400, clock_s=3.0, waited_s=1.5))
     page.report("here", report_of("a", n_rows=50, clock_s=0.5, waited_s=0.0, epoch=1))
     page.report("here", report_of("a", n_rows=60, clock_s=0.505, waited_s=0.0, epoch=1))  # too short
+    # The same epoch read again, as a validation is.
+    page.report("here", report_of("a", n_rows=20, clock_s=0.1, waited_s=0.1, epoch=1))
     (loader,) = page.loaders
-    assert list(loader.recent) == [(100.0, 1.0), (150.0, 0.25), (100.0, 0.0)]
+    assert list(loader.recent) == [(100.0, 1.0), (150.0, 0.25), (100.0, 0.0), (200.0, 1.0)]
 
 
 def test_names_cannot_end_the_script_of_the_page(cluster, client, atlas, tmp_path):

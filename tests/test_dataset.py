@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import anndata as ad
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -461,6 +462,18 @@ def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
     expected = np.concatenate([batch.to_dense().numpy() for batch in one])
     np.testing.assert_array_equal(dense(computed), expected)
     assert array.dtype == expected.dtype
+
+
+def test_epochs_of_other_genes_or_atlases_are_computed_together(path):
+    other = make_adata(N_OBS)
+    other.X = other.X * 2
+    for pair in (
+        [dataset(path, genes=genes) for genes in (["gene2"], ["gene5"])],
+        [dataset(adata) for adata in (make_adata(N_OBS), other)],
+    ):
+        together = dask.compute(*(one.to_dask() for one in pair))
+        for one, computed in zip(pair, together, strict=True):
+            np.testing.assert_array_equal(dense(computed), np.concatenate([batch.numpy() for batch in one]))
 
 
 def test_fetch_factor_none_fits_the_memory_limit(path):

@@ -241,6 +241,130 @@ def test_hdf5_that_leads_to_files_elsewhere_is_refused(tmp_path: Path, opened: A
         opened(path.name)
 
 
+def full() -> AnnData:
+    """A dense atlas that has an array of 20 or 6 numbers in every group whose arrays are read as a whole."""
+    adata = small()
+    adata.obs["n"] = np.arange(20.0)
+    adata.var["n"] = np.arange(6.0)
+    adata.varm["n"] = np.arange(12.0).reshape(6, 2)
+    adata.varp["n"] = np.arange(36.0).reshape(6, 6)
+    adata.obsm["n"] = pd.DataFrame({"n": np.arange(20.0)}, index=adata.obs_names)
+    adata.uns |= {"n": np.arange(20.0), "deep": {"n": np.arange(20.0)}}
+    return adata
+
+
+READ_WHOLE = ["obs/n", "var/n", "varm/n", "varp/n", "obsm/n/n", "uns/n", "uns/deep/n"]
+
+
+@pytest.mark.parametrize("how", ["virtual", "external", "beside"])
+@pytest.mark.parametrize("where", READ_WHOLE)
+def test_tables_whose_values_are_elsewhere_are_refused(tmp_path: Path, opened: Any, where: str, how: str) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    outside = tmp_path.parent / f"{tmp_path.name}-secret.h5"
+    with h5py.File(outside, "w") as file:
+        file["n"] = np.full(36, 42.0)
+    with h5py.File(path, "r+") as file, h5py.File(tmp_path / "beside.h5", "w") as beside:
+        shape, attributes = file[where].shape, dict(file[where].attrs)
+        del file[where]
+        into, name = (beside, "n") if how == "beside" else (file, where)
+        if how == "virtual":
+            layout = h5py.VirtualLayout(shape, "f8")
+            layout[:] = h5py.VirtualSource(str(outside), "n", shape=shape)
+            into.create_virtual_dataset(name, layout)
+        else:
+            into.create_dataset(name, shape, "f8", external=[(str(outside), 0, 8 * int(np.prod(shape)))])
+        into[name].attrs.update(attributes)
+        if how == "beside":
+            file[where] = h5py.ExternalLink("beside.h5", "/n")
+    with pytest.raises(StorageError, match="another file"):
+        opened(path.name)
+
+
+@pytest.mark.parametrize("where", ["X", "uns/n"])
+def test_links_that_a_linked_file_has_are_looked_at_too(tmp_path: Path, where: str) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.h5"
+    with h5py.File(path, "r+") as file, h5py.File(outside, "w") as other, h5py.File(tmp_path / "b.h5", "w") as beside:
+        file.copy(where, other, "it")
+        beside["it"] = h5py.ExternalLink(str(outside), "/it")
+        beside["soft"] = h5py.SoftLink("/it")
+        del file[where]
+        file[where] = h5py.ExternalLink("b.h5", "/soft")
+    with pytest.raises(StorageError, match="another file"):
+        dasksc.open(path)
+
+
+@pytest.mark.parametrize("dtype", ["f4", ">i2", "f2"])
+@pytest.mark.parametrize("where", ["X", "obs/n"])
+def test_what_hdf5_would_seek_where_the_process_runs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, dtype: str
+) -> None:
+    (tmp_path / "atlas").mkdir()
+    path = write_store(full(), tmp_path / "atlas", "h5ad")
+    (tmp_path / "secret").write_bytes(bytes(480))
+    monkeypatch.chdir(tmp_path)
+    with h5py.File(path, "r+") as file:
+        shape, attributes = file[where].shape, dict(file[where].attrs)
+        del file[where]
+        file.create_dataset(where, shape, dtype, external=[("secret", 0, 480)]).attrs.update(attributes)
+    with pytest.raises(StorageError, match="another file"):
+        dasksc.open(path)
+
+
+def test_values_and_tables_beside_a_file_are_read(tmp_path: Path) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file, h5py.File(tmp_path / "b.h5", "w") as beside:
+        beside["n"] = np.arange(100.0, 120.0)
+        file.copy("var", beside, "var")
+        for name in ("uns/n", "var"):
+            del file[name]
+        layout = h5py.VirtualLayout((20,), "f8")
+        layout[:] = h5py.VirtualSource("b.h5", "n", shape=(20,))
+        file.create_virtual_dataset("uns/n", layout).attrs.update(
+            {"encoding-type": "array", "encoding-version": "0.2.0"}
+        )
+        file["var"] = h5py.ExternalLink("b.h5", "/var")
+    adata = dasksc.open(path)
+    np.testing.assert_array_equal(adata.uns["n"], np.arange(100.0, 120.0))
+    np.testing.assert_array_equal(adata.var["n"], np.arange(6.0))
+
+
+def test_a_file_that_is_itself_reached_by_a_link_is_read(tmp_path: Path) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    link = tmp_path / "elsewhere" / "atlas.h5ad"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    np.testing.assert_array_equal(dasksc.open(link).X.compute(), VALUES[:20])
+
+
+@pytest.mark.parametrize("where", ["varm", "varp", "uns", "uns/deep", "obs", "var", "obsm"])
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_arrays_that_only_together_are_too_large_are_refused(
+    tmp_path: Path, opened: Any, format: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.sysconf
+    pages = {"SC_PHYS_PAGES": 2**30 // real("SC_PAGE_SIZE")}
+    monkeypatch.setattr(os, "sysconf", lambda name: pages.get(name) or real(name))
+    path = write_store(full(), tmp_path, format)
+    length = 20 if where in ("obs", "obsm") else 6
+    attributes = {"encoding-type": "string-array" if where == "obsm" else "array", "encoding-version": "0.2.0"}
+    shape = (length, 2**27 // length // 8)
+    if format == "h5ad":
+        with h5py.File(path, "r+") as file:
+            for i in range(10):
+                file[where].create_dataset(f"many{i}", shape, "f8", chunks=(1, 1024)).attrs.update(attributes)
+    else:
+        group = zarr.open_group(path, mode="r+", use_consolidated=False)
+        for i in range(10):
+            group[where].create_array(f"many{i}", shape=shape, chunks=(1, 1024), dtype="f8").attrs.update(attributes)
+        zarr.consolidate_metadata(path)
+    with (
+        bounded(),
+        pytest.raises(StorageError, match=f"bytes.* of them in {where.partition('/')[0]}, and this machine"),
+    ):
+        opened(path.name)
+
+
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "X/../../escaped"])
 def test_zipped_stores_write_nothing_anywhere(tmp_path: Path, name: str) -> None:
     write_store(small(), tmp_path, "zarr3")

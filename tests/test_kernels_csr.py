@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dasksc.kernels import csr as kernels
@@ -259,6 +262,30 @@ def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go(width: int, un
         csr.indices[csr.indptr[row]] = before
 
 
+@pytest.mark.parametrize("unsigned", ["uint16", "uint32"])
+@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 64, 65, 131])
+def test_each_column_of_a_row_is_renumbered_and_judged(n: int, begins: int, unsigned: str) -> None:
+    # Columns are renumbered two at a time, wherever in memory the row begins.
+    width = 200
+    lookups = np.random.default_rng(n).permutation(width).astype(np.int32)[None]
+    lookups[0, -1] = -2
+    columns, values = np.arange(n, dtype=np.int32), np.arange(n, dtype=np.float32)
+    where = [np.array([one]) for one in (n, np.uint64(address(values)), np.uint64(address(columns)))]
+    indices, data = garbage((begins + n + 1,), "int32"), garbage((begins + n + 1,), "float32")
+    untouched = np.delete(indices, np.s_[begins : begins + n]).copy()
+    position, maps, indptr = np.zeros(1, np.int64), np.zeros(1, np.int32), np.array([begins])
+    to = (indptr, indices, data, values[:0], columns[:0])
+    assert kernels.renumber_rows_csr(position, *where, maps, lookups.astype(unsigned), width, *to) == -1
+    np.testing.assert_array_equal(indices[begins : begins + n], lookups[0, :n])
+    np.testing.assert_array_equal(data[begins : begins + n], values)
+    np.testing.assert_array_equal(np.delete(indices, np.s_[begins : begins + n]), untouched)
+    for k in range(n):
+        columns[k] = width - 1
+        assert kernels.renumber_rows_csr(position, *where, maps, lookups.astype(unsigned), width, *to) == 0
+        columns[k] = k
+
+
 @pytest.mark.parametrize("n_vars", [N_VARS, 300])
 def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) -> None:
     rng = np.random.default_rng(2)
@@ -361,3 +388,46 @@ def test_every_kernel_keeps_within_its_arrays_when_bounds_are_checked() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=5), st.sampled_from(["int32", "int64"]))
+def test_places_are_found_to_ascend_as_scipy_finds_them(rows: list[list[int]], dtype: str) -> None:
+    indices = np.array([column for row in rows for column in row], dtype=dtype)
+    indptr = np.cumsum([0, *map(len, rows)]).astype(dtype)
+    x = sp.csr_matrix((np.ones(len(indices)), indices, indptr), shape=(len(rows), 6))
+    found = kernels.ascends(
+        indptr_at=np.uint64(indptr.ctypes.data),
+        n_rows=len(rows),
+        indices_at=np.uint64(indices.ctypes.data),
+        like_indptr=indptr[:0],
+        like_indices=indices[:0],
+    )
+    assert found == x.has_canonical_format == all(sorted(set(row)) == row for row in rows)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 300),
+            st.integers(65_000, 66_000),
+            st.sampled_from([-1, 2**31, 2**32, 2**32 + 7, -(2**31), 2**40]),
+            st.sampled_from([0.5, -0.0, math.nan, math.inf, -math.inf, 255.5, 3e38]),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from(["float32", "float64", "int32", "int64", "uint32", "uint64", "int16", "uint16"]),
+    st.sampled_from([0, 4090]),
+)
+def test_counts_are_told_from_other_values(values: list[float], dtype: str, n_before: int) -> None:
+    with np.errstate(all="ignore"):
+        array = np.array([*[1] * n_before, *values]).astype(dtype)
+    bits = array.view(f"u{array.itemsize}")
+
+    def holds(narrow: str) -> bool:
+        with np.errstate(all="ignore"):
+            held = array.astype(narrow)
+            return bool((held == array).all() and not np.signbit(array).any())
+
+    assert kernels.count_bytes(array, bits) == (1 if holds("u1") else 2 if holds("u2") else 0)

@@ -34,6 +34,7 @@ ROOMS = [
     "filtering",
     "splitting",
     "window",
+    "ahead",
     "batch",
     "transforms",
     "tokens",

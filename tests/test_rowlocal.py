@@ -50,6 +50,11 @@ def doubled(block: Any) -> Any:
     return block * 2
 
 
+def weighted(block: Any) -> Any:
+    weights = np.arange(1.0, N_VARS + 1)
+    return block.multiply(weights).tocsr() if sp.issparse(block) else block * weights
+
+
 ANY_LAYOUT: dict[str, Callable[[da.Array], da.Array]] = {
     "log1p": da.log1p,
     "normalize_total and log1p": normalized,
@@ -65,6 +70,7 @@ ANY_LAYOUT: dict[str, Callable[[da.Array], da.Array]] = {
     "concatenated rows": lambda x: da.concatenate([x[:13], da.log1p(x[20:])]),
     "other chunks": lambda x: da.log1p(x).rechunk((7, N_VARS)),
     "row_local": lambda x: x.map_blocks(row_local(doubled)),
+    "gene weights by row_local": lambda x: x.map_blocks(row_local(weighted), dtype=float),
     "a function of numpy": lambda x: x.map_blocks(np.log1p),
     "a view of an AnnData": lambda x: ad.AnnData(x)[np.arange(N_OBS) % 2 == 0, 3:9].X,
 }
@@ -296,3 +302,34 @@ def test_what_goes_in_in_another_place_is_not_computed_alike() -> None:
         expected = array.compute(scheduler="synchronous")
         np.testing.assert_array_equal(rows_of(matrix, np.arange(N_OBS)), expected)
     assert len(set(matrix._kinds)) == 6
+
+
+def test_columns_that_do_not_ascend_are_scaled_and_logged() -> None:
+    x = make_values(N_OBS, N_VARS, layout="csr")[:, ::-1]
+    x.has_sorted_indices = x.has_canonical_format = False
+    assert not np.array_equal(x.indices, np.sort(x.indices))
+    array = normalized(to_dask(as_matrix(x, "X"), chunk_rows=13))
+    rows = np.array([0, 3, 14, 14, 40], dtype=np.int64)
+    expected = array.compute()[rows]
+    fetched = RowLocalMatrix(array).fetch(rows)
+    np.testing.assert_array_equal(gather_block(fetched, np.arange(5)).toarray(), expected.toarray())
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_a_function_may_change_in_place_what_known_functions_share(
+    threshold: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_small(block: Any) -> Any:
+        block.data[block.data < threshold] = 0
+        block.eliminate_zeros()
+        return block
+
+    x = leaf("csr")
+    array = da.sqrt(da.log1p(x)).map_blocks(row_local(without_small), dtype=x.dtype, meta=x._meta)
+    rows = np.arange(5, 50, dtype=np.int64)
+    matrix = matrix_of(array)
+    assert type(matrix) is RowLocalMatrix
+    block = gather_block(matrix.fetch(rows), np.arange(len(rows)))
+    expected = without_small(np.sqrt(np.log1p(x.compute())))[rows]
+    np.testing.assert_array_equal(block.toarray(), expected.toarray())
+    assert not caplog.records

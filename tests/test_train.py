@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from make_atlas import make_atlas
@@ -20,9 +22,9 @@ import dasksc
 from dasksc import InputError, MissingPathError
 from dasksc.train import Config, fit, load_model
 from dasksc.train.config import Validation
-from dasksc.train.data import split_rows
+from dasksc.train.data import make_loaders, split_rows
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, log_normalised
-from dasksc.train.parallel import checkpoint_activations
+from dasksc.train.parallel import _per_batch, checkpoint_activations
 from dasksc.train.report import plot
 from tests.programs import train_models
 
@@ -161,6 +163,39 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_named_in_a_directory_of_its_own
     assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
 
 
+@pytest.mark.parametrize(
+    "change", [{"data__batch_size": 32}, {"data__batch_size": 8}, {"training__gradient_accumulation": 3}], ids=str
+)
+def test_a_run_that_goes_on_in_other_sizes_ends_its_learning_rate_with_its_steps(change, raw, tmp_path):
+    raw["training"]["scheduler"] = {"name": "linear_warmup", "final": 0.1}
+    train(raw, training__max_steps=16)
+    steps = int(train(raw, training__resume_from="auto", **change).n_steps)
+    rates = [row["lr"] / 1e-3 for row in rows_of(tmp_path / "run") if "lr" in row][16:]
+    assert len(rates) == steps - 16
+    assert steps != 26
+    # The step after the last would have the rate that is left.
+    np.testing.assert_allclose(rates, [0.1 + 0.9 * (1 - step / steps) for step in range(16, steps)])
+
+
+def test_with_workers_a_run_that_goes_on_has_the_same_rates(raw, tmp_path):
+    raw["training"]["scheduler"] = {"name": "cosine_warmup", "warmup_steps": 3}
+    raw["data"]["num_workers"] = 1
+    train(raw)
+    expected = [row["lr"] for row in rows_of(tmp_path / "run")]
+    raw["training"]["checkpoint_dir"] = str(tmp_path / "broken")
+    raw["training"]["scheduler"]["total_steps"] = 26
+    train(raw, training__max_steps=5)
+    del raw["training"]["scheduler"]["total_steps"]
+    train(raw, training__resume_from="auto")
+    assert [row["lr"] for row in rows_of(tmp_path / "broken")] == expected
+
+
+@pytest.mark.parametrize("end", ["max_steps", "max_epochs"])
+def test_an_epoch_without_a_batch_is_refused(end, raw):
+    with pytest.raises(InputError, match=r"no batch: data.drop_last leaves none of the 203 rows for 1 x .*=256. Lower"):
+        train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True, **{f"training__{end}": 10})
+
+
 def test_a_run_goes_on_in_another_precision(raw):
     train(raw, training__max_epochs=1)
     assert train(raw, training__precision="16-mixed", training__resume_from="auto").n_steps == 26
@@ -174,6 +209,46 @@ def test_the_best_checkpoints_and_the_latest_are_kept(raw, tmp_path):
     assert len(values) == 6
     best = sorted(values, key=values.__getitem__, reverse=True)[:2]
     assert checkpoints(tmp_path / "run") == sorted({*best, max(values)})
+
+
+def values_of(folder: Path) -> dict[int, float | None]:
+    states = [json.loads((path / "state.json").read_text()) for path in folder.glob("step-*")]
+    return {state["step"]: state["value"] for state in states}
+
+
+def test_the_best_validated_epochs_are_kept_whatever_save_every_is(raw, tmp_path):
+    options = {"save_every": 5, "max_epochs": 4, "save_top_k": 2, "monitor_mode": "max"}
+    raw["training"] |= options
+    train(raw, data__validation=0.2)
+    values = {int(row["step"]): row["validation_loss"] for row in rows_of(tmp_path / "run") if "validation_loss" in row}
+    assert list(values) == [11, 22, 33, 44]
+    best = sorted(values, key=values.__getitem__, reverse=True)[:2]
+    assert values_of(tmp_path / "run") == {step: values[step] for step in {*best, 44}}
+    train(raw, data__validation=0.2, training__checkpoint_dir=str(tmp_path / "none"), training__save_top_k=0)
+    assert checkpoints(tmp_path / "none") == [44]
+
+
+def test_the_end_of_a_run_is_saved_with_its_validation(raw, tmp_path):
+    report = train(raw, data__validation=0.2, training__validate_every=2, training__max_epochs=3)
+    assert values_of(tmp_path / "run")[33] == report.figures["validation_loss"]
+
+
+def test_checkpoints_have_the_figures_of_training_of_their_moment(raw, tmp_path):
+    train(raw, training__save_every=5, training__save_top_k=-1, training__log_every_n_steps=3)
+    noted = {int(row["step"]): row["loss"] for row in rows_of(tmp_path / "run")}
+    values = values_of(tmp_path / "run")
+    assert sorted(values) == [5, 10, 15, 20, 25, 26]
+    assert values == {step: noted[step] for step in values}
+
+
+def test_a_monitor_that_is_no_figure_is_told_early(raw, tmp_path):
+    with pytest.raises(InputError, match="monitor='acuracy' is no figure of the run; give one of accuracy, cells_per"):
+        train(raw, training__monitor="acuracy")
+    assert not (tmp_path / "run" / "step-00000013").exists()
+    with pytest.raises(InputError, match="'validation_los' is no .* of validation_accuracy, validation_loss$"):
+        train(raw, training__monitor="validation_los", data__validation=0.2)
+    with pytest.raises(InputError, match="'validation_loss' is a figure of validation, and there is none"):
+        train(raw, training__monitor="validation_loss")
 
 
 def test_with_workers_a_run_goes_on_inside_an_epoch(raw, tmp_path):
@@ -234,7 +309,8 @@ def test_data_parallel_on_one_process_is_the_same_training(raw, tmp_path):
 def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, device, raw, tmp_path):
     if (device == "cuda") != torch.cuda.is_available():
         pytest.skip("there is no GPU here" if device == "cuda" else "there is a GPU, which is used")
-    raw["training"] |= {"gradient_clip": 1.0, "gradient_accumulation": 2, "activation_checkpointing": True}
+    raw["training"] |= {"gradient_clip": 1.0, "gradient_accumulation": 2}
+    raw["training"]["activation_checkpointing"] = strategy != "dp"
     raw["data"]["validation"] = 0.2
     report = train(raw, training__strategy=strategy, training__precision=precision, training__max_epochs=1)
     assert (report.strategy, report.device, report.world_size) == (strategy, device, 1)
@@ -305,6 +381,84 @@ def test_a_filter_holds_for_training_and_validation(raw, atlas):
 def test_another_atlas_validates(raw, atlas):
     report = train(raw, data__validation={"path": str(atlas)}, training__max_epochs=1)
     assert "validation_loss" in report.figures
+
+
+@pytest.fixture
+def other(atlas, tmp_path) -> Path:
+    """The atlas with its genes in another order and two more, one cell type less, and one that is new."""
+    adata = ad.read_h5ad(atlas)
+    extra = ad.AnnData(
+        np.full((adata.n_obs, 2), 7, np.float32), obs=adata.obs, var=pd.DataFrame(index=["new", "newer"])
+    )
+    mixed = ad.concat([adata, extra], axis=1, merge="same")[:, np.random.default_rng(0).permutation(adata.n_vars + 2)]
+    mixed = mixed.copy()
+    types = mixed.obs["cell_type"].astype(str)
+    rarest = types.value_counts().index[-1]
+    mixed.obs["cell_type"] = types.where(types != rarest, "a type of its own").astype("category")
+    mixed.write_h5ad(tmp_path / "other.h5ad")
+    return tmp_path / "other.h5ad"
+
+
+@pytest.mark.parametrize(
+    ("kind", "genes"), [("counts", "all"), ("counts", "names"), ("counts", "positions"), ("tokens", "all")]
+)
+def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw, atlas, other, caplog):
+    if kind == "tokens":
+        raw["model"] = {"name": "transformer_encoder", "label": "cell_type", "hidden_dim": 16, "num_layers": 1}
+        raw["tokenizer"] = {"strategy": "rank_value", "max_genes": 32}
+    chosen = [30, 3, 11]
+    raw["data"]["genes"] = {
+        "all": None,
+        "names": [dasksc.open(atlas).var_names[i] for i in chosen],
+        "positions": chosen,
+    }[genes]
+    raw["data"]["obs"] = ["plate"]
+    loaders = {}
+    for path in (atlas, other):
+        raw["data"]["validation"] = {"path": str(path)}
+        loaders[path] = make_loaders(Config.of(raw), device=torch.device("cpu")).validation
+    rarest = ad.read_h5ad(atlas).obs["cell_type"].value_counts().index[-1]
+    n_new = 0
+    for expected, found in zip(loaders[atlas], loaders[other], strict=True):
+        for name in ("X", "input_ids", "attention_mask"):
+            assert (name in expected) == (name in found)
+            assert name not in expected or torch.equal(expected[name], found[name])
+        assert torch.equal(expected["obs"]["plate"], found["obs"]["plate"])
+        codes = expected["obs"]["cell_type"].clone()
+        is_new = codes == loaders[atlas].dataset.categories["cell_type"].index(rarest)
+        codes[is_new] = -1
+        assert torch.equal(found["obs"]["cell_type"], codes)
+        n_new += int(is_new.sum())
+    assert loaders[other].dataset.categories == loaders[atlas].dataset.categories
+    (told,) = [record.getMessage() for record in caplog.records if "that data.path has not" in record.getMessage()]
+    assert "'cell_type'] of data.validation.path has 1 labels that data.path has not: 'a type of its own'" in told
+    assert f"Their {n_new} cells" in told
+
+
+def test_another_atlas_is_filtered_by_its_own_labels(raw, atlas, other):
+    counts = ad.read_h5ad(other).obs["cell_type"].value_counts()
+    common = ad.read_h5ad(atlas).obs["cell_type"].value_counts().index[0]
+    raw["data"] |= {
+        "filter": f"cell_type in ['a type of its own', '{common}']",
+        "validation": {"path": str(other)},
+    }
+    loader = make_loaders(Config.of(raw), device=torch.device("cpu")).validation
+    assert sum(len(batch["X"]) for batch in loader) == counts["a type of its own"] + counts[common]
+
+
+def test_another_atlas_that_lacks_genes_is_refused(raw, atlas, tmp_path):
+    ad.read_h5ad(atlas)[:, 3:].write_h5ad(tmp_path / "fewer.h5ad")
+    first = ", ".join(map(repr, dasksc.open(atlas).var_names[:3]))
+    with pytest.raises(InputError, match=f"lacks 3 of the 40 genes that are trained on: {first}. Give"):
+        train(raw, data__validation={"path": str(tmp_path / "fewer.h5ad")})
+
+
+def test_another_atlas_with_labels_for_numbers_is_refused(raw, atlas, tmp_path):
+    adata = ad.read_h5ad(atlas)
+    adata.obs["n_counts"] = "many"
+    adata.write_h5ad(tmp_path / "words.h5ad")
+    with pytest.raises(InputError, match=r"\['n_counts'\] of data.validation.path are labels"):
+        train(raw, data__obs=["n_counts"], data__validation={"path": str(tmp_path / "words.h5ad")})
 
 
 def test_the_profiler_records_its_window(raw, tmp_path):
@@ -417,6 +571,74 @@ def test_cells_without_a_label_do_not_count():
     assert some["accuracy"] == those["accuracy"]
     none = model({"X": X, "obs": {"kind": torch.full((4,), -1)}})
     assert none["loss"].item() == 0
+    assert [outputs["n"].item() for outputs in (some, those, none)] == [2, 2, 0]
+
+
+@pytest.fixture
+def half_labelled(atlas, tmp_path) -> Path:
+    """The atlas without the labels of its first 16 cells, and of half of the others."""
+    adata = ad.read_h5ad(atlas)
+    has_label = np.random.default_rng(0).random(adata.n_obs) < 0.5
+    has_label[:16] = False
+    adata.obs["cell_type"] = adata.obs["cell_type"].where(has_label)
+    adata.write_h5ad(tmp_path / "half.h5ad")
+    return tmp_path / "half.h5ad"
+
+
+def assert_two_halves_are_one_batch(raw: dict[str, Any], folder: Path) -> None:
+    """Train with batches of 16, and of 8 of which two make a step, and compare."""
+    raw["data"]["strategy"] = "streaming"
+    raw["training"] |= {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "gradient_clip": 100.0}
+    raw["model"]["dropout"] = 0.0
+    train(raw)
+    expected = rows_of(folder / "run")
+    raw["training"]["checkpoint_dir"] = str(folder / "two")
+    train(raw, data__batch_size=8, data__fetch_factor=8, training__gradient_accumulation=2)
+    found = rows_of(folder / "two")
+    for name in ("loss", "accuracy", "gradient_norm"):
+        np.testing.assert_allclose(
+            [row.get(name, -1) for row in found], [row.get(name, -1) for row in expected], rtol=1e-4, err_msg=name
+        )
+
+
+def test_two_batches_with_unlike_numbers_of_labels_are_one_of_twice_the_size(raw, half_labelled, tmp_path):
+    raw["data"]["path"] = str(half_labelled)
+    assert_two_halves_are_one_batch(raw, tmp_path)
+    first, second = rows_of(tmp_path / "run")[:2]
+    assert "loss" not in first
+    assert first["cells_per_s"] > 0
+    assert first["gradient_norm"] == 0
+    assert second["loss"] > 1
+
+
+def test_two_batches_with_unlike_numbers_of_masked_tokens_are_one_of_twice_the_size(raw, tmp_path):
+    name = "tests.programs.train_models:MaskingByGene"
+    raw["model"] = {"name": name, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
+    raw["tokenizer"] = {"strategy": "rank_value", "max_genes": 32}
+    assert_two_halves_are_one_batch(raw, tmp_path)
+    first, *_, last = losses(tmp_path / "run")
+    assert last < first
+
+
+def test_validation_counts_batches_by_their_labels(raw, half_labelled, atlas):
+    report = train(raw, data__validation={"path": str(half_labelled)}, training__max_epochs=1)
+    labelled = np.flatnonzero(dasksc.open(half_labelled).obs["cell_type"].notna())
+    strategy = dasksc.Streaming(labelled)
+    (whole,) = dasksc.scDataset(str(half_labelled), strategy, len(labelled), 1, obs=["cell_type"], seed=0)
+    with torch.no_grad():
+        outputs = load_model(report.model)(whole)
+    assert report.figures["validation_loss"] == pytest.approx(outputs["loss"].item(), rel=1e-5)
+    assert report.figures["validation_accuracy"] == pytest.approx(outputs["accuracy"].item())
+    assert "n" not in report.figures
+
+
+def test_parts_of_a_batch_count_by_their_rows_or_by_n():
+    batch = {"X": torch.zeros(5, 2)}
+    loss = torch.tensor([1.0, 4.0])
+    assert _per_batch({"loss": loss}, batch)["loss"].item() == pytest.approx((3 * 1 + 2 * 4) / 5)
+    found = _per_batch({"loss": loss, "n": torch.tensor([1, 0])}, batch)
+    assert {name: value.item() for name, value in found.items()} == {"loss": 1.0, "n": 1}
+    assert _per_batch({"loss": 0 * loss, "n": torch.tensor([0, 0])}, batch)["loss"].item() == 0
 
 
 def test_the_variational_loss_falls_to_its_error_where_all_is_normal():

@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from torch import nn
 
 import dasksc
-from dasksc import InputError, MissingPathError, cli, train
+from dasksc import InputError, MissingPathError, World, cli, train
 from dasksc.train import Config
-from dasksc.train.config import Data, Fsdp, Open, Optimizer, Scheduler, Training
-from dasksc.train.launch import first_node, node_of, processes_to_start, rendezvous
+from dasksc.train.config import Data, Fsdp, Open, Optimizer, Profile, Scheduler, Training, Validation
+from dasksc.train.launch import first_node, launch, local_rank_of, n_nodes_of, node_of, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
-from dasksc.train.parallel import modules_to_shard, strategy_of
+from dasksc.train.parallel import modules_to_shard, replicas_of, strategy_of
 from tests import test_project
 
 SMALL = {"data": {"path": "atlas.h5ad"}, "model": "vae"}
@@ -105,6 +105,16 @@ def test_data_takes_all_that_open_and_scdataset_take():
             "data.validation.shar is not known; did you mean 'share'?",
         ),
         ({"data": {"batch_size": 8}}, "data.path is missing"),
+        ({"data": {"path": "a.h5mu"}}, "data.path='a.h5mu': files of several modalities are read from Python"),
+        ({"data": {"path": {"rna": "a.h5mu"}}}, "data.path={'rna': 'a.h5mu'}: files of several modalities"),
+        (
+            {"data": {"path": "a", "validation": {"path": ["b.h5mu"]}}},
+            "data.validation.path=['b.h5mu']: files of several modalities",
+        ),
+        (
+            {"data": {"path": "a", "genes": {"rna": ["x"]}}},
+            "data.genes={'rna': ['x']}: expected one list, or a file; genes of several modalities are given in Python",
+        ),
         ({"training": {"precision": "bf16"}}, "training.precision='bf16': Input should be '32-true', 'bf16-mixed'"),
         ({"training": {"max_epochs": 0}}, "training.max_epochs=0: Input should be greater than or equal to 1"),
         ({"training": {"fsdp": {"sharding_strategy": "HALF"}}}, "training.fsdp.sharding_strategy='HALF'"),
@@ -154,6 +164,22 @@ def test_set_replaces_single_values_of_any_depth():
     assert SMALL == {"data": {"path": "atlas.h5ad"}, "model": "vae"}
 
 
+def test_set_below_a_short_form_keeps_what_that_said():
+    raw = {
+        "data": {"path": ["a.h5ad", "b.h5ad"], "validation": 0.2, "strategy": "streaming"},
+        "model": "vae",
+        "training": {"profile": True, "scheduler": "cosine_warmup"},
+    }
+    changes = ["data.validation.by=donor", "training.profile.active=5", "training.scheduler.warmup_steps=3"]
+    config = Config.of(raw, changes=[*changes, "data.strategy.block_size=4"])
+    assert config.data.validation == Validation(share=0.2, by="donor")
+    assert config.training.profile == Profile(active=5)
+    assert config.training.scheduler == Scheduler(name="cosine_warmup", warmup_steps=3)
+    assert (config.data.strategy.name, config.data.strategy.arguments) == ("streaming", {"block_size": 4})
+    with pytest.raises(InputError, match=r"--set data.path.x=1: there is \['a.h5ad', 'b.h5ad'\], which is no section"):
+        Config.of(raw, changes=["data.path.x=1"])
+
+
 def test_numbers_may_be_written_without_a_point(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "data: {path: a}\nmodel: {name: vae, beta: 1e-3}\ntraining: {optimizer: {lr: 1e-4}}"
@@ -189,10 +215,13 @@ def test_the_layout_of_the_guide_means_the_same():
         ({"data.path": "other"}, r"data.paths=\['first.h5ad', 'second.h5ad'\] and data.path='other'"),
         ({"data.source": "cellxgene"}, "data.source='cellxgene' is not read"),
         ({"data.streaming_chunk_size": "many"}, "must be numbers of rows"),
+        ({"training.batch_size": 0}, "batch_size=0 must be a number of rows"),
+        ({"training.batch_size": "'32'"}, "batch_size='32' must be a number of rows, of 1 or more and without quotes"),
+        ({"training.batch_size": ""}, "batch_size=None must be a number of rows"),
         ({"data.fetch_factor": 3}, "data.streaming_shuffle_buffer=256 and data.fetch_factor=3 are one setting"),
     ],
 )
-def test_the_layouts_must_not_contradict_each_other(changes, told):
+def test_the_layouts_must_not_contradict_each_other_and_sizes_are_numbers(changes, told):
     with pytest.raises(InputError, match=told):
         Config.of(yaml.safe_load(GUIDE), changes=[f"{name}={value}" for name, value in changes.items()])
 
@@ -213,6 +242,30 @@ def test_the_layouts_must_not_contradict_each_other(changes, told):
 )
 def test_the_strategy_follows_from_what_was_said(training, world_size, expected):
     assert strategy_of(Training(**training), world_size) == expected
+
+
+def test_a_run_on_other_nodes_than_was_said_is_refused_where_their_number_is_known():
+    said = Training(num_gpus=4, num_nodes=2)
+    assert strategy_of(said, 4, 2) == strategy_of(said, 4, None) == strategy_of(Training(), 4, 3) == "ddp"
+    with pytest.raises(InputError, match="num_nodes=2, and this run is on 1. .* --set training.num_nodes=1"):
+        strategy_of(said, 4, 1)
+    with pytest.raises(InputError, match="num_nodes=2, and this run is on 1"):
+        strategy_of(Training(strategy="dp", num_gpus=4, num_nodes=2), 1, 1)
+
+
+@pytest.mark.parametrize("section", [{}, {"fsdp": {"activation_checkpointing": True}}])
+def test_copies_in_one_process_are_not_to_checkpoint_activations(section):
+    wanted = {"strategy": "dp", "activation_checkpointing": not section, **section}
+    with pytest.raises(InputError, match="use ddp or fsdp, or leave activation_checkpointing out"):
+        strategy_of(Training(**wanted), 1)
+
+
+def test_copies_in_one_process_take_as_many_gpus_as_was_said():
+    assert replicas_of(Training(num_gpus=2), 8) == [0, 1]
+    assert replicas_of(Training(), 8) == list(range(8))
+    assert replicas_of(Training(num_gpus=2), 0) == []
+    with pytest.raises(InputError, match="num_gpus=4, and .* has only the 2 GPUs that this process sees"):
+        replicas_of(Training(num_gpus=4), 2)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +305,11 @@ def test_one_task_of_srun_on_each_node_starts_the_ranks_there(monkeypatch):
     assert node_of(step) == (2, 1)
     assert processes_to_start(Training(), nproc="4", nnodes=None) == 4
     assert processes_to_start(Training(num_gpus=2), nproc=None, nnodes=None) == 0
+    assert processes_to_start(Training(num_nodes=2), nproc="4", nnodes=None) == 4
+    with pytest.raises(InputError, match="training.num_nodes=3, and srun has started this on 2 nodes"):
+        processes_to_start(Training(num_nodes=3), nproc="4", nnodes=None)
+    with pytest.raises(InputError, match="--nnodes=1, and srun has started this on 2 nodes"):
+        processes_to_start(Training(num_nodes=2), nproc="4", nnodes=1)
     assert node_of({**step, "SLURM_STEP_NUM_TASKS": "8"}) == (1, 0)
     assert node_of({}) == (1, 0)
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
@@ -294,6 +352,118 @@ def test_ranks_meet_where_the_launcher_says():
     for environment in ({}, {**one_node, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"MASTER_ADDR": "here"}):
         with pytest.raises(InputError, match="nothing says where the 2 ranks of this run meet"):
             rendezvous(environment, 2)
+
+
+# What a script in an allocation of two nodes has, and mpirun and torchrun hand on.
+SBATCH = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[3-4]", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SBATCH |= {"SLURM_NTASKS": "4"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+SRUN = {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 0),
+        ({**SBATCH, **TORCHRUN}, 1),
+        ({**SBATCH, **MPIRUN}, 1),
+        # On the other nodes mpirun's own step is there too: one task on each.
+        ({**SBATCH, **MPIRUN, "SLURM_STEP_ID": "1", "SLURM_PROCID": "1"}, 1),
+        ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"}, 1),
+        ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, 1),
+        (SRUN, 1),
+        # srun with PMI, and a script that passes srun's numbers on.
+        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, 1),
+        ({**SRUN, "RANK": "3", "WORLD_SIZE": "4"}, 1),
+        ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, 1),
+        # Nothing says how many are here.
+        ({"RANK": "3", "WORLD_SIZE": "4"}, 3),
+        ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "0", "LOCAL_RANK": ""}, 3),
+        # What a shell on a node has left is not of this process.
+        ({"LOCAL_RANK": "1", "SLURM_LOCALID": "1"}, 0),
+    ],
+)
+def test_the_rank_in_the_node_is_what_the_launcher_says_that_started_this_process(environment, expected, monkeypatch):
+    for name in {*TORCHRUN, *MPIRUN, *SRUN, "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE", "MASTER_ADDR"}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert local_rank_of(World.detect(), environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("world", "environment", "expected"),
+    [
+        (World(), {**SBATCH, "SLURM_STEP_NUM_NODES": "2"}, 1),
+        (World(3, 4, 2, "RANK/WORLD_SIZE"), {**SBATCH, **TORCHRUN, "GROUP_WORLD_SIZE": "2"}, 2),
+        (World(3, 4, 1, "RANK/WORLD_SIZE"), {"RANK": "3", "WORLD_SIZE": "4"}, None),
+        # Three ranks on one node, one on the other.
+        (World(3, 4, 1, "SLURM_PROCID/SLURM_NTASKS"), {**SRUN, "SLURM_STEP_NUM_NODES": "2"}, 2),
+        # On the other nodes mpirun's own step is there too.
+        (World(3, 4, 1, "OMPI_COMM_WORLD_RANK/OMPI_COMM_WORLD_SIZE"), {**SRUN, "SLURM_STEP_NUM_NODES": "1"}, None),
+        (World(3, 4, 4, "OMPI_COMM_WORLD_RANK/OMPI_COMM_WORLD_SIZE"), {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1),
+    ],
+)
+def test_the_number_of_nodes_is_what_all_ranks_know(world, environment, expected):
+    assert n_nodes_of(world, environment) == expected
+
+
+def test_ranks_of_mpirun_meet_alike_on_all_nodes_of_an_allocation():
+    first = {**SBATCH, **MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "5"}
+    # Open MPI's daemons there are a step without the first node.
+    second = {**first, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu4"}
+    found = rendezvous(first, 4)
+    assert found == rendezvous(second, 4)
+    assert found["MASTER_ADDR"] == "gpu3"
+    assert rendezvous({**first, "OMPI_MCA_ess_base_jobid": "6"}, 4)["MASTER_PORT"] != found["MASTER_PORT"]
+    assert rendezvous({**first, "PMIX_NAMESPACE": "7"}, 4)["MASTER_PORT"] != found["MASTER_PORT"]
+    untold = {name: value for name, value in first.items() if name != "OMPI_MCA_ess_base_jobid"}
+    assert rendezvous(untold, 4) == rendezvous({**untold, "SLURM_STEP_ID": "0"}, 4)
+    assert rendezvous({**second, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4)["MASTER_ADDR"] == "127.0.0.1"
+
+
+STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[3-4]"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "address", "port"),
+    [
+        ({"MASTER_ADDR": "node0"}, {"port": 29501}, "node0", "29501"),
+        ({"MASTER_PORT": "29999"}, {"address": "node0"}, "node0", "29999"),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}, {"address": "node0", "port": 2}, "node0", "2"),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}, {}, "node1", "1"),
+        ({}, {"address": "node0"}, "node0", "29500"),
+        (STEP, {"port": 29501}, "gpu3", "29501"),
+        (STEP, {"address": "node0"}, "node0", "29500"),
+        ({**STEP, "MASTER_ADDR": "node1"}, {"port": 29501}, "node1", "29501"),
+        ({**STEP, "MASTER_PORT": "1"}, {}, "gpu3", "1"),
+        (
+            {**STEP, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"},
+            {"address": "node0"},
+            "node0",
+            rendezvous(STEP, 2)["MASTER_PORT"],
+        ),
+    ],
+)
+def test_flags_the_environment_and_slurm_each_say_a_part_of_where_nodes_meet(
+    environment, flags, address, port, monkeypatch
+):
+    started = []
+    monkeypatch.setattr("torch.distributed.run.main", started.extend)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", *SRUN, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launch(["train"], n_processes=1, n_nodes=2, **flags)
+    assert {f"--master-addr={address}", f"--master-port={port}"} <= set(started)
+
+
+def test_a_port_without_an_address_is_not_enough(monkeypatch):
+    for name in ("MASTER_ADDR", "OMPI_COMM_WORLD_SIZE", *SRUN, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="with --nnodes: --master-addr, --master-port"):
+        launch(["train"], n_processes=1, n_nodes=2, port=29501)
 
 
 def test_the_learning_rate_rises_and_falls():

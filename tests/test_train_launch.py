@@ -56,6 +56,12 @@ def run(command: list[object], folder: Path, environment: dict[str, str] | None 
     return done.stdout
 
 
+def refused(command: list[object], folder: Path) -> str:
+    with pytest.raises(AssertionError) as error:
+        run(command, folder)
+    return str(error.value)
+
+
 def write(folder: Path, atlas: Path, **training: Any) -> Path:
     raw = {
         "data": {"path": str(atlas), "batch_size": 32, "fetch_factor": 4},
@@ -114,6 +120,13 @@ def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
     assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
 
 
+def test_a_configuration_for_two_nodes_is_refused_on_one(atlas, tmp_path):
+    config = write(tmp_path, atlas, num_gpus=2, num_nodes=2)
+    options = ["--standalone", "--nproc-per-node", 2, "-m", "dasksc", "train", "--config", config]
+    told = refused([sys.executable, "-m", "torch.distributed.run", *options], tmp_path)
+    assert "training.num_nodes=2, and this run is on 1" in told
+
+
 def test_srun_starts_the_ranks(atlas, tmp_path, slurm):
     config = write(tmp_path, atlas, num_gpus=2)
     command = ["srun", "-n", 2, *COMMAND, "--config", config, "--json"]
@@ -132,7 +145,7 @@ def test_a_file_of_the_guide_for_eight_gpus_runs_scaled_down_to_two_processes(at
         "data.gene_vocab": "vocab.json",
         "data.max_genes": 20,
         "tokenizer.max_genes": 20,
-        "data.num_workers": 0,
+        "data.num_workers": 1,
         "model.hidden_dim": 16,
         "model.num_layers": 2,
         "model.num_heads": 2,

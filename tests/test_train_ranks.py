@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pytest
 import torch
@@ -30,12 +31,23 @@ N_CELLS, N_GENES, N_TYPES = 203, 40, 5
 RTOL = 1e-4
 EPOCHS = 2
 SHARE = 0.1
+ODD_SHARE = 0.084
 
 
 @pytest.fixture(scope="module")
 def atlas(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("atlas") / "atlas.h5ad"
     return make_atlas(path, N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
+
+
+@pytest.fixture(scope="module")
+def half_labelled(atlas, tmp_path_factory) -> Path:
+    """The atlas, where half of the cells have no label."""
+    adata = ad.read_h5ad(atlas)
+    adata.obs["cell_type"] = adata.obs["cell_type"].where(np.random.default_rng(0).random(N_CELLS) < 0.5)
+    path = tmp_path_factory.mktemp("half") / "half.h5ad"
+    adata.write_h5ad(path)
+    return path
 
 
 def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -74,10 +86,12 @@ def run(n_ranks: int, folder: Path, trainings: dict[str, Any]) -> None:
     torchrun(n_ranks, "train_many.py", folder / "trainings.json")
 
 
-def alone(atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None) -> dict[str, list[float]]:
+def alone(
+    atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None, share: float = SHARE
+) -> dict[str, list[float]]:
     """The same training by a plain loop, whose batches are those of all ranks, one below the other."""
     adata = dasksc.open(atlas)
-    rows, held_out = split_rows(adata, Validation(share=SHARE))
+    rows, held_out = split_rows(adata, Validation(share=share))
     strategy = dasksc.BlockShuffling(4, indices=rows)
     options = {"batch_size": 8, "fetch_factor": 4, "seed": 0, "obs": ["cell_type"]}
     ranks = [dasksc.scDataset(adata, strategy, rank=r, world_size=n_ranks, **options) for r in range(n_ranks)]
@@ -95,7 +109,8 @@ def alone(atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None) -
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
             optimizer.step()
             optimizer.zero_grad()
-            values = {name: value.item() for name, value in outputs.items()} | {"gradient_norm": norm.item()}
+            values = {name: value.item() for name, value in outputs.items() if name != "n"}
+            values["gradient_norm"] = norm.item()
             for name, value in values.items():
                 found[name].append(value)
         with torch.no_grad():
@@ -133,6 +148,7 @@ CLIPPING: dict[str, dict[str, Any]] = {
     "fsdp_clipping": {"training__gradient_clip": 0.3, "training__fsdp": {"min_num_params": 300}},
     "offloaded_clipping": {"training__gradient_clip": 0.3, "training__fsdp": {"cpu_offload": True}},
 }
+UNLABELLED: dict[str, dict[str, Any]] = {f"half_labelled_{name}": options for name, options in ACCUMULATING.items()}
 HALF: dict[str, dict[str, Any]] = {
     f"{strategy}_{precision}": {"training__precision": precision, "training__gradient_clip": 1.0, **options}
     for precision in ("bf16-mixed", "16-mixed")
@@ -141,13 +157,16 @@ HALF: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks(atlas, tmp_path_factory) -> Path:
+def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     """The folder of all trainings of two ranks, made in one start."""
     folder = tmp_path_factory.mktemp("two")
     trainings = {
         name: training(atlas, folder / name, **changes)
         for name, changes in {**PLAIN, **ACCUMULATING, **CLIPPING, **HALF}.items()
     }
+    for name, changes in UNLABELLED.items():
+        clipped = {**changes, "training__gradient_clip": 100.0}  # notes the norm
+        trainings[name] = training(half_labelled, folder / name, **clipped)
     noting = {"name": "tests.programs.train_models:Noting", "folder": str(folder / "rows-0")}
     trainings["part"] = training(atlas, folder / "part", training__max_steps=5)
     trainings["part"]["model"] = noting
@@ -157,6 +176,9 @@ def two_ranks(atlas, tmp_path_factory) -> Path:
     trainings["uneven"] = training(
         atlas, folder / "x", training__fsdp={"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}
     )
+    # 17 rows are held out: 9 of one rank, so two batches, and 8 of the other.
+    odd = {"data__validation": ODD_SHARE, "training__fsdp": {"min_num_params": 300}}
+    trainings["odd"] = training(atlas, folder / "odd", **odd)
     run(2, folder, trainings)
     return folder
 
@@ -181,6 +203,12 @@ def test_accumulating_five_batches_equals_one_of_five_times_the_size_also_at_the
     assert n_batches % 5
     assert len(expected["loss"]) == EPOCHS * -(-n_batches // 5)
     assert_same(two_ranks / name, expected, "loss", "accuracy", "validation_loss")
+
+
+@pytest.mark.parametrize("name", UNLABELLED)
+def test_batches_and_ranks_count_by_their_labels(name, two_ranks, half_labelled):
+    expected = alone(half_labelled, 2, k=5)
+    assert_same(two_ranks / name, expected, "loss", "accuracy", "gradient_norm", "validation_loss")
 
 
 @pytest.mark.parametrize("name", CLIPPING)
@@ -220,6 +248,12 @@ def test_what_was_trained_loads_into_one_process(name, two_ranks, atlas):
     with torch.no_grad():
         loss = one_file(joined(list(rest)))["loss"].item()
     assert loss == pytest.approx(figures(folder, "validation_loss")[-1], rel=RTOL)
+
+
+def test_sharded_ranks_validate_unequally_many_batches(two_ranks, atlas):
+    _, held_out = split_rows(dasksc.open(atlas), Validation(share=ODD_SHARE))
+    assert len(held_out) == 17
+    assert_same(two_ranks / "odd", alone(atlas, 2, share=ODD_SHARE), "loss", "validation_loss")
 
 
 def test_runs_that_do_not_fit_their_ranks_are_refused(two_ranks):

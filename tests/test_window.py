@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -961,9 +962,16 @@ def test_what_is_not_a_scheduler_is_refused(bad: Any) -> None:
 def test_an_address_without_a_scheduler_is_refused() -> None:
     with (
         dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
-        pytest.raises(InputError, match="does not answer"),
+        pytest.raises(InputError, match="does not answer") as caught,
     ):
         resolve_scheduler("tcp://127.0.0.1:9")
+    # Its Client, which the error still holds, has nothing left to end when it is collected: that may be in a thread
+    # that another Client is starting, and waits for.
+    error = caught.value.__cause__
+    assert error is not None
+    frames = [frame.f_locals.get("client") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    (client,) = {id(one): one for one in frames if isinstance(one, distributed.Client)}.values()
+    assert client.status == "closed"
 
 
 def test_a_closed_client_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -168,3 +169,28 @@ def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch)
         agreement(1).begin(0, epoch=4, fingerprint="same")
     # A seed may live on: it is as good as any, and the same for all.
     assert agreement(0).seed(5) == agreement(1).seed(6) == 5
+
+
+def test_the_process_group_is_left_when_its_threads_have_had_the_interpreter():
+    distributed = pytest.importorskip("torch.distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    work_is_done, group_was_up = threading.Event(), []
+
+    def drop_work() -> None:
+        work_is_done.wait()
+        group_was_up.append(distributed.is_initialized())
+
+    thread = threading.Thread(target=drop_work)
+    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(10)
+    try:
+        work_is_done.set()
+        world_module.leave_group()
+    finally:
+        sys.setswitchinterval(interval_s)
+    thread.join()
+    assert group_was_up == [True]
+    assert not distributed.is_initialized()
+    # Without a group there is nothing to leave.
+    world_module.leave_group()

@@ -32,6 +32,13 @@ class _Commands(click.Group):
         command: click.Command = import_module(f"{__name__}.{cmd_name}").command
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:  # of which click would make exit code 1
+            click.echo("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), err=True)
+            sys.exit(130)
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dasksc")

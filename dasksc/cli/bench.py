@@ -16,6 +16,7 @@ import click
 from dasksc import InputError
 from dasksc.cli._loaders import LOADERS, is_installed
 from dasksc.cli._shared import aligned, data_of, data_options, print_json
+from dasksc.storage import is_url, shown
 
 __all__ = ["command"]
 
@@ -61,8 +62,9 @@ def command(
     page cache as they are. What cannot read these files says so.
     """
     fetch_size = max(fetch_size // batch_size, 1) * batch_size
+    read = [os.path.abspath(path) if os.path.exists(path) else path for path in paths]
     spec = {
-        "paths": [os.path.abspath(path) if os.path.exists(path) else path for path in paths],
+        "paths": data_of(read),
         "join": join,
         "layout": layout,
         "block": block_size,
@@ -70,7 +72,6 @@ def command(
         "fetch": fetch_size,
         "seconds": seconds,
     }
-    spec["paths"] = data_of(spec["paths"])  # type: ignore[arg-type]
     names = [name for name in loaders or LOADERS if is_installed(name)]
     results: dict[str, dict[str, Any]] = {name: {"name": name, "rates": []} for name in names}
     for number in range(rounds):
@@ -98,21 +99,26 @@ def command(
     if plot is not None:
         _draw(ranked, Path(plot), spec)
     if as_json:
-        print_json({**spec, "results": ranked})
+        named = [shown(path) if is_url(path) else path for path in read]
+        print_json({**spec, "paths": data_of(named), "results": ranked})
     else:
         click.echo(_table(ranked))
 
 
 def _measured(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", "dasksc.cli._loaders", name, json.dumps(spec)],
-        capture_output=True,
-        text=True,
-        check=False,
-        # The child finds what this process has found, wherever it was started.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        timeout=_START_S + 10 * spec["seconds"],
-    )
+    limit_s = _START_S + 10 * spec["seconds"]
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "dasksc.cli._loaders", name, json.dumps(spec)],
+            capture_output=True,
+            text=True,
+            check=False,
+            # The child finds what this process has found, wherever it was started.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no result within {limit_s:g} s"}
     if run.returncode:
         last = run.stderr.strip().splitlines()[-1:] or [f"it ended with {run.returncode}"]
         return {"error": last[0]}
@@ -137,11 +143,11 @@ def _draw(ranked: Sequence[dict[str, Any]], path: Path, spec: dict[str, Any]) ->
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise InputError("--plot needs matplotlib: pip install matplotlib") from error
-    shown = [one for one in reversed(ranked) if one["rows_per_s"] is not None]
-    figure = Figure(figsize=(6, 1 + 0.4 * len(shown)), layout="constrained")
+    measured = [one for one in reversed(ranked) if one["rows_per_s"] is not None]
+    figure = Figure(figsize=(6, 1 + 0.4 * len(measured)), layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.barh([one["name"] for one in shown], [one["rows_per_s"] for one in shown])
-    axes.bar_label(bars, labels=[f"{one['rows_per_s']:,.0f}" for one in shown], padding=3)
+    bars = axes.barh([one["name"] for one in measured], [one["rows_per_s"] for one in measured])
+    axes.bar_label(bars, labels=[f"{one['rows_per_s']:,.0f}" for one in measured], padding=3)
     axes.margins(x=0.15)
     axes.set_xlabel(f"cells/s, {spec['layout']}, blocks of {spec['block']}, batches of {spec['batch']}")
     figure.savefig(path, dpi=120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
 import click
 from dask.utils import format_bytes
@@ -33,9 +34,19 @@ __all__ = ["command"]
     help="Of several inputs, keep the genes that all have, or any.",
 )
 @click.option("--label", metavar="COLUMN", help="Name of an obs column to say which input a cell is of.")
+@click.option("--keys", metavar="NAME,...", help="What --label calls the inputs, by commas.  [default: their names]")
+@click.option("--index-unique", metavar="TEXT", help="Put between the name of a cell and that of its input.")
 @click.option("--keep-types", is_flag=True, help="Store values in their own types, and columns as SciPy makes them.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory to use beside the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="A Dask scheduler to run on.  [default: threads of this process]")
+@click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of inputs behind URLs: region, endpoint, skip_signature=true. Secrets belong in the environment.",
+)
+@click.option("--cache", type=click.Path(), metavar="FOLDER", help="Keep blocks of what is behind URLs there.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and drop another conversion begun there.")
 @click.option("--verify", is_flag=True, help="Read the store again, and compare every row with the input.")
 @click.option("--progress/--no-progress", default=None, help="Show a bar with the time left.  [default: on a terminal]")
@@ -48,9 +59,13 @@ def command(
     seed: int,
     join: str,
     label: str | None,
+    keys: str | None,
+    index_unique: str | None,
     keep_types: bool,
     memory_limit: str | None,
     scheduler: str | None,
+    storage_options: tuple[str, ...],
+    cache: str | None,
     overwrite: bool,
     verify: bool,
     progress: bool | None,
@@ -58,8 +73,8 @@ def command(
 ) -> None:
     r"""Write atlases anew, as one shuffled Zarr store that is quick to load.
 
-    IN is an .h5ad file, a Zarr store, a directory of them, or a pattern; several become one. OUT.zarr appears when
-    all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it was.
+    IN is an .h5ad file, a Zarr store, a directory of them, a pattern, or a URL; several become one. OUT.zarr appears
+    when all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it was.
 
     \b
     Examples:
@@ -67,25 +82,25 @@ def command(
       dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate
       dasksc convert atlas.h5ad by-type.zarr --group-by cell_type --memory-limit 16GiB
     """
-    try:
-        report = dasksc.convert(
-            inputs[0] if len(inputs) == 1 else list(inputs),
-            target,
-            order="keep" if order == "keep" else "shuffle",
-            group_by=group_by,
-            seed=seed,
-            join="outer" if join == "outer" else "inner",
-            label=label,
-            narrow=not keep_types,
-            memory_limit=memory_limit,
-            scheduler=scheduler,
-            overwrite=overwrite,
-            verify=verify,
-            progress=_can_show_progress() if progress is None else progress,
-        )
-    except KeyboardInterrupt as error:
-        click.echo("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), err=True)
-        sys.exit(130)
+    report = dasksc.convert(
+        inputs[0] if len(inputs) == 1 else list(inputs),
+        target,
+        order="keep" if order == "keep" else "shuffle",
+        group_by=group_by,
+        seed=seed,
+        join="outer" if join == "outer" else "inner",
+        label=label,
+        keys=None if keys is None else keys.split(","),
+        index_unique=index_unique,
+        narrow=not keep_types,
+        memory_limit=memory_limit,
+        scheduler=scheduler,
+        overwrite=overwrite,
+        verify=verify,
+        storage_options=_options_of(storage_options),
+        cache=cache,
+        progress=_can_show_progress() if progress is None else progress,
+    )
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=1))
         return
@@ -96,6 +111,16 @@ def command(
     click.echo("  " + ", ".join(f"{name} ({dtype})" for name, dtype in report.types.items()))
     if report.left_out:
         click.echo(f"  left out: {', '.join(report.left_out)}")
+
+
+def _options_of(given: Sequence[str]) -> dict[str, str | bool]:
+    options: dict[str, str | bool] = {}
+    for one in given:
+        name, is_there, value = one.partition("=")
+        if not is_there:
+            raise click.UsageError(f"--storage-option {one} has no value; give it as NAME=VALUE")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return options
 
 
 def _can_show_progress() -> bool:

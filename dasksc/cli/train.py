@@ -35,7 +35,11 @@ Examples:
 @click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run. Default: training.num_nodes.")
 @click.option("--node-rank", type=click.IntRange(0), help="Which of them this is. Default: what srun says, or 0.")
 @click.option("--master-addr", help="The first node. Default: MASTER_ADDR, or what Slurm says.")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="A free port of it.")
+@click.option(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    help="A free port of it. Default: MASTER_PORT, or what Slurm says, or 29500.",
+)
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start all again so often when one fails.")
 @click.option("--check", is_flag=True, help="Only read the configuration; print it with all defaults.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; everything else goes to stderr.")

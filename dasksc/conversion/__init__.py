@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,22 +15,21 @@ import dask.array as da
 import numpy as np
 from anndata import AnnData
 from dask.base import tokenize
-from dask.utils import parse_bytes
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc.collection import Openable, open
-from dasksc.concat import Join
+from dasksc.collection import Openable, open, several_of
+from dasksc.concat import Join, noting_left_out
 from dasksc.conversion.rows import Order, row_order
 from dasksc.conversion.running import Runner, progress_bar
 from dasksc.conversion.scanning import Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
-from dasksc.conversion.tables import check_obs, write_tables
+from dasksc.conversion.tables import check_obs, check_tables, write_tables
 from dasksc.conversion.workplace import Workplace, appearing
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count
-from dasksc.errors import DaskscError, InputError, MissingKeyError, StorageError
-from dasksc.lazy import matrix_of
-from dasksc.storage import Matrix
+from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, StorageError
+from dasksc.lazy import DaskMatrix, leaves_of, matrix_of
+from dasksc.storage import Matrix, Place, StackedMatrix, is_url
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -65,7 +64,8 @@ class ConversionReport:
     types
         The type of the values of each matrix, by its place in the store.
     left_out
-        What of the input is not in the store.
+        What of the input is not in the store, by its place there: ``"obsp/neighbours"``; of several, also what
+        joining them leaves out of any: ``"raw"``, ``"layers/counts"``, columns of obs and var, uns.
     is_verified
         Whether the store was compared with the input.
     """
@@ -102,6 +102,8 @@ def convert(
     overwrite: bool = False,
     verify: bool = False,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Write an atlas, or several as one, to a Zarr store whose cells are shuffled once and for all.
 
@@ -140,6 +142,9 @@ def convert(
         Whether to read the store again and compare all rows with the input: lengths, sums and checksums, and obs.
     progress
         Whether to show a progress bar (needs tqdm).
+    storage_options, cache
+        Of an input behind URLs, as for `dasksc.open`. A conversion goes on only with the `storage_options` it was
+        begun with: credentials that change belong in the environment.
 
     Returns
     -------
@@ -149,17 +154,21 @@ def convert(
     Raises
     ------
     InputError
-        If an argument cannot be used, or `target` exists and `overwrite` is False.
+        If an argument cannot be used, `target` exists and `overwrite` is False, or is or holds an input; or if
+        obs has a column that AnnData cannot write.
     StorageError
         If the input cannot be read, the disk is full, or another process writes to the same target.
     CorruptDataError
-        If `verify` finds a difference.
+        If `verify` finds a difference. What was written is removed then: the same call begins anew.
 
     Notes
     -----
     The input is read twice: to find types and the lengths of rows, and to write. What can only be read in runs
-    (compressed files, and files larger than half the memory of this machine) is read once and then shuffled through
-    uncompressed files beside the target, which take up to six bytes for each stored value. obsp is left out.
+    (compressed files, files behind URLs, and files larger than half the memory of this machine) is read in order both
+    times and shuffled through uncompressed files beside the target, which take up to six bytes for each stored value.
+
+    obsp is left out, and of several inputs raw, uns, and what `join` and `merge` do not keep;
+    `ConversionReport.left_out` names it.
     """
     begun = time.perf_counter()
     if order not in ("shuffle", "keep"):
@@ -167,20 +176,37 @@ def convert(
     if "://" in os.fspath(target):
         raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
     place = Workplace(Path(os.path.abspath(target)))
-    _check_target(data, place.target)
-    limit = config.get_bytes("memory-limit") if memory_limit is None else int(parse_bytes(memory_limit))
-    adata = open(data, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge)
+    for path in _paths_of(data):
+        _check_target(path, place.target)
+    limit = config.memory_limit(memory_limit)
+    with noting_left_out() as left_out:
+        adata = open(
+            data,
+            join=join,
+            label=label,
+            keys=keys,
+            index_unique=index_unique,
+            merge=merge,
+            storage_options=storage_options,
+            cache=cache,
+        )
     if group_by is not None and group_by not in adata.obs:
         raise MissingKeyError(
             f"obs has no column {group_by!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
         )
+    check_tables(adata)
     matrices = _matrices(adata)
+    for matrix in matrices.values():
+        for leaf in _leaves_of(matrix):
+            # Of what is in memory the label has no path.
+            _check_target(leaf.label.rpartition(":/")[0], place.target)
     job = _Conversion(adata, matrices, place, narrow=narrow, limit=limit, scheduler=scheduler)
     plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed, narrow=narrow)
     try:
         with place.locked():
             if place.begin(plan, overwrite=overwrite):
                 job.run(order=order, group_by=group_by, seed=seed, verify=verify, shown=progress)
+                place.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:
         error.add_note(f"What is done is kept in {place.folder}; the same again goes on with it.")
         raise
@@ -199,7 +225,7 @@ def convert(
         n_bytes=sum(path.stat().st_size for path in place.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
         types={key: str(matrix.dtype) for key, matrix in _matrices(written).items()},
-        left_out=tuple(f"obsp/{name}" for name in adata.obsp),
+        left_out=(*left_out, *(f"obsp/{name}" for name in adata.obsp)),
         is_verified=verify,
     )
 
@@ -243,7 +269,7 @@ class _Conversion:
         self._copies: dict[str, Copy] = {}
 
     def run(self, *, order: Order, group_by: str | None, seed: int, verify: bool, shown: bool) -> None:
-        """Go on until the target is there."""
+        """Go on until the store is there."""
         n_obs, place = self._adata.n_obs, self._place
         if not self._order.exists():
             with appearing(self._order) as path:
@@ -264,10 +290,14 @@ class _Conversion:
             written = np.load(self._order, mmap_mode="r")
             write_tables(self._adata, place.folder / "tables", place.store, written)
             if verify:
-                for key, matrix in self._matrices.items():
-                    self._verify(runner, key, matrix, rows[key], budget)
-                check_obs(self._adata, place.store, written)
-        place.publish()
+                try:
+                    for key, matrix in self._matrices.items():
+                        self._verify(runner, key, matrix, rows[key], budget)
+                    check_obs(self._adata, place.store, written)
+                except CorruptDataError:
+                    # Either what was written is wrong or what is known of the input: nothing of it is gone on with.
+                    place.clear()
+                    raise
 
     def _scanned(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Path:
         """Read a matrix in order; return the file that says what its rows are."""
@@ -374,14 +404,44 @@ class _Conversion:
         return int(total)
 
 
-def _check_target(data: Any, target: Path) -> None:
-    """Refuse a target that is an input, or lies in one."""
-    several = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else [data]
-    for one in several:
-        if isinstance(one, str | os.PathLike) and "://" not in os.fspath(one):
-            path, real = Path(os.path.realpath(one)), Path(os.path.realpath(target))
-            if real == path or (path in real.parents and (path / "obs").exists()):
-                raise InputError(f"{target} is, or lies in, the input {path}. Give another target.")
+def _paths_of(data: Any) -> Iterator[str]:
+    """Yield the paths of what was given, each atlas of a pattern or directory; not what is elsewhere or opened."""
+    if isinstance(data, str | os.PathLike) and not _is_local(data):
+        return
+    several = several_of(data)
+    for one in [data] if several is None else several[0]:
+        if isinstance(one, str | os.PathLike) and _is_local(one):
+            text = os.fspath(one)
+            yield str(Place.of(text)) if is_url(text) else text
+
+
+def _is_local(path: str | os.PathLike[str]) -> bool:
+    text = os.fspath(path)
+    return not is_url(text) or text.startswith("file:")
+
+
+def _leaves_of(matrix: Matrix) -> Iterator[Matrix]:
+    """Yield the matrices, in files or memory, from which one is read."""
+    if isinstance(matrix, StackedMatrix):
+        parts: Sequence[Matrix] = matrix.parts
+    elif isinstance(matrix, DaskMatrix):
+        parts = leaves_of(matrix.array)
+    else:
+        yield matrix
+        return
+    for part in parts:
+        yield from _leaves_of(part)
+
+
+def _check_target(path: str, target: Path) -> None:
+    """Refuse a target that is an input, lies in one, or holds one; `path` is an input's, or empty."""
+    if not path or (is_url(path) and not os.path.exists(path)):
+        return
+    real, found = Path(os.path.realpath(target)), Path(os.path.realpath(path))
+    if real == found or (found in real.parents and (found / "obs").exists()):
+        raise InputError(f"{target} is, or lies in, the input {found}. Give another target.")
+    if real in found.parents:
+        raise InputError(f"{target} holds the input {found}. Give another target.")
 
 
 def _matrices(adata: AnnData) -> dict[str, Matrix]:
@@ -417,7 +477,10 @@ def _plan(
 def _needs_runs(matrix: Matrix) -> bool:
     """Whether rows here and there are read much more slowly than rows in order."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > memory / 2
+    if matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > memory / 2:
+        return True
+    # Each row here and there would be a request of its own.
+    return any(is_url(leaf.label) for leaf in _leaves_of(matrix))
 
 
 def _piece_rows(matrix: Matrix, budget: int) -> int:

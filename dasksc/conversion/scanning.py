@@ -157,5 +157,6 @@ class Verification:
                     raise CorruptDataError(
                         f"{self.store}:/{self.key}: row {start + i} has {what} {found[name][i]}, but the row of the "
                         f"input that it is, {order[start + i]}, has {expected[name][i]} ({len(differs)} rows differ "
-                        f"among {start} to {stop - 1}). The disk or memory may be failing; convert again."
+                        f"among {start} to {stop - 1}). The disk or memory may be failing. What was written is "
+                        "removed; convert again."
                     )

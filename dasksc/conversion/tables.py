@@ -17,11 +17,102 @@ import pandas as pd
 import zarr
 from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
+from zarr.storage import MemoryStore
 
 from dasksc.conversion.writing import write_group
-from dasksc.errors import CorruptDataError
+from dasksc.errors import CorruptDataError, InputError
 
-__all__ = ["check_obs", "write_tables"]
+__all__ = ["check_obs", "check_tables", "storable", "write_tables"]
+
+
+def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Return a table that AnnData writes with the values that it has.
+
+    Of a column of Python objects AnnData writes texts, whatever they are: ``"nan"`` where one is missing, ``"1"``
+    for 1. So strings of which some are missing become categories, numbers and booleans columns of their type.
+
+    Parameters
+    ----------
+    table
+        It is not changed.
+    what
+        What to call it in errors: ``"obs"``.
+
+    Raises
+    ------
+    InputError
+        If a column mixes types, or holds objects that are neither strings, numbers nor booleans.
+    """
+    typed = table.copy(deep=False)
+    for name, column in table.items():
+        if column.dtype == object:
+            typed[name] = _typed(column, f"{what} column {name!r}")
+        elif isinstance(column.dtype, pd.CategoricalDtype) and column.cat.categories.dtype == object:
+            categories = _typed(column.cat.categories.to_series(), f"{what} column {name!r}")
+            if categories.dtype != object:
+                typed[name] = column.cat.rename_categories(pd.Index(categories))
+    return typed
+
+
+def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
+    """Return a column of Python objects in the type that they have in common; complete strings as they are."""
+    kind = pd.api.types.infer_dtype(column, skipna=True)
+    try:
+        if kind in ("string", "empty"):
+            return column.astype("category") if column.hasnans else column
+        if kind == "boolean":
+            return column.astype("boolean") if column.hasnans else column.astype(bool)
+        if kind == "integer":
+            return column.astype("Int64") if column.hasnans else pd.to_numeric(column)
+        if kind in ("floating", "mixed-integer-float"):
+            return pd.to_numeric(column)
+    # Of integers, those that no type is wide enough for.
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"{what} cannot be stored: {error}. {_advice(what)}") from error
+    raise InputError(
+        f"{what} holds what pandas calls {kind!r}, which would be written as texts that do not tell what they were. "
+        + _advice(what)
+    )
+
+
+def _advice(what: str) -> str:
+    return (
+        f"Open the atlas, give {what} one type that AnnData writes (all strings: .astype(str); or numbers, booleans "
+        "or categories), or leave it out, and convert that."
+    )
+
+
+def check_tables(adata: anndata.AnnData) -> None:
+    """Try whether AnnData writes what is no matrix of cells: a row of each table, and uns, to memory.
+
+    Raises
+    ------
+    InputError
+        If it does not; names the column.
+    """
+    with _as_anndata_writes():
+        for path, element in _elements(adata, np.arange(min(1, adata.n_obs))):
+            if isinstance(element, pd.DataFrame):
+                part: Any = element.iloc[:1]
+                columns = {f"{path} column {name!r}": part[[name]] for name in part}
+            elif path == "uns":
+                part, columns = element, {f"uns[{name!r}]": {name: value} for name, value in element.items()}
+            else:
+                continue
+            error = _error_of_writing(part)
+            if error is not None:
+                failing = ((what, _error_of_writing(column)) for what, column in columns.items())
+                what, error = next(((what, cause) for what, cause in failing if cause is not None), (path, error))
+                raise InputError(f"{what} cannot be written by AnnData: {error}. {_advice(what)}") from error
+
+
+def _error_of_writing(element: Any) -> Exception | None:
+    try:
+        write_elem(zarr.open_group(MemoryStore(), mode="w", zarr_format=3), "tried", element)
+    # Whatever AnnData and what it writes by raise.
+    except Exception as error:
+        return error
+    return None
 
 
 def write_tables(adata: anndata.AnnData, folder: Path, store: Path, order: NDArray[np.int64]) -> None:
@@ -56,18 +147,18 @@ def write_tables(adata: anndata.AnnData, folder: Path, store: Path, order: NDArr
 
 def _elements(adata: anndata.AnnData, order: NDArray[np.int64]) -> Iterator[tuple[str, Any]]:
     """Return what is no matrix of cells, by its place in the store."""
-    yield "obs", adata.obs.iloc[order]
-    yield "var", adata.var
+    yield "obs", storable(adata.obs, "obs").iloc[order]
+    yield "var", storable(adata.var, "var")
     yield "uns", dict(adata.uns)
     yield "varm", dict(adata.varm)
     yield "varp", dict(adata.varp)
     for name, element in adata.obsm.items():
         if isinstance(element, pd.DataFrame):
-            yield f"obsm/{name}", element.iloc[order]
+            yield f"obsm/{name}", storable(element, f"obsm/{name}").iloc[order]
         elif not isinstance(element, da.Array):
             yield f"obsm/{name}", element[order]
     if adata.raw is not None:
-        yield "raw/var", adata.raw.var
+        yield "raw/var", storable(adata.raw.var, "raw/var")
         yield "raw/varm", dict(adata.raw.varm)
 
 
@@ -94,22 +185,33 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
         If they differ.
     """
     with _as_anndata_writes():
-        written = read_elem(zarr.open_group(store, mode="r")["obs"])
-    expected = adata.obs.iloc[order]
+        try:
+            written = read_elem(zarr.open_group(store, mode="r")["obs"])
+        except MemoryError:
+            raise
+        # Whatever the libraries raise on damaged metadata.
+        except Exception as error:
+            raise CorruptDataError(
+                f"{store}: obs cannot be read as it was written ({type(error).__name__}: {error}). The disk or memory "
+                "may be failing. What was written is removed; convert again."
+            ) from error
+    expected = storable(adata.obs, "obs").iloc[order]
     differing = [name for name in expected if name not in written or not _equal(written[name], expected[name])]
     if not written.index.equals(expected.index):
         differing.append("the names of the cells")
     if differing or list(written) != list(expected):
         raise CorruptDataError(
             f"{store}: obs differs from the input's in {', '.join(map(str, differing)) or 'its columns'}. The disk or "
-            "memory may be failing; convert again."
+            "memory may be failing. What was written is removed; convert again."
         )
 
 
 def _equal(written: pd.Series[Any], expected: pd.Series[Any]) -> bool:
     if isinstance(expected.dtype, pd.CategoricalDtype):
-        return bool(np.array_equal(written.cat.codes, expected.cat.codes)) and written.cat.categories.equals(
-            expected.cat.categories
+        return (
+            isinstance(written.dtype, pd.CategoricalDtype)
+            and bool(np.array_equal(written.cat.codes, expected.cat.codes))
+            and written.cat.categories.equals(expected.cat.categories)
         )
     # By value: AnnData may write a type as another one of the same values, strings above all.
     missing = expected.isna().to_numpy()

@@ -101,10 +101,10 @@ class Workplace:
             return False
         if published:
             begun = None
-        if self.target.exists():
+        if self._is_taken():
             if not overwrite:
                 raise InputError(f"{self.target} exists. Give another target, or overwrite=True (--overwrite).")
-            if not any((self.target / marker).exists() for marker in ("zarr.json", ".zgroup")):
+            if not self._may_be_replaced():
                 raise InputError(f"{self.target} is no Zarr store, and is not overwritten. Give another target.")
         if begun is not None and begun != plan and not overwrite:
             differing = [name for name in sorted({*plan, *begun}) if plan.get(name) != begun.get(name)]
@@ -114,9 +114,16 @@ class Workplace:
                 "overwrite=True (--overwrite) to begin anew."
             )
         if begun != plan:
-            self._clear()
+            self.clear()
             self._write_plan(plan)
         return True
+
+    def _is_taken(self) -> bool:
+        # A link that leads nowhere is in the way, too.
+        return os.path.lexists(self.target)
+
+    def _may_be_replaced(self) -> bool:
+        return any((self.target / marker).exists() for marker in ("zarr.json", ".zgroup"))
 
     def _begun(self) -> dict[str, Any] | None:
         try:
@@ -129,29 +136,38 @@ class Workplace:
         with appearing(self.folder / "plan.json") as path:
             path.write_text(json.dumps(plan, indent=1))
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Remove all that was made: the next conversion begins anew."""
         # First the plan: what is left of a clearing that is cut short belongs to no plan.
         (self.folder / "plan.json").unlink(missing_ok=True)
         self._remove_all_but("lock")
 
     def _remove_all_but(self, *kept: str) -> None:
         for entry in self.folder.iterdir():
-            if entry.name in kept:
-                continue
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            if entry.name not in kept:
+                _discard(entry)
 
-    def publish(self) -> None:
-        """Make the store the target, in one step where there was none, and remove the rest."""
+    def publish(self, *, overwrite: bool) -> None:
+        """Make the store the target, in one step where there was none, and remove the rest.
+
+        Raises
+        ------
+        InputError
+            If something else has appeared at the target that is not to be replaced; what is done is kept.
+        """
+        if self._is_taken() and not (overwrite and self._may_be_replaced()):
+            raise InputError(
+                f"{self.target} appeared while it was being written, and is not replaced. What was written is kept in "
+                f"{self.folder}. Move away what has appeared and run the same again"
+                + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
+            )
         # Left by tasks that were killed.
         for leftover in self.store.rglob(".*.partial"):
             leftover.unlink()
         begun = self._begun() or {}
         self._write_plan(begun | {"published": True})
-        if self.target.exists():
-            shutil.rmtree(self._replaced, ignore_errors=True)
+        if self._is_taken():
+            _discard(self._replaced)
             os.rename(self.target, self._replaced)
         os.rename(self.store, self.target)
         _sync_folder(self.target.parent)
@@ -185,6 +201,14 @@ def appearing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _discard(path: Path) -> None:
+    """Remove what is at a path; of a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -46,7 +46,9 @@ class Loader:
     def update(self, figures: Mapping[str, Any], at: float) -> None:
         """Take the next report."""
         before = self.figures
-        if (figures["epoch"], figures["n_batches_before"]) != (before["epoch"], before["n_batches_before"]):
+        is_other = (figures["epoch"], figures["n_batches_before"]) != (before["epoch"], before["n_batches_before"])
+        # An epoch may be read again.
+        if is_other or figures["clock_s"] < before["clock_s"] or figures["n_rows"] < before["n_rows"]:
             before = dict.fromkeys(before, 0)
         rows, clock_s, waited_s = (figures[name] - before[name] for name in ("n_rows", "clock_s", "waited_s"))
         if clock_s > _SHORT_S:

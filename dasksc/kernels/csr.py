@@ -36,10 +36,12 @@ from numba.extending import intrinsic
 from dasksc.kernels.compiled import kernel
 
 __all__ = [
+    "ascends",
     "copy_columns",
     "copy_columns_csr",
     "copy_rows",
     "copy_rows_csr",
+    "count_bytes",
     "narrow",
     "renumber_rows",
     "renumber_rows_csr",
@@ -58,7 +60,10 @@ LEFT_OUT, KEPT, REFUSED = 0, 1, 2
 _CLEARED_AHEAD = np.uint64(2048)
 # Elements worked on between two looks ahead.
 _STRIDE = 64
+# Values judged between two looks whether to go on.
+_TRIED = 4096
 _LINE_BYTES = 64
+_HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
 
 
 @intrinsic
@@ -361,15 +366,26 @@ def renumber_rows_csr(
             row_indices[k] = column
         if smallest < 0 or largest >= n_columns:
             return row
-        largest_to = lookup[0]
+        # Two at a time, which saves every other load and store; what is left over at either end, by itself.
+        begin = np.int64((row_indices.ctypes.data // 4) % 2)
+        end = begin + (n - begin) // 2 * 2
+        pairs = row_indices[begin:end].view(np.uint64)
         for first in range(0, n, _STRIDE):
             _look_ahead(values_at, first, like_data)
             _look_ahead(indices_at[following], first, like_indices)
-            for k in range(first, min(first + _STRIDE, n)):
-                to = lookup[np.uint64(row_indices[k])]
-                largest_to = max(largest_to, to)
-                row_indices[k] = to
-        if largest_to >= n_kept:
+            for k in range(first // 2, min((first + _STRIDE) // 2, len(pairs))):
+                pair = pairs[k]
+                low, high = lookup[pair & _LOW_HALF], lookup[pair >> _HALF]
+                pairs[k] = np.uint64(low) | (np.uint64(high) << _HALF)
+        if begin:
+            row_indices[0] = lookup[np.uint64(row_indices[0])]
+        if end < n:
+            row_indices[n - 1] = lookup[np.uint64(row_indices[n - 1])]
+        smallest_to = largest_to = row_indices[0]
+        for k in range(n):
+            smallest_to = min(smallest_to, row_indices[k])
+            largest_to = max(largest_to, row_indices[k])
+        if smallest_to < 0 or largest_to >= n_kept:
             return row
         for k in range(n):
             row_data[k] = load(values_at, k, like_data)
@@ -429,6 +445,25 @@ def squeeze(dense, indptr, indices, data):
 
 
 @kernel
+def ascends(indptr_at, n_rows, indices_at, like_indptr, like_indices):
+    """Return whether the column numbers of every row ascend, none of them twice.
+
+    Row i has those from ``indptr[i]`` to ``indptr[i + 1]``.
+    """
+    start = load(indptr_at, 0, like_indptr)
+    for i in range(n_rows):
+        stop = load(indptr_at, i + 1, like_indptr)
+        ascending = True
+        # Without a branch in it, it is done on several at a time.
+        for k in range(start + 1, stop):
+            ascending &= load(indices_at, k - 1, like_indices) < load(indices_at, k, like_indices)
+        if not ascending:
+            return False
+        start = stop
+    return True
+
+
+@kernel
 def narrow(source, out):
     """Copy column numbers into `out`, uint16; return whether all of them fit."""
     fits = True
@@ -437,6 +472,29 @@ def narrow(source, out):
         fits &= (value >= 0) & (value <= 65535)
         out[i] = value
     return fits
+
+
+@kernel
+def count_bytes(values, bits):
+    """Return how many bytes an unsigned integer takes that holds each of `values` exactly: 1, 2, or 0 if more.
+
+    `bits` are the same as unsigned integers: -0.0 is none, though it equals one.
+    """
+    largest = np.int32(0)
+    for first in range(0, len(values), _TRIED):
+        wrong = np.int32(0)
+        # Without a branch in it, it is done on several at a time; what is too large for the number comes back as
+        # another, or as one with higher bits.
+        tried, tried_bits = values[first : first + _TRIED], bits[first : first + _TRIED]
+        for i in range(len(tried)):
+            value = tried[i]
+            number = np.int32(value)
+            wrong |= np.int32(value != values.dtype.type(number)) | (number >> 16)
+            wrong |= np.int32((number == 0) != (tried_bits[i] == 0))
+            largest |= number
+        if wrong:
+            return 0
+    return 1 if largest <= 255 else 2
 
 
 @kernel

@@ -17,7 +17,7 @@ from dask.utils import format_bytes
 
 from dasksc.errors import InputError
 from dasksc.lazy.computed import DaskMatrix
-from dasksc.lazy.leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, to_dask
+from dasksc.lazy.leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
 from dasksc.lazy.rowlocal import NotRowLocalError, RowLocalMatrix, row_local
 from dasksc.storage import Matrix
 
@@ -27,6 +27,7 @@ __all__ = [
     "RowLocalMatrix",
     "chunk_rows_for",
     "gather_block",
+    "leaves_of",
     "matrix_of",
     "row_local",
     "to_dask",

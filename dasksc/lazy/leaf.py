@@ -18,7 +18,7 @@ from dasksc.errors import InputError
 from dasksc.storage import Columns, Fetched, Matrix
 from dasksc.storage.matrix import Layout
 
-__all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "to_dask"]
+__all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leaves_of", "to_dask"]
 
 # What `da.from_array` puts before the name of an array to make the key of what it reads from.
 MATRIX_KEY_PREFIX = "original-"
@@ -121,6 +121,17 @@ def leaf_matrix(array: da.Array) -> Matrix | None:
     node = layer[key]
     rows = getattr(node, "value", node)
     return rows.matrix if isinstance(rows, MatrixRows) and rows.shape == array.shape else None
+
+
+def leaves_of(array: da.Array) -> list[Matrix]:
+    """Return the matrices that `to_dask` wrapped, of all that an array is computed from."""
+    return [
+        leaf.matrix
+        for key, layer in array.dask.layers.items()
+        if key.startswith(MATRIX_KEY_PREFIX)
+        for node in layer.values()
+        if isinstance(leaf := getattr(node, "value", node), MatrixRows)
+    ]
 
 
 def gather_block(

@@ -44,6 +44,7 @@ from dask.utils import ensure_dict
 from numpy.typing import NDArray
 
 from dasksc.lazy.computed import DaskMatrix, as_layout, runs_by_block, stack
+from dasksc.lazy.known import owned, without_copies
 from dasksc.lazy.leaf import MatrixRows, gather_block
 from dasksc.storage import Columns, FetchCost, Fetched, Matrix, as_matrix, join
 from dasksc.storage.matrices import check_rows
@@ -73,8 +74,9 @@ BELIEVED = frozenset(
 
 GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy)
 
-# Rows computed together, about: what a layer makes of them is still in the cache for the next one.
-N_COMPUTED = 1024
+# Rows computed together, about: what a layer makes of fewer would still be in the cache for the next one, but threads
+# that come back to Python oftener wait for each other, which costs more.
+N_COMPUTED = 4096
 
 # Made-up rows of the trial.
 N_TRIED = 6
@@ -202,6 +204,8 @@ class RowLocalMatrix(DaskMatrix):
         for _, several in itertools.groupby(wanted, key=lambda one: (self._kinds[one[0]], one[1] // N_COMPUTED)):
             numbers, _, needs = zip(*several, strict=True)
             blocks.append(_joined([self._blocks[number] for number in numbers], needs, run, self))
+            # Their memory, which is still in the cache, is taken for the next ones.
+            run.values.clear()
         if len({tuple(array.dtype for array in _arrays(block)) for block in blocks}) != 1:
             blocks = [stack(blocks, self.layout, self.shape[1], self.dtype)]
         # Side by side as they are: to copy them into one costs as much as a layer of the graph.
@@ -403,7 +407,8 @@ class Apply:
                 values[key] = _stacked([node._aligned(one, need, run, len(nodes) == 1) for node, one, need in of_each])
             else:
                 values[key] = self.graph.constant(key, None)
-        return self.task(values)
+        function = getattr(self.task, "func", None)
+        return self.task({key: owned(function, value) for key, value in values.items()})
 
     def _aligned(self, key: Key, need: NDArray[np.int64], run: _Run, alone: bool) -> Any:
         constant = self.graph.constant(key, run)
@@ -428,6 +433,7 @@ class _Run:
     needs: dict[int, tuple[Matrix, list[NDArray[np.int64]]]] = field(default_factory=dict)
     fetched: dict[int, tuple[NDArray[np.int64], Fetched]] = field(default_factory=dict)
     memory: dict[Key, Any] = field(default_factory=dict)
+    values: dict[Key, Any] = field(default_factory=dict)
 
     @classmethod
     def reading(cls, wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> _Run:
@@ -461,8 +467,11 @@ class _Run:
     def value(self, nodes: tuple[Node, ...], needs: Needs) -> Any:
         """Compute `needs` of alike nodes, one after the other; once where they are used twice."""
         first: Any = nodes[0]
-        key = ("value", *map(id, nodes), *map(id, needs))
-        return self.kept(key, lambda: first.value(nodes, needs, self), needs)
+        key = (*map(id, nodes), *map(id, needs))
+        if key not in self.values:
+            # With the needs, whose ids are in the key.
+            self.values[key] = first.value(nodes, needs, self), needs
+        return self.values[key][0]
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
         """Compute once; `alive` are the objects whose ids are in the key."""
@@ -632,6 +641,8 @@ class _Compiler:
         lengths = {node.n_rows for node in inputs.values()}
         if not all(aligned[dep] for dep in inputs) or len(lengths) != 1:
             raise NotRowLocalError(f"layer {_name(key)!r} combines rows with other rows")
+        if type(task) is Task and (function := without_copies(task.func)) is not task.func:
+            task = Task(task.key, function, *task.args, **task.kwargs)
         return Apply(task, inputs, constants, self._graph, lengths.pop())
 
     def _alignment(self, key: Key, task: Task) -> dict[Key, bool]:

@@ -36,7 +36,7 @@ _PAGE_BYTES = 2**16
 _MAGIC = b"dasksc1\n"
 _DEFAULT_LIMIT = "100GiB"
 # A process measures the folder whenever it has written this share of the limit; found fuller than the second, it is
-# emptied to the third. So four processes that write at once stay below the limit.
+# emptied to the third. So four processes that write at once stay below the limit, and n below 15/16 + n/64 of it.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
 # A file used within this time is not marked as used again.
 _FRESH_S = 60.0
@@ -56,7 +56,7 @@ class Cache:
     folder
         Where it is; made when the first block is kept.
     limit
-        Bytes that it may hold.
+        Bytes that it may hold; while more than four processes write to it, a 64th more for each further one.
     """
 
     folder: str

@@ -131,7 +131,8 @@ class CSRFetched(_Rows):
     ) -> None:
         """Write the rows at `positions` into `out`, dense; see `Fetched.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        target = kernel_target(out, self._data.dtype)
+        # Counts may be held in a byte each: what is added up at one place needs the room of the stored type.
+        target = kernel_target(out, np.result_type(self._data.dtype, memory_dtype(self.dtype)))
         mapped = self._mapped(columns)
         to = target, self._data.like, self._indices.like
         if mapped is None:
@@ -179,11 +180,19 @@ class CSRFetched(_Rows):
     def compact(self) -> CSRFetched:
         """Return the same rows in a block of their own, their columns the common ones; a block returns itself.
 
-        Values keep their stored type; column numbers take two bytes where that is enough.
+        Column numbers take two bytes where that is enough, values one or two if they are counts that fit: atlases
+        hold counts as floats. The rows are the same to the last bit all the same.
         """
         if self._block is not None:
             return self
-        return self.converted(self._data.dtype, narrowest(self._indices.dtype, self.shape[1]))
+        converted = self.converted(self._data.dtype, narrowest(self._indices.dtype, self.shape[1]))
+        indptr, indices, data = converted.block
+        narrow = counts_dtype(data)
+        if narrow == data.dtype:
+            return converted
+        counts = memory.empty(len(data), narrow)
+        counts[...] = data
+        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, counts))
 
     @property
     def _types(self) -> tuple[np.dtype[Any], ...]:
@@ -496,6 +505,14 @@ def narrowest(dtype: np.dtype[Any], n_vars: int) -> np.dtype[Any]:
     """Return the smaller of `dtype` and a two-byte type that numbers `n_vars` columns, if one does."""
     two_bytes = np.dtype(np.uint16)
     return two_bytes if n_vars <= 2**16 and dtype.itemsize > two_bytes.itemsize else dtype
+
+
+def counts_dtype(values: NDArray[Any]) -> np.dtype[Any]:
+    """Return the unsigned type of one or two bytes that holds `values` exactly, or the type that they have."""
+    if values.dtype.kind not in "iuf" or values.dtype.itemsize not in (2, 4, 8) or not has_kernel_dtype(values.dtype):
+        return values.dtype
+    n_bytes = kernels.count_bytes(values, values.view(f"u{values.dtype.itemsize}"))
+    return np.dtype(f"u{n_bytes}") if 0 < n_bytes < values.dtype.itemsize else values.dtype
 
 
 def indptr_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.runs import merge
 
-__all__ = ["LocalFile", "can_map", "read_at"]
+__all__ = ["LocalFile", "can_map", "let_go_of_pages", "read_at"]
 
 # Ranges closer than this are asked of the disk as one: it reads the gap in less time than another request takes.
 _ADVICE_GAP_BYTES = 32 * 2**10
@@ -38,6 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 # File systems of other machines, where a page fault waits for the network and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
@@ -217,6 +218,18 @@ class _Descriptor:
 _opened: deque[weakref.ref[LocalFile]] = deque()
 
 
+# The maps of this process. Copied at once, as above.
+_maps: set[weakref.ref[_Map]] = set()
+
+
+def let_go_of_pages() -> None:
+    """Have what was read through maps no longer count as memory of this process; the page cache keeps it."""
+    for reference in list(_maps):
+        mapped = reference()
+        if mapped is not None:
+            mapped.let_go()
+
+
 class _Map:
     """A file mapped into memory until nothing refers to it; Python's own maps keep the file open as well."""
 
@@ -232,7 +245,13 @@ class _Map:
             )
         # Not when Python ends: threads may still be reading.
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
+        self._place = address, size
+        _maps.add(weakref.ref(self, _maps.discard))
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    def let_go(self) -> None:
+        """Have the next touch of every page look for it in the page cache again."""
+        _libc.madvise(*self._place, mmap.MADV_DONTNEED)
 
 
 def can_map(path: str) -> bool:

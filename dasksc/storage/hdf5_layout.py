@@ -14,7 +14,7 @@ from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5_index import chunk_table
-from dasksc.storage.hdf5_links import check_values
+from dasksc.storage.hdf5_links import check_item
 from dasksc.storage.plain import Extents, PlainArray
 from dasksc.storage.remote import RemoteFile
 
@@ -44,7 +44,11 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         If it must be read through h5py.
     CorruptDataError
         If its bytes lie beyond the end of the file.
+    StorageError
+        If they lie in another file, outside of its folder.
     """
+    if isinstance(file, LocalFile):  # of a remote one, all was looked at when it was opened
+        check_item(dataset, file.path, folder=os.path.dirname(file.path))
     dtype = dataset.dtype
     if dtype.kind not in "biuf" or not dtype.isnative or dtype == np.float16:
         raise UnknownLayoutError(f"its type is {dtype!r}")
@@ -55,7 +59,6 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
         raise UnknownLayoutError("a link leads to it in another file")
     if dataset.is_virtual or plist.get_external_count():
-        check_values(dataset, file.path, folder=os.path.dirname(file.path))
         raise UnknownLayoutError("its values lie in other files")
     layout = plist.get_layout()
     fill = np.zeros(1, dtype=dtype)

@@ -6,14 +6,13 @@ A file from somewhere else may name any path of this machine, or what stands the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import h5py
 
 from dasksc.errors import StorageError
 
-__all__ = ["check_links", "check_path", "check_values"]
+__all__ = ["check_item", "check_links", "check_path"]
 
 
 def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
@@ -39,7 +38,7 @@ def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
             return None if _is_inside(link.filename, folder) else (name, link.filename)
         if folder is None and not isinstance(link, h5py.SoftLink):
             item = root[name]
-            other = next(_files_of(item), None) if isinstance(item, h5py.Dataset) else None
+            other = next(iter(_sources_of(item) + _external_of(item)), None) if isinstance(item, h5py.Dataset) else None
             return None if other is None else (name, other)
         return None
 
@@ -60,24 +59,42 @@ def check_path(root: h5py.File, path: str, name: str, *, folder: str | None) -> 
             return  # what follows is in that file
 
 
-def check_values(dataset: h5py.Dataset, path: str, *, folder: str | None) -> None:
-    """Refuse a dataset whose values lie in files outside of a folder; see `check_links`."""
-    for other in _files_of(dataset):
-        if not _is_inside(other, folder):
-            _refuse(path, dataset.name.strip("/"), other, folder)
+def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> None:
+    """Refuse an object if links led to it out of a folder, or its values lie outside; see `check_links`."""
+    found = item.file.filename
+    if not os.path.samefile(found, path) and not _is_inside(found, folder):
+        _refuse(path, item.name.strip("/"), found, folder)
+    if not isinstance(item, h5py.Dataset):
+        return
+    beside = os.path.dirname(found)
+    # Names of virtual sources are sought beside the file first, those of external storage where the process runs.
+    for other in _sources_of(item):
+        if not _is_inside(other, beside):
+            _refuse(path, item.name.strip("/"), other, folder)
+    for other in _external_of(item):
+        if not _is_inside(os.path.abspath(other) if os.path.exists(other) else other, beside):
+            _refuse(path, item.name.strip("/"), other, folder)
 
 
-def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
-    if dataset.is_virtual:
-        yield from (source.file_name for source in dataset.virtual_sources() if source.file_name != ".")
-    yield from (name for name, _, _ in dataset.external or ())
+def _sources_of(dataset: h5py.Dataset) -> list[str]:
+    if not dataset.is_virtual:
+        return []
+    return [source.file_name for source in dataset.virtual_sources() if source.file_name != "."]
+
+
+def _external_of(dataset: h5py.Dataset) -> list[str]:
+    return [name for name, _, _ in dataset.external or ()]
 
 
 def _is_inside(other: str, folder: str | None) -> bool:
     if folder is None:
         return False
     real = os.path.realpath(folder)
-    return os.path.realpath(os.path.join(real, other)).startswith(real.rstrip("/") + "/")
+    found = os.path.join(real, other)
+    # What is not there HDF5 seeks where the process runs.
+    if not os.path.exists(found) and os.path.exists(other):
+        found = os.path.abspath(other)
+    return os.path.realpath(found).startswith(real.rstrip("/") + "/")
 
 
 def _refuse(path: str, name: str, other: str, folder: str | None) -> NoReturn:

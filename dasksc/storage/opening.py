@@ -19,7 +19,7 @@ from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError
 from dasksc.storage.cache import Cache
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5 import H5Array, H5File
-from dasksc.storage.hdf5_links import check_path
+from dasksc.storage.hdf5_links import check_item, check_path
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
@@ -166,6 +166,8 @@ def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: bool) -> Mat
     parent, _, last = name.rpartition("/")
     if parent and isinstance(root.get(parent), h5py.Dataset) and last in (root[parent].dtype.names or ()):
         # AnnData before 0.7 wrote obsm as one table with a field for each array.
+        if isinstance(data, LocalFile):
+            check_item(root[parent], path, folder=os.path.dirname(path))
         array = H5Array(file, parent, field=last)
         _check_numeric(array.dtype, array.label)
         return DenseMatrix(label=array.label, values=array)

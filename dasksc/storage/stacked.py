@@ -53,6 +53,11 @@ class StackedMatrix:
             self.dtype = np.dtype(np.float64)
 
     @property
+    def parts(self) -> tuple[Matrix, ...]:
+        """The matrices, from the top."""
+        return self._parts
+
+    @property
     def cost(self) -> FetchCost:
         """What memory a fetch takes: rows of all parts in proportion, read one part after the other."""
         costs = [part.cost for part in self._parts]

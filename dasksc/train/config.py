@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dasksc import InputError, MissingPathError
 from dasksc.train.guide import translated
@@ -18,6 +18,27 @@ __all__ = ["Config", "Data", "Fsdp", "Model", "Named", "Optimizer", "Profile", "
 
 _Positive = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _of_one_modality(path: str | list[str] | dict[str, str]) -> str | list[str] | dict[str, str]:
+    paths = [path] if isinstance(path, str) else path.values() if isinstance(path, dict) else path
+    if any(one.endswith(".h5mu") for one in paths):
+        raise ValueError(
+            "files of several modalities are read from Python (dasksc.scDataset); give an .h5ad or .zarr of one"
+        )
+    return path
+
+
+def _no_dict(genes: Any) -> Any:
+    if isinstance(genes, Mapping):
+        raise ValueError(
+            "expected one list, or a file; genes of several modalities are given in Python (dasksc.scDataset)"
+        )
+    return genes
+
+
+_Paths = Annotated[str | list[str] | dict[str, str], AfterValidator(_of_one_modality)]
+_Genes = Annotated[list[str] | list[int] | str | None, BeforeValidator(_no_dict)]
 
 
 class _Section(BaseModel):
@@ -63,7 +84,7 @@ class Validation(_Section):
     by: str | None = None
     groups: str | list[str] | None = None
     stratify: str | list[str] | None = None
-    path: str | list[str] | dict[str, str] | None = None
+    path: _Paths | None = None
     seed: int = 0
 
     @model_validator(mode="before")
@@ -111,7 +132,7 @@ class Data(_Section):
         Default: where there is a GPU.
     """
 
-    path: str | list[str] | dict[str, str]
+    path: _Paths
     open: Open = Open()
     strategy: Named = Named(name="block_shuffling")
     validation: Validation | None = None
@@ -121,7 +142,7 @@ class Data(_Section):
     obs: list[str] = []
     layers: list[str] = []
     obsm: list[str] = []
-    genes: list[str] | list[int] | str | None = None
+    genes: _Genes = None
     filter: str | None = None
     layout: Literal["dense", "csr"] = "dense"
     dtype: str | None = "float32"
@@ -260,11 +281,13 @@ class Training(_Section):
     activation_checkpointing
         Compute the activations of each block again in the backward pass instead of keeping them.
     num_nodes, num_gpus
-        What the run is for: GPUs (on CPUs: processes) of all nodes together. A run of other size is refused.
+        What the run is for: GPUs (on CPUs: processes) of all nodes together. A run of other size is refused; on other
+        nodes, if the launcher tells how many there are (torchrun, srun; mpirun, where there is one).
     checkpoint_dir
         Where checkpoints, ``metrics.csv``, the plot and the model for inference go.
     save_every
-        Steps between checkpoints; default: one at the end of each epoch. There is one at the end of the run.
+        Steps between checkpoints, beside those of validated epochs; default: one at the end of each epoch. There is one
+        at the end of the run.
     save_top_k
         How many of the best are kept beside the latest; -1: all.
     monitor, monitor_mode
@@ -427,10 +450,20 @@ def _set(tree: dict[str, Any], change: str) -> None:
     for section in sections:
         below = tree.setdefault(section, {})
         if not isinstance(below, dict):
-            # `name` alone is short for {name: name}
-            below = tree[section] = {} if below is None else {"name": below}
+            below = tree[section] = _in_full(below, change)
         tree = below
     tree[last] = _read_yaml(text) if text else None
+
+
+def _in_full(short: Any, change: str) -> dict[str, Any]:
+    """Return the section that something else is short for."""
+    if short is None or isinstance(short, bool):
+        return {}
+    if isinstance(short, str):
+        return {"name": short}
+    if isinstance(short, int | float):
+        return {"share": short}
+    raise InputError(f"--set {change}: there is {short!r}, which is no section of keys; set that as a whole")
 
 
 def _problem(root: type[BaseModel], error: Any) -> str:
@@ -441,7 +474,7 @@ def _problem(root: type[BaseModel], error: Any) -> str:
         return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
     if error["type"] == "missing":
         return f"{name} is missing"
-    return f"{name}={error['input']!r}: {error['msg']}"
+    return f"{name}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:

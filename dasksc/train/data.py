@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc.collection import encode_column
 from dasksc.train.config import Config, Data, Validation
 from dasksc.train.names import check_arguments, find
 
 __all__ = ["Loader", "Loaders", "make_loaders", "on_device"]
+
+logger = logging.getLogger(__name__)
 
 _STRATEGIES: dict[str, type[SamplingStrategy]] = {
     name: getattr(dasksc, cls)
@@ -65,6 +70,11 @@ class Loader:
                 # By default it draws from the generator of dropout, of which a run that goes on has the state.
                 generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
+
+    @property
+    def n_batches_left(self) -> int:
+        """Batches of the next iteration: of a whole epoch, or of what `load_state_dict` left of one."""
+        return self.dataset.n_batches_left - self._n_to_skip
 
     @property
     def is_at_end(self) -> bool:
@@ -191,12 +201,28 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         progress=data.progress and rank == 0,
         **_known(common),
     )
+    if not len(training):
+        raise InputError(
+            f"an epoch has no batch: data.drop_last leaves none of the {training.strategy.get_len(adata)} rows for "
+            f"{training.world_size} x data.batch_size={data.batch_size}. Lower data.batch_size, or set "
+            "data.drop_last=false"
+        )
+    facts = _facts(training, adata, label, tokens, None if common["genes"] is None else len(common["genes"]))
     validation = None
     if data.validation is not None:
-        other = data.validation.path
-        columns = obs if data.filter is None else None
-        held = adata if other is None else dasksc.open(other, obs=columns, mmap=data.mmap, **data.open.model_dump())
+        held = adata
+        if data.validation.path is not None:
+            columns = obs if data.filter is None else None
+            held = dasksc.open(data.validation.path, obs=columns, mmap=data.mmap, **data.open.model_dump())
+            if data.filter is not None:
+                held_out = dasksc.rows_where(held, data.filter)  # before labels change
+            common |= {"genes": _same_genes(held, adata, common["genes"]), "filter": None}
+            _relabel(held, training.categories, warns=rank == 0)
         validation = scDataset(held, dasksc.Streaming(indices=held_out), equal_ranks=False, **_known(common))
+        if odd := validation.categories.keys() - training.categories.keys():
+            raise InputError(
+                f"obs {sorted(odd)} of data.validation.path are labels, and those of data.path are numbers"
+            )
         n_rows = validation.strategy.get_len(held)
         if n_rows < validation.world_size:
             raise InputError(
@@ -206,8 +232,57 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     return Loaders(
         training=Loader(training, data, pin_memory=pinned),
         validation=None if validation is None else Loader(validation, data, pin_memory=pinned),
-        facts=_facts(training, adata, label, tokens, None if common["genes"] is None else len(common["genes"])),
+        facts=facts,
     )
+
+
+def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
+    """Return which genes of `held` are those that are read of `adata`, in their order."""
+    if held.var_names.equals(adata.var_names):
+        return genes
+    by_name = genes is not None and isinstance(genes[0], str)
+    names = list(genes if by_name else adata.var_names if genes is None else adata.var_names[genes])
+    if len(set(names)) < len(names):
+        raise InputError(
+            "data.validation.path has other genes than data.path, whose names repeat: they do not say which gene is "
+            "which. Make var_names unique in both"
+        )
+    missing = [name for name in names if name not in held.var_names]
+    if missing:
+        raise InputError(
+            f"data.validation.path lacks {len(missing)} of the {len(names)} genes that are trained on: "
+            f"{_first(missing)}. Give an atlas that has them, or choose those of both with data.genes"
+        )
+    return names
+
+
+def _relabel(held: Any, categories: Mapping[str, list[Any]], *, warns: bool) -> None:
+    """Give obs columns of `held` the categories of training; labels that are not among them become missing."""
+    for name, known in categories.items():
+        if name not in held.obs:
+            continue  # the data set says so
+        codes, labels = encode_column(held.obs[name])
+        if labels is None:
+            distinct, codes = np.unique(codes, return_inverse=True)
+            labels = distinct.tolist()
+        position = {label: code for code, label in enumerate(known)}
+        # The last is that of what is missing already.
+        new = np.array([*(position.get(label, -1) for label in labels), -1])[codes]
+        unknown = [labels[code] for code in np.unique(codes[new < 0]) if code >= 0]
+        if unknown and warns:
+            logger.warning(
+                "obs[%r] of data.validation.path has %d labels that data.path has not: %s. Their %d cells count as "
+                "cells without a label",
+                name,
+                len(unknown),
+                _first(unknown),
+                int(((new < 0) & (codes >= 0)).sum()),
+            )
+        held.obs[name] = pd.Categorical.from_codes(new, categories=known)
+
+
+def _first(names: list[Any]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
 
 
 def split_rows(adata: Any, validation: Validation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

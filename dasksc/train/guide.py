@@ -67,7 +67,10 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
     if any(not isinstance(n, int) or n < 1 for n in rows):
         raise InputError(f"data.streaming_chunk_size and streaming_shuffle_buffer must be numbers of rows; got {rows}")
     if rows:
-        factor = max(1, max(rows) // data.get("batch_size", 64))
+        batch_size = data.get("batch_size", 64)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise InputError(f"batch_size={batch_size!r} must be a number of rows, of 1 or more and without quotes")
+        factor = max(1, max(rows) // batch_size)
         _put(data, "fetch_factor", factor, "data.streaming_shuffle_buffer", "data.fetch_factor")
     return result
 

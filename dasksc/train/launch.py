@@ -11,8 +11,9 @@ import torch
 
 from dasksc import InputError, World
 from dasksc.train.config import Training
+from dasksc.world import LAUNCHERS
 
-__all__ = ["launch", "node_of", "processes_to_start", "rendezvous"]
+__all__ = ["launch", "local_rank_of", "n_nodes_of", "node_of", "processes_to_start", "rendezvous"]
 
 _PORTS = range(20_000, 30_000)
 
@@ -39,14 +40,21 @@ def processes_to_start(
         If these do not fit each other, or a launcher has started the processes already.
     """
     environment = os.environ if environment is None else environment
-    n_nodes = nnodes or training.num_nodes or 1
+    wanted = nnodes or training.num_nodes
+    n_nodes = wanted or 1
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     # srun may start one task on each node, for it to start the ranks there.
-    is_node = nproc is not None and node_of(environment)[0] > 1
+    n_tasks = node_of(environment)[0]
+    is_node = nproc is not None and n_tasks > 1
     if by_torchrun or (World.detect().world_size > 1 and not is_node):
         if nproc is not None:
             raise InputError(f"--nproc {nproc} under a launcher, which has started the processes already; leave it out")
         return 0
+    if is_node and wanted not in (None, n_tasks):
+        name = "--nnodes" if nnodes else "training.num_nodes"
+        raise InputError(
+            f"{name}={wanted}, and srun has started this on {n_tasks} nodes; give {n_tasks}, or leave it out"
+        )
     if nproc is None:
         n_gpus = training.num_gpus or n_nodes
         if n_gpus % n_nodes:
@@ -81,14 +89,16 @@ def launch(
     n_nodes, node_rank
         Nodes of the run, and which of them this is.
     address, port
-        Where the first node is reached; needed where there are several.
+        Where the first node is reached, if there are several. Default: ``MASTER_ADDR`` and ``MASTER_PORT``, each by
+        itself, then what Slurm says; beside an address that is given, the port is 29500 unless one step of Slurm has
+        all nodes.
     max_restarts
         How often all are started again when one fails.
 
     Raises
     ------
     InputError
-        If the address is missing.
+        If nothing says where that is.
     """
     from torch.distributed import run
 
@@ -98,10 +108,17 @@ def launch(
         # By default one store serves all attempts, and gloo then dials ranks of those before.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     else:
-        found = rendezvous(os.environ, n_nodes) if address is None else {"MASTER_ADDR": address}
+        given = dict(os.environ)
+        if address is not None:
+            given["MASTER_ADDR"] = address
+            if node_of(os.environ)[0] == 1:  # what starts the others may know of no job, or have another step
+                given.setdefault("MASTER_PORT", "29500")
+        if port is not None:
+            given["MASTER_PORT"] = str(port)
+        found = rendezvous(given, n_nodes)
         options += [
             *(f"--nnodes={n_nodes}", f"--node-rank={node_rank}", f"--master-addr={found['MASTER_ADDR']}"),
-            f"--master-port={port or found.get('MASTER_PORT') or 29500}",
+            f"--master-port={found['MASTER_PORT']}",
         ]
     run.main([*options, "--module", "dasksc", *arguments])
 
@@ -114,11 +131,56 @@ def node_of(environment: Mapping[str, str]) -> tuple[int, int]:
     return int(n_nodes), int(environment.get("SLURM_NODEID", 0))
 
 
+def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
+    """Return which of the ranks of its node this is.
+
+    Launchers inside one another leave variables that differ: those of an sbatch script make every rank that mpirun
+    starts the first of its node. So only a launcher that says of this rank what `world` says is asked.
+
+    Parameters
+    ----------
+    world
+        As detected.
+    environment
+        Of the process.
+    """
+    here = (str(world.rank), str(world.world_size))
+    for rank, size, local_rank in LAUNCHERS:
+        agrees = (environment.get(rank), environment.get(size)) == here
+        if agrees and environment.get(local_rank, "").isdigit():
+            return int(environment[local_rank])
+    # A local size of 1 may also mean that it is not known; a rank that is alone may have any GPU.
+    return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
+
+
+def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
+    """Return how many nodes the ranks are on, if all ranks know that and the same.
+
+    Not by division: nodes may have unequally many.
+
+    Parameters
+    ----------
+    world
+        As detected.
+    environment
+        Of the process.
+    """
+    if world.world_size == 1:
+        return 1
+    launcher = world.source.partition("/")[0]
+    known = {"RANK": "GROUP_WORLD_SIZE", "SLURM_PROCID": "SLURM_STEP_NUM_NODES"}.get(launcher, "")
+    if environment.get(known, "").isdigit():
+        return int(environment[known])
+    is_one = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world.world_size)
+    return 1 if launcher == "OMPI_COMM_WORLD_RANK" and is_one else None
+
+
 def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
     """Return the address and port at which the ranks meet.
 
     Those that are set win. Slurm tells the first node of a job, and Open MPI's ranks of a single node meet on it; the
-    port follows from the number of the job, the same on all ranks.
+    port follows from the number of the job, the same on all ranks. Slurm's step is not asked under Open MPI, which
+    starts ranks on other nodes in a step of its own, those here in none.
 
     Parameters
     ----------
@@ -133,19 +195,22 @@ def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str
         If neither is known.
     """
     found = {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    if nodes and "SLURM_JOB_ID" in environment:
-        job = f"{environment['SLURM_JOB_ID']}.{environment.get('SLURM_STEP_ID', '')}"
+    slurm_job = environment.get("SLURM_JOB_ID", "")
+    nodes = environment.get("SLURM_JOB_NODELIST") if slurm_job else None
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or slurm_job
+        if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment["OMPI_COMM_WORLD_SIZE"]:
+            found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(job or str(os.getppid()))} | found
+        elif nodes:
+            found = {"MASTER_ADDR": first_node(nodes), "MASTER_PORT": _port(job)} | found
+    elif slurm_job and (nodes := environment.get("SLURM_STEP_NODELIST") or nodes):
+        job = f"{slurm_job}.{environment.get('SLURM_STEP_ID', '')}"
         found = {"MASTER_ADDR": first_node(nodes), "MASTER_PORT": _port(job)} | found
-    elif "OMPI_COMM_WORLD_SIZE" in environment and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment.get(
-        "OMPI_COMM_WORLD_SIZE"
-    ):
-        job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or str(os.getppid())
-        found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(job)} | found
     if len(found) < 2:
         raise InputError(
             f"nothing says where the {world_size} ranks of this run meet. Set MASTER_ADDR to the name of the first "
-            "node and MASTER_PORT to a free port of it, start with torchrun or srun, or use --nproc"
+            "node and MASTER_PORT to a free port of it (with --nnodes: --master-addr, --master-port), start with "
+            "torchrun or srun, or use --nproc"
         )
     return found
 

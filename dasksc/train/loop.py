@@ -23,7 +23,7 @@ from dasksc.train.metrics import Means, Pace
 from dasksc.train.models import BUILT_IN
 from dasksc.train.names import arguments_of, check_arguments, find
 from dasksc.train.optim import LearningRate, make_optimizer
-from dasksc.train.parallel import Place, Spread, clip_gradient, count_rows, number_of, places, spread
+from dasksc.train.parallel import Place, Spread, clip_gradient, count_rows, number_of, places, scale_gradient, spread
 from dasksc.train.report import Report, plot
 
 __all__ = ["fit"]
@@ -77,11 +77,13 @@ class _Run:
         self.optimizer = make_optimizer(model.parameters(), training.optimizer, scale=scale)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=training.precision == "16-mixed")
         self.max_epochs = training.max_epochs or (None if training.max_steps else 1)
+        self.step = 0
         self.learning_rate = LearningRate(self.optimizer, training.scheduler, self._total_steps())
         self.monitor, mode = _monitored(config)
+        self.monitors_validation = self.monitor.startswith("validation_")
+        self.monitored: float | None = None
         self.checkpoints = Checkpoints(folder=self.folder, keep=training.save_top_k, mode=mode, place=place)
 
-        self.step = 0
         self.step_saved: int | None = None
         self.step_validated: int | None = None
         self.n_cells = 0
@@ -90,6 +92,7 @@ class _Run:
         # Dropout differs between ranks.
         torch.manual_seed(training.seed + 1 + place.rank)
         self._resume()
+        self.learning_rate.total_steps = self._total_steps()
         self.pace = Pace(place)
         self.table: CSVLog | None = None
         self.logs: list[Log] = []
@@ -102,10 +105,17 @@ class _Run:
         return self.loaders.training
 
     def _total_steps(self) -> int:
-        """Steps of the run, if no epoch is left early."""
+        """Steps of the run, if no epoch is left early: those taken, maybe in other sizes, and those to come."""
         training = self.config.training
-        per_epoch = math.ceil(len(self._loader.dataset) / training.gradient_accumulation)
-        total = math.inf if self.max_epochs is None else self.max_epochs * per_epoch
+        k = training.gradient_accumulation
+        total = math.inf
+        if self.max_epochs is not None:
+            total = self.step
+            if self._loader.epoch < self.max_epochs:
+                n_epochs = self.max_epochs - self._loader.epoch - 1
+                total += math.ceil(self._loader.n_batches_left / k) + n_epochs * math.ceil(
+                    len(self._loader.dataset) / k
+                )
         return int(min(total, training.max_steps or math.inf))
 
     def _resume(self) -> None:
@@ -119,11 +129,11 @@ class _Run:
         self.step, self.figures, self.latest = state["step"], state["figures"], path
         self.step_saved = self.step if path.parent == self.folder else None
         self.step_validated = state["validated_at"]
+        self.monitored = self.figures.get(self.monitor)
         logger.info("going on from %s", path)
 
     # --- Steps ------------------------------------------------------------------------------------------
 
-    @property
     def _is_over(self) -> bool:
         training = self.config.training
         enough_steps = training.max_steps is not None and self.step >= training.max_steps
@@ -133,14 +143,17 @@ class _Run:
         """Train to the end."""
         training = self.config.training
         with self._profiling() as profiler:
-            while not self._is_over:
+            while not self._is_over():
                 epoch = self._loader.epoch
                 self._train_epoch(epoch, profiler)
                 if self._loader.epoch == epoch:
                     break  # max_steps lie inside it
                 if (epoch + 1) % training.validate_every == 0:
                     self._validate(epoch)
-                if training.save_every is None or self.step % training.save_every == 0:
+                # The best are chosen by validated epochs, so each of them is saved. The end of the run is saved last.
+                is_due = training.save_every is None or self.step % training.save_every == 0
+                is_candidate = training.save_top_k != 0 and self.step_validated == self.step
+                if not self._is_over() and (is_due or is_candidate):
                     self._save()
         self._validate(self._loader.epoch)
 
@@ -159,23 +172,37 @@ class _Run:
                     self._note(epoch, means, rate, norm)
                 if self._loader.is_at_end:
                     continue  # what is due now comes after the epoch
-                if self._is_over:
+                if self._is_over():
                     break
                 if training.save_every is not None and self.step % training.save_every == 0:
+                    if self.step % training.log_every_n_steps:
+                        self._note(epoch, means, rate, norm)  # so that the figures saved are of this moment
                     self._save()
         if rate is not None and self.step % training.log_every_n_steps:
             self._note(epoch, means, rate, norm)
 
     def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
-        """Go through the batches of a step, each weighted by its rows, and move the parameters."""
+        """Go through the batches of a step, each weighted by its rows or its `n`, and move the parameters."""
         training = self.config.training
         sizes = [count_rows(batch) for batch in group]
+        # What `n` will be over the step is known only after it, on all ranks: until then the same number everywhere.
+        n_expected = self.config.data.batch_size * training.gradient_accumulation
+        n_counted: torch.Tensor | None = None
         for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):
             with self.spread.accumulating(is_last=i == len(group) - 1):
                 outputs = self.spread(on_device(batch, self.place.device))
-                loss = outputs["loss"]
-                torch.autograd.backward(self.scaler.scale(loss * (n_rows / sum(sizes))))
+                n = outputs.get("n")
+                if n is None:
+                    weight: torch.Tensor | float = n_rows / sum(sizes)
+                else:
+                    weight = n / n_expected
+                    n_counted = n.clone() if n_counted is None else n_counted + n
+                torch.autograd.backward(self.scaler.scale(outputs["loss"] * weight))
             means.add(outputs, n_rows)
+        if n_counted is not None:
+            # DDP and FSDP have taken the mean over ranks.
+            total = self.place.reduced(n_counted).clamp(min=1)
+            scale_gradient(self.spread.bare.parameters(), self.place.world_size * n_expected / total)
         rate = self.learning_rate.set(self.step)
         norm = None
         if training.gradient_clip is not None:
@@ -191,14 +218,24 @@ class _Run:
         figures, n_rows = means.take()
         if not n_rows:
             return
-        if not math.isfinite(figures["loss"]) and not self.scaler.is_enabled():
+        if not math.isfinite(figures.get("loss", 0.0)) and not self.scaler.is_enabled():
             raise InputError(
                 f"the loss is {figures['loss']} at step {self.step}. Lower training.optimizer.lr, give a "
                 "training.gradient_clip, or look for NaN in the data"
             )
         self.n_cells += n_rows
+        is_counted = bool(figures)
         figures |= {"lr": rate} | ({} if norm is None else {"gradient_norm": number_of(norm)}) | self.pace.take(n_rows)
+        if not self.monitors_validation:
+            self._follow(figures, is_counted=is_counted)
         self._log(epoch, figures)
+
+    def _follow(self, figures: dict[str, Any], *, is_counted: bool) -> None:
+        """Keep the value by which the best checkpoint is known; there may be none where nothing counted."""
+        if is_counted and self.monitor not in figures:
+            known = ", ".join(sorted(figures))
+            raise InputError(f"training.monitor={self.monitor!r} is no figure of the run; give one of {known}")
+        self.monitored = figures.get(self.monitor)
 
     def _log(self, epoch: int, figures: dict[str, Any]) -> None:
         self.figures |= figures
@@ -213,21 +250,28 @@ class _Run:
         paused = self.pace.pause()
         self.spread.bare.eval()
         means = Means(self.place)
+        n_calls = n_batches = len(loader.dataset)
+        if self.spread.is_sharded:
+            # Ranks may differ by a batch, and parameters are gathered by all of them together: nothing else may be
+            # reduced before the last has gathered them.
+            most = self.place.reduced(torch.tensor(n_batches, device=self.place.device), dist.ReduceOp.MAX)
+            n_calls = int(most)
         last = None
-        n_batches = 0
         for batch in loader:
             last = on_device(batch, self.place.device)
             means.add(self.spread.evaluate(last), count_rows(last))
-            n_batches += 1
-        if self.spread.is_sharded:
-            # Ranks may differ by a batch, and parameters are gathered by all of them together.
-            most = self.place.reduced(torch.tensor(n_batches, device=self.place.device), dist.ReduceOp.MAX)
-            for _ in range(int(most) - n_batches):
-                self.spread.evaluate(last)
+        for _ in range(n_calls - n_batches):
+            self.spread.evaluate(last)
         figures, _ = means.take()
         self.spread.bare.train()
         self.pace.go_on(paused)
-        self._log(epoch, {f"validation_{name}": value for name, value in figures.items()})
+        figures = {f"validation_{name}": value for name, value in figures.items()}
+        if self.monitors_validation:
+            self._follow(figures, is_counted=bool(figures))
+        if figures:
+            self._log(epoch, figures)
+        elif self.place.rank == 0:
+            logger.warning("no row that is held out counts for the model: there are no validation figures")
 
     # --- Ends -------------------------------------------------------------------------------------------
 
@@ -235,8 +279,8 @@ class _Run:
         if self.step_saved == self.step:
             return
         paused = self.pace.pause()
-        is_new = not self.monitor.startswith("validation_") or self.step_validated == self.step
-        value = self.figures.get(self.monitor) if is_new else None
+        is_new = not self.monitors_validation or self.step_validated == self.step
+        value = self.monitored if is_new else None
         state = {
             "data": self._loader.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -253,8 +297,6 @@ class _Run:
     def finish(self) -> Report:
         """Write what a run leaves behind."""
         self._save()
-        if self.monitor not in self.figures and self.place.rank == 0:
-            logger.warning("training.monitor=%r is not among the figures: %s", self.monitor, sorted(self.figures))
         path = self.folder / "model.pt"
         save_model(
             path,
@@ -331,4 +373,9 @@ def _model_arguments(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
 def _monitored(config: Config) -> tuple[str, str]:
     """Return the figure by which the best checkpoint is known, and whether it is the smallest or largest."""
     name = config.training.monitor or ("loss" if config.data.validation is None else "validation_loss")
+    if name.startswith("validation_") and config.data.validation is None:
+        raise InputError(
+            f"training.monitor={name!r} is a figure of validation, and there is none. Give data.validation, or monitor "
+            "a figure of training such as loss"
+        )
     return name, config.training.monitor_mode or ("max" if name.endswith("accuracy") else "min")

@@ -1,4 +1,4 @@
-"""Figures of a training: means over the rows of all ranks, speed, and the share of time spent waiting for data."""
+"""Figures of a training: means over what counts on all ranks, speed, and the share of time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Means:
-    """Means over rows, added up on the device and reduced over ranks when they are asked for.
+    """Means over what counts, added up on the device and reduced over ranks when they are asked for.
 
     Parameters
     ----------
@@ -31,20 +31,26 @@ class Means:
         self._names: list[str] = []
         self._sums: Tensor | None = None
 
-    def add(self, means: dict[str, Tensor], n_rows: int) -> None:
-        """Count the means over `n_rows` more rows; waits for nothing."""
-        self._names = sorted(means)
-        values = [means[name].detach().double() * n_rows for name in self._names]
-        sums = torch.stack([*values, torch.full_like(values[0], n_rows)])
+    def add(self, outputs: dict[str, Tensor], n_rows: int) -> None:
+        """Count the means over the `n` of `outputs`, else over `n_rows` more rows; waits for nothing."""
+        n = outputs.get("n", n_rows)
+        self._names = sorted(outputs.keys() - {"n"})
+        values = [outputs[name].detach().double() * n for name in self._names]
+        counts = [torch.ones_like(values[0]) * n, torch.full_like(values[0], n_rows)]
+        sums = torch.stack([*values, *counts])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self) -> tuple[dict[str, float], int]:
-        """Return the means over the rows of all ranks, and how many these were; begin anew. All ranks must call it."""
+        """Return the means over all ranks, and of how many rows; begin anew. All ranks must call it.
+
+        There are no means where nothing counted.
+        """
         if self._sums is None:
             return {}, 0
-        *totals, n_rows = self._place.reduced(self._sums).tolist()
+        *totals, n, n_rows = self._place.reduced(self._sums).tolist()
         self._sums = None
-        return {name: total / n_rows for name, total in zip(self._names, totals, strict=True)}, int(n_rows)
+        means = {name: total / n for name, total in zip(self._names, totals, strict=True)} if n else {}
+        return means, int(n_rows)
 
 
 class Pace:

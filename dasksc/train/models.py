@@ -1,8 +1,12 @@
 """The models that come along, and what any model must be.
 
 A model is a ``torch.nn.Module`` that is called with a batch and returns a dict of means over its rows: ``loss``, which
-is minimised, and whatever else is to be watched (``accuracy``). Parameters of its constructor that are called as below
-are filled in from the data unless the configuration gives them:
+is minimised, and whatever else is to be watched (``accuracy``). Where the means are over something else, such as cells
+with a label or masked tokens, it returns their number for every batch as ``n``, a scalar integer tensor: figures and
+steps are then means over all of them, however they lie in batches and on ranks. Where ``n`` is 0 the others must be
+finite, and do not matter.
+
+Parameters of its constructor that are called as below are filled in from the data unless the configuration gives them:
 
 .. code-block:: text
 
@@ -102,7 +106,7 @@ class MLPClassifier(nn.Module):
         return result
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return the means of cross entropy and accuracy."""
+        """Return the means of cross entropy and accuracy over the cells with a label, and their number `n`."""
         return _classified(self.scores(batch["X"]), batch["obs"][self.label], ignored=-1)
 
 
@@ -254,7 +258,7 @@ class TokenTransformer(nn.Module):
         return result
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return the means of cross entropy and accuracy, over masked tokens or over cells."""
+        """Return the means of cross entropy and accuracy over masked tokens or labelled cells, and their number `n`."""
         x = self.encode(batch)
         if self.label is not None:
             kept = batch["attention_mask"].unsqueeze(-1)
@@ -266,13 +270,14 @@ class TokenTransformer(nn.Module):
 
 
 def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Tensor]:
-    """Return the means of cross entropy and accuracy over the labels that are not `ignored`; 0 where all are."""
+    """Return the means of cross entropy and accuracy over the `n` labels that are not `ignored`; 0 where all are."""
     counted = labels != ignored
-    n = counted.sum().clamp(min=1)
+    n = counted.sum()
+    at_least_1 = n.clamp(min=1)
     labels = labels.long()
-    loss = F.cross_entropy(scores.float(), labels, ignore_index=ignored, reduction="sum") / n
-    right = ((scores.argmax(dim=-1) == labels) & counted).sum() / n
-    return {"loss": loss, "accuracy": right}
+    loss = F.cross_entropy(scores.float(), labels, ignore_index=ignored, reduction="sum") / at_least_1
+    right = ((scores.argmax(dim=-1) == labels) & counted).sum() / at_least_1
+    return {"loss": loss, "accuracy": right, "n": n}
 
 
 class _VAE(Autoencoder):

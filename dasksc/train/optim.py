@@ -57,18 +57,18 @@ class LearningRate:
     scheduler
         The section of the configuration.
     total_steps
-        Of the run.
+        Of the run; may be set anew.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler, total_steps: int) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._total_steps = total_steps
+        self.total_steps = total_steps
         self._rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
         """Set the rates for a step; return the first."""
-        factor = factor_at(step, self._scheduler, self._total_steps)
+        factor = factor_at(step, self._scheduler, self.total_steps)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         return float(self._rates[0] * factor)

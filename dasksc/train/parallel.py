@@ -7,7 +7,6 @@ import datetime as dt
 import functools
 import logging
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, World
 from dasksc.train.config import Fsdp, Training
-from dasksc.train.launch import rendezvous
+from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
+from dasksc.world import leave_group
 
-__all__ = ["Place", "Spread", "clip_gradient", "count_rows", "number_of", "places", "spread"]
+__all__ = ["Place", "Spread", "clip_gradient", "count_rows", "number_of", "places", "scale_gradient", "spread"]
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 0.2
 _DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -74,8 +73,8 @@ class Place:
         return values[0]
 
 
-def strategy_of(training: Training, world_size: int) -> str:
-    """Return the strategy that a configuration means, for so many ranks.
+def strategy_of(training: Training, world_size: int, n_nodes: int | None = None) -> str:
+    """Return the strategy that a configuration means, for so many ranks; `n_nodes` is None where it is not known.
 
     Raises
     ------
@@ -93,12 +92,39 @@ def strategy_of(training: Training, world_size: int) -> str:
         raise InputError(
             f"training.strategy={strategy!r} is of one process, and this run has {world_size}; use ddp or fsdp"
         )
+    if strategy == "dp" and training.checkpoints_activations:
+        raise InputError(
+            "training.strategy='dp' runs copies of the model, in which activation_checkpointing would run the blocks "
+            "of the first one; use ddp or fsdp, or leave activation_checkpointing out"
+        )
     if strategy != "dp" and training.num_gpus is not None and training.num_gpus != world_size:
         raise InputError(
             f"training.num_gpus={training.num_gpus} is the total over all nodes, and this run has {world_size} "
             f"process{'es' if world_size > 1 else ''}. Start as many, or --set training.num_gpus={world_size}"
         )
+    if n_nodes is not None and training.num_nodes not in (None, n_nodes):
+        raise InputError(
+            f"training.num_nodes={training.num_nodes}, and this run is on {n_nodes}. Start it on as many, or "
+            f"--set training.num_nodes={n_nodes}"
+        )
     return strategy
+
+
+def replicas_of(training: Training, n_gpus: int) -> list[int]:
+    """Return which of the GPUs of this machine ``dp`` uses; without any, none.
+
+    Raises
+    ------
+    InputError
+        If the configuration wants more than there are.
+    """
+    wanted = training.num_gpus or n_gpus
+    if n_gpus and wanted > n_gpus:
+        raise InputError(
+            f"training.num_gpus={wanted}, and training.strategy='dp' has only the {n_gpus} "
+            f"GPU{'s' if n_gpus > 1 else ''} that this process sees; --set training.num_gpus={n_gpus}, or use ddp"
+        )
+    return list(range(min(wanted, n_gpus)))
 
 
 @contextlib.contextmanager
@@ -116,12 +142,11 @@ def places(training: Training) -> Iterator[Place]:
         Where this process is.
     """
     world = World.detect()
-    strategy = strategy_of(training, world.world_size)
+    strategy = strategy_of(training, world.world_size, n_nodes_of(world, os.environ))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
     if on_gpu:
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", world.rank)))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank_of(world, os.environ) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     joins = strategy in ("ddp", "fsdp") and not dist.is_initialized()
     if joins:
@@ -144,10 +169,7 @@ def places(training: Training) -> Iterator[Place]:
         )
     finally:
         if joins:
-            # Threads of the group drop their last work a moment after it is done, for which they may need the
-            # interpreter's lock. What ends the group holds that lock while it waits for them: each for the other.
-            time.sleep(_SETTLE_S)
-            dist.destroy_process_group()
+            leave_group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +225,15 @@ def _per_batch(outputs: dict[str, torch.Tensor], batch: Any) -> dict[str, torch.
     """Return means over a batch; DataParallel gives one of each part of it."""
     if all(value.ndim == 0 for value in outputs.values()):
         return outputs
-    n_parts = len(outputs["loss"])
-    sizes = [len(part) for part in torch.arange(count_rows(batch)).chunk(n_parts)]
-    weights = torch.tensor(sizes, device=outputs["loss"].device) / sum(sizes)
-    return {name: (value * weights).sum() for name, value in outputs.items()}
+    n = outputs.get("n")
+    if n is None:
+        sizes = [len(part) for part in torch.arange(count_rows(batch)).chunk(len(outputs["loss"]))]
+        counts = torch.tensor(sizes, device=outputs["loss"].device)
+    else:
+        counts = n
+    weights = counts / counts.sum().clamp(min=1)
+    means = {name: (value * weights).sum() for name, value in outputs.items() if name != "n"}
+    return means if n is None else {**means, "n": n.sum()}
 
 
 def count_rows(batch: Any) -> int:
@@ -247,7 +274,7 @@ def spread(model: nn.Module, training: Training, place: Place) -> Spread:
         if place.strategy == "ddp":
             whole = DistributedDataParallel(model, find_unused_parameters=training.find_unused_parameters)
         elif place.strategy == "dp":
-            whole = DataParallel(model)
+            whole = DataParallel(model, device_ids=replicas_of(training, torch.cuda.device_count()))
     return Spread(bare=model, whole=whole, dtype=dtype, device=place.device)
 
 
@@ -331,6 +358,15 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> torch.Tensor:
     """Scale the gradient to a norm of at most `largest`; return the norm it had, for `number_of`."""
     return nn.utils.clip_grad_norm_(list(parameters), largest)
+
+
+def scale_gradient(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply the gradient, of which a rank may have a part, by a number that is the same on all ranks."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(factor.to(local.device))
 
 
 def number_of(value: torch.Tensor) -> float:

@@ -28,6 +28,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from dasksc import config
 from dasksc.errors import FetchError, StorageError
+from dasksc.storage.files import let_go_of_pages
 from dasksc.storage.memory import Recycling
 from dasksc.window import blocks as blocks  # registers how results travel, here and on the workers
 from dasksc.window import metrics, sight
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 _PROBE_S = 5.0  # between questions whether the scheduler is there, at most
 _STUCK_S = 3.0  # a fetch may take; then it is looked whether its worker still works
 _CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
+_MAPPED_SHARE = 0.5  # of a worker's memory limit; at 0.6 Dask would spill
 _CLOSE_S = 30.0  # for results on their way when the window closes
 
 
@@ -118,7 +120,17 @@ class RemoteCarrier(Carrier):
         # In the task, on a thread of its own: the event loop that sends it has others to serve, and what is
         # mapped would weigh nothing in the worker's accounts.
         compact = getattr(result, "compact", None)
-        return result if compact is None else compact()
+        if compact is not None:
+            result = compact()
+        _stay_below_limit(distributed.get_worker())
+        return result
+
+
+def _stay_below_limit(worker: Any) -> None:
+    """Let go of mapped pages before the worker pauses, or its nanny ends it, for what they count as its memory."""
+    limit = worker.memory_manager.memory_limit
+    if limit and worker.monitor.get_process_memory() > _MAPPED_SHARE * limit:
+        let_go_of_pages()
 
 
 # Carriers of the windows whose cluster lives in this process: nothing is pickled.
@@ -157,6 +169,7 @@ class ClusterRunner:
         self._futures: dict[int, Any] = {}  # of distributed's
         self._arriving: set[int] = set()
         self._closed = False
+        self._said_alone = False
         self._direct: asyncio.Task[bool] | None = None
         self._watching: asyncio.Task[str] | None = None
         self.transfer_s = 0.0
@@ -270,19 +283,31 @@ class ClusterRunner:
         while True:
             future = self._futures[k]
             ended = asyncio.ensure_future(future.exception())
-            done, _ = await asyncio.wait({ended}, timeout=None if self._in_process else _STUCK_S)
+            done, _ = await asyncio.wait({ended}, timeout=_STUCK_S)
             if done or self._closed:
                 await ended
                 return future
             ended.cancel()
-            if k == min(self._futures) and await self._waits_on_a_paused_worker(future):
+            if k != min(self._futures):
+                continue
+            workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+            is_alone = not any(worker["status"] == "running" for worker in workers.values())
+            if is_alone and not self._said_alone and not self._closed:
+                self._said_alone = True
+                logger.warning(
+                    "Fetch %d waits: the Dask cluster of %s has %s. It goes on when one %s.",
+                    k,
+                    self._client.scheduler.address,
+                    f"{len(workers)} paused at their memory limit" if workers else "no workers",
+                    "has memory again, or joins" if workers else "joins",
+                )
+            if await self._waits_on_a_paused_worker(future, workers):
                 logger.info("Sending fetch %d again, as its worker has paused at its memory limit.", k)
                 self._futures[k] = self._send(argument, key=(self._name, k, n_sent))
                 n_sent += 1
                 future.release()
 
-    async def _waits_on_a_paused_worker(self, future: Any) -> bool:
-        workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+    async def _waits_on_a_paused_worker(self, future: Any, workers: dict[str, Any]) -> bool:
         paused = [address for address, worker in workers.items() if worker["status"] == "paused"]
         if not paused:
             return False

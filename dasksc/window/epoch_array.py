@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from numpy.typing import NDArray
 
@@ -46,7 +46,8 @@ def epoch_array(
     """
     dtype = matrix.dtype if dtype is None else dtype
     n_vars = matrix.shape[1] if columns is None else len(columns)
-    name = f"{name}-{tokenize(matrix.label, plan.digest(), plan.rank, layout, dtype)}"
+    # Unique, for equal keys are computed once, and a matrix in memory has nothing that tells it from another.
+    name = f"{name}-{uuid.uuid4().hex}"
     source = f"{name}-source"
     graph: dict[Any, Any] = {source: _Epoch(matrix, plan, layout, dtype, columns)}
     graph |= {(name, k, 0): (_chunk, source, k) for k in range(plan.n_fetches)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import math
@@ -10,7 +11,6 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -255,15 +255,30 @@ def securities_for_child() -> dict[str, Any]:
     return _securities if get_spawning_popen() is not None else {}
 
 
-def _connect(address: str) -> Client:
+def connected(address: str, **options: Any) -> Client:
+    """Return a new Client, or close the one that could not connect and raise why.
+
+    One left to the garbage collector would close itself wherever that runs: if that is in the thread that another
+    Client has just started, which holds a lock until then, both wait for ever.
+    """
     import distributed
 
-    make: Callable[..., Client] = distributed.Client  # untyped
+    client: Client = distributed.Client.__new__(distributed.Client)
+    try:
+        client.__init__(address, **options)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            client.close(timeout=1)
+        raise
+    return client
+
+
+def _connect(address: str) -> Client:
     with _lock:
         client = _clients.get(address)
         if client is None or client.status == "closed":
             try:
-                client = make(address, security=_securities.get(address), set_as_default=False)
+                client = connected(address, security=_securities.get(address), set_as_default=False)
             except (OSError, ValueError) as error:
                 raise InputError(
                     f"scheduler={address!r} does not answer: {error}. Check the address, or use scheduler='threads'."

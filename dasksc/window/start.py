@@ -15,7 +15,7 @@ import distributed
 from distributed.security import Security
 
 from dasksc.errors import InputError, StartError
-from dasksc.window.schedulers import cpu_count, remember_security
+from dasksc.window.schedulers import connected, cpu_count, remember_security
 from dasksc.world import World, shared_store
 
 __all__ = ["StartedCluster", "start_cluster"]
@@ -160,7 +160,8 @@ def start_cluster(
     dashboard_address
         Where the dashboard listens, unencrypted; None for none.
     memory_limit
-        Of each worker; as for `distributed.LocalCluster`.
+        Of each worker; as for `distributed.LocalCluster`. ``"auto"`` is no limit for workers that are threads, to which
+        all that the program holds would be counted.
     security
         Certificates of your own, the same on every rank, instead of those made for this run.
     timeout_s
@@ -205,6 +206,8 @@ def start_cluster(
             security = _certificates()
         in_process = not (processes or several or port or security)
         n_workers, threads_per_worker = _sizes(n_workers, threads_per_worker, processes=processes)
+        if memory_limit == "auto" and not processes:
+            memory_limit = None
         cluster = distributed.LocalCluster(
             n_workers=n_workers,
             threads_per_worker=threads_per_worker,
@@ -263,7 +266,7 @@ def _join(store: Any, *, security: Security | None, timeout_s: float) -> Started
     if security is None and answer["tls"] is not None:
         security = Security(require_encryption=True, **answer["tls"])
     remember_security(answer["address"], security)
-    client = distributed.Client(answer["address"], security=security, timeout=timeout_s)
+    client = connected(answer["address"], security=security, timeout=timeout_s)
     return StartedCluster(
         client, cluster=None, dashboard_link=answer["dashboard"], store=store, n_others=0, timeout_s=timeout_s
     )

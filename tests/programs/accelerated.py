@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import dasksc
+from dasksc.world import leave_group
 
 case, path, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 accelerator = Accelerator(cpu=True)
@@ -48,4 +49,4 @@ if case == "unprepared":
     rest = [batch.index.tolist() for batch in dataset]
 (folder / f"{case}-{accelerator.process_index}.json").write_text(json.dumps({"seen": seen, "rest": rest}))
 accelerator.wait_for_everyone()
-accelerator.end_training()
+leave_group()

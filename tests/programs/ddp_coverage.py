@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
+from dasksc.world import leave_group
 
 path, out = sys.argv[1:3]
 dist.init_process_group("gloo")
@@ -31,4 +32,4 @@ dist.all_gather_object(gathered, {"seed": dataset.seed, "epochs": epochs})
 if dist.get_rank() == 0:
     with open(out, "w") as file:
         json.dump(gathered, file)
-dist.destroy_process_group()
+leave_group()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dasksc
+from dasksc.world import leave_group
 
 case = sys.argv[1]
 dist.init_process_group("gloo")
@@ -33,4 +34,4 @@ else:
     print(f"rank {rank} finished {n_batches}", flush=True)
 # Those who stopped wait here for those who did not.
 dist.all_reduce(torch.zeros(1))
-dist.destroy_process_group()
+leave_group()

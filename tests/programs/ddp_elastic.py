@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
+from dasksc.world import leave_group
 
 folder, killed, takes_agent = Path(sys.argv[1]), int(sys.argv[2]), "AGENT" in sys.argv[3:]
 dist.init_process_group("gloo", timeout=dt.timedelta(seconds=20))
@@ -61,4 +62,4 @@ with open(folder / f"batches-{attempt}-{rank}", "w", buffering=1) as notes:
 dist.barrier()
 if rank == 0:
     (folder / "finished").write_text(json.dumps([dist.get_world_size(), model.module.weight.item()]))
-dist.destroy_process_group()
+leave_group()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dasksc
+from dasksc.world import leave_group
 
 how, whom = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", timeout=dt.timedelta(seconds=20))
@@ -33,4 +34,4 @@ print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
 for batch in dataset:
     dist.all_reduce(batch.sum())
 print("finished", flush=True)
-dist.destroy_process_group()
+leave_group()

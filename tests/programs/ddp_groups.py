@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import dasksc
+from dasksc.world import leave_group
 
 dist.init_process_group("gloo")
 here = dist.get_rank()
@@ -71,4 +72,4 @@ dist.all_gather_object(gathered, found)
 if here == 0:
     with open(sys.argv[1], "w") as file:
         json.dump(gathered, file)
-dist.destroy_process_group()
+leave_group()

@@ -8,6 +8,7 @@ import sys
 import torch.distributed as dist
 
 import dasksc
+from dasksc.world import leave_group
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 
@@ -20,4 +21,4 @@ def tell(when: str) -> None:
 tell("before")
 dist.init_process_group("gloo")
 tell("after")
-dist.destroy_process_group()
+leave_group()

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 import dasksc
 from dasksc.integrations.transformers import scTrainer
+from dasksc.world import leave_group
 
 
 class Model(torch.nn.Module):
@@ -53,6 +54,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=given.get("checkpoint"))
     trainer.evaluate()
     (folder / f"seen-{training.rank}.json").write_text(json.dumps(model.seen))
+    leave_group()
 
 
 if __name__ == "__main__":

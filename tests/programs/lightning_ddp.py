@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import dasksc
 from dasksc.integrations.lightning import scDataModule
+from dasksc.world import leave_group
 
 warnings.filterwarnings("error", ".*sampler|.*not resumable|.*length")
 
@@ -68,6 +69,7 @@ def main() -> None:
     model = Recorder()
     trainer.fit(model, data, ckpt_path=given.get("ckpt_path"))
     (folder / f"seen-{devices}-{trainer.global_rank}.json").write_text(json.dumps(model.seen))
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 import torch.distributed as dist
 
 import dasksc
+from dasksc.world import leave_group
 
 
 def main(path: str, out: str, host: str) -> None:
@@ -22,7 +23,7 @@ def main(path: str, out: str, host: str) -> None:
     if rank == 0:
         with open(out, "w") as file:
             json.dump(gathered, file)
-    dist.destroy_process_group()
+    leave_group()
 
 
 def fail() -> None:
@@ -33,7 +34,7 @@ def fail() -> None:
     except Exception as error:
         print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

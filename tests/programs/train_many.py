@@ -7,6 +7,7 @@ The file holds a dict of configurations by name. What went wrong is written to <
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import sys
 from pathlib import Path
@@ -16,9 +17,10 @@ import torch.distributed as dist
 
 from dasksc import DaskscError
 from dasksc.train import Config, fit
+from dasksc.world import leave_group
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))  # ranks that wait for ever fail soon
 trainings = Path(sys.argv[1])
 for name, raw in json.loads(trainings.read_text()).items():
     try:
@@ -27,4 +29,4 @@ for name, raw in json.loads(trainings.read_text()).items():
         if dist.get_rank() == 0:
             (trainings.parent / f"{name}.error").write_text(str(error))
 dist.barrier()
-dist.destroy_process_group()
+leave_group()

@@ -1,0 +1,126 @@
+"""Functions that array code often applies to CSR blocks, called so that they copy no column numbers.
+
+SciPy and scanpy give each of their results index arrays of its own, which takes as long as what they compute. Here
+the result shares those of the argument, read-only from then on. Other functions are given arrays of their own instead
+of these, since they may change them in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from dasksc.kernels.csr import ascends
+
+__all__ = ["owned", "without_copies"]
+
+# Those that SciPy has as methods of the same name, by which NumPy calls them.
+_OF_VALUES = frozenset(
+    [
+        np.arcsin,
+        np.arcsinh,
+        np.arctan,
+        np.arctanh,
+        np.deg2rad,
+        np.expm1,
+        np.log1p,
+        np.rad2deg,
+        np.rint,
+        np.sin,
+        np.sinh,
+        np.sqrt,
+        np.tan,
+        np.tanh,
+    ]
+)
+
+
+def without_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what gives the same results as `function` and shares index arrays, or `function` itself."""
+    if isinstance(function, np.ufunc):
+        return _elementwise(function) if function in _OF_VALUES else function
+    name = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
+    return _scaled_rows(function) if name == ("scanpy._utils", "axis_mul_or_truediv") else function
+
+
+def owned(function: object, value: Any) -> Any:
+    """Return `value`, with index arrays of its own if it shares them and `function` might change them."""
+    if isinstance(function, _Elementwise | _ScaledRows) or not _is_csr(value):
+        return value
+    if value.indices.flags.writeable and value.indptr.flags.writeable:
+        return value
+    return _like(value, value.data, value.indices.copy(), value.indptr.copy())
+
+
+class _Elementwise:
+    """A ufunc of the values."""
+
+    def __init__(self, ufunc: np.ufunc) -> None:
+        self._ufunc = ufunc
+
+    def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
+        # SciPy adds up values at the same place first, as it must.
+        if args or kwargs or not _is_csr(block) or not _is_canonical(block):
+            return self._ufunc(owned(self._ufunc, block), *args, **kwargs)
+        return _with_values(block, self._ufunc(block.data))
+
+
+# One of each: tasks with the same function in them are found to be alike.
+_elementwise = functools.cache(_Elementwise)
+
+
+class _ScaledRows:
+    """scanpy's ``axis_mul_or_truediv``, which shares index arrays if it may overwrite its argument."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
+        # Of arrays, which it has no way of its own for, it makes dense ones.
+        if not isinstance(block, sp.csr_matrix) or not _is_canonical(block) or kwargs.get("out") is not None:
+            return self._function(owned(self._function, block), *args, **kwargs)
+        # What is overwritten is which values this one has, not the values.
+        like = _with_values(block, block.data)
+        return self._function(like, *args, **{**kwargs, "out": like})
+
+
+_scaled_rows = functools.cache(_ScaledRows)
+
+
+def _is_csr(block: Any) -> bool:
+    return isinstance(block, sp.csr_matrix | sp.csr_array)
+
+
+def _is_canonical(block: Any) -> bool:
+    """What SciPy's `has_canonical_format` says, in less time."""
+    indptr, indices = block.indptr, block.indices
+    if not hasattr(block, "_has_canonical_format") and indptr.flags.c_contiguous and indices.flags.c_contiguous:
+        block.has_canonical_format = ascends(
+            indptr_at=np.uint64(indptr.ctypes.data),
+            indices_at=np.uint64(indices.ctypes.data),
+            n_rows=len(indptr) - 1,
+            like_indptr=np.empty(0, indptr.dtype),
+            like_indices=np.empty(0, indices.dtype),
+        )
+    return bool(block.has_canonical_format)
+
+
+def _with_values(block: Any, values: NDArray[Any]) -> Any:
+    """A block with the places of another, which neither may change from now on."""
+    for shared in (block.indices, block.indptr):
+        shared.flags.writeable = False
+    return _like(block, values, block.indices, block.indptr)
+
+
+def _like(block: Any, values: NDArray[Any], indices: NDArray[Any], indptr: NDArray[Any]) -> Any:
+    result = type(block)((values, indices, indptr), shape=block.shape, copy=False)
+    # To find that out again would take a pass over the column numbers.
+    for name in ("_has_sorted_indices", "_has_canonical_format"):
+        if hasattr(block, name):
+            setattr(result, name, getattr(block, name))
+    return result

@@ -1,0 +1,67 @@
+"""Defaults, and whose settings are stronger."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dask
+import pytest
+
+from dasksc import config
+
+
+def run(script: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_settings_made_before_dasksc_is_used_stay() -> None:
+    script = """
+import dask, dasksc
+dask.config.set({"dasksc.gather-threads": 5, "temporary-directory": "/tmp/mine", "something.else": 3})
+dasksc.scDataset
+from dasksc import config
+print(config.get("gather-threads"), dask.config.get("temporary-directory"), dask.config.get("something.else"))
+print(config.get("batches-ahead"))
+"""
+    assert run(script) == ["5", "/tmp/mine", "3", "8"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_context_that_was_entered_before_counts_within_it(when: str) -> None:
+    script = f"""
+import dask, dasksc
+if {when == "after"}:
+    dasksc.scDataset
+with dask.config.set({{"dasksc.gather-threads": 1}}):
+    dasksc.scDataset
+    from dasksc import config
+    print(config.get("gather-threads"))
+print(config.get("gather-threads"), config.get("prefetch"))
+"""
+    assert run(script) == ["1", "2", "None"]
+
+
+def test_the_environment_and_files_are_stronger_than_defaults(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("dasksc:\n  batches-ahead: 3\n  gather-threads: 7\n")
+    script = "from dasksc import config; print(*map(config.get, ('batches-ahead', 'gather-threads', 'memory-limit')))"
+    environment = {
+        "DASK_CONFIG": str(tmp_path),
+        "DASK_DASKSC__GATHER_THREADS": "6",
+        "DASK_DASKSC__MEMORY_LIMIT": "1GiB",
+    }
+    assert run(script, **environment) == ["3", "6", "1GiB"]
+
+
+def test_settings_are_read_when_they_are_asked_for() -> None:
+    with dask.config.set({"dasksc.memory-limit": "3MB", "dasksc.retry-timeout": "500ms"}):
+        assert config.get_bytes("memory-limit") == 3_000_000
+        assert config.get_seconds("retry-timeout") == 0.5
+    assert config.get_bytes("memory-limit") == 2 * 2**30
+    assert config.get_seconds("report-interval") == 1.0

@@ -1,0 +1,134 @@
+"""Functions of array code that share the index arrays of CSR blocks."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from dasksc.lazy.known import owned, without_copies
+
+scanpy_utils = pytest.importorskip("scanpy._utils", reason="scanpy is not installed")
+scaled = scanpy_utils.axis_mul_or_truediv
+
+
+def block(kind: Any = sp.csr_matrix, dtype: str = "float32") -> Any:
+    return kind(sp.random(7, 11, 0.4, format="csr", random_state=0) * 9).astype(dtype)
+
+
+def unordered() -> sp.csr_matrix:
+    """Two values at one place, and columns that do not ascend."""
+    return sp.csr_matrix((np.arange(1, 6, dtype=np.float32), [3, 1, 3, 0, 0], [0, 3, 3, 5]), shape=(3, 5))
+
+
+def same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    assert one.dtype == other.dtype
+    np.testing.assert_array_equal(np.asarray(one.todense()), np.asarray(other.todense()))
+
+
+@pytest.mark.parametrize("function", [np.log1p, np.sqrt, np.expm1, np.rint])
+@pytest.mark.parametrize("kind", [sp.csr_matrix, sp.csr_array])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_functions_of_values_are_the_same_and_share_places(function: Any, kind: Any, dtype: str) -> None:
+    x = block(kind, dtype)
+    result = without_copies(function)(x)
+    same(result, function(block(kind, dtype)))
+    assert np.shares_memory(result.indices, x.indices)
+    assert not np.shares_memory(result.data, x.data)
+    same(x, block(kind, dtype))
+
+
+@pytest.mark.parametrize("function", [np.add, np.exp, np.isnan, np.frexp, np.sign, np.conjugate, len, operator.truediv])
+def test_other_functions_are_left_as_they_are(function: Any) -> None:
+    assert without_copies(function) is function
+
+
+def test_values_at_the_same_place_are_added_first() -> None:
+    result = without_copies(np.log1p)(unordered())
+    same(result, np.log1p(unordered()))
+    assert result[0, 3] == np.log1p(np.float32(4))
+
+
+@pytest.mark.parametrize("make", [lambda: block().toarray(), lambda: block().tocsc(), lambda: block().tocoo()])
+def test_what_is_not_csr_is_left_to_the_function(make: Any) -> None:
+    result, expected = without_copies(np.log1p)(make()), np.log1p(make())
+    assert type(result) is type(expected)
+    if sp.issparse(expected):
+        result, expected = result.toarray(), expected.toarray()
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_arguments_beyond_the_block_are_passed_on() -> None:
+    x = block().toarray()
+    out = np.empty_like(x)
+    assert without_copies(np.log1p)(x, out=out) is out
+    np.testing.assert_array_equal(out, np.log1p(x))
+
+
+@pytest.mark.parametrize("op", [operator.truediv, operator.mul])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("allow", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("make", [block, unordered])
+def test_scaling_is_the_same_and_shares_places(op: Any, axis: int, allow: bool, dtype: str, make: Any) -> None:
+    x, y = make().astype(dtype), make().astype(dtype)
+    scaling = np.linspace(0, 3, x.shape[axis]).astype("float32")
+    options = {"axis": axis, "op": op, "allow_divide_by_zero": allow}
+    with np.errstate(all="ignore"):
+        result = without_copies(scaled)(x, scaling, **options)
+        same(result, scaled(y, scaling, **options))
+    assert np.shares_memory(result.indices, x.indices) == y.has_canonical_format
+    same(x, y)
+
+
+def test_scaling_in_place_stays_in_place() -> None:
+    x, y = block(), block()
+    options = {"axis": 0, "op": operator.truediv}
+    assert without_copies(scaled)(x, np.full(7, 2.0, "float32"), out=x, **options) is x
+    same(x, scaled(y, np.full(7, 2.0, "float32"), out=y, **options))
+
+
+@pytest.mark.parametrize("change", ["eliminate_zeros", "sort_indices"])
+def test_what_is_shared_is_changed_by_nobody(change: str) -> None:
+    x = block()
+    x.data[:3] = 0
+    expected = x.copy()
+    result = without_copies(np.log1p)(x)
+    if change == "sort_indices":
+        result.has_sorted_indices = False
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(result, change)()
+    mine = owned(len, result)
+    getattr(mine, change)()
+    same(mine, np.log1p(expected))
+    same(x, expected)
+
+
+def test_only_what_is_shared_is_copied() -> None:
+    x = block()
+    assert owned(len, x) is x
+    result = without_copies(np.log1p)(x)
+    assert owned(without_copies(np.sqrt), result) is result
+    assert owned(without_copies(scaled), result) is result
+    assert not np.shares_memory(owned(np.sqrt, result).indices, x.indices)
+    assert owned(len, 3) == 3
+
+
+def test_arrays_are_left_to_scanpy() -> None:
+    # Which makes something of each of their values, as it has no way of its own for them.
+    options = {"axis": 0, "op": operator.truediv}
+    result, expected = (
+        f(block(sp.csr_array), np.full(7, 2.0, "float32"), **options) for f in (without_copies(scaled), scaled)
+    )
+    assert (type(result), result.shape, result.dtype) == (type(expected), expected.shape, expected.dtype)
+
+
+def test_the_same_function_is_returned_each_time() -> None:
+    # Tasks with it in them are told to be alike by that.
+    assert without_copies(np.log1p) is without_copies(np.log1p)
+    assert without_copies(scaled) is without_copies(scaled)
+    assert without_copies(np.log1p) is not without_copies(np.sqrt)
