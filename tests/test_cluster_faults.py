@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -211,9 +213,33 @@ def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
         assert client.run(status_of) == {full: "paused", free: "running"}
 
 
+def test_a_worker_that_its_nanny_ends_goes_unnoticed(atlas: Path) -> None:
+    limit = 2**31
+    memory = {"monitor-interval": "20ms", "spill": False, "pause": False, "terminate": 0.5}
+    with (
+        dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
+        local(2, memory_limit=limit) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        expected = epoch_of(atlas)
+        assert identical(list(dataset(atlas, client)), expected)
+        pids = set(watched(cluster))
+
+        def fill(dask_worker: Any) -> None:
+            dask_worker.ballast = np.ones(int(0.6 * limit), np.uint8)
+
+        batches = []
+        for i, batch in enumerate(dataset(atlas, client)):
+            batches.append(batch)
+            if i == 20:
+                client.run(fill, workers=[min(client.nthreads())], on_error="ignore")
+                assert eventually(lambda: len(pids & set(watched(cluster))) == 1)
+        assert identical(batches, expected)
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, tmp_path: Path) -> None:
-    n_obs, n_in_row, limit = 27_000, 3_500, 700 * 2**20
+    n_obs, n_in_row, limit = 27_000, 3_500, 600 * 2**20
     indptr = np.arange(n_obs + 1) * n_in_row
     indices = np.tile(np.arange(0, 2 * n_in_row, 2, dtype=np.int32), n_obs)
     values = np.tile(np.linspace(0, 1, n_in_row, dtype=np.float32), n_obs)
@@ -236,19 +262,38 @@ def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap:
             path,
             dasksc.BlockShuffling(64),
             batch_size=64,
-            fetch_factor=16,
+            fetch_factor=64,
             layout="csr",
             scheduler=client,
-            prefetch=8,
+            prefetch=12,
             mmap=mmap,
             seed=0,
         )
-        n_values = sum(len(batch.values()) for _ in range(3) for batch in data)
+        with busy(client):  # results wait on the workers
+            n_values = sum(len(batch.values()) for _ in range(3) for batch in data)
         assert 6 * n_values > 2 * limit  # what was sent: more than both workers may hold
         assert sum(client.run(n_spilled).values()) == 0
         assert max(client.run(peak).values()) < limit
         assert set(client.run(os.getpid).values()) == pids  # no nanny had to end one
         assert eventually(lambda: nothing_is_left(client))
+
+
+@contextlib.contextmanager
+def busy(client: distributed.Client) -> Iterator[None]:
+    """Let the Client take results now and then only."""
+    done = threading.Event()
+
+    async def stall() -> None:
+        while not done.is_set():
+            time.sleep(0.1)
+            await asyncio.sleep(0.02)
+
+    stalling = asyncio.run_coroutine_threadsafe(stall(), client.loop.asyncio_loop)
+    try:
+        yield
+    finally:
+        done.set()
+        stalling.result()
 
 
 @pytest.mark.parametrize("ends", ["epoch", "break"])

@@ -28,10 +28,10 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from dasksc import config
 from dasksc.errors import FetchError, StorageError
-from dasksc.storage.files import let_go_of_pages
 from dasksc.storage.memory import Recycling
 from dasksc.window import blocks as blocks  # registers how results travel, here and on the workers
 from dasksc.window import metrics, sight
+from dasksc.window.headroom import Headroom
 from dasksc.window.local import Timed
 from dasksc.window.reporting import runs_here
 from dasksc.window.schedulers import address_of
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 _PROBE_S = 5.0  # between questions whether the scheduler is there, at most
 _STUCK_S = 3.0  # a fetch may take; then it is looked whether its worker still works
 _CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
-_MAPPED_SHARE = 0.5  # of a worker's memory limit; at 0.6 Dask would spill
 _CLOSE_S = 30.0  # for results on their way when the window closes
 
 
@@ -116,21 +115,14 @@ class RemoteCarrier(Carrier):
             if said is not None:
                 raise StorageError(f"The Dask worker at {distributed.get_worker().address} {said}.")
             self._asked = True
+        return Headroom.of(distributed.get_worker()).run(lambda: self._compact(argument))
+
+    def _compact(self, argument: Any) -> Any:
         result = self._task(argument)
         # In the task, on a thread of its own: the event loop that sends it has others to serve, and what is
         # mapped would weigh nothing in the worker's accounts.
         compact = getattr(result, "compact", None)
-        if compact is not None:
-            result = compact()
-        _stay_below_limit(distributed.get_worker())
-        return result
-
-
-def _stay_below_limit(worker: Any) -> None:
-    """Let go of mapped pages before the worker pauses, or its nanny ends it, for what they count as its memory."""
-    limit = worker.memory_manager.memory_limit
-    if limit and worker.monitor.get_process_memory() > _MAPPED_SHARE * limit:
-        let_go_of_pages()
+        return result if compact is None else compact()
 
 
 # Carriers of the windows whose cluster lives in this process: nothing is pickled.

@@ -16,7 +16,7 @@ from dasksc.window import metrics
 __all__ = ["FetchMatrices", "FetchedMatrices"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class FetchedMatrices:
     """One fetch of every matrix, by name, and what the task that made it spent."""
 
