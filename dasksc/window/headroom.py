@@ -55,7 +55,7 @@ class Headroom:
             return _of_workers[worker]
 
     def run(self, fetch: Callable[[], T]) -> T:
-        """Run `fetch` when there is room for it. Its result, if it has ``nbytes``, counts until nothing refers to it."""
+        """Run `fetch` when there is room for it; a result with ``nbytes`` counts until nothing refers to it."""
         if self._limit is None:
             return fetch()
         self._begin()
