@@ -35,8 +35,10 @@ from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import HDF5_ENDINGS, Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place, shown
+from dasksc.storage.hdf5_guard import check_chunks
 from dasksc.storage.hdf5_links import check_item, check_links
 from dasksc.storage.zarr import ZarrFile
+from dasksc.storage.zarr_guard import chunks_that_fit
 
 __all__ = [
     "AnnDataView",
@@ -685,7 +687,7 @@ def _root_of(path: str | Place) -> Iterator[Any]:
 @contextmanager
 def _reading(path: str | Place) -> Iterator[None]:
     """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), chunks_that_fit():
         warnings.simplefilter("ignore", OldFormatWarning)
         warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
         # AnnData 0.13 asks pandas 3 for an option that is going away.
@@ -863,6 +865,8 @@ def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
     if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, Place):
         check_item(stored, path, folder=os.path.dirname(path))
     if not _is_group(stored):
+        if isinstance(stored, h5py.Dataset) and stored.chunks:
+            check_chunks(stored, f"{path}:{stored.name}")
         yield stored
         return
     for name in stored:

@@ -167,6 +167,135 @@ def test_chunks_that_swell_are_refused(tmp_path: Path, bomb_files: Any, codec: s
         matrix.fetch(np.arange(50))
 
 
+def arrays_read_whole() -> list[str]:
+    return ["obs/n", "obs/_index", "var/n", "uns/deep/n", "obsm/n/n", "varm/n"]
+
+
+@pytest.mark.parametrize("where", arrays_read_whole())
+@pytest.mark.parametrize("codec", ["gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "blosc"])
+def test_chunks_of_tables_that_swell_are_refused(tmp_path: Path, bomb_files: Any, codec: str, where: str) -> None:
+    compressor, bomb = bomb_files[codec]
+    path = write_store(full(), tmp_path, "zarr2")
+    where = array_at(path, where)
+    recompressed(path, where, compressor=compressor.get_config())
+    for chunk in (path / where).glob("[0-9]*"):
+        chunk.write_bytes(bomb)
+    with bounded(), pytest.raises(StorageError, match=rf"decode \({codec}\) to more than"):
+        dasksc.open(path)
+
+
+def recompressed(path: Path, where: str, **changes: Any) -> None:
+    """Change what an array of Zarr 2 says of its codecs."""
+    everything = json.loads((path / ".zmetadata").read_text())
+    everything["metadata"][f"{where}/.zarray"] |= changes
+    (path / ".zmetadata").write_text(json.dumps(everything))
+    edited(path / where / ".zarray", **changes)
+
+
+def test_chunks_of_tables_that_are_compressed_twice_are_refused(tmp_path: Path) -> None:
+    path = write_store(full(), tmp_path, "zarr2")
+    recompressed(path, "obs/n", compressor={"id": "zlib", "level": 1}, filters=[{"id": "zlib", "level": 1}])
+    for chunk in (path / "obs/n").glob("[0-9]*"):
+        chunk.write_bytes(numcodecs.Zlib(9).encode(numcodecs.Zlib(9).encode(bytes(BOMB_BYTES))))
+    with bounded(), pytest.raises(StorageError, match="compression comes last, and once"):
+        dasksc.open(path)
+
+
+V3_CODECS = {"gzip": zarr.codecs.GzipCodec(), "zstd": zarr.codecs.ZstdCodec(), "blosc": zarr.codecs.BloscCodec()}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("codec", V3_CODECS)
+def test_chunks_of_tables_of_zarr_3_that_swell_are_refused(
+    tmp_path: Path, opened: Any, bomb_files: Any, codec: str, sharded: bool
+) -> None:
+    path = write_store(full(), tmp_path, "zarr3")
+    _, bomb = bomb_files[codec]
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        array = zarr.open_group(path)["obs/n"]
+        attributes, values = dict(array.attrs), array[:]
+        new = zarr.open_group(path).create_array(
+            "obs/n",
+            data=values,
+            chunks=(10,),
+            shards=(20,) if sharded else None,
+            compressors=V3_CODECS[codec],
+            overwrite=True,
+        )
+        new.attrs.update(attributes)
+    zarr.consolidate_metadata(path)
+    np.testing.assert_array_equal(opened(path.name).obs["n"], values)
+    chunk = path / "obs" / "n" / "c" / "0"
+    if sharded:  # two chunks, then where they are and a checksum
+        index = np.array([0, len(bomb), 0, len(bomb)], "<u8").tobytes()
+        chunk.write_bytes(bomb + numcodecs.CRC32C(location="end").encode(index).tobytes())
+    else:
+        chunk.write_bytes(bomb)
+    with bounded(), pytest.raises(StorageError, match=rf"decode \({codec}\) to more than"):
+        opened(path.name)
+
+
+H5_FILTERS = {"gzip": 1, "blosc": 32001, "zstd": 32015, "bz2": 307}
+
+
+@pytest.mark.parametrize("where", arrays_read_whole())
+@pytest.mark.parametrize("codec", H5_FILTERS)
+def test_chunks_of_tables_of_hdf5_that_swell_are_refused(
+    tmp_path: Path, opened: Any, bomb_files: Any, codec: str, where: str
+) -> None:
+    bomb = bomb_files["zlib" if codec == "gzip" else codec][1]
+    path = write_store(full(), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file:
+        where = where if isinstance(file[where], h5py.Dataset) else f"{where}/values"
+        rechunked(file, where, H5_FILTERS[codec]).id.write_direct_chunk((0,) * file[where].ndim, bomb)
+    with bounded(), pytest.raises(StorageError, match=r"decode \(\w+\) to more than"):
+        opened(path.name)
+
+
+def rechunked(file: h5py.File, name: str, *filters: int) -> h5py.Dataset:
+    """Replace a dataset by an empty one of a single chunk."""
+    attributes, dtype, shape = dict(file[name].attrs), file[name].dtype, file[name].shape
+    del file[name]
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_chunk(shape)
+    for number in filters:
+        plist.set_filter(number, h5py.h5z.FLAG_OPTIONAL, (5,))
+    type_ = h5py.h5t.py_create(dtype, logical=True)
+    dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), type_, h5py.h5s.create_simple(shape), plist))
+    dataset.attrs.update(attributes)
+    return dataset
+
+
+def test_datasets_of_hdf5_that_are_compressed_twice_are_refused(tmp_path: Path) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file:
+        twice = numcodecs.Zlib(9).encode(numcodecs.Zlib(9).encode(bytes(BOMB_BYTES)))
+        rechunked(file, "obs/n", 1, 1).id.write_direct_chunk((0,), twice)
+    with bounded(), pytest.raises(StorageError, match="one that compresses must be the last"):
+        dasksc.open(path)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "lzf", None])
+@pytest.mark.parametrize("fletcher32", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_tables_of_large_chunks_are_read_as_before(
+    tmp_path: Path, compression: str | None, shuffle: bool, fletcher32: bool
+) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    values = np.random.default_rng(0).standard_normal(200_000)
+    with h5py.File(path, "r+") as file:
+        file.create_dataset(
+            "uns/large",
+            data=values,
+            chunks=(100_000,),
+            compression=compression,
+            shuffle=shuffle,
+            fletcher32=fletcher32,
+        )
+        file["uns/large"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    np.testing.assert_array_equal(dasksc.open(path).uns["large"], values)
+
+
 @pytest.mark.parametrize("swollen", ["chunk", "metadata"])
 def test_objects_that_are_far_too_long_are_not_fetched(tmp_path: Path, swollen: str) -> None:
     pytest.importorskip("obstore")

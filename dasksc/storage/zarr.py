@@ -15,7 +15,7 @@ from dasksc.storage.identity import FileIdentity
 from dasksc.storage.places import Place
 from dasksc.storage.remote_zarr import PlaceStore, RemoteMetadata
 from dasksc.storage.sliced import ReadSlice, SlicedArray
-from dasksc.storage.zarr_guard import GuardedLocalStore, GuardedZipStore, check_zip
+from dasksc.storage.zarr_guard import GuardedLocalStore, GuardedZipStore, check_zip, chunks_that_fit
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
@@ -109,9 +109,11 @@ class ZarrArray(SlicedArray):
     def reader(self) -> ReadSlice:
         """Return what reads, after a check that the array is the one that was opened."""
         self._identity.check()
-        array = zarr.open_array(self._file.store(), path=self._name, mode="r")
+        with chunks_that_fit():
+            array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
-            into[...] = array[start:stop]
+            with chunks_that_fit():  # those within shards, too
+                into[...] = array[start:stop]
 
         return read

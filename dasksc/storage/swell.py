@@ -1,0 +1,156 @@
+"""How much stored bytes may decode to, found out before a library decodes them into whatever memory they ask for.
+
+Headers and block lengths tell it for most codecs; where nothing does, the bytes are decoded in pieces that are
+thrown away.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+__all__ = ["DEFLATE_RATIO", "LZF_RATIO", "ROOM_BYTES", "SWELLING", "check_swelling"]
+
+# More than belongs there that may pass: what cannot decode to so much need not be looked at closely.
+ROOM_BYTES = 2**25
+
+# What a stored byte can become: in deflate, two bits can stand for 258 bytes, in LZF three bytes for 264.
+DEFLATE_RATIO = 1032
+LZF_RATIO = 88
+
+_PIECE_BYTES = 2**20
+_ZSTD_MAGIC, _ZSTD_SKIPPED_MAGIC = 0xFD2FB528, 0x184D2A50
+_ZSTD_BLOCK_BYTES = 2**17
+
+
+def check_swelling(codec: str, data: Any, *, at_most: int) -> None:
+    """Refuse bytes that decode to too much.
+
+    Parameters
+    ----------
+    codec
+        One of `SWELLING`.
+    data
+        A buffer; bytes as stored.
+    at_most
+        Bytes that they may decode to.
+
+    Raises
+    ------
+    ValueError
+        If it is more. Bytes that are not sound are left to the decoder, which finds them so at the same place.
+    """
+    view = memoryview(data).cast("B")
+    sizes = SWELLING[codec](view, at_most)
+    total = 0
+    while total <= at_most:
+        try:
+            total += next(sizes)
+        except Exception:  # also where they end
+            return
+    raise ValueError(f"its {len(view)} bytes decode ({codec}) to more than the {at_most} that can belong there")
+
+
+# Each yields sizes that add up to what it is at most, or to more than that where the sum is below the limit.
+def _deflate(wbits: int, *, has_members: bool) -> Callable[[memoryview, int], Iterator[int]]:
+    def sizes(view: memoryview, at_most: int) -> Iterator[int]:
+        if DEFLATE_RATIO * len(view) <= at_most:
+            return
+        rest = bytes(view)
+        while rest:
+            stream = zlib.decompressobj(wbits)
+            while rest and not stream.eof:
+                yield len(stream.decompress(rest, _PIECE_BYTES))
+                rest = stream.unconsumed_tail
+            rest = stream.unused_data if has_members else b""
+
+    return sizes
+
+
+def _streamed(make: Callable[[], Any]) -> Callable[[memoryview, int], Iterator[int]]:
+    def sizes(view: memoryview, at_most: int) -> Iterator[int]:
+        rest = bytes(view)
+        while rest:
+            stream = make()
+            while not stream.eof and (rest or not stream.needs_input):
+                yield len(stream.decompress(rest, _PIECE_BYTES))
+                rest = b""
+            rest = stream.unused_data
+
+    return sizes
+
+
+def _zstd(view: memoryview, at_most: int) -> Iterator[int]:
+    """Walk over frames and their blocks (RFC 8878, 3.1.1), which tell what they decode to at most."""
+    at = 0
+    while at < len(view):
+        magic = _little(view, at, 4)
+        if magic & 0xFFFFFFF0 == _ZSTD_SKIPPED_MAGIC:
+            at += 8 + _little(view, at + 4, 4)
+            continue
+        if magic != _ZSTD_MAGIC:
+            return
+        descriptor = _little(view, at + 4, 1)
+        is_single, has_checksum = bool(descriptor & 0x20), bool(descriptor & 0x04)
+        at += 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
+        n_length = (1 if is_single else 0, 2, 4, 8)[descriptor >> 6]
+        if n_length:  # decoders make room for what the header says, and take no more
+            yield _little(view, at, n_length) + 256 * (n_length == 2)
+        at += n_length
+        is_last = False
+        while not is_last:
+            header = _little(view, at, 3)
+            is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+            if not n_length:
+                yield _ZSTD_BLOCK_BYTES if kind == 2 else size
+            at += 3 + (1 if kind == 1 else size)
+        at += 4 * has_checksum
+
+
+def _lzf(view: memoryview, at_most: int) -> Iterator[int]:
+    if LZF_RATIO * len(view) <= at_most:
+        return
+    data, at, total = bytes(view), 0, 0
+    while at < len(data) - 1:
+        code = data[at]
+        if code < 32:  # as many bytes follow as they are, and one
+            total += code + 1
+            at += code + 2
+        elif code < 224:
+            total += (code >> 5) + 2
+            at += 2
+        else:
+            total += data[at + 1] + 9
+            at += 3
+    yield total
+
+
+def _stated(at: int, n_bytes: int, order: Literal["little", "big"]) -> Callable[[memoryview, int], Iterator[int]]:
+    def sizes(view: memoryview, at_most: int) -> Iterator[int]:
+        yield int.from_bytes(view[at : at + n_bytes], order)
+
+    return sizes
+
+
+def _little(view: memoryview, at: int, n_bytes: int) -> int:
+    if at + n_bytes > len(view):
+        raise ValueError(f"it ends after {len(view)} bytes, within a header")
+    return int.from_bytes(view[at : at + n_bytes], "little")
+
+
+SWELLING: dict[str, Callable[[memoryview, int], Iterator[int]]] = {
+    "gzip": _deflate(31, has_members=True),
+    "zlib": _deflate(15, has_members=False),
+    "bz2": _streamed(bz2.BZ2Decompressor),
+    "lzma": _streamed(lzma.LZMADecompressor),
+    "zstd": _zstd,
+    "blosc": _stated(4, 4, "little"),
+    "lz4": _stated(0, 4, "little"),
+    # HDF5's filters of that name begin with the size.
+    "h5-lz4": _stated(0, 8, "big"),
+    "h5-bitshuffle": _stated(0, 8, "big"),
+    "h5-lzf": _lzf,
+}

@@ -1,0 +1,101 @@
+"""What stored bytes decode to at most, told without decoding them."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import tracemalloc
+import zlib
+from collections.abc import Callable
+
+import h5py
+import numcodecs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dasksc.storage.swell import SWELLING, check_swelling
+
+zstandard = pytest.importorskip("zstandard")
+
+
+def lzf(data: bytes) -> bytes:
+    """As HDF5 compresses it; what does not get smaller is stored as it is."""
+    with h5py.File("any", "w", driver="core", backing_store=False) as file:
+        dataset = file.create_dataset("x", data=np.frombuffer(data, np.uint8), chunks=(len(data),), compression="lzf")
+        mask, stored = dataset.id.read_direct_chunk((0,))
+        return b"" if mask else bytes(stored)
+
+
+ENCODERS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "zlib": zlib.compress,
+    "bz2": bz2.compress,
+    "lzma": lzma.compress,
+    "zstd": numcodecs.Zstd().encode,
+    "blosc": numcodecs.Blosc().encode,
+    "lz4": numcodecs.LZ4().encode,
+    "h5-lzf": lzf,
+}
+# Some of it repeats, so that it gets smaller.
+texts = st.tuples(st.binary(min_size=1, max_size=400), st.integers(1, 300)).map(lambda one: one[0] * one[1])
+
+
+@pytest.mark.parametrize("codec", ENCODERS)
+@given(text=texts)
+def test_what_decodes_to_as_much_as_belongs_there_passes(codec: str, text: bytes) -> None:
+    check_swelling(codec, ENCODERS[codec](text), at_most=len(text))
+
+
+@pytest.mark.parametrize("codec", ENCODERS)
+@given(text=texts)
+def test_a_byte_more_is_refused(codec: str, text: bytes) -> None:
+    encoded = ENCODERS[codec](text)
+    if encoded:
+        with pytest.raises(ValueError, match=rf"decode \({codec}\) to more than the {len(text) - 1} that"):
+            check_swelling(codec, encoded, at_most=len(text) - 1)
+
+
+@pytest.mark.parametrize("codec", ["gzip", "bz2", "lzma", "zstd"])
+def test_all_parts_count(codec: str) -> None:
+    encode, text = ENCODERS[codec], bytes(1000)
+    with pytest.raises(ValueError, match="more than"):
+        check_swelling(codec, encode(text) + encode(text), at_most=1999)
+    check_swelling(codec, encode(text) + encode(text), at_most=2000)
+
+
+def test_zstandard_frames_that_say_nothing_of_their_size_count_by_their_blocks() -> None:
+    # Four blocks: what does not get smaller is counted exactly, others as the 128 KiB that they are at most.
+    noise = np.random.default_rng(0).bytes(2**19)
+    raw = zstandard.ZstdCompressor(write_content_size=False).compress(noise)
+    check_swelling("zstd", raw, at_most=len(noise))
+    with pytest.raises(ValueError, match="more than"):
+        check_swelling("zstd", raw, at_most=len(noise) - 1)
+    zeros = zstandard.ZstdCompressor(write_content_size=False, write_checksum=True).compress(bytes(2**19 + 1))
+    check_swelling("zstd", zeros, at_most=2**19 + 2**17)
+    with pytest.raises(ValueError, match="more than"):
+        check_swelling("zstd", zeros, at_most=2**19)
+    skipped = b"\x53\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"hello"
+    with pytest.raises(ValueError, match="more than"):
+        check_swelling("zstd", skipped + zeros, at_most=2**19)
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zlib", "bz2", "lzma", "h5-lzf"])
+def test_counting_takes_little_memory(codec: str) -> None:
+    bomb = ENCODERS[codec](bytes(2**26))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="more than"):
+        check_swelling(codec, bomb, at_most=2**26 - 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25  # LZMA's dictionary takes a part of it
+
+
+@pytest.mark.parametrize("codec", SWELLING)
+@given(junk=st.binary(max_size=300), n_kept=st.integers(0, 300))
+def test_damaged_bytes_are_left_to_the_decoder(codec: str, junk: bytes, n_kept: int) -> None:
+    encoded = ENCODERS.get(codec, zlib.compress)(bytes(300))
+    for damaged in (junk, encoded[:n_kept] + junk):
+        check_swelling(codec, damaged, at_most=2**64)
