@@ -132,8 +132,9 @@ def open(
         Of several, as for `anndata.concat`, which concatenates their tables: keep the variables that all have
         (``"inner"``) or any (``"outer"``); name an obs column that says which row is of which, by `keys`, one for each
         atlas that a pattern or directory stands for (default: of paths, their names). Matrices of different types take
-        their common one, with a warning; a variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones.
-        Layers and obsm that not all have are left out, and so are obsp and raw.
+        their common one, with a warning; a variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones,
+        and so are layers and obsm that only some have, which ``"inner"`` leaves out. Left out are also obsp, uns,
+        varp, and a raw that not all have.
     raw
         Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
         Of several, that of each, joined as any X is.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.lazy import chunk_rows_for, matrix_of, to_dask
-from dasksc.storage import ColumnMaps, Matrix, StackedMatrix
+from dasksc.storage import AbsentMatrix, ColumnMaps, Matrix, StackedMatrix
 
 __all__ = ["Join", "concatenated", "noting_left_out"]
 
@@ -67,17 +67,25 @@ def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join,
             repeated = adata.var_names[adata.var_names.duplicated()].unique()[:3].tolist()
             raise InputError(f"variables of {name} repeat ({repeated}), so they cannot be matched with those of others")
     result = _tables(adatas, join=join, **options)
+    sizes = [adata.n_obs for adata in adatas]
     maps = _maps([adata.var_names for adata in adatas], result.var_names)
 
-    def stacked(arrays: Sequence[da.Array], label: str, maps: ColumnMaps | None) -> Matrix:
-        matrices = [matrix_of(array) for array in arrays]
-        joined = StackedMatrix(label=f"{label} of {len(names)} atlases", parts=matrices, maps=maps)
-        _warn_of_types(matrices, joined, names, label)
+    def stacked(arrays: Sequence[da.Array | None], label: str, maps: ColumnMaps | None) -> Matrix:
+        there = [matrix_of(array) for array in arrays if array is not None]
+        parts = [
+            _absent(n, there) if array is None else matrix_of(array) for array, n in zip(arrays, sizes, strict=True)
+        ]
+        joined = StackedMatrix(label=f"{label} of {len(names)} atlases", parts=parts, maps=maps)
+        _warn_of_types(parts, joined, names, label)
         return joined
 
     aligned = {} if without else {"X": stacked([adata.X for adata in adatas], "X", maps)}
-    for name, arrays in _common([_layers(adata) for adata in adatas], names, "layers").items():
-        aligned[name] = stacked(arrays, f"layers/{name}", maps)
+    for name, arrays in _joined([_layers(adata) for adata in adatas], names, "layers", join).items():
+        of_layer = maps
+        if any(array is None for array in arrays):
+            held = [adata.var_names if array is not None else None for adata, array in zip(adatas, arrays, strict=True)]
+            of_layer = _maps(held, result.var_names)
+        aligned[name] = stacked(arrays, f"layers/{name}", of_layer)
     rows = chunk_rows_for(*aligned.values()) if aligned else None
     for name, matrix in aligned.items():
         array = to_dask(matrix, chunk_rows=rows)
@@ -85,9 +93,18 @@ def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join,
             result.X = array
         else:
             result.layers[name] = array
-    for name, arrays in _common([adata.obsm for adata in adatas], names, "obsm").items():
-        widths = [array.shape[1] for array in arrays]
+    for name, arrays in _joined([_matrices(adata.obsm) for adata in adatas], names, "obsm", join).items():
+        widths = [0 if array is None else array.shape[1] for array in arrays]
         result.obsm[name] = to_dask(stacked(arrays, f"obsm/{name}", _widths(widths, join=join)))
+    raws = [adata.raw for adata in adatas]
+    if all(raw is not None for raw in raws):
+        of_raw = [
+            AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
+            for adata, raw in zip(adatas, raws, strict=True)
+        ]
+        result.raw = concatenated(of_raw, [f"raw of {name}" for name in names], join=join, **options)
+    elif any(raw is not None for raw in raws):
+        _log_left_out("raw", [name for name, raw in zip(names, raws, strict=True) if raw is None])
     noted = _noted.get()
     if noted is not None:
         kept = _held(result)
@@ -105,18 +122,51 @@ def _held(adata: AnnData) -> dict[str, None]:
 
 def _tables(adatas: Sequence[AnnData], **options: Any) -> AnnData:
     """Return what `anndata.concat` makes of everything but the matrices."""
-    bare = [AnnData(obs=adata.obs, var=adata.var, varm=dict(adata.varm), uns=adata.uns) for adata in adatas]
+    tables = _tables_of_obsm(adatas)
+    bare = [
+        AnnData(
+            obs=adata.obs,
+            var=adata.var,
+            varm=dict(adata.varm),
+            uns=adata.uns,
+            obsm={name: adata.obsm[name] for name in tables if name in adata.obsm},
+        )
+        for adata in adatas
+    ]
     try:
         return anndata.concat(bare, **options)
     except (TypeError, ValueError, pd.errors.InvalidIndexError) as error:
         raise InputError(f"the atlases cannot be concatenated: {error}") from error
 
 
-def _maps(var_names: Sequence[pd.Index[Any]], common: pd.Index[Any]) -> ColumnMaps | None:
-    """Return where each atlas's variables go among the common ones; None if all have these, in this order."""
+def _tables_of_obsm(adatas: Sequence[AnnData]) -> list[str]:
+    held: dict[str, list[Any]] = {}
+    for adata in adatas:
+        for name in adata.obsm:
+            held.setdefault(name, []).append(adata.obsm[name])
+    return [name for name, values in held.items() if all(isinstance(value, pd.DataFrame) for value in values)]
+
+
+def _matrices(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if not isinstance(value, pd.DataFrame)}
+
+
+def _absent(n_obs: int, there: Sequence[Matrix]) -> Matrix:
+    """Return what stands for a matrix that one of several lacks: rows without columns."""
+    if any(matrix.layout == "csr" for matrix in there):
+        return AbsentMatrix(n_obs, "csr", np.result_type(*(matrix.dtype for matrix in there)))
+    return AbsentMatrix(n_obs, "dense", np.dtype(np.float64))
+
+
+def _maps(var_names: Sequence[pd.Index[Any] | None], common: pd.Index[Any]) -> ColumnMaps | None:
+    """Return where each atlas's variables go among the common ones; None if all have these, in this order.
+
+    One that has none of a matrix is None.
+    """
     distinct: list[tuple[pd.Index[Any], NDArray[np.int64]]] = []
     positions = []
-    for names in var_names:
+    for given in var_names:
+        names = common[:0] if given is None else given
         where = next((where for known, where in distinct if known is names or known.equals(names)), None)
         if where is None:
             where = common.get_indexer(names)
@@ -136,19 +186,25 @@ def _widths(widths: Sequence[int], *, join: Join) -> ColumnMaps | None:
     return ColumnMaps([every[width] for width in widths], kept)
 
 
-def _common(groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: str) -> dict[str, list[da.Array]]:
-    """Return the matrices that all have; say which others are left out."""
-    keys = list(dict.fromkeys(key for held in groups for key in held))
-    common = {}
-    for key in keys:
-        arrays = [held[key] for held in groups if key in held]
-        if len(arrays) == len(groups) and all(isinstance(array, da.Array) for array in arrays):
-            common[key] = arrays
+def _joined(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: str, join: Join
+) -> dict[str, list[da.Array | None]]:
+    """Return the matrices that all have, or any, with None for those that lack one; say which others are left out."""
+    joined: dict[str, list[da.Array | None]] = {}
+    for key in dict.fromkeys(key for held in groups for key in held):
+        arrays = [held.get(key) for held in groups]
+        without = [name for name, array in zip(names, arrays, strict=True) if array is None]
+        if not all(array is None or isinstance(array, da.Array) for array in arrays):
+            logger.warning("%s[%r] is left out: it is no numeric matrix", group, key)
+        elif without and join == "inner":
+            _log_left_out(f"{group}[{key!r}]", without)
         else:
-            without = [name for name, held in zip(names, groups, strict=True) if key not in held]
-            why = f"{', '.join(without[:3])} has none" if without else "it is no numeric matrix"
-            logger.warning("%s[%r] is left out: %s", group, key, why)
-    return common
+            joined[key] = arrays
+    return joined
+
+
+def _log_left_out(what: str, without: Sequence[str]) -> None:
+    logger.warning("%s is left out: %s has none", what, ", ".join(without[:3]))
 
 
 def _layers(adata: AnnData) -> dict[str, Any]:
@@ -157,10 +213,14 @@ def _layers(adata: AnnData) -> dict[str, Any]:
 
 
 def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[str], label: str) -> None:
-    types = {str(matrix.dtype): name for name, matrix in zip(names, matrices, strict=True)}
+    types = {
+        str(matrix.dtype): name
+        for name, matrix in zip(names, matrices, strict=True)
+        if not isinstance(matrix, AbsentMatrix)
+    }
     if len(types) > 1:
         found = ", ".join(f"{dtype} (as in {name})" for dtype, name in types.items())
         warnings.warn(f"{label} is of several types and becomes {joined.dtype}: {found}", stacklevel=2)
     elif str(joined.dtype) not in types:
-        what = "columns that some lack are NaN there; join='inner' keeps the type"
+        what = "what some lack is NaN there; join='inner' keeps the type"
         warnings.warn(f"{label} is of {next(iter(types))} and becomes {joined.dtype}: {what}", stacklevel=2)

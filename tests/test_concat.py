@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.storage import files
 
 GENES = np.array([f"gene{i}" for i in range(40)])
-pytestmark = pytest.mark.filterwarnings("ignore:Observation names are not unique", "ignore:.*is of .* and becomes")
+PARTS = ["layers/twice", "obsm/pca", "obsm/table", "raw"]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Observation names are not unique",
+    "ignore:.*is of .* and becomes",
+    "ignore:Only some AnnData objects have `.raw`",  # AnnData's own, where it makes what is expected
+)
 
 
 def atlas(
@@ -34,6 +40,7 @@ def atlas(
     dtype: str = "float32",
     layout: str = "csr",
     columns: tuple[str, ...] = ("cell_type", "n", "note"),
+    has: Collection[str] = ("layers/twice", "obsm/pca"),
 ) -> AnnData:
     rng = np.random.default_rng(seed)
     genes = rng.permutation(GENES)[: rng.integers(20, 35)] if genes is None else genes
@@ -49,7 +56,25 @@ def atlas(
     )[list(columns)]
     x = dense if layout == "dense" else sp.csr_matrix(dense)
     var = pd.DataFrame({"length": rng.integers(1, 99, len(genes))}, index=genes)
-    return AnnData(X=x, obs=obs, var=var, layers={"twice": x * 2}, obsm={"pca": rng.random((n_obs, 3))})
+    adata = AnnData(X=x, obs=obs, var=var)
+    if "layers/twice" in has:
+        adata.layers["twice"] = x * 2
+    if "obsm/pca" in has:
+        adata.obsm["pca"] = rng.random((n_obs, 3 + seed % 3), dtype=np.float32)
+    if "obsm/table" in has:
+        columns_of_table = ["a", "b", "c"][seed % 2 :]
+        adata.obsm["table"] = pd.DataFrame(
+            rng.integers(0, 9, (n_obs, len(columns_of_table))), index=adata.obs_names, columns=columns_of_table
+        )
+    if "raw" in has:
+        of_raw = rng.permutation(GENES)[:36]
+        counts = rng.integers(0, 3, (n_obs, len(of_raw))).astype(np.int16)
+        adata.raw = AnnData(
+            X=counts if layout == "dense" else sp.csr_matrix(counts),
+            obs=adata.obs,
+            var=pd.DataFrame({"length": rng.integers(1, 99, len(of_raw))}, index=of_raw),
+        )
+    return adata
 
 
 def write(adata: AnnData, path: Path, kind: str) -> Path:
@@ -70,16 +95,28 @@ def dense(array: Any) -> np.ndarray:
 def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False) -> None:
     pd.testing.assert_frame_equal(got.obs, expected.obs)
     pd.testing.assert_frame_equal(got.var, expected.var)
-    for name in ("X", "twice"):
-        lazy, eager = (adata.X if name == "X" else adata.layers[name] for adata in (got, expected))
-        np.testing.assert_array_equal(dense(lazy), dense(eager))
+    assert set(got.layers) == set(expected.layers)
+    assert set(got.obsm) == set(expected.obsm)
+    # An AnnData drops a raw without cells when it is made.
+    assert (got.raw is None) == (expected.raw is None) or expected.n_obs == 0
+    pairs = {
+        f"layers/{name}": (got.layers[name], expected.layers[name]) for name in expected.layers if name is not None
+    }
+    pairs |= {f"obsm/{name}": (got.obsm[name], expected.obsm[name]) for name in expected.obsm}
+    if expected.raw is not None:
+        pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)
+        pairs["raw/X"] = got.raw.X, expected.raw.X
+    for name, (lazy, eager) in ({"X": (got.X, expected.X)} | pairs).items():
+        if isinstance(eager, pd.DataFrame):
+            pd.testing.assert_frame_equal(lazy, eager)
+            continue
+        np.testing.assert_array_equal(dense(lazy), dense(eager), err_msg=name)
         # Of parts without rows AnnData 0.13 may make float64.
-        assert lazy.dtype == eager.dtype or some_are_empty
-        assert sp.issparse(lazy._meta) == sp.issparse(eager)
-    np.testing.assert_array_equal(dense(got.obsm["pca"]), expected.obsm["pca"])
+        assert lazy.dtype == eager.dtype or some_are_empty, name
+        assert sp.issparse(lazy._meta) == sp.issparse(eager), name
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4, unique=True),
     sizes=st.lists(st.integers(0, 60), min_size=4, max_size=4),
@@ -89,14 +126,15 @@ def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False
     genes=st.sampled_from(["same", "other"]),
     join=st.sampled_from(["inner", "outer"]),
     label=st.sampled_from([None, "source"]),
+    has=st.one_of(st.just([PARTS] * 4), st.lists(st.sets(st.sampled_from(PARTS)), min_size=4, max_size=4).map(list)),
 )
 def test_several_are_what_anndata_makes_of_them(
-    tmp_path_factory: pytest.TempPathFactory, seeds, sizes, kinds, dtypes, layouts, genes, join, label
+    tmp_path_factory: pytest.TempPathFactory, seeds, sizes, kinds, dtypes, layouts, genes, join, label, has
 ) -> None:
     folder = tmp_path_factory.mktemp("several")
     adatas = [
-        atlas(seed, n, GENES[:30] if genes == "same" else None, dtype=dtype, layout=layout)
-        for seed, n, dtype, layout in zip(seeds, sizes, dtypes, layouts, strict=False)
+        atlas(seed, n, GENES[:30] if genes == "same" else None, dtype=dtype, layout=layout, has=held)
+        for seed, n, dtype, layout, held in zip(seeds, sizes, dtypes, layouts, has, strict=False)
     ]
     parts = [
         adata if kind == "memory" else write(adata, folder / f"part{i}", kind)
@@ -254,12 +292,39 @@ def test_integers_that_become_floats_for_what_some_lack_are_said(join: str) -> N
     np.testing.assert_array_equal(dense(got.X), dense(anndata.concat(parts, join="outer").X))
 
 
-def test_what_not_all_have_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    parts = [atlas(0, 10), atlas(1, 12)]
-    del parts[1].layers["twice"]
+def test_what_not_all_have_is_left_out_of_an_inner_join_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [atlas(0, 10, has=["layers/twice", "raw"]), atlas(1, 12, has=[])]
     got = dasksc.open(parts)
     assert not set(got.layers) - {None}, "which is X, since AnnData 0.13"
+    assert got.raw is None
     assert "layers['twice'] is left out: 1 has none" in caplog.text
+    assert "raw is left out: 1 has none" in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_batches_hold_zeros_or_nan_where_a_part_lacks_a_layer(layout: str, tmp_path: Path) -> None:
+    parts = [atlas(0, 10, layout=layout), atlas(1, 12, layout=layout, has=["obsm/pca"])]
+    paths = [write(part, tmp_path / f"part{i}", "plain") for i, part in enumerate(parts)]
+    adata = dasksc.open(paths, join="outer")
+    dataset = dasksc.scDataset(
+        adata, dasksc.Streaming(), batch_size=8, layers=["twice"], obsm=["pca"], rank=0, world_size=1
+    )
+    expected = anndata.concat(parts, join="outer")
+    for batch in dataset:
+        rows = batch.index.numpy()
+        np.testing.assert_array_equal(batch.layers["twice"], dense(expected.layers["twice"])[rows])
+        np.testing.assert_array_equal(batch.obsm["pca"], expected.obsm["pca"][rows])
+
+
+def test_raw_of_several_feeds_batches(tmp_path: Path) -> None:
+    parts = [atlas(i, 10 + i, has=["raw"]) for i in range(2)]
+    paths = [write(part, tmp_path / f"part{i}", "plain") for i, part in enumerate(parts)]
+    joined = dasksc.open(paths, join="outer")
+    expected = anndata.concat(parts, join="outer").raw
+    by_raw = dasksc.open(paths, join="outer", raw=True)
+    assert by_raw.var_names.equals(joined.raw.var_names)
+    np.testing.assert_array_equal(dense(joined.raw.X), dense(expected.X))
+    np.testing.assert_array_equal(dense(by_raw.X), dense(expected[:, by_raw.var_names].X))
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])

@@ -348,6 +348,22 @@ def test_categories_of_objects_that_are_numbers_are_stored_as_numbers(tmp_path):
     assert read(tmp_path / "out.zarr").obs["n"].tolist() == [2, 1, 2]
 
 
+def test_raw_that_all_have_is_joined(tmp_path):
+    parts = [make_adata(30, 17), make_adata(20, 17)]
+    for i, part in enumerate(parts):
+        part.obs_names = [f"part{i}-{name}" for name in part.obs_names]
+        part.raw = part[:, i : 12 + i].copy()
+        part.write_h5ad(tmp_path / f"part{i}.h5ad")
+    report = dasksc.convert(tmp_path, tmp_path / "out.zarr", join="outer", verify=True)
+    assert "raw" not in report.left_out
+    written, expected = (
+        read(tmp_path / "out.zarr"),
+        ad.concat(parts, join="outer")[read(tmp_path / "out.zarr").obs_names],
+    )
+    assert list(written.raw.var_names) == list(expected.raw.var_names)
+    assert np.array_equal(dense(written.raw.X), dense(expected.raw.X))
+
+
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_what_joining_leaves_out_is_named(tmp_path, join):
     parts = [make_adata(30, 17), make_adata(20, 17)]
@@ -358,9 +374,9 @@ def test_what_joining_leaves_out_is_named(tmp_path, join):
     for i, part in enumerate(parts):
         part.write_h5ad(tmp_path / f"part{i}.h5ad")
     report = dasksc.convert(tmp_path, tmp_path / "out.zarr", join=join, merge="same")
-    expected = {"raw", "layers/scaled", "obsm/X_pca", "obsm/table", "obsp/neighbours", "uns/source"}
+    expected = {"raw", "obsp/neighbours", "uns/source"}
     if join == "inner":
-        expected.add("obs/text")
+        expected |= {"obs/text", "layers/scaled", "obsm/X_pca"}
     # As AnnData merges: what only one has is not the same in all.
     expected.add("var/other")
     assert set(report.left_out) == expected
@@ -368,6 +384,7 @@ def test_what_joining_leaves_out_is_named(tmp_path, join):
     written = read(tmp_path / "out.zarr")
     assert "loadings" in written.varm
     assert ("text" in written.obs) == (join == "outer")
+    assert ("scaled" in written.layers) == ("X_pca" in written.obsm) == (join == "outer")
     assert dasksc.convert(dasksc.open(tmp_path / "out.zarr"), tmp_path / "again.zarr").left_out == ()
 
 

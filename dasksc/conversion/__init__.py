@@ -65,7 +65,7 @@ class ConversionReport:
         The type of the values of each matrix, by its place in the store.
     left_out
         What of the input is not in the store, by its place there: ``"obsp/neighbours"``; of several, also what
-        joining them leaves out of any: ``"raw"``, ``"layers/counts"``, columns of obs and var, uns.
+        joining them leaves out of any: uns, varp, columns of obs and var, what only some have.
     is_verified
         Whether the store was compared with the input.
     """
@@ -167,7 +167,7 @@ def convert(
     (compressed files, files behind URLs, and files larger than half the memory of this machine) is read in order both
     times and shuffled through uncompressed files beside the target, which take up to six bytes for each stored value.
 
-    obsp is left out, and of several inputs raw, uns, and what `join` and `merge` do not keep;
+    obsp is left out, and of several inputs uns, varp, and what `join` and `merge` do not keep;
     `ConversionReport.left_out` names it.
     """
     begun = time.perf_counter()

@@ -8,10 +8,11 @@ from dasksc.storage.fetched import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix, open_place
 from dasksc.storage.places import HDF5_ENDINGS, Place, is_url
-from dasksc.storage.stacked import StackedMatrix
+from dasksc.storage.stacked import AbsentMatrix, StackedMatrix
 
 __all__ = [
     "HDF5_ENDINGS",
+    "AbsentMatrix",
     "Cache",
     "ColumnMaps",
     "Columns",

@@ -9,11 +9,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.storage.fetched import Origins, stack
+from dasksc.storage.fetched import CSRFetched, DenseFetched, Origins, stack
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import ColumnMaps, FetchCost, Fetched, Layout, Matrix
 
-__all__ = ["StackedMatrix"]
+__all__ = ["AbsentMatrix", "StackedMatrix"]
+
+
+class AbsentMatrix:
+    """Rows without columns: what stands among others for a matrix that is not there.
+
+    Parameters
+    ----------
+    n_obs
+        Its rows.
+    layout, dtype
+        As those of the others.
+    """
+
+    def __init__(self, n_obs: int, layout: Layout, dtype: np.dtype[Any]) -> None:
+        self.label = "what is not there"
+        self.shape = n_obs, 0
+        self.layout = layout
+        self.dtype = dtype
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes: next to none."""
+        return FetchCost(row=0.0, held=0.0, working=0.0)
+
+    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+        """Return as many rows of nothing; see `Matrix.fetch`."""
+        rows = check_rows(self.label, self.shape[0], rows)
+        if self.layout == "dense":
+            return DenseFetched.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
+        nothing = np.zeros(len(rows) + 1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype)
+        return CSRFetched.of_block(self.label, rows, 0, self.dtype, nothing)
 
 
 class StackedMatrix:
