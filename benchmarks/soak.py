@@ -47,6 +47,7 @@ MODES = ("threads", "workers", "resumed")
 _NOTHING_MOVES_S = 60
 _LONGEST_STALL_S = 2.0
 # What an allocator may keep more at the end than at the start.
+_FEWEST_EPOCHS = 12  # every mode twice, either way; fewer are still warming up
 _FLAT_BYTES = 32 * MIB
 
 
@@ -261,6 +262,8 @@ def finish(epochs: list[Epoch], stalls: Stalls, problems: list[str], elapsed_s: 
                 "files": files,
             }
         )
+        if len(its_epochs) < _FEWEST_EPOCHS:
+            continue
         if growth > _FLAT_BYTES:
             problems.append(f"rank {rank} holds {growth / MIB:,.0f} MiB more at the end")
         if files[1] > files[0]:
