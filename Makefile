@@ -14,6 +14,8 @@ INSTALLED := $(VENV)/.installed
 DEMO_CELLS ?= 100000
 ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
+# Many tests start ranks, workers and servers of their own.
+TEST_PROCESSES ?= 4
 FUZZ_SECONDS ?= 60
 
 .PHONY: env demo test check lint types bounds fuzz docs clean
@@ -36,7 +38,7 @@ demo: $(INSTALLED) $(ATLAS)
 	$(BIN)/torchrun --standalone --nproc_per_node=2 examples/train_ddp.py $(ATLAS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -46,8 +46,8 @@ MIB = 1 << 20
 MODES = ("threads", "workers", "resumed")
 _NOTHING_MOVES_S = 60
 _LONGEST_STALL_S = 2.0
-# What an allocator may keep more at the end than at the start.
 _FEWEST_EPOCHS = 12  # every mode twice, either way; fewer are still warming up
+# What an allocator may keep more at the end than at the start.
 _FLAT_BYTES = 32 * MIB
 
 
