@@ -12,7 +12,6 @@ cells (accuracy). Exits with 1 unless balancing recognises rare types better wit
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from _atlas import add_options, atlas
-from _machine import machine
+from _reports import add_out, write_report
 
 import dasksc
 from dasksc.train import Config, fit, load_model
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--block", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5, help="how many")
-    parser.add_argument("--out", type=Path, help="where to write .json and .png, without the ending")
+    add_out(parser)
     options = parser.parse_args(arguments)
 
     path = atlas(options)
@@ -99,16 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             }
             for i, name in enumerate(names)
         ],
-        "machine": machine(),
         "load": os.getloadavg()[0],
     }
     shuffled, balanced = ([one["rare_balanced_accuracy"] for one in scores[strategy]] for strategy in STRATEGIES)
     report["is_better"] = all(ours > theirs for ours, theirs in zip(balanced, shuffled, strict=True))
     print(table_of(report))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        draw(report, options.out.with_suffix(".png"))
+    write_report(options.out, report, draw)
     return report
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from _atlas import add_options, atlas
 from _harness import Contender, Result, compete, median_and_spread, serve
+from _reports import add_out, write_report
 
 TARGET_SUM = 1e4
 
@@ -223,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ranks", type=int, default=64, help="on one scheduler; 0: leave this out")
     parser.add_argument("--tasks", type=int, default=50, help="of each of these ranks")
     parser.add_argument("--task-rows", type=int, default=3_277, help="of each of these tasks")
+    add_out(parser)
     parser.add_argument("--only", nargs="*", help="contenders; default: all")
     options = parser.parse_args(arguments)
 
@@ -259,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 f"a task, {shared['tasks_per_s']:.0f} tasks/s here; at 100 ms a task it carries "
                 f"{shared['ranks_at_100_ms']:.0f} ranks"
             )
+    write_report(options.out, report)
     print(json.dumps(report))
     return report
 

@@ -20,7 +20,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import _targets
 from _atlas import add_options, atlas
 from _contenders import CONTENDERS
 from _harness import Contender, Result, compete, median_and_spread
+from _reports import add_out, write_report
 
 HERE = Path(__file__).resolve().parent
 BASELINE = "scDataset"
@@ -65,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         warm_up_s=options.warm_up,
     )
     report = {
-        "machine": _machine.machine(),
         "files": options.files,
         **{key: spec[key] for key in ("n_rows", "n_vars", "layout", "block", "batch", "fetch")},
         "rounds": options.rounds,
@@ -74,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "results": [summary(result) for result in results],
     }
     print(table(report))
-    if options.out is not None:
-        write(report, options.out, draw)
+    write_report(options.out, report, draw)
     return report
 
 
@@ -133,28 +132,19 @@ def targets(options: argparse.Namespace) -> dict[str, Any]:
         warm_up_s=options.warm_up,
     )
     report = {
-        "machine": _machine.machine(),
         **{key: task[key] for key in ("n_rows", "n_vars", "batch", "fetch")},
         "rounds": options.rounds,
         "seconds": options.seconds,
         "rows": reports,
     }
     print("\n" + _targets.table(reports))
-    if options.out is not None:
-        write(report, options.out, _targets.draw)
+    write_report(options.out, report, _targets.draw)
     return report
 
 
 def interpreter(name: str, options: argparse.Namespace) -> str:
     """Which Python a contender runs in."""
     return options.peer_python if name.startswith("annbatch") else sys.executable
-
-
-def write(report: dict[str, Any], out: Path, draw: Callable[[dict[str, Any], Path], None]) -> None:
-    """Write a report as JSON and as a picture."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, out.with_suffix(".png"))
 
 
 def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -178,7 +168,7 @@ def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"with --targets, only these of: {', '.join(row.name for row in _targets.ROWS)}",
     )
-    parser.add_argument("--out", type=Path, help="where to write .json and .png")
+    add_out(parser)
     options = parser.parse_args(arguments)
     if options.seconds is None:
         options.seconds = 2.0 if options.targets else 3.0

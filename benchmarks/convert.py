@@ -26,6 +26,7 @@ from typing import Any
 import _machine
 from _atlas import add_options, atlas
 from _harness import Contender, compete, median_and_spread
+from _reports import add_out, write_report
 from compare import table_shape
 
 HERE = Path(__file__).resolve().parent
@@ -61,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 )
         stores = {name: Path(spec[key]) for name, key in zip(names, ("converted_path", "annbatch_path"), strict=False)}
         report = {
-            "machine": _machine.machine(),
             "n_rows": n_rows,
             "n_vars": n_vars,
             "rounds": options.rounds,
@@ -74,9 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             shutil.rmtree(spec[key], ignore_errors=True)
     report["rows"] = rows_of(report)
     print("\n" + table(report["rows"]))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, report)
     return report
 
 
@@ -91,7 +89,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="rows of a batch")
     parser.add_argument("--fetch", type=int, default=16_384, help="rows of a fetch")
     parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
-    parser.add_argument("--out", type=Path, help="where to write .json")
+    add_out(parser)
     options = parser.parse_args(arguments)
     if options.peer_python is not None and atlas(options).suffix != ".h5ad":
         parser.error("annbatch is measured with an .h5ad")

@@ -11,7 +11,6 @@ through all sizes in turn, so that all meet the same machine; a round's first fe
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from typing import Any
 
 from _atlas import add_options, atlas
 from _harness import measure
-from _machine import machine, read_through
+from _machine import read_through
+from _reports import add_out, write_report
 
 import dasksc
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layout", choices=["dense", "csr"], default="dense")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="where to write .json and .png, without the ending")
+    add_out(parser)
     options = parser.parse_args(arguments)
 
     path = atlas(options)
@@ -89,14 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "layout": options.layout,
         "column": options.column,
         "batch": options.batch,
-        "machine": machine(),
         "load": os.getloadavg()[0],
         "results": rows,
     }
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        draw(report, options.out.with_suffix(".png"))
+    write_report(options.out, report, draw)
     return report
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import scipy.sparse as sp
 from _atlas import add_options, atlas
 from _harness import HERE, Contender, compete, median_and_spread
+from _reports import add_out, write_report
 
 import dasksc
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of work before anything is measured")
+    add_out(parser)
     parser.add_argument("--small-files", type=int, default=1_000, help="how many are opened")
     options = parser.parse_args(arguments)
 
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         and found["open_s"] <= OPEN_S
         and max(found["handles"], found["handles_in_epoch"]) <= HANDLES
     )
+    write_report(options.out, report)
     print(json.dumps(report))
     return report
 
@@ -122,11 +125,13 @@ def ratio(options: argparse.Namespace, layout: str, specs: dict[str, dict[str, A
         say=lambda line: print(line, file=sys.stderr),
     )
     rates = {result.name: median_and_spread(result.produced) for result in results}
+    consumed = {result.name: median_and_spread(result.consumed)[0] for result in results}
     first, second = specs
     return {
         "cells_per_s": {name: rate for name, (rate, _) in rates.items()},
         "spread": {name: spread for name, (_, spread) in rates.items()},
         "ratio": rates[first][0] / rates[second][0],
+        "consumed_ratio": consumed[first] / consumed[second],
     }
 
 

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 from _atlas import add_options, atlas
-from _machine import machine, read_through
+from _machine import read_through
+from _reports import add_out, write_report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -213,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help="only these")
     parser.add_argument("--billion", action="store_true", help="also 10^9 rows: 1 GB of disk, 0.6 GB of memory")
-    parser.add_argument("--out", type=Path, help="where to write .json, without the ending")
+    add_out(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -255,10 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for one in results:
         if one["missed"]:
             print(f"missed by {one['case']}, block {one['block']}: {', '.join(one['missed'])}")
-    report = {"machine": machine(), "atlas": path.name, "reading_rows_per_s": read, "results": results}
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    report = {"atlas": path.name, "reading_rows_per_s": read, "results": results}
+    write_report(options.out, report)
     return report
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import h5py
 from _atlas import add_options, atlas
+from _reports import add_out, write_report
 
 import dasksc
 
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--fetches", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    add_out(parser)
     options = parser.parse_args(arguments)
 
     path = Path(atlas(options)).absolute()
@@ -122,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "wanted": statistics.median(one["wanted"] for one in rounds),
         "warnings": list(warnings),
     }
+    write_report(options.out, result)
     print(json.dumps(result))
     return result
 

@@ -19,14 +19,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from _atlas import add_options, atlas
 from _harness import measure
-from _machine import machine, read_through
+from _machine import read_through
+from _reports import add_out, write_report
 
 import dasksc
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--max-genes", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="where to write .json, without the ending")
+    add_out(parser)
     options = parser.parse_args(arguments)
 
     path = atlas(options)
@@ -95,12 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "cells_per_s": medians,
         "rounds": rates,
         "one_thread_us": costs,
-        "machine": machine(),
         "load": os.getloadavg()[0],
     }
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, report)
     print(json.dumps(report))
     return report
 

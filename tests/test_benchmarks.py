@@ -189,10 +189,12 @@ def test_overlap_prints_the_ratio_and_the_wait_and_exits_by_both(work, n_ranks):
     assert 0 < only["wait_share"] < 1
 
 
-def test_remote_prints_the_share_and_exits_by_it(work):
+def test_remote_prints_the_share_and_exits_by_it(work, tmp_path):
     pytest.importorskip("obstore")
-    done = run("remote.py", work, *SIZES, "--rounds", "1", "--fetches", "2", "--latency", "0.005")
+    out = tmp_path / "remote"
+    done = run("remote.py", work, *SIZES, "--rounds", "1", "--fetches", "2", "--latency", "0.005", "--out", str(out))
     report = last_json(done)
+    assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
     assert 0 < report["share"] < 1.1  # what is under way at either end counts as sent
     assert 0 < report["wanted"] <= 1
     assert f"of which {report['wanted']:.0%} wanted" in done.stdout
