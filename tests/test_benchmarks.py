@@ -284,7 +284,7 @@ def test_balanced_scores_both_strategies_by_type_and_draws_them(work, tmp_path):
     out = tmp_path / "balanced"
     sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), "--batch", "32"]
     report = balanced.main([*sizes, "--steps", "20", "--seeds", "1", "--out", str(out)])
-    assert report == json.loads(out.with_suffix(".json").read_text())
+    assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
     rare = report["scores"]["rare_balanced_accuracy"]
     assert report["is_better"] == (rare["balanced"]["median"] > rare["shuffled"]["median"])
     types = report["types"]
@@ -317,7 +317,7 @@ def test_tokens_compares_transforms_with_plain_functions(work, tmp_path, capsys)
     out = tmp_path / "tokens"
     sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), *SIZES]
     report = tokens.main([*sizes, "--rounds", "1", "--seconds", "0.05", "--out", str(out)])
-    assert report == json.loads(out.with_suffix(".json").read_text())
+    assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
     assert len(report["cells_per_s"]) == 5
     assert all(rate > 0 for rate in report["cells_per_s"].values())
     assert set(report["one_thread_us"]) == {"sparse batches", "RankTokens", "ValueBins"}
