@@ -115,14 +115,38 @@ def test_a_failed_fetch_makes_room_again() -> None:
     assert room.run(lambda: Result(7)).nbytes == 7
 
 
-@pytest.mark.parametrize(
-    "worker", [Worker(limit=None), Worker(spill=False, pause=False)], ids=["no limit", "neither spills nor pauses"]
-)
-def test_without_a_limit_there_is_always_room(worker: Worker) -> None:
+def test_without_a_limit_there_is_always_room() -> None:
+    worker = Worker(limit=None)
     room = Headroom(worker)
     worker.n_bytes = 5000
     unsent = [room.run(lambda: Result(1000)) for _ in range(3)]
     assert len(unsent) == 3
+
+
+@pytest.mark.parametrize(("spill", "pause"), [(False, False), (0.7, False), (False, 0.7), (0.9, 0.7)])
+def test_less_counts_than_a_worker_is_stopped_at(spill: float | bool, pause: float | bool) -> None:
+    worker = Worker(spill=spill, pause=pause)
+    room = Headroom(worker)
+    unsent = room.run(lambda: Result(100))
+    worker.n_bytes = 401
+    thread, has_begun = begun(room, lambda: Result(1))
+    assert not has_begun.wait(UNNOTICED_S)
+    worker.n_bytes = 400
+    thread.join(30)
+    assert has_begun.is_set()
+    assert unsent.nbytes == 100
+
+
+def test_mapped_pages_are_let_go_of_before_they_count_as_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    monkeypatch.setattr(headroom, "let_go_of_pages", lambda: setattr(worker, "n_bytes", 100))
+    room = Headroom(worker)
+    worker.n_bytes = 501
+    unsent = room.run(lambda: Result(100))
+    assert worker.n_bytes == 100
+    worker.n_bytes = 650
+    assert room.run(lambda: Result(7)).nbytes == 7  # at once
+    assert unsent.nbytes == 100
 
 
 @pytest.mark.parametrize("value", [7, np.float64(7), np.arange(7)], ids=str)

@@ -20,6 +20,7 @@ __all__ = ["Headroom"]
 T = TypeVar("T")
 
 _MAPPED_SHARE = 0.5  # of a worker's memory limit; at 0.6 Dask would spill
+_SHARE = 0.7  # of it that may be taken where Dask has no word on it
 _WORKING = 3  # what a fetch takes while it runs, in sizes of the largest result: what is read, and its compact copy
 _POLL_S = 0.005
 _PATIENCE_S = 10.0  # with a rank that takes nothing
@@ -31,14 +32,15 @@ class Headroom:
     Parameters
     ----------
     worker
-        The worker. Without a memory limit, or where it neither spills nor pauses, there is always room.
+        The worker. Without a memory limit there is always room.
     """
 
     def __init__(self, worker: Any) -> None:
         manager = worker.memory_manager
         shares = (manager.memory_spill_fraction, manager.memory_pause_fraction)
-        share = min((share for share in shares if share), default=None)
-        self._limit = int(manager.memory_limit * share) if manager.memory_limit and share else None
+        # Where it neither spills nor pauses, its nanny may end it all the same.
+        share = min((share for share in shares if share), default=_SHARE)
+        self._limit = int(manager.memory_limit * share) if manager.memory_limit else None
         self._mapped_limit = int(_MAPPED_SHARE * (manager.memory_limit or 0))
         self._process_bytes: Callable[[], int] = worker.monitor.get_process_memory
         self._lock = threading.Lock()
