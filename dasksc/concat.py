@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.lazy import chunk_rows_for, matrix_of, to_dask
-from dasksc.storage import AbsentMatrix, ColumnMaps, Matrix, StackedMatrix
+from dasksc.storage import AbsentMatrix, ColumnMaps, Layout, Matrix, StackedMatrix
 
 __all__ = ["Join", "concatenated", "noting_left_out"]
 
@@ -71,9 +71,12 @@ def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join,
     maps = _maps([adata.var_names for adata in adatas], result.var_names)
 
     def stacked(arrays: Sequence[da.Array | None], label: str, maps: ColumnMaps | None) -> Matrix:
-        there = [matrix_of(array) for array in arrays if array is not None]
+        layout: Layout = (
+            "csr" if any(array is not None and matrix_of(array).layout == "csr" for array in arrays) else "dense"
+        )
         parts = [
-            _absent(n, there) if array is None else matrix_of(array) for array, n in zip(arrays, sizes, strict=True)
+            AbsentMatrix(n, layout) if array is None else matrix_of(array)
+            for array, n in zip(arrays, sizes, strict=True)
         ]
         joined = StackedMatrix(label=f"{label} of {len(names)} atlases", parts=parts, maps=maps)
         _warn_of_types(parts, joined, names, label)
@@ -93,23 +96,36 @@ def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join,
             result.X = array
         else:
             result.layers[name] = array
-    for name, arrays in _joined([_matrices(adata.obsm) for adata in adatas], names, "obsm", join).items():
+    for name, arrays in _joined([adata.obsm for adata in adatas], names, "obsm", join).items():
         widths = [0 if array is None else array.shape[1] for array in arrays]
         result.obsm[name] = to_dask(stacked(arrays, f"obsm/{name}", _widths(widths, join=join)))
-    raws = [adata.raw for adata in adatas]
-    if all(raw is not None for raw in raws):
-        of_raw = [
-            AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
-            for adata, raw in zip(adatas, raws, strict=True)
-        ]
-        result.raw = concatenated(of_raw, [f"raw of {name}" for name in names], join=join, **options)
-    elif any(raw is not None for raw in raws):
-        _log_left_out("raw", [name for name, raw in zip(names, raws, strict=True) if raw is None])
+    result.raw = _joined_raw(adatas, names, join=join, **{**options, "merge": None})
     noted = _noted.get()
     if noted is not None:
         kept = _held(result)
         noted += dict.fromkeys(key for adata in adatas for key in _held(adata) if key not in kept)
     return result
+
+
+def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], **options: Any) -> AnnData | None:
+    """Return the raw of all as one; None, said, if some have none or their genes cannot be matched."""
+    raws = [adata.raw for adata in adatas]
+    if all(raw is None for raw in raws):
+        return None
+    without = [name for name, raw in zip(names, raws, strict=True) if raw is None]
+    if without:
+        _log_left_out("raw", without)
+        return None
+    repeating = [name for name, raw in zip(names, raws, strict=True) if not raw.var_names.is_unique]
+    if repeating:
+        logger.warning("raw is left out: its variables repeat in %s", ", ".join(repeating[:3]))
+        return None
+    of_raw = [
+        AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
+        for adata, raw in zip(adatas, raws, strict=True)
+    ]
+    with noting_left_out():  # raw is there, whatever of it is not
+        return concatenated(of_raw, [f"raw of {name}" for name in names], **options)
 
 
 def _held(adata: AnnData) -> dict[str, None]:
@@ -147,17 +163,6 @@ def _tables_of_obsm(adatas: Sequence[AnnData]) -> list[str]:
     return [name for name, values in held.items() if all(isinstance(value, pd.DataFrame) for value in values)]
 
 
-def _matrices(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if not isinstance(value, pd.DataFrame)}
-
-
-def _absent(n_obs: int, there: Sequence[Matrix]) -> Matrix:
-    """Return what stands for a matrix that one of several lacks: rows without columns."""
-    if any(matrix.layout == "csr" for matrix in there):
-        return AbsentMatrix(n_obs, "csr", np.result_type(*(matrix.dtype for matrix in there)))
-    return AbsentMatrix(n_obs, "dense", np.dtype(np.float64))
-
-
 def _maps(var_names: Sequence[pd.Index[Any] | None], common: pd.Index[Any]) -> ColumnMaps | None:
     """Return where each atlas's variables go among the common ones; None if all have these, in this order.
 
@@ -193,6 +198,8 @@ def _joined(
     joined: dict[str, list[da.Array | None]] = {}
     for key in dict.fromkeys(key for held in groups for key in held):
         arrays = [held.get(key) for held in groups]
+        if all(array is None or isinstance(array, pd.DataFrame) for array in arrays):
+            continue  # among the tables
         without = [name for name, array in zip(names, arrays, strict=True) if array is None]
         if not all(array is None or isinstance(array, da.Array) for array in arrays):
             logger.warning("%s[%r] is left out: it is no numeric matrix", group, key)
@@ -222,5 +229,5 @@ def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[s
         found = ", ".join(f"{dtype} (as in {name})" for dtype, name in types.items())
         warnings.warn(f"{label} is of several types and becomes {joined.dtype}: {found}", stacklevel=2)
     elif str(joined.dtype) not in types:
-        what = "what some lack is NaN there; join='inner' keeps the type"
+        what = "what some lack has no type of its own; join='inner' keeps it"
         warnings.warn(f"{label} is of {next(iter(types))} and becomes {joined.dtype}: {what}", stacklevel=2)

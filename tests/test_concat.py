@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dasksc
+from dasksc.concat import noting_left_out
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError
 from dasksc.storage import files
 
@@ -299,6 +300,39 @@ def test_what_not_all_have_is_left_out_of_an_inner_join_and_said(caplog: pytest.
     assert got.raw is None
     assert "layers['twice'] is left out: 1 has none" in caplog.text
     assert "raw is left out: 1 has none" in caplog.text
+
+
+def test_a_table_and_a_matrix_of_one_name_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [atlas(i, 10 + i, has=[]) for i in range(2)]
+    parts[0].obsm["p"] = pd.DataFrame({"a": np.arange(10.0)}, index=parts[0].obs_names)
+    parts[1].obsm["p"] = np.zeros((11, 2))
+    for join in ("inner", "outer"):
+        with noting_left_out() as noted:
+            assert "p" not in dasksc.open(parts, join=join).obsm
+        assert "obsm/p" in noted
+        assert "obsm['p'] is left out: it is no numeric matrix" in caplog.text
+
+
+def test_a_raw_whose_genes_repeat_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [atlas(i, 10 + i, has=["raw"]) for i in range(2)]
+    of_raw = parts[1].raw.to_adata()
+    of_raw.var_names = ["gene0", *of_raw.var_names[1:-1], "gene0"]
+    parts[1].raw = of_raw
+    assert dasksc.open(parts).raw is None
+    assert "raw is left out: its variables repeat in 1" in caplog.text
+    with pytest.raises(InputError, match="repeat"):
+        dasksc.open(parts, raw=True)
+
+
+@pytest.mark.parametrize("merge", [None, "same", "first"])
+def test_what_describes_raw_is_kept_as_anndata_keeps_it(merge: str | None) -> None:
+    parts = [atlas(i, 10 + i, GENES, has=["raw"]) for i in range(2)]
+    with noting_left_out() as noted:
+        got = dasksc.open(parts, merge=merge)
+    expected = anndata.concat(parts, merge=merge)
+    pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)
+    pd.testing.assert_frame_equal(got.var, expected.var)
+    assert noted == [f"var/{name}" for name in parts[0].var if name not in expected.var]
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])

@@ -23,15 +23,15 @@ class AbsentMatrix:
     ----------
     n_obs
         Its rows.
-    layout, dtype
-        As those of the others.
+    layout
+        As that of the others. The type is float64, which `anndata.concat` makes of what some lack.
     """
 
-    def __init__(self, n_obs: int, layout: Layout, dtype: np.dtype[Any]) -> None:
+    def __init__(self, n_obs: int, layout: Layout) -> None:
         self.label = "what is not there"
         self.shape = n_obs, 0
         self.layout = layout
-        self.dtype = dtype
+        self.dtype: np.dtype[Any] = np.dtype(np.float64)
 
     @property
     def cost(self) -> FetchCost:
@@ -45,6 +45,9 @@ class AbsentMatrix:
             return DenseFetched.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
         nothing = np.zeros(len(rows) + 1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype)
         return CSRFetched.of_block(self.label, rows, 0, self.dtype, nothing)
+
+    def __repr__(self) -> str:
+        return f"<AbsentMatrix of {self.shape[0]} rows>"
 
 
 class StackedMatrix:
