@@ -89,6 +89,8 @@ class _Reach:
 _HERE = _Reach()
 _reach: ContextVar[_Reach] = ContextVar("reach", default=_HERE)
 
+# A chunk is decoded as a whole: how much larger than its array it may be.
+_CHUNK_ROOM_BYTES = 2**30
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 # What is an atlas, of what is in a directory.
 ATLAS_ENDINGS = (".h5ad", ".zarr")
@@ -866,6 +868,11 @@ def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
     if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, Place):
         check_item(stored, path, folder=os.path.dirname(path))
     if not _is_group(stored):
+        if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _CHUNK_ROOM_BYTES:
+            raise CorruptDataError(
+                f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, far larger "
+                "ones than it needs. The file is corrupt; write it again from its source."
+            )
         if isinstance(stored, h5py.Dataset) and stored.chunks:
             check_chunks(stored, f"{path}:{stored.name}")
         yield stored
@@ -875,8 +882,11 @@ def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
 
 
 def _nbytes(array: Any) -> int:
-    shape = array.shape or ()  # HDF5's null has none
-    return math.prod(shape) * int(np.dtype(getattr(array.dtype, "numpy_dtype", array.dtype)).itemsize)
+    return math.prod(array.shape or ()) * _item_bytes(array)  # HDF5's null has no shape
+
+
+def _item_bytes(array: Any) -> int:
+    return int(np.dtype(getattr(array.dtype, "numpy_dtype", array.dtype)).itemsize)
 
 
 def _is_group(stored: Any) -> bool:

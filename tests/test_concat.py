@@ -313,6 +313,7 @@ def test_a_table_and_a_matrix_of_one_name_are_left_out_and_said(caplog: pytest.L
         assert "obsm['p'] is left out: it is no numeric matrix" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
 def test_a_raw_whose_genes_repeat_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     parts = [atlas(i, 10 + i, has=["raw"]) for i in range(2)]
     of_raw = parts[1].raw.to_adata()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
 from dasksc.window import headroom
 from dasksc.window.headroom import Headroom
+
+T = TypeVar("T")
 
 LIMIT = 1000
 UNNOTICED_S = 0.2  # what waits has not begun for so long
@@ -20,9 +23,19 @@ UNNOTICED_S = 0.2  # what waits has not begun for so long
 class Worker:
     """A worker whose process holds as many bytes as is said here."""
 
-    def __init__(self, *, limit: int | None = LIMIT, spill: float | bool = 0.7, pause: float | bool = 0.8) -> None:
+    def __init__(
+        self,
+        *,
+        limit: int | None = LIMIT,
+        target: float | bool = 0.6,
+        spill: float | bool = 0.7,
+        pause: float | bool = 0.8,
+    ) -> None:
         self.memory_manager = SimpleNamespace(
-            memory_limit=limit, memory_spill_fraction=spill, memory_pause_fraction=pause
+            memory_limit=limit,
+            memory_target_fraction=target,
+            memory_spill_fraction=spill,
+            memory_pause_fraction=pause,
         )
         self.n_bytes = 100
         self.monitor = SimpleNamespace(get_process_memory=lambda: self.n_bytes)
@@ -33,13 +46,13 @@ class Result:
         self.nbytes = n_bytes
 
 
-def begun(room: Headroom, fetch: Callable[[], Any]) -> tuple[threading.Thread, threading.Event]:
+def run(room: Headroom, fetch: Callable[[], T], *, size: int | None = 100, is_wanted: bool = True) -> T | None:
+    return room.run(fetch, size=size, is_wanted=lambda: is_wanted)
+
+
+def begun(room: Headroom, fetch: Callable[[], Any], size: int | None = 100) -> tuple[threading.Thread, threading.Event]:
     has_begun = threading.Event()
-
-    def run() -> None:
-        room.run(lambda: (has_begun.set(), fetch())[1])
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=lambda: run(room, lambda: (has_begun.set(), fetch())[1], size=size))
     thread.start()
     return thread, has_begun
 
@@ -47,20 +60,20 @@ def begun(room: Headroom, fetch: Callable[[], Any]) -> tuple[threading.Thread, t
 def test_a_fetch_begins_when_there_is_room_for_it() -> None:
     worker = Worker()
     room = Headroom(worker)
-    unsent = room.run(lambda: Result(100))
+    unsent = run(room, lambda: Result(100))
     worker.n_bytes = 500  # and 300 for the next one are more than 700
     thread, has_begun = begun(room, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
     worker.n_bytes = 400
     thread.join(30)
     assert has_begun.is_set()
-    assert unsent.nbytes == 100
+    assert unsent
 
 
 def test_one_fetch_is_always_let_through_once_the_last_has_been_sent() -> None:
     worker = Worker()
     room = Headroom(worker)
-    unsent = room.run(lambda: Result(100))
+    unsent = run(room, lambda: Result(100))
     worker.n_bytes = 5000
     thread, has_begun = begun(room, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
@@ -69,38 +82,80 @@ def test_one_fetch_is_always_let_through_once_the_last_has_been_sent() -> None:
     assert has_begun.is_set()
 
 
-def test_those_that_run_count_and_only_one_runs_until_a_size_is_known() -> None:
+@pytest.mark.parametrize("size", [None, 150])
+def test_those_that_run_count_and_only_one_runs_until_a_size_is_known(size: int | None) -> None:
+    # 100 bytes and 3 * 150 for one; for two they are beyond 700.
     room = Headroom(Worker())
     go_on = threading.Event()
-    first, first_has_begun = begun(room, lambda: (go_on.wait(30), Result(150))[1])
+    first, first_has_begun = begun(room, go_on.wait, size)
     assert first_has_begun.wait(30)
-    second, second_has_begun = begun(room, go_on.wait)
+    second, second_has_begun = begun(room, go_on.wait, size)
     assert not second_has_begun.wait(UNNOTICED_S)
+    # Another window's are smaller.
+    other, other_has_begun = begun(room, go_on.wait, 10)
+    assert other_has_begun.wait(30)
     go_on.set()
-    for thread in (first, second):
+    for thread in (first, second, other):
         thread.join(30)
     assert second_has_begun.is_set()
 
-    # 100 bytes and 3 * 150 for one; for two they are beyond 700.
-    go_on.clear()
-    third, third_has_begun = begun(room, go_on.wait)
-    assert third_has_begun.wait(30)
-    fourth, fourth_has_begun = begun(room, go_on.wait)
-    assert not fourth_has_begun.wait(UNNOTICED_S)
-    go_on.set()
-    for thread in (third, fourth):
-        thread.join(30)
-    assert fourth_has_begun.is_set()
+
+def test_results_that_dask_would_spill_by_their_sizes_count_too() -> None:
+    room = Headroom(Worker(target=0.2))
+    unsent = run(room, lambda: Result(150))
+    thread, has_begun = begun(room, lambda: Result(1))
+    assert not has_begun.wait(UNNOTICED_S)
+    del unsent
+    thread.join(30)
+    assert has_begun.is_set()
 
 
-def test_nothing_waits_for_ever_for_a_rank_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "_PATIENCE_S", 0.05)
+def test_memory_that_is_kept_to_be_used_again_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     room = Headroom(worker)
-    unsent = room.run(lambda: Result(100))
+    unsent = run(room, lambda: Result(100))
+    worker.n_bytes = 600
+    thread, has_begun = begun(room, lambda: Result(1))
+    assert not has_begun.wait(UNNOTICED_S)
+    monkeypatch.setattr(headroom, "idle_bytes", lambda: 200)
+    thread.join(30)
+    assert has_begun.is_set()
+    assert unsent
+
+
+def test_nothing_waits_for_ever_for_a_rank_that_takes_nothing_nor_all_begin_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(headroom, "_PATIENCE_S", 0.5)
+    worker = Worker()
+    room = Headroom(worker)
+    unsent = run(room, lambda: Result(100))
     worker.n_bytes = 5000
-    assert room.run(lambda: Result(7)).nbytes == 7
-    assert unsent.nbytes == 100
+    go_on = threading.Event()
+    waiting = [begun(room, go_on.wait) for _ in range(3)]
+    assert eventually(lambda: sum(has_begun.is_set() for _, has_begun in waiting) == 1)
+    assert eventually(lambda: sum(has_begun.is_set() for _, has_begun in waiting) == 2)
+    go_on.set()
+    for thread, has_begun in waiting:
+        thread.join(30)
+        assert has_begun.is_set()
+    assert unsent
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_what_is_not_wanted_any_more_does_not_wait() -> None:
+    worker = Worker()
+    room = Headroom(worker)
+    unsent = run(room, lambda: Result(100))
+    worker.n_bytes = 5000
+    assert run(room, lambda: Result(1), is_wanted=False) is None
+    assert unsent
 
 
 def test_a_failed_fetch_makes_room_again() -> None:
@@ -111,48 +166,52 @@ def test_a_failed_fetch_makes_room_again() -> None:
 
     for _ in range(3):
         with pytest.raises(OSError, match="gone"):
-            room.run(fail)
-    assert room.run(lambda: Result(7)).nbytes == 7
+            run(room, fail, size=None)
+    assert run(room, lambda: Result(7), size=None)
 
 
 def test_without_a_limit_there_is_always_room() -> None:
     worker = Worker(limit=None)
     room = Headroom(worker)
     worker.n_bytes = 5000
-    unsent = [room.run(lambda: Result(1000)) for _ in range(3)]
-    assert len(unsent) == 3
+    unsent = [run(room, lambda: Result(1000)) for _ in range(3)]
+    assert all(unsent)
 
 
 @pytest.mark.parametrize(("spill", "pause"), [(False, False), (0.7, False), (False, 0.7), (0.9, 0.7)])
-def test_less_counts_than_a_worker_is_stopped_at(spill: float | bool, pause: float | bool) -> None:
-    worker = Worker(spill=spill, pause=pause)
+@pytest.mark.parametrize("target", [False, 0.6])
+def test_less_counts_than_a_worker_is_stopped_at(
+    target: float | bool, spill: float | bool, pause: float | bool
+) -> None:
+    worker = Worker(target=target, spill=spill, pause=pause)
     room = Headroom(worker)
-    unsent = room.run(lambda: Result(100))
+    unsent = run(room, lambda: Result(100))
     worker.n_bytes = 401
     thread, has_begun = begun(room, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
     worker.n_bytes = 400
     thread.join(30)
     assert has_begun.is_set()
-    assert unsent.nbytes == 100
+    assert unsent
 
 
 def test_mapped_pages_are_let_go_of_before_they_count_as_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
+    monkeypatch.setattr(headroom, "_LET_GO_S", 0)
     monkeypatch.setattr(headroom, "let_go_of_pages", lambda: setattr(worker, "n_bytes", 100))
     room = Headroom(worker)
     worker.n_bytes = 501
-    unsent = room.run(lambda: Result(100))
+    unsent = run(room, lambda: Result(100))
     assert worker.n_bytes == 100
     worker.n_bytes = 650
-    assert room.run(lambda: Result(7)).nbytes == 7  # at once
-    assert unsent.nbytes == 100
+    assert run(room, lambda: Result(7))  # at once
+    assert unsent
 
 
 @pytest.mark.parametrize("value", [7, np.float64(7), np.arange(7)], ids=str)
 def test_results_of_any_kind_pass(value: Any) -> None:
     room = Headroom(Worker())
-    assert [room.run(lambda: value) is value for _ in range(2)] == [True, True]
+    assert [run(room, lambda: value) is value for _ in range(2)] == [True, True]
 
 
 def test_all_windows_of_a_worker_share_its_memory() -> None:

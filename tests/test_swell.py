@@ -66,6 +66,19 @@ def test_all_parts_count(codec: str) -> None:
     check_swelling(codec, encode(text) + encode(text), at_most=2000)
 
 
+def test_gzip_counts_what_python_reads() -> None:
+    bomb = gzip.compress(bytes(2**20))
+    padded = gzip.compress(b"x") + bytes(8) + bomb
+    flagged = bytearray(bomb)
+    flagged[3] = 0x80  # means nothing, and Python does not mind
+    checked = bytearray(bomb)
+    checked[3] = 0x02  # two bytes of a checksum follow, which Python does not look at
+    for one in (padded, bytes(flagged), bytes(checked[:10]) + b"no" + bytes(checked[10:])):
+        assert len(gzip.decompress(one)) >= 2**20
+        with pytest.raises(ValueError, match="more than"):
+            check_swelling("gzip", one, at_most=2**20 - 1)
+
+
 def test_zstandard_frames_that_say_nothing_of_their_size_count_by_their_blocks() -> None:
     # Four blocks: what does not get smaller is counted exactly, others as the 128 KiB that they are at most.
     noise = np.random.default_rng(0).bytes(2**19)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.files import LocalFile
+from dasksc.storage.hdf5_guard import check_chunks
 from dasksc.storage.remote import RemoteFile
 from dasksc.storage.remote_hdf5 import open_remote
 from dasksc.storage.sliced import ReadSlice, SlicedArray
@@ -115,6 +116,8 @@ class H5Array(SlicedArray):
         _check_filters(dataset, self.label)
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
+            if dataset.chunks is not None:
+                check_chunks(dataset, self.label, rows=(start, stop))
             if self._field is not None:
                 into[...] = dataset.fields(self._field)[start:stop]
             elif into.size:

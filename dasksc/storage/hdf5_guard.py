@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -25,7 +27,7 @@ _SWELLING: dict[int, tuple[str, int | None]] = {
 _BITSHUFFLE, _ITS_COMPRESSION = 32008, 4
 
 
-def check_chunks(dataset: h5py.Dataset, label: str) -> None:
+def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | None = None) -> None:
     """Refuse a dataset if h5py would decode one of its chunks to far more than belongs there.
 
     Few chunks are read for that: those of gzip and LZF are too small to become much, unless they are very large.
@@ -36,6 +38,8 @@ def check_chunks(dataset: h5py.Dataset, label: str) -> None:
         The dataset, open.
     label
         What to call it in errors.
+    rows
+        Only chunks of rows [start, stop); default: all.
 
     Raises
     ------
@@ -60,10 +64,14 @@ def check_chunks(dataset: h5py.Dataset, label: str) -> None:
     doubtful: list[tuple[int, ...]] = []
 
     def look(chunk: Any) -> None:
-        if not chunk.filter_mask >> at & 1 and (ratio is None or chunk.size * ratio > at_most):
+        if chunk.size and not chunk.filter_mask >> at & 1 and (ratio is None or chunk.size * ratio > at_most):
             doubtful.append(chunk.chunk_offset)
 
-    dataset.id.chunk_iter(look)
+    if rows is None:
+        dataset.id.chunk_iter(look)
+    else:
+        for offset in _offsets(dataset, rows):
+            look(dataset.id.get_chunk_info_by_coord(offset))
     for offset in doubtful:
         try:
             check_swelling(codec, dataset.id.read_direct_chunk(offset)[1], at_most=at_most)
@@ -71,6 +79,13 @@ def check_chunks(dataset: h5py.Dataset, label: str) -> None:
             raise CorruptDataError(
                 f"{label}: its chunk at {offset} is corrupt: {error}. Copy or download the file again."
             ) from error
+
+
+def _offsets(dataset: h5py.Dataset, rows: tuple[int, int]) -> Iterator[tuple[int, ...]]:
+    """Where the chunks begin that hold some rows."""
+    first = range(rows[0] // dataset.chunks[0] * dataset.chunks[0], rows[1], dataset.chunks[0])
+    others = (range(0, n, length) for n, length in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
+    return itertools.product(first, *others)
 
 
 def _compresses(one: tuple[int, int, tuple[int, ...], bytes]) -> bool:

@@ -104,6 +104,8 @@ class RemoteCarrier(Carrier):
         self._pickled = pickled
         self._files = files
         self._asked = False
+        self._closed = False
+        self._largest: int | None = None  # of the results, in bytes
         self._recycling = Recycling()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,7 +117,19 @@ class RemoteCarrier(Carrier):
             if said is not None:
                 raise StorageError(f"The Dask worker at {distributed.get_worker().address} {said}.")
             self._asked = True
-        return Headroom.of(distributed.get_worker()).run(lambda: self._compact(argument))
+        room = Headroom.of(distributed.get_worker())
+        result = room.run(lambda: self._compact(argument), size=self._largest, is_wanted=lambda: not self._closed)
+        if result is None:
+            return Stray()
+        n_bytes = getattr(result, "nbytes", None)
+        if n_bytes is not None:
+            self._largest = max(self._largest or 0, int(n_bytes))
+        return result
+
+    async def teardown(self, worker: object) -> None:
+        """Have fetches that wait for room end, too; see `Carrier.teardown`."""
+        self._closed = True
+        await super().teardown(worker)
 
     def _compact(self, argument: Any) -> Any:
         result = self._task(argument)

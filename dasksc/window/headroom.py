@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dasksc.storage.files import let_go_of_pages
+from dasksc.storage.memory import idle_bytes
 
 __all__ = ["Headroom"]
 
@@ -24,6 +25,7 @@ _SHARE = 0.7  # of it that may be taken where Dask has no word on it
 _WORKING = 3  # what a fetch takes while it runs, in sizes of the largest result: what is read, and its compact copy
 _POLL_S = 0.005
 _PATIENCE_S = 10.0  # with a rank that takes nothing
+_LET_GO_S = 0.1
 
 
 class Headroom:
@@ -37,16 +39,21 @@ class Headroom:
 
     def __init__(self, worker: Any) -> None:
         manager = worker.memory_manager
+        limit = manager.memory_limit or 0
         shares = (manager.memory_spill_fraction, manager.memory_pause_fraction)
         # Where it neither spills nor pauses, its nanny may end it all the same.
         share = min((share for share in shares if share), default=_SHARE)
-        self._limit = int(manager.memory_limit * share) if manager.memory_limit else None
-        self._mapped_limit = int(_MAPPED_SHARE * (manager.memory_limit or 0))
+        self._has_limit = limit > 0
+        self._limit = int(limit * share)
+        # Dask spills, too, what it knows by itself to be held.
+        self._unsent_limit = int(limit * min(manager.memory_target_fraction or share, share))
+        self._mapped_limit = int(limit * _MAPPED_SHARE)
         self._process_bytes: Callable[[], int] = worker.monitor.get_process_memory
         self._lock = threading.Lock()
         self._n_running = 0
-        self._largest = 0
-        self._unsent: list[weakref.ref[Any]] = []
+        self._reserved = 0
+        self._unsent: list[tuple[weakref.ref[Any], int]] = []
+        self._last_begun = self._last_let_go = 0.0
 
     @classmethod
     def of(cls, worker: Any) -> Headroom:
@@ -56,50 +63,69 @@ class Headroom:
                 _of_workers[worker] = cls(worker)
             return _of_workers[worker]
 
-    def run(self, fetch: Callable[[], T]) -> T:
-        """Run `fetch` when there is room for it; a result with ``nbytes`` counts until nothing refers to it."""
-        if self._limit is None:
+    def run(self, fetch: Callable[[], T], *, size: int | None, is_wanted: Callable[[], bool]) -> T | None:
+        """Run `fetch` when there is room for it, and as long as `is_wanted`; None if it is not any more.
+
+        `size` is the largest result of its kind so far, None before the first. The result, if it has ``nbytes``,
+        counts until nothing refers to it.
+        """
+        if not self._has_limit:
             return fetch()
-        self._begin()
+        reserved = _WORKING * (size or 0)
+        while not self._begins(reserved, is_known=size is not None):
+            if not is_wanted():
+                return None
+            time.sleep(_POLL_S)
         result = None
         try:
             result = fetch()
             return result
         finally:
-            self._end(result)
+            self._end(result, reserved)
 
-    def _begin(self) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            with self._lock:
-                if self._has_room() or time.monotonic() > deadline:
-                    self._n_running += 1
-                    return
-            time.sleep(_POLL_S)
+    def _begins(self, reserved: int, *, is_known: bool) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            # A rank that takes nothing holds up those that share its workers, but not for ever: one each time.
+            if not self._has_room(reserved, is_known=is_known) and now - self._last_begun < _PATIENCE_S:
+                return False
+            self._last_begun = now
+            self._n_running += 1
+            self._reserved += reserved
+            return True
 
-    def _end(self, result: Any) -> None:
+    def _end(self, result: Any, reserved: int) -> None:
         n_bytes = getattr(result, "nbytes", None)
         with self._lock:
             self._n_running -= 1
+            self._reserved -= reserved
             if n_bytes is not None:
-                self._largest = max(self._largest, int(n_bytes))
                 with contextlib.suppress(TypeError):  # of numpy's scalars there are no references
-                    self._unsent.append(weakref.ref(result))
-        if self._process_bytes() > self._mapped_limit:
-            let_go_of_pages()
+                    self._unsent.append((weakref.ref(result), int(n_bytes)))
+            if self._process_bytes() > self._mapped_limit:
+                self._let_go()
 
-    def _has_room(self) -> bool:
+    def _has_room(self, reserved: int, *, is_known: bool) -> bool:
         """Whether one more fits; one at a time always does, and only one until a size is known."""
-        self._unsent = [reference for reference in self._unsent if reference() is not None]
+        self._unsent = [one for one in self._unsent if one[0]() is not None]
         if not self._n_running and not self._unsent:
             return True
-        if not self._largest or self._limit is None:
+        wanted = self._reserved + reserved
+        if not is_known or sum(n_bytes for _, n_bytes in self._unsent) + wanted / _WORKING > self._unsent_limit:
             return False
-        most = self._limit - _WORKING * self._largest * (self._n_running + 1)
+        # What is kept to be used again is there for those that run.
+        most = self._limit - max(0, wanted - idle_bytes())
         if self._process_bytes() <= most:
             return True
-        let_go_of_pages()
+        self._let_go()
         return self._process_bytes() <= most
+
+    def _let_go(self) -> None:
+        """Let go of mapped pages, but not all the time: others are reading through them."""
+        now = time.monotonic()
+        if now - self._last_let_go > _LET_GO_S:
+            self._last_let_go = now
+            let_go_of_pages()
 
 
 _of_workers: weakref.WeakKeyDictionary[Any, Headroom] = weakref.WeakKeyDictionary()
