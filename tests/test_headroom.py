@@ -110,19 +110,6 @@ def test_results_that_dask_would_spill_by_their_sizes_count_too() -> None:
     assert has_begun.is_set()
 
 
-def test_memory_that_is_kept_to_be_used_again_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
-    room = Headroom(worker)
-    unsent = run(room, lambda: Result(100))
-    worker.n_bytes = 600
-    thread, has_begun = begun(room, lambda: Result(1))
-    assert not has_begun.wait(UNNOTICED_S)
-    monkeypatch.setattr(headroom, "idle_bytes", lambda: 200)
-    thread.join(30)
-    assert has_begun.is_set()
-    assert unsent
-
-
 def test_nothing_waits_for_ever_for_a_rank_that_takes_nothing_nor_all_begin_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,7 +184,6 @@ def test_less_counts_than_a_worker_is_stopped_at(
 
 def test_mapped_pages_are_let_go_of_before_they_count_as_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
-    monkeypatch.setattr(headroom, "_LET_GO_S", 0)
     monkeypatch.setattr(headroom, "let_go_of_pages", lambda: setattr(worker, "n_bytes", 100))
     room = Headroom(worker)
     worker.n_bytes = 501

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Recycling", "empty", "idle_bytes"]
+__all__ = ["Recycling", "empty"]
 
 # The allocator has smaller pieces at hand anyway.
 _SMALL_BYTES = 2**16
@@ -70,11 +70,6 @@ class _Pool:
         weakref.finalize(root, self._returned.append, buffer).atexit = False
         return root
 
-    def idle_bytes(self) -> int:
-        with self._lock:
-            self._drain()
-            return self._idle_bytes
-
     def _drain(self) -> None:
         """Take back what nobody holds any more, and give it back when the last user has left."""
         while self._returned:
@@ -117,11 +112,6 @@ class Recycling:
     def __init__(self) -> None:
         _pool.enter()
         weakref.finalize(self, _pool.leave).atexit = False
-
-
-def idle_bytes() -> int:
-    """Bytes that are kept to be used again, and that nobody holds now."""
-    return _pool.idle_bytes()
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:

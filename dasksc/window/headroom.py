@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dasksc.storage.files import let_go_of_pages
-from dasksc.storage.memory import idle_bytes
 
 __all__ = ["Headroom"]
 
@@ -102,8 +101,8 @@ class Headroom:
             if n_bytes is not None:
                 with contextlib.suppress(TypeError):  # of numpy's scalars there are no references
                     self._unsent.append((weakref.ref(result), int(n_bytes)))
-            if self._process_bytes() > self._mapped_limit:
-                self._let_go()
+        if self._process_bytes() > self._mapped_limit:
+            let_go_of_pages()
 
     def _has_room(self, reserved: int, *, is_known: bool) -> bool:
         """Whether one more fits; one at a time always does, and only one until a size is known."""
@@ -113,19 +112,16 @@ class Headroom:
         wanted = self._reserved + reserved
         if not is_known or sum(n_bytes for _, n_bytes in self._unsent) + wanted / _WORKING > self._unsent_limit:
             return False
-        # What is kept to be used again is there for those that run.
-        most = self._limit - max(0, wanted - idle_bytes())
+        most = self._limit - wanted
         if self._process_bytes() <= most:
             return True
-        self._let_go()
-        return self._process_bytes() <= most
-
-    def _let_go(self) -> None:
-        """Let go of mapped pages, but not all the time: others are reading through them."""
+        # Not at every look: others are reading through the pages.
         now = time.monotonic()
-        if now - self._last_let_go > _LET_GO_S:
-            self._last_let_go = now
-            let_go_of_pages()
+        if now - self._last_let_go < _LET_GO_S:
+            return False
+        self._last_let_go = now
+        let_go_of_pages()
+        return self._process_bytes() <= most
 
 
 _of_workers: weakref.WeakKeyDictionary[Any, Headroom] = weakref.WeakKeyDictionary()
