@@ -112,8 +112,9 @@ def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False
             pd.testing.assert_frame_equal(lazy, eager)
             continue
         np.testing.assert_array_equal(dense(lazy), dense(eager), err_msg=name)
-        # Of parts without rows AnnData 0.13 may make float64.
-        assert lazy.dtype == eager.dtype or some_are_empty, name
+        # Of parts without rows, and of obsm of several widths, AnnData 0.13 may make float64.
+        is_float = name.startswith("obsm/") and lazy.dtype.kind == eager.dtype.kind == "f"
+        assert lazy.dtype == eager.dtype or some_are_empty or is_float, name
         assert sp.issparse(lazy._meta) == sp.issparse(eager), name
 
 

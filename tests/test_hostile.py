@@ -207,13 +207,16 @@ def test_filters_that_make_anything_of_bytes_are_refused(tmp_path: Path, filters
 def test_chunks_that_say_they_hold_very_many_strings_are_refused(tmp_path: Path, format: str) -> None:
     path = write_store(full(), tmp_path, format)
     where = array_at(path, "obs/_index")
-    metadata = json.loads((path / where / (".zarray" if format == "zarr2" else "zarr.json")).read_text())
     stated = (2**30).to_bytes(4, "little") + bytes(100)
     if format == "zarr2":
         recompressed(path, where, compressor=None)
     else:
-        codecs = [codec["name"] for codec in metadata["codecs"]]
-        stated = numcodecs.Zstd().encode(stated) if "zstd" in codecs else stated
+        group = zarr.open_group(path)
+        attributes, values = dict(group[where].attrs), group[where][:]
+        new = group.create_array(where, data=values, chunks=values.shape, compressors=None, overwrite=True)
+        new.attrs.update(attributes)
+        zarr.consolidate_metadata(path)
+        assert dasksc.open(path).obs_names[3] == "cell3"
     for chunk in [*(path / where).glob("[0-9]*"), *(path / where).glob("c/*")]:
         chunk.write_bytes(stated)
     with bounded(), pytest.raises(StorageError, match=r"holds 1073741824 strings"):
