@@ -22,7 +22,8 @@ def write_report(out: Path | None, report: dict[str, Any], draw: Draw | None = N
     """Write a report, and what it was measured on, to ``out.json`` and ``out.png``; nothing if `out` is None."""
     if out is None:
         return
+    report = {"machine": machine()} | report
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps({"machine": machine()} | report, indent=1) + "\n")
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     if draw is not None:
         draw(report, out.with_suffix(".png"))
