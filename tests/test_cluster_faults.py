@@ -239,7 +239,7 @@ def test_a_worker_that_its_nanny_ends_goes_unnoticed(atlas: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, tmp_path: Path) -> None:
-    n_obs, n_in_row, limit = 27_000, 3_500, 600 * 2**20
+    n_obs, n_in_row, limit = 27_000, 3_500, 700 * 2**20
     indptr = np.arange(n_obs + 1) * n_in_row
     indices = np.tile(np.arange(0, 2 * n_in_row, 2, dtype=np.int32), n_obs)
     values = np.tile(np.linspace(0, 1, n_in_row, dtype=np.float32), n_obs)
