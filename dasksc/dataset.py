@@ -969,11 +969,12 @@ class scDataset(IterableDataset[Any]):
         if self._recycling is None:
             # What an epoch used is at hand for the next one.
             self._recycling = memory.Recycling()
-        window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
-        fetches = Assembled(window, self._n_parts)
-        synchronous = window.scheduler.kind == "synchronous"
         stats, loader = self._stats, self._loader()
-        with reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
+        window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
+        # Entered at once, since Ctrl-C before that would leave it open; closed before its last report.
+        with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
+            fetches = Assembled(window, self._n_parts)
+            synchronous = window.scheduler.kind == "synchronous"
             for made, gather_s, error in run_ahead(
                 jobs(),
                 is_ready=lambda: left_in_fetch > 0 or fetches.is_ready(),
@@ -991,8 +992,8 @@ class scDataset(IterableDataset[Any]):
         self, plan: EpochPlan, ks: range, n_skipped: int, key: str, n_threads: int
     ) -> Generator[Any, None, None]:
         """Batches of a collection that is read by indexing, or through hooks."""
-        window, plans = self._window(self._read, plan, ks, key, n_threads, in_process=True)
         stats = self._stats
+        window, plans = self._window(self._read, plan, ks, key, n_threads, in_process=True)
         with window:
             for k, data in window:
                 fetch = plans.pop(k)

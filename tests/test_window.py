@@ -34,6 +34,7 @@ from dasksc.window import (
     resolve_scheduler,
 )
 from dasksc.window import cluster as window_cluster
+from dasksc.window import local as window_local
 from dasksc.window import schedulers as window_schedulers
 
 WAIT_S = 20.0  # for what must happen soon; only a failing test waits so long
@@ -458,6 +459,22 @@ def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedP
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_threads_without_work_end_and_a_window_that_was_left_open_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_local, "_IDLE_S", 0.05)
+    before = set(threading.enumerate())
+    window = Window(double_late, range(20), name="w", depth=4, scheduler="threads", n_threads=2)
+    taken = [next(window)]
+    assert eventually(lambda: set(threading.enumerate()) <= before)
+    taken += window
+    assert taken == [(k, 2 * k) for k in range(20)]
+    for _ in range(20):  # threads that end just as work comes
+        with Window(double_late, range(3), name="w", depth=1, scheduler="threads", n_threads=2) as window:
+            for k, result in window:
+                assert result == 2 * k
+                time.sleep(random.random() / 10)
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("scheduler", ["'threads'", "'synchronous'", "cluster(processes=False)"])

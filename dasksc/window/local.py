@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Timed = tuple[float, Any]  # seconds the fetch took, what it returned
 
+_IDLE_S = 5.0  # after which a thread without work ends; a new one starts in less than a millisecond
+
 
 class Diagnostics:
     """The Dask callbacks that were active when the window was made, shown one computation.
@@ -191,7 +193,8 @@ class _Threads:
 
     `concurrent.futures.ThreadPoolExecutor` would do but for the end of the interpreter, which waits
     for all its threads, and all that is queued, before any handler can cancel it. These threads are
-    daemons; windows that are still open then are closed by a handler that waits a while only.
+    daemons; windows that are still open then are closed by a handler that waits a while only. Threads
+    with nothing to do end too: a window that Ctrl-C left open may be held by the traceback for long.
     """
 
     _current: _Threads | None = None
@@ -231,7 +234,7 @@ class _Threads:
                 return
             self._stopped = True
             self._queue.put(None)
-        for thread in self._threads:
+        for thread in list(self._threads):
             if (left_s := deadline - perf_counter()) > 0:
                 thread.join(min(left_s, threading.TIMEOUT_MAX))
 
@@ -253,11 +256,22 @@ class _Threads:
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        self._queue.put((future, functools.partial(context.run, function, k)))
+            self._queue.put((future, functools.partial(context.run, function, k)))
         return future
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while True:
+            try:
+                item = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if not self._queue.empty():
+                        continue
+                    if (this := threading.current_thread()) in self._threads:
+                        self._threads.remove(this)
+                    return
+            if item is None:
+                break
             future, fetch = item
             if future.set_running_or_notify_cancel():
                 try:
