@@ -210,6 +210,8 @@ class _Tokens:
         max_genes: int,
         prepend_cls: bool,
         mask_ratio: float,
+        random_replace_ratio: float,
+        keep_ratio: float,
         missing: Missing,
         padding: Padding,
         seed: int,
@@ -221,15 +223,27 @@ class _Tokens:
             vocabulary = Vocabulary.read(vocabulary)
         _check_choice("missing", missing, ("error", "drop"))
         _check_choice("padding", padding, ("longest", "max_length"))
-        if not 0 <= mask_ratio < 1:
-            raise InputError(f"mask_ratio={mask_ratio!r} is no share of the tokens; it must lie in [0, 1)")
+        if not _is_share(mask_ratio) or mask_ratio == 1:
+            raise InputError(f"mask_ratio={mask_ratio!r} is no share of the tokens; it must be a number in [0, 1)")
+        for name, share in (("random_replace_ratio", random_replace_ratio), ("keep_ratio", keep_ratio)):
+            if not _is_share(share):
+                raise InputError(f"{name}={share!r} is no share of the masked tokens; it must be a number in [0, 1]")
+        if random_replace_ratio + keep_ratio > 1:
+            raise InputError(
+                f"random_replace_ratio={random_replace_ratio} and keep_ratio={keep_ratio} are more than 1 together"
+            )
+        if not isinstance(prepend_cls, bool):
+            raise InputError(f"prepend_cls must be true or false; got {prepend_cls!r}")
         self.vocabulary = vocabulary
         self.max_genes = _whole("max_genes", max_genes, 1)
-        self.prepend_cls = bool(prepend_cls)
+        self.prepend_cls = prepend_cls
         self.mask_ratio = float(mask_ratio)
+        self.random_replace_ratio = float(random_replace_ratio)
+        self.keep_ratio = float(keep_ratio)
         self.padding = padding
         self.seed = _whole("seed", seed, 0)
         self._ids = vocabulary.ids_of(names, missing=missing)
+        self._genes = self._ids[self._ids >= 0]  # what a gene may be replaced by
 
     @property
     def max_length(self) -> int:
@@ -294,9 +308,11 @@ class _Tokens:
 
         made = Batch({name: part for name, part in batch.items() if name not in ("X", "layers")})
         if self.mask_ratio > 0:
-            masked = np.zeros(shape, dtype=np.bool_)
-            kernels.mask_tokens(lengths, keys, self.mask_ratio, first, masked)
-            made["labels"] = torch.from_numpy(self._mask(masked, ids, token_values))
+            fates = np.zeros(shape, dtype=np.uint8)
+            draws = np.zeros(shape if self.random_replace_ratio > 0 else (0, 0))
+            shares = self.mask_ratio, self.random_replace_ratio, self.keep_ratio
+            kernels.mask_tokens(lengths, keys, *shares, first, fates, draws)
+            made["labels"] = torch.from_numpy(self._mask(fates, draws, ids, token_values))
         made["input_ids"] = torch.from_numpy(ids)
         made["values"] = torch.from_numpy(token_values)
         made["attention_mask"] = torch.from_numpy(np.arange(shape[1]) < first + lengths[:, None])
@@ -307,9 +323,13 @@ class _Tokens:
         raise NotImplementedError
 
     def _mask(
-        self, masked: NDArray[np.bool_], ids: NDArray[np.int64], values: NDArray[np.float32]
+        self,
+        fates: NDArray[np.uint8],
+        draws: NDArray[np.float64],
+        ids: NDArray[np.int64],
+        values: NDArray[np.float32],
     ) -> NDArray[np.int64]:
-        """Hide what is to be predicted, and return it."""
+        """Hide or replace what is to be predicted, and return it; see `dasksc.kernels.tokens.mask_tokens`."""
         raise NotImplementedError
 
 
@@ -332,6 +352,9 @@ class RankTokens(_Tokens):
     mask_ratio
         The share of a cell's genes whose ids are hidden behind ``"<mask>"``, at least one of each cell. ``labels`` has
         them, -100 elsewhere.
+    random_replace_ratio, keep_ratio
+        Of those genes the shares that another gene, drawn at random, stands for instead, and that stay as they are:
+        0.1 and 0.1 in BERT.
     missing
         What to do about genes that the vocabulary does not have: ``"error"``, or ``"drop"`` them.
     padding
@@ -368,6 +391,8 @@ class RankTokens(_Tokens):
         max_genes: int = 2048,
         prepend_cls: bool = False,
         mask_ratio: float = 0.0,
+        random_replace_ratio: float = 0.0,
+        keep_ratio: float = 0.0,
         missing: Missing = "error",
         padding: Padding = "longest",
         seed: int = 0,
@@ -378,6 +403,8 @@ class RankTokens(_Tokens):
             max_genes=max_genes,
             prepend_cls=prepend_cls,
             mask_ratio=mask_ratio,
+            random_replace_ratio=random_replace_ratio,
+            keep_ratio=keep_ratio,
             missing=missing,
             padding=padding,
             seed=seed,
@@ -398,11 +425,18 @@ class RankTokens(_Tokens):
         kernels.rank_tokens(indptr, columns, ranked, self._ids, counts, int(self.prepend_cls), ids, values)
 
     def _mask(
-        self, masked: NDArray[np.bool_], ids: NDArray[np.int64], values: NDArray[np.float32]
+        self,
+        fates: NDArray[np.uint8],
+        draws: NDArray[np.float64],
+        ids: NDArray[np.int64],
+        values: NDArray[np.float32],
     ) -> NDArray[np.int64]:
-        labels = np.where(masked, ids, IGNORED)
-        ids[masked] = self.vocabulary.mask_id
-        values[masked] = _MASKED_VALUE
+        labels = np.where(fates > 0, ids, IGNORED)
+        hidden, replaced = fates == kernels.HIDDEN, fates == kernels.REPLACED
+        ids[hidden] = self.vocabulary.mask_id
+        values[hidden] = _MASKED_VALUE
+        if replaced.any():
+            ids[replaced] = self._genes[(draws[replaced] * len(self._genes)).astype(np.int64)]
         return labels
 
 
@@ -425,6 +459,8 @@ class ValueBins(_Tokens):
     mask_ratio
         The share of a cell's genes whose bins are hidden behind -1, at least one of each cell. ``labels`` has them,
         -100 elsewhere.
+    random_replace_ratio, keep_ratio
+        Of those genes the shares that get another bin, drawn at random, instead, and that stay as they are.
     missing
         What to do about genes that the vocabulary does not have: ``"error"``, or ``"drop"`` them.
     padding
@@ -461,6 +497,8 @@ class ValueBins(_Tokens):
         max_genes: int = 1200,
         prepend_cls: bool = False,
         mask_ratio: float = 0.0,
+        random_replace_ratio: float = 0.0,
+        keep_ratio: float = 0.0,
         missing: Missing = "error",
         padding: Padding = "longest",
         seed: int = 0,
@@ -471,6 +509,8 @@ class ValueBins(_Tokens):
             max_genes=max_genes,
             prepend_cls=prepend_cls,
             mask_ratio=mask_ratio,
+            random_replace_ratio=random_replace_ratio,
+            keep_ratio=keep_ratio,
             missing=missing,
             padding=padding,
             seed=seed,
@@ -483,10 +523,17 @@ class ValueBins(_Tokens):
         kernels.bin_tokens(indptr, columns, binned, self._ids, counts, keys, self.n_bins, first, ids, values)
 
     def _mask(
-        self, masked: NDArray[np.bool_], ids: NDArray[np.int64], values: NDArray[np.float32]
+        self,
+        fates: NDArray[np.uint8],
+        draws: NDArray[np.float64],
+        ids: NDArray[np.int64],
+        values: NDArray[np.float32],
     ) -> NDArray[np.int64]:
-        labels = np.where(masked, values.astype(np.int64), IGNORED)
-        values[masked] = _MASKED_VALUE
+        labels = np.where(fates > 0, values.astype(np.int64), IGNORED)
+        replaced = fates == kernels.REPLACED
+        values[fates == kernels.HIDDEN] = _MASKED_VALUE
+        if replaced.any():
+            values[replaced] = 1 + (draws[replaced] * (self.n_bins - 1)).astype(np.int64)
         return labels
 
 
@@ -507,8 +554,8 @@ def from_config(
     ----------
     tokenizer
         ``strategy``: ``"rank_value"`` (`RankTokens`) or ``"value_bins"`` (`ValueBins`); and, where wanted,
-        ``max_genes``, ``prepend_cls``, ``masking: {mask_ratio: ...}``, ``missing``, ``padding``, and ``n_bins`` of
-        value bins.
+        ``max_genes``, ``prepend_cls``, ``masking`` (of ``mask_ratio``, ``random_replace_ratio`` and ``keep_ratio``),
+        ``missing``, ``padding``, and ``n_bins`` of value bins.
     genes, vocabulary, seed
         As for `RankTokens`.
 
@@ -530,7 +577,7 @@ def from_config(
     masking = tokenizer.get("masking") or {}
     if not isinstance(masking, Mapping):
         raise InputError(f"tokenizer.masking must hold mask_ratio, as in {{mask_ratio: 0.15}}; got {masking!r}")
-    _check_names("tokenizer.masking", masking, ("mask_ratio",))
+    _check_names("tokenizer.masking", masking, ("mask_ratio", "random_replace_ratio", "keep_ratio"))
     settings = {name: value for name, value in tokenizer.items() if name not in ("strategy", "masking")}
     return kind(genes, vocabulary=vocabulary, seed=seed, **masking, **settings)
 
@@ -547,6 +594,10 @@ def _whole(name: str, value: Any, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value < 2**64:
         raise InputError(f"{name} must be a whole number of at least {low}; got {value!r}")
     return int(value)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float | np.floating) and not isinstance(value, bool) and bool(0 <= value <= 1)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

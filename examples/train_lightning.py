@@ -2,10 +2,11 @@
 """Train a cell-type classifier with Lightning, on any number of devices; go on from where it was stopped.
 
     python train_lightning.py atlas.h5ad --devices 2
-    python train_lightning.py atlas.h5ad --devices 2 --resume checkpoints/last.ckpt
+    python train_lightning.py atlas.h5ad --devices 2 --resume last
+    python train_lightning.py atlas.h5ad --devices 2 --fsdp --precision bf16-mixed --accumulate 2 --clip 1.0
 
-Checkpoints are written every 50 steps, with the place in the epoch: the resumed run goes on with the very next batch,
-also on another number of devices.
+Checkpoints are written every 50 steps and of the best epochs, with the place in the epoch: the resumed run goes on with
+the very next batch, also on another number of devices.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 
 import dasksc
@@ -30,6 +33,11 @@ class Classifier(pl.LightningModule):
         self.save_hyperparameters()
         self.label = label
         self.scores = torch.nn.Linear(n_genes, n_labels)
+
+    def configure_model(self) -> None:
+        """Under --fsdp, shard what holds the parameters; called before each of fit, validate and predict."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.scores, FSDPModule):
+            fully_shard(self.scores, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, counts: torch.Tensor) -> torch.Tensor:
         """Counts (batch, n_genes) to scores (batch, n_labels)."""
@@ -61,29 +69,42 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128, help="per device")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model instead of copying it to every device")
+    parser.add_argument("--precision", default="32-true", help="or bf16-mixed")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
+    parser.add_argument("--clip", type=float, help="largest norm of the gradient, over all devices")
     parser.add_argument("--folder", default="checkpoints", help="for checkpoints")
-    parser.add_argument("--resume", help="a checkpoint to go on from")
+    parser.add_argument("--resume", help="a checkpoint to go on from; last: the latest of the folder")
     args = parser.parse_args()
 
     adata = dasksc.open(args.atlas, obs=[args.label])
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # the same in every process
+    validation = np.flatnonzero(held_out)
+    validation = validation[: len(validation) // args.devices * args.devices]  # sharded, all need equally many batches
     data = scDataModule(
         adata,
         batch_size=args.batch_size,
         train=dasksc.ClassBalancedSampling(label_key=args.label, indices=np.flatnonzero(~held_out)),
-        validate=dasksc.Streaming(indices=np.flatnonzero(held_out)),
-        predict=dasksc.Streaming(indices=np.flatnonzero(held_out)),
+        validate=dasksc.Streaming(indices=validation),
+        predict=dasksc.Streaming(indices=validation),
         obs=[args.label],
         seed=0,
     )
     pl.seed_everything(0)
     model = Classifier(adata.n_vars, adata.obs[args.label].nunique(), args.label)
+    strategy = "ddp" if args.devices > 1 else "auto"
+    if args.fsdp:  # not FSDPStrategy, which cannot clip
+        strategy = ModelParallelStrategy(args.devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    best = ModelCheckpoint(args.folder, "best-{epoch}", monitor="accuracy", mode="max", save_top_k=3)
     trainer = pl.Trainer(
         accelerator="auto",
         devices=args.devices,
-        strategy="ddp" if args.devices > 1 else "auto",
+        strategy=strategy,
+        precision=args.precision,
+        accumulate_grad_batches=args.accumulate,
+        gradient_clip_val=args.clip,
         max_epochs=args.epochs,
-        callbacks=[ModelCheckpoint(args.folder, every_n_train_steps=50, save_last=True)],
+        callbacks=[best, ModelCheckpoint(args.folder, every_n_train_steps=50, save_last=True)],
         logger=False,
         enable_progress_bar=False,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import anndata as ad
@@ -137,8 +139,8 @@ def test_train_fsdp_learns_and_goes_on_with_more_ranks(small_atlas, tmp_path):
     assert abs(losses[0][1] - losses[1][1]) < 0.3
 
 
-@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp.py", "train_dp.py"])
-def test_bare_loops_stay_short(name):
+@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp.py", "train_dp.py", "train_lightning.py"])
+def test_loops_stay_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) < 120
 
 
@@ -154,6 +156,20 @@ def test_incremental_fit_learns_from_the_chunks_of_an_epoch(atlas, options):
     assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 50
 
 
+def test_the_extra_train_brings_all_that_a_training_imports():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    brought = {re.match(r"[\w-]+", requirement)[0] for requirement in asked}
+    brought = {{"pyyaml": "yaml"}.get(name, name) for name in brought} | set(sys.stdlib_module_names)
+    brought |= {"dasksc", "h5py", "pandas", "scipy"}  # itself, and what anndata brings
+    for path in (ROOT / "dasksc" / "train").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            missing = {module.split(".")[0] for module in modules} - brought
+            assert not missing, f"{path.name} imports {missing}"
+
+
 def test_train_lightning_learns_on_two_devices_and_goes_on_with_another_epoch(atlas, tmp_path):
     pytest.importorskip("lightning")
     program = (EXAMPLES / "train_lightning.py", atlas, "--folder", tmp_path, "--devices", 2, "--batch-size", 32)
@@ -161,8 +177,27 @@ def test_train_lightning_learns_on_two_devices_and_goes_on_with_another_epoch(at
     predicted = [int(n) for n in re.findall(r"rank \d: accuracy [\d.]+%, predicted (\d+)", printed)]
     assert len(predicted) == 2
     assert 700 < sum(predicted) < 900  # a tenth of all cells
-    printed = run(*program, "--epochs", 2, "--resume", tmp_path / "last.ckpt")
+    printed = run(*program, "--epochs", 2, "--resume", "last")
     # Of 50 types, the commonest makes up less than a quarter.
+    assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 30
+    steps = [torch.load(tmp_path / f"best-epoch={i}.ckpt", weights_only=False)["global_step"] for i in range(2)]
+    assert steps[1] == 2 * steps[0]
+
+
+def test_train_lightning_shards_accumulates_and_clips_and_one_device_goes_on(atlas, tmp_path):
+    pytest.importorskip("lightning")
+    program = (EXAMPLES / "train_lightning.py", atlas, "--folder", tmp_path, "--batch-size", 32)
+    options = ("--fsdp", "--precision", "bf16-mixed", "--accumulate", 2, "--clip", 1e-3)
+    predicted = [int(n) for n in re.findall(r"predicted (\d+) held-out", run(*program, *options, "--devices", 2))]
+    assert len(predicted) == 2
+    assert predicted[0] == predicted[1]
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == 50
+    assert saved["state_dict"]["scores.weight"].shape == (50, 20_000)
+    # Means of gradients that were clipped; Adam learns from their directions.
+    means = [one["exp_avg"].flatten() for one in saved["optimizer_states"][0]["state"].values()]
+    assert 1e-5 < torch.cat(means).norm() <= 1e-3
+    printed = run(*program, "--epochs", 2, "--resume", "last")
     assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 30
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from make_atlas import make_atlas
 
 from dasksc.dashboard import install
+from dasksc.train import Config
+from tests.programs.with_slurm import free_ports
+from tests.test_ddp import NO_GPU
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "kubernetes"
@@ -22,6 +29,12 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 
 def read(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / name).read_text())
+
+
+def read_training() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ConfigMap and the job of the training from a YAML file."""
+    given, job = yaml.safe_load_all((FOLDER / "pytorchjob-train.yaml").read_text())
+    return given, job
 
 
 def check(kind: str, given: dict[str, Any]) -> None:
@@ -36,18 +49,21 @@ def check(kind: str, given: dict[str, Any]) -> None:
 
 def pods() -> dict[str, dict[str, Any]]:
     job, cluster = read("pytorchjob.yaml")["spec"], read("daskcluster.yaml")["spec"]
+    _, training = read_training()
     return {
         "rank": job["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
+        "training": training["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
         "scheduler": cluster["scheduler"]["spec"],
         "worker": cluster["worker"]["spec"],
     }
 
 
 def test_manifests_are_named_here():
-    assert {path.name for path in FILES} == {"daskcluster.yaml", "network-policy.yaml", "pytorchjob.yaml"}
+    named = {"daskcluster.yaml", "network-policy.yaml", "pytorchjob-train.yaml", "pytorchjob.yaml"}
+    assert {path.name for path in FILES} == named
 
 
-@pytest.mark.parametrize("name", ["rank", "scheduler", "worker"])
+@pytest.mark.parametrize("name", ["rank", "training", "scheduler", "worker"])
 def test_pods_are_pods_whose_mounts_and_ports_are_there(name):
     pod = pods()[name]
     check("V1PodSpec", pod)
@@ -78,6 +94,66 @@ def test_the_training_job_is_a_pytorch_job_that_starts_an_example():
     (program,) = re.findall(r"torchrun (\S+)", container["args"][0])
     text = (ROOT / program).read_text()
     assert all(f'"{option}"' in text for option in re.findall(r"--[\w-]+", container["args"][0]))
+
+
+def test_the_training_from_a_yaml_file_is_a_config_map_and_a_pytorch_job_that_mounts_it():
+    given, job = read_training()
+    assert (given["apiVersion"], given["kind"]) == ("v1", "ConfigMap")
+    check("V1ConfigMap", given)
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    check("KubeflowOrgV1PyTorchJob", job)
+    pod = pods()["training"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["nprocPerNode"]
+    (volume,) = (one for one in pod["volumes"] if "configMap" in one)
+    assert volume["configMap"] == {"name": given["metadata"]["name"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    *_, option, path = container["command"]
+    (name,) = given["data"]
+    assert (option, path) == ("--config", f"{mounts[volume['name']]}/{name}")
+    config = yaml.safe_load(given["data"][name])
+    assert config["data"]["path"].startswith(f"{mounts['data']}/")
+    assert config["training"]["checkpoint_dir"].startswith(f"{mounts['runs']}/")
+    assert config["training"]["resume_from"] == "auto"
+    # The operator may go on with fewer pods.
+    assert not {"num_gpus", "num_nodes"} & config["training"].keys()
+
+
+def test_the_command_of_the_training_trains_in_the_environment_that_the_operator_makes(tmp_path):
+    given, _ = read_training()
+    config = Config.of(yaml.safe_load(given["data"]["train.yaml"])).model_dump()
+    make_atlas(tmp_path / "atlas.h5ad", 1_000, 300)
+    config["data"]["path"], config["training"]["checkpoint_dir"] = str(tmp_path / "atlas.h5ad"), str(tmp_path / "run")
+    config["training"]["max_steps"] = 4
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+    *command, _ = pods()["training"]["containers"][0]["command"]
+    assert command[0] == "torchrun"
+    (port,) = free_ports(1)
+    # What the operator sets of one pod with two processes: RANK and WORLD_SIZE are of the pods.
+    set_by_operator = {
+        "PET_NNODES": "1",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_MAX_RESTARTS": "10",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"localhost:{port}",
+        "PET_RDZV_ID": "dasksc-train",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "elsewhere",
+        "MASTER_PORT": "23456",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1:], tmp_path / "train.yaml"],
+        env=os.environ | NO_GPU | set_by_operator | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"ranks +2 x cpu, ddp", done.stdout)
+    assert (tmp_path / "run" / "step-00000004").is_dir()
 
 
 def test_the_dask_cluster_is_what_the_operator_takes():

@@ -69,11 +69,30 @@ def test_tasks_of_srun_are_ranks(slurm, atlas, tmp_path):
     assert re.search(r"step 16: [\d,]+ cells/s on 2 ranks", printed)
 
 
+def test_a_training_from_a_yaml_file_is_one_of_the_ranks_and_a_requeued_job_goes_on(slurm, atlas, tmp_path):
+    changes = {
+        "data.path": atlas,
+        "data.batch_size": 32,
+        "model.hidden_dim": 16,
+        "training.checkpoint_dir": tmp_path / "run",
+        "training.max_epochs": 2,
+    }
+    options = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
+    config = ROOT / "examples" / "configs" / "classifier.yaml"
+    first = submit(slurm, "train_yaml.sbatch", tmp_path, config, *options, "--set", "training.max_steps=5", tasks=2)
+    assert re.search(r"ranks +2 x cpu, ddp", first)
+    assert "going on from" not in first
+    assert (tmp_path / "run" / "step-00000005").is_dir()
+    again = submit(slurm, "train_yaml.sbatch", tmp_path, config, *options, tasks=2)[len(first) :]
+    # 900 cells to train on: 15 batches of either rank.
+    assert re.search(r"going on from \S+/run/step-00000005\b.*steps +30 in 2 epochs", again, re.DOTALL)
+
+
 def test_job_scripts_ask_for_what_their_command_uses():
     for script in SCRIPTS.glob("*.sbatch"):
         text = script.read_text()
         subprocess.run(["bash", "-n", script], check=True)
-        named = re.findall(r"(examples/\S+\.(?:py|sbatch))", text)
+        named = re.findall(r"(examples/\S+\.(?:py|sbatch|yaml))", text)
         assert named
         assert all((ROOT / name).is_file() for name in named)
         asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))

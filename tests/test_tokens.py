@@ -164,6 +164,45 @@ def test_masks_hide_what_the_labels_have(cells, ratio, epoch, prepend_cls, kind)
         assert torch.equal(made[shown], bare[shown])
 
 
+@ROUNDS
+@given(
+    cells=CELLS,
+    epoch=st.integers(0, 3),
+    prepend_cls=st.booleans(),
+    kind=st.sampled_from([RankTokens, ValueBins]),
+    shares=st.sampled_from([(0.5, 0.5), (1.0, 0.0), (0.0, 1.0), (0.3, 0.2)]),
+)
+def test_of_what_is_to_be_predicted_some_is_replaced_and_some_shown(cells, epoch, prepend_cls, kind, shares):
+    batch = batch_of(cells, "csr")
+    options = {"max_genes": 6, "prepend_cls": prepend_cls, "seed": 4}
+    # Genes that the vocabulary lacks are never a replacement.
+    vocabulary = Vocabulary({str(gene): 2 * i for i, gene in enumerate(GENES[1:])})
+    options |= {"vocabulary": vocabulary, "missing": "drop"}
+    bare = kind(GENES, **options).at_epoch(epoch)(batch)
+    replaced, kept = shares
+    tokens = kind(GENES, mask_ratio=0.5, random_replace_ratio=replaced, keep_ratio=kept, **options)
+    made = tokens.at_epoch(epoch)(batch)
+    plain = kind(GENES, mask_ratio=0.5, **options).at_epoch(epoch)(batch)
+    assert torch.equal(made.labels, plain.labels)  # what is predicted does not depend on how it is shown
+    first = int(prepend_cls)
+    ids, values = bare.input_ids.tolist(), bare["values"].tolist()
+    choices = list(range(0, 2 * (N_GENES - 1), 2))
+    for i, key in enumerate(keys_of(4, epoch, batch.index.tolist())):
+        for k in masked(key, int(bare.attention_mask[i].sum()) - first, 0.5):
+            fate, draw = (twins.uniform(twins.stream(key, number), k) for number in (2, 3))
+            if fate < replaced:
+                if kind is RankTokens:
+                    ids[i][first + k] = choices[int(draw * len(choices))]
+                else:
+                    values[i][first + k] = 1 + int(draw * (tokens.n_bins - 1))
+            elif fate >= replaced + kept:
+                values[i][first + k] = -1
+                if kind is RankTokens:
+                    ids[i][first + k] = vocabulary.mask_id
+    assert made.input_ids.tolist() == ids
+    assert made["values"].tolist() == values
+
+
 def test_every_subset_is_masked_equally_often():
     # 45 pairs of ten genes, 9,000 draws: chi-square of 44 degrees of freedom, beyond 99.9% at 78.7. Fixed seed.
     batch = Batch(X=torch.ones(9_000, 10), index=torch.arange(9_000))
@@ -269,6 +308,11 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
     [
         ({"max_genes": 0}, "max_genes must be a whole number of at least 1; got 0"),
         ({"mask_ratio": 1.0}, r"mask_ratio=1.0 .* \[0, 1\)"),
+        ({"mask_ratio": "0.15"}, r"mask_ratio='0.15' .* \[0, 1\)"),
+        ({"mask_ratio": None}, r"mask_ratio=None .* \[0, 1\)"),
+        ({"keep_ratio": -0.1}, r"keep_ratio=-0.1 .* \[0, 1\]"),
+        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "random_replace_ratio=0.6 and keep_ratio=0.5 are more than 1"),
+        ({"prepend_cls": "no"}, "prepend_cls must be true or false; got 'no'"),
         ({"missing": "ignore"}, "missing must be 'error' or 'drop'"),
         ({"padding": True}, "padding must be"),
         ({"medians": [1.0]}, r"shape \(1,\); one for each of 9 genes"),
@@ -423,6 +467,9 @@ def test_a_configuration_makes_the_transform_it_describes():
     bins = from_config({"strategy": "value_bins", "n_bins": 9}, genes=GENES, vocabulary=Vocabulary.of_genes(GENES))
     assert isinstance(bins, ValueBins)
     assert (bins.n_bins, bins.mask_ratio) == (9, 0.0)
+    section["masking"] = {"mask_ratio": 0.2, "random_replace_ratio": 0.1, "keep_ratio": 0.3}
+    tokens = from_config(section, genes=GENES)
+    assert (tokens.mask_ratio, tokens.random_replace_ratio, tokens.keep_ratio) == (0.2, 0.1, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +477,7 @@ def test_a_configuration_makes_the_transform_it_describes():
     [
         ({}, "tokenizer.strategy must be 'rank_value' or 'value_bins'; got None"),
         ({"strategy": "rank"}, "got 'rank'"),
+        ({"strategy": "rank_vale"}, "tokenizer.strategy must be 'rank_value' or 'value_bins'; got 'rank_vale'"),
         ({"strategy": "rank_value", "max_gene": 1}, "tokenizer has no setting 'max_gene'; did you mean 'max_genes'"),
         ({"strategy": "rank_value", "n_bins": 1}, "no setting 'n_bins'"),
         ({"strategy": "rank_value", "masking": {"ratio": 1}}, "tokenizer.masking has no setting 'ratio'"),

@@ -467,6 +467,30 @@ def test_the_profiler_records_its_window(raw, tmp_path):
     assert any("ProfilerStep" in event.get("name", "") for event in trace["traceEvents"])
 
 
+@pytest.mark.parametrize(
+    ("window", "told"),
+    [
+        ({}, "10 steps (wait 5 + warmup 2 + active 3), and this run had 3: 0 of 3 are recorded"),
+        ({"wait": 2, "warmup": 1, "active": 1}, "4 steps (wait 2 + warmup 1 + active 1), and this run had 3: 0 of 1"),
+    ],
+)
+def test_a_run_too_short_for_the_profiler_says_so_and_leaves_no_folder(window, told, raw, tmp_path, caplog):
+    train(raw, training__profile=window, training__max_steps=3)
+    assert told in caplog.text
+    assert not (tmp_path / "run" / "profile").exists()
+
+
+def test_a_profile_of_a_part_of_its_window_says_so(raw, tmp_path, caplog):
+    train(raw, training__profile={"wait": 1, "warmup": 1, "active": 5}, training__max_steps=3)
+    assert "7 steps (wait 1 + warmup 1 + active 5), and this run had 3: 1 of 5 are recorded" in caplog.text
+    assert (tmp_path / "run" / "profile" / "rank-0.json").exists()
+
+
+def test_a_run_says_what_of_its_configuration_has_no_effect(raw, caplog):
+    train(raw, data__prefetch_factor=2, training__max_steps=1)
+    assert caplog.text.count("data.prefetch_factor=2 is not used: data.num_workers is 0") == 1
+
+
 @pytest.mark.parametrize("second", ["accuracy", "lr"])
 def test_the_plot_has_training_and_validation_speed_and_waiting(second, tmp_path, monkeypatch):
     matplotlib_figure = pytest.importorskip("matplotlib.figure")

@@ -20,7 +20,7 @@ from dasksc.train.config import Data, Fsdp, Open, Optimizer, Profile, Scheduler,
 from dasksc.train.launch import first_node, launch, local_rank_of, n_nodes_of, node_of, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
-from dasksc.train.parallel import modules_to_shard, replicas_of, strategy_of
+from dasksc.train.parallel import Place, modules_to_shard, replicas_of, strategy_of, unused_of
 from tests import test_project
 
 SMALL = {"data": {"path": "atlas.h5ad"}, "model": "vae"}
@@ -30,7 +30,7 @@ GUIDE = """
 data:
   source: local
   paths: [first.h5ad, second.h5ad]
-  gene_vocab: vocab.json
+  gene_vocab: human_protein_coding
   max_genes: 2048
   num_workers: 4
   streaming: true
@@ -47,7 +47,7 @@ model:
   num_layers: 12
   num_heads: 8
   dropout: 0.1
-  max_seq_len: 2049
+  max_seq_len: 2048
 training:
   strategy: fsdp
   num_gpus: 8
@@ -115,7 +115,18 @@ def test_data_takes_all_that_open_and_scdataset_take():
             {"data": {"path": "a", "genes": {"rna": ["x"]}}},
             "data.genes={'rna': ['x']}: expected one list, or a file; genes of several modalities are given in Python",
         ),
-        ({"training": {"precision": "bf16"}}, "training.precision='bf16': Input should be '32-true', 'bf16-mixed'"),
+        ({"training": {"precision": "bf16"}}, "training.precision='bf16': did you mean 'bf16-mixed'?"),
+        ({"training": {"strategy": "fsdb"}}, "training.strategy='fsdb': did you mean 'fsdp'?"),
+        ({"training": {"strategy": "horovod"}}, "training.strategy='horovod': known are ddp, dp, fsdp, single"),
+        ({"training": {"logger": "tensorbord"}}, "training.logger='tensorbord': did you mean 'tensorboard'?"),
+        ({"training": {"logger": ["csv", "std"]}}, "training.logger.1='std': did you mean 'stdout'?"),
+        (
+            {"training": {"scheduler": "cosine_warmpu"}},
+            "training.scheduler.name='cosine_warmpu': did you mean 'cosine_w",
+        ),
+        ({"data": {"path": None}}, "data.path=None: Input should be a valid string"),
+        ({"data": {"path": "a", "batch_size": True}}, "data.batch_size=True: expected a number"),
+        ({"data": {"path": "a", "validation": True}}, "data.validation.share=True: expected a number"),
         ({"training": {"max_epochs": 0}}, "training.max_epochs=0: Input should be greater than or equal to 1"),
         ({"training": {"fsdp": {"sharding_strategy": "HALF"}}}, "training.fsdp.sharding_strategy='HALF'"),
         ({"data": {"path": "a", "equal_ranks": False}}, "data.equal_ranks=False"),
@@ -140,6 +151,35 @@ def test_files_that_are_not_there_or_no_yaml_are_told(tmp_path):
     (tmp_path / "c.yaml").write_text("- data")
     with pytest.raises(InputError, match="holds list; expected sections: data, model"):
         Config.load(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_bytes(b"\x89HDF\r\n")
+    for path in (tmp_path / "c.yaml", tmp_path):
+        with pytest.raises(InputError, match="is no text file with a configuration"):
+            Config.load(path)
+
+
+def test_a_place_is_told_once_and_without_the_names_of_alternatives():
+    message = refused(data={"path": 3}, training={"logger": "std"})
+    assert message == (
+        "the configuration: data.path=3: Input should be a valid string; training.logger='std': did you mean 'stdout'?"
+    )
+
+
+def test_what_is_switched_off_is_not_there():
+    config = Config.of({**SMALL, "data": {"path": "a", "validation": 0}, "training": {"profile": False}})
+    assert (config.data.validation, config.training.profile) == (None, None)
+
+
+def test_arguments_of_the_default_strategy_need_no_name():
+    strategy = Config.of(SMALL, changes=["data.strategy.block_size=64"]).data.strategy
+    assert (strategy.name, strategy.arguments) == ("block_shuffling", {"block_size": 64})
+
+
+def test_an_empty_section_of_fsdp_is_said_to_select_nothing(caplog):
+    assert Config.of({**SMALL, "training": {"fsdp": None}}).training.fsdp is None
+    assert "training.fsdp is empty, which does not select FSDP; write fsdp: {}" in caplog.text
+    caplog.clear()
+    Config.of({**SMALL, "training": {"fsdp": None, "strategy": "ddp"}})
+    assert not caplog.text
 
 
 def test_set_replaces_single_values_of_any_depth():
@@ -161,6 +201,8 @@ def test_set_replaces_single_values_of_any_depth():
     assert config.data.fetch_factor is None
     with pytest.raises(InputError, match="not of the form"):
         Config.of(SMALL, changes=["training.seed"])
+    with pytest.raises(InputError, match=r"--set training.seed=\[: '\[' is not YAML"):
+        Config.of(SMALL, changes=["training.seed=["])
     assert SMALL == {"data": {"path": "atlas.h5ad"}, "model": "vae"}
 
 
@@ -194,11 +236,13 @@ def test_the_layout_of_the_guide_means_the_same():
     data, training = config.data, config.training
     assert (data.path, data.num_workers, data.batch_size) == (["first.h5ad", "second.h5ad"], 4, 32)
     assert data.batch_size * data.fetch_factor == 8192
-    assert config.tokenizer.vocabulary == "vocab.json"
-    expected = {"strategy": "rank_value", "max_genes": 2048, "prepend_cls": True, "masking": {"mask_ratio": 0.15}}
+    assert config.tokenizer.vocabulary is None
+    # There the cell's token is one of max_genes, and of the genes that are masked 80% are hidden.
+    masking = {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0.1}
+    expected = {"strategy": "rank_value", "max_genes": 2047, "prepend_cls": True, "masking": masking}
     assert config.tokenizer.options == expected
     assert config.model.name == "transformer_encoder"
-    sizes = {"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "dropout": 0.1, "max_seq_len": 2049}
+    sizes = {"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "dropout": 0.1, "max_seq_len": 2048}
     assert config.model.arguments == sizes
     assert (training.strategy, training.num_gpus, training.num_nodes) == ("fsdp", 8, 2)
     assert training.checkpoints_activations
@@ -209,8 +253,50 @@ def test_the_layout_of_the_guide_means_the_same():
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["tokenizer.prepend_cls=false"], {"max_genes": 2048, "prepend_cls": False}),
+        (["tokenizer={strategy: rank_value}", "data.max_genes=512"], {"max_genes": 511, "prepend_cls": True}),
+        (
+            ["tokenizer.masking.keep_ratio=0"],
+            {"masking": {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0}},
+        ),
+        # Ours: what the words say.
+        (["data={path: a.h5ad}"], {"max_genes": 2048, "masking": {"mask_ratio": 0.15}}),
+    ],
+)
+def test_tokens_of_the_guide_are_counted_as_there(changes, expected):
+    options = Config.of(yaml.safe_load(GUIDE), changes=changes).tokenizer.options
+    assert {name: options[name] for name in expected} == expected
+
+
+def test_a_vocabulary_of_the_guide_is_a_file_or_a_name(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", logger="dasksc")
+    assert Config.of(yaml.safe_load(GUIDE)).tokenizer.vocabulary is None
+    assert "data.gene_vocab='human_protein_coding' is no file: the genes of the atlas are numbered" in caplog.text
+    (tmp_path / "human_protein_coding").write_text("CD4\n")
+    assert Config.of(yaml.safe_load(GUIDE)).tokenizer.vocabulary == "human_protein_coding"
+    for path in ("vocab.json", "lists/genes"):
+        assert Config.of(yaml.safe_load(GUIDE), changes=[f"data.gene_vocab={path}"]).tokenizer.vocabulary == path
+
+
+def test_the_guides_block_selects_fsdp_whatever_the_strategy():
+    assert Config.of(yaml.safe_load(GUIDE), changes=["training.strategy=ddp"]).training.strategy == "fsdp"
+    assert Config.of({**SMALL, "training": {"strategy": "ddp", "fsdp": {}}}).training.strategy == "ddp"
+
+
+def test_rows_of_the_guide_may_be_written_with_an_exponent():
+    config = Config.of(yaml.safe_load(GUIDE), changes=["data.streaming_shuffle_buffer=1e4", "training.batch_size=32.0"])
+    assert (config.data.batch_size, config.data.fetch_factor) == (32, 312)
+
+
+@pytest.mark.parametrize(
     ("changes", "told"),
     [
+        ({"data.streaming": "maybe"}, "data.streaming='maybe' must be true or false"),
+        ({"data.streaming_shuffle_buffer": "true"}, r"must be numbers of rows; got \[1024, True\]"),
+        ({"tokenizer.max_genes": 1, "data.max_genes": 1}, "max_genes=1 leaves no gene beside the cell's token"),
         ({"data.max_genes": 1000}, "data.max_genes=1000 and tokenizer.max_genes=2048 are one setting"),
         ({"data.path": "other"}, r"data.paths=\['first.h5ad', 'second.h5ad'\] and data.path='other'"),
         ({"data.source": "cellxgene"}, "data.source='cellxgene' is not read"),
@@ -266,6 +352,68 @@ def test_copies_in_one_process_take_as_many_gpus_as_was_said():
     assert replicas_of(Training(num_gpus=2), 0) == []
     with pytest.raises(InputError, match="num_gpus=4, and .* has only the 2 GPUs that this process sees"):
         replicas_of(Training(num_gpus=4), 2)
+
+
+def test_the_strategy_says_which_shards_there_cannot_be():
+    hybrid = {"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}
+    assert strategy_of(Training(fsdp=hybrid), 6) == "fsdp"
+    with pytest.raises(InputError, match="shard_size=3 does not divide the 4 ranks"):
+        strategy_of(Training(fsdp=hybrid), 4)
+    with pytest.raises(InputError, match="shard_size=3 is for .* HYBRID_SHARD, and it is SHARD_GRAD_OP"):
+        strategy_of(Training(fsdp={**hybrid, "sharding_strategy": "SHARD_GRAD_OP"}), 6)
+    # Where it shards nothing, that is told in the run.
+    assert strategy_of(Training(fsdp={**hybrid, "sharding_strategy": "NO_SHARD"}), 4) == "ddp"
+    assert strategy_of(Training(strategy="ddp", fsdp=hybrid), 4) == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({}, []),
+        ({"data": {"prefetch_factor": 4}}, ["data.prefetch_factor=4 is not used: data.num_workers is 0"]),
+        ({"data": {"prefetch_factor": 4, "num_workers": 1}}, []),
+        (
+            {"training": {"wandb_project": "cells"}},
+            ["training.wandb_project=cells is not used: training.logger"],
+        ),
+        ({"training": {"wandb_project": "cells", "logger": ["csv", "wandb"]}}, []),
+        (
+            {"training": {"fsdp": {"sharding_strategy": "NO_SHARD", "cpu_offload": True, "shard_size": 2}}},
+            [
+                "training.fsdp.cpu_offload=True is not used: NO_SHARD is DDP",
+                "training.fsdp.shard_size=2 is not used: NO_SHARD is DDP",
+            ],
+        ),
+        # The whole section is told by strategy_of.
+        ({"training": {"strategy": "ddp", "fsdp": {"sharding_strategy": "NO_SHARD", "cpu_offload": True}}}, []),
+        ({"training": {"fsdp": {"cpu_offload": True}}}, []),
+        ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}}, ["HYBRID_SHARD is FULL_SHARD here"]),
+        ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}}, []),
+    ],
+)
+def test_what_has_no_effect_is_told(sections, told):
+    config = Config.of({**SMALL, **sections, "data": {**SMALL["data"], **sections.get("data", {})}})
+    lines = unused_of(config, place_of(config, 4, local_world_size=4))
+    assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told
+
+
+def place_of(config: Config, world_size: int, local_world_size: int, device: str = "cpu") -> Place:
+    return Place(
+        rank=0,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device=torch.device(device),
+        strategy=strategy_of(config.training, world_size),
+    )
+
+
+def test_what_has_an_effect_on_another_machine_is_not_told():
+    config = Config.of({**SMALL, "training": {"strategy": "dp", "num_gpus": 8}})
+    (line,) = unused_of(config, place_of(config, 1, 1))
+    assert line.startswith("training.num_gpus=8 is not used: ")
+    assert unused_of(config, place_of(config, 1, 1, device="cuda")) == []
+    config = Config.of({**SMALL, "training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}})
+    assert unused_of(config, place_of(config, 4, 2)) == unused_of(config, place_of(config, 1, 1)) == []
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from make_atlas import make_atlas
 
+from dasksc.train.config import Scheduler
+from dasksc.train.optim import factor_at
+from tests.test_ddp import NO_GPU
 from tests.test_readme import BLOCK, ROOT
 
 PAGE = ROOT / "docs" / "trainers.md"
@@ -36,45 +42,274 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_every_library_of_the_page_has_a_program():
-    _, plain, *rest = programs()
-    assert "from torch.utils.data" in plain
-    assert sorted(map(library_of, rest)) == sorted(LIBRARIES[1:])
-
-
-def test_what_the_page_tells_lightning_instead_of_yaml_are_its_arguments():
-    pl = pytest.importorskip("lightning.pytorch")
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import FSDPStrategy
-
-    text = PAGE.read_text()
-    table = text[text.index("| YAML | `pl.Trainer` |") :].split("\n- ")[0]
-    (nested,) = re.findall(r"ModelCheckpoint\((.*?)\)", table)
-    (sharded,) = re.findall(r"FSDPStrategy\((.*?)\)", table)
-    outer = table.replace(nested, "").replace(sharded, "").replace("ckpt_path", "")
-    for kind, told in ((pl.Trainer, outer), (ModelCheckpoint, nested)):
-        names = set(re.findall(r"\b([a-z_]+)=", told))
-        assert names
-        assert names <= set(inspect.signature(kind).parameters)
-    assert {"cpu_offload", "sharding_strategy"} == set(re.findall(r"\b([a-z_]+)=", sharded))
-    assert {"cpu_offload", "sharding_strategy"} <= set(inspect.signature(FSDPStrategy).parameters)
-    assert "ckpt_path" in inspect.signature(pl.Trainer.fit).parameters
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_its_program_runs(library, folder):
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    common, plain, *rest = programs()
-    program = plain if library == "torch" else next(one for one in rest if library_of(one) == library)
-    (folder / f"{library}_program.py").write_text(common + program)
+def run(program: str, name: str, folder: Path) -> None:
+    (folder / name).write_text(program)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", f"{library}_program.py"],
+        [sys.executable, "-W", "ignore", name],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | NO_GPU | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_every_library_of_the_page_has_a_program():
+    _, plain, *rest = programs()
+    assert "from torch.utils.data" in plain
+    assert set(map(library_of, rest)) == set(LIBRARIES[1:])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_its_programs_run(library, folder):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    common, plain, *rest = programs()
+    of_library = [plain] if library == "torch" else [one for one in rest if library_of(one) == library]
+    run("".join([common, *of_library]), f"{library}_program.py", folder)
+
+
+# --- What YAML says, told to Lightning ------------------------------------------------------------------
+
+on_lightning = pytest.mark.filterwarnings("ignore")  # it warns of much
+
+
+def rows() -> list[tuple[str, list[str]]]:
+    """The keys and the code of each row of Lightning's table."""
+    text = PAGE.read_text()
+    _, _, *lines = text[text.index("| YAML | `pl.Trainer` |") :].split("\n\n")[0].splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    return [(keys, re.findall(r"`([^`]+)`", code)) for keys, code in cells]
+
+
+def code_for(key: str) -> list[str]:
+    (found,) = [code for keys, code in rows() if f"`{key}" in keys]
+    return found
+
+
+def names() -> dict[str, Any]:
+    """What the code of the table may name."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.profilers import PyTorchProfiler
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    known = (CSVLogger, ModelCheckpoint, ModelParallelStrategy, PyTorchProfiler)
+    return {"pl": pl, "torch": torch, **{one.__name__: one for one in known}}
+
+
+def arguments(code: list[str], **changes: object) -> dict[str, Any]:
+    """What a row gives to a trainer, some numbers of it changed."""
+    given: dict[str, Any] = {}
+    for one in code:
+        if re.match(r"\w+=", one):
+            for name, value in changes.items():
+                one = re.sub(rf"\b{name}=\w+", f"{name}={value}", one)
+            given |= eval(f"dict({one})", names())
+    return given
+
+
+def small_trainer(**options: Any) -> Any:
+    import lightning.pytorch as pl
+
+    quiet = {"logger": False, "enable_checkpointing": "callbacks" in options, "num_sanity_val_steps": 0}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": 1}
+    return pl.Trainer(**{**quiet, **options})
+
+
+def small_model(losses: tuple[float, ...] = ()) -> tuple[Any, Any, Any]:
+    """A model that remembers what happened, 20 batches to train on, and one with a given loss to validate."""
+    import lightning.pytorch as pl
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+            self.dtypes: set[torch.dtype] = set()
+            self.norms: list[float] = []
+            self.validated: list[int] = []
+            self.first_step = -1
+
+        def on_train_start(self):
+            self.first_step = self.global_step
+
+        def training_step(self, batch, batch_idx):
+            scores = self.layer(batch[0])
+            self.dtypes.add(scores.dtype)
+            loss = (scores.float() - 9).square().sum()
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.validated.append(self.current_epoch)
+            if losses:
+                self.log("validation_loss", losses[self.current_epoch])
+
+        def on_before_zero_grad(self, optimizer):
+            gradients = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+            self.norms += [float(torch.cat(gradients).norm())] if gradients else []
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    data = torch.utils.data.TensorDataset(torch.ones(20, 4))
+    return Model(), torch.utils.data.DataLoader(data), torch.utils.data.DataLoader(data[:1])
+
+
+@pytest.fixture
+def pl(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return pytest.importorskip("lightning.pytorch")
+
+
+@on_lightning
+def test_every_row_of_lightnings_table_is_what_a_trainer_takes_or_names_what_the_page_defines(pl):
+    defined = {name for program in programs() for name in re.findall(r"def (\w+)", program)}
+    assert len(rows()) == 16
+    for keys, code in rows():
+        if keys == "`seed: 0`":
+            assert [eval(one, names()) for one in code] == [0]
+        elif keys != "`resume_from: auto`":
+            given = arguments(code)
+            pl.Trainer(accelerator="cpu", **given)
+            assert given or set(code) <= defined, keys
+    assert small_trainer(strategy="ddp", **arguments(code_for("num_gpus: 8"))).world_size == 8
+    assert all(hasattr(pl.loggers, name) for name in code_for("logger: csv")[1:])
+
+
+@on_lightning
+def test_what_the_page_says_lightning_refuses_it_refuses(pl):
+    from lightning.pytorch.plugins.precision import FSDPPrecision
+
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="'norm'. is currently not supported"):
+        FSDPPrecision("32-true").clip_gradients(None, clip_val=1.0)
+    with pytest.raises(ValueError, match="does not support .*16-mixed"):
+        pl.Trainer(accelerator="cpu", precision="16-mixed", **arguments(code_for("strategy: fsdp")))
+
+
+@on_lightning
+def test_lightning_keeps_the_best_and_goes_on_from_the_last_as_the_table_says(pl, tmp_path):
+    (fit, _) = code_for("resume_from: auto")
+    losses = (5.0, 1.0, 4.0, 2.0, 3.0, 6.0)
+
+    def run(max_epochs: int) -> tuple[Any, Any]:
+        model, training, validation = small_model(losses)
+        trainer = small_trainer(max_epochs=max_epochs, **arguments(code_for("checkpoint_dir"), every_n_train_steps=15))
+        data = pl.LightningDataModule.from_datasets(training.dataset, validation.dataset)
+        eval(fit, {"trainer": trainer, "model": model, "data": data})
+        return trainer, model
+
+    trainer, model = run(5)
+    assert (model.first_step, trainer.global_step) == (0, 100)
+    best, _ = trainer.checkpoint_callbacks
+    # The second, the fourth and the fifth epoch.
+    assert sorted(Path(path).name for path in best.best_k_models) == [
+        f"epoch={i}-step={20 * i + 20}.ckpt" for i in (1, 3, 4)
+    ]
+    assert sorted(map(float, best.best_k_models.values())) == [1.0, 2.0, 3.0]
+    trainer, model = run(6)
+    assert (model.first_step, trainer.global_step) == (90, 120)
+    assert [path.name for path in (tmp_path / "runs").glob("last*")] == ["last.ckpt"]
+
+
+@on_lightning
+def test_lightning_accumulates_and_clips_as_the_table_says(pl):
+    clip, accumulate = code_for("gradient_clip: 1.0"), code_for("gradient_accumulation: 4")
+    for code, n_steps, norm in ((clip, 20, 1.0), (accumulate, 5, None)):
+        model, training, _ = small_model()
+        trainer = small_trainer(max_epochs=1, **arguments(code))
+        trainer.fit(model, training)
+        assert trainer.global_step == n_steps
+        assert len(model.norms) == n_steps - 1
+        assert min(model.norms) > 10 if norm is None else model.norms == pytest.approx([norm] * 19)
+
+
+@on_lightning
+def test_lightning_trains_in_half_precision_as_long_and_looks_as_often_as_the_table_says(pl):
+    model, training, validation = small_model()
+    told = arguments(code_for("max_epochs: 2")) | arguments(code_for("validate_every: 2"))
+    trainer = small_trainer(**told, **arguments(code_for("precision: bf16-mixed")))
+    trainer.fit(model, training, validation)
+    assert model.dtypes == {torch.bfloat16}
+    assert model.layer.weight.dtype == torch.float32
+    assert (trainer.global_step, model.validated) == (40, [1])
+    model, training, _ = small_model()
+    trainer = small_trainer(**arguments(code_for("max_epochs: 2"), max_steps=7))
+    trainer.fit(model, training)
+    assert trainer.global_step == 7
+
+
+@on_lightning
+def test_lightning_logs_and_profiles_what_the_table_says(pl, tmp_path):
+    model, training, _ = small_model()
+    logs, often = code_for("logger: csv"), code_for("log_every_n_steps: 50")
+    told = arguments(logs) | arguments(often) | arguments(code_for("profile"))
+    small_trainer(max_epochs=6, **told).fit(model, training)
+    (table,) = (tmp_path / "runs").rglob("metrics.csv")
+    header, *lines = table.read_text().splitlines()
+    assert [line.split(",")[header.split(",").index("step")] for line in lines] == ["49", "99"]
+    (trace,) = (tmp_path / "runs").glob("fit-trace*.json")
+    assert trace.stat().st_size > 1_000
+
+
+# The page's model on two processes: its shards, the gradient's norm over both before and after clipping, the rates.
+SHARDED = """
+import json
+from pathlib import Path
+
+from dasksc.world import leave_group
+
+
+class Watch(pl.Callback):
+    def __init__(self):
+        self.before, self.after, self.rates = [], [], []
+
+    def norm(self):
+        return float(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]).norm())
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.before.append(self.norm())
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, module, *outputs_and_batch):
+        if trainer.global_step > len(self.after):
+            self.after.append(self.norm())
+
+
+watch = Watch()
+strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "precision": "bf16-mixed", "callbacks": [watch]}
+options |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=8, **options)
+trainer.fit(model, data)
+layers = [layer for layer in model.scores if isinstance(layer, FSDPModule)]
+seen = {
+    "recomputed": [layer.forward.func is checkpoint for layer in layers],
+    "shards": [[p.to_local().numel(), p.numel()] for p in model.parameters()],
+    "n_steps": trainer.global_step,
+    **{name: getattr(watch, name) for name in ("before", "after", "rates")},
+}
+if trainer.global_rank == 0:
+    Path("seen.json").write_text(json.dumps(seen))
+leave_group()
+"""
+
+
+def test_the_module_of_the_page_is_sharded_clipped_over_all_ranks_and_warmed_up(folder):
+    pytest.importorskip("lightning")
+    common, *rest = programs()
+    plain, sharded = (program for program in rest if "import lightning" in program or "from lightning" in program)
+    program = common + plain.split("\ndata = ")[0] + sharded.split("\nbest = ")[0] + SHARDED
+    run(program, "sharded.py", folder)
+    seen = json.loads((folder / "seen.json").read_text())
+    assert seen["recomputed"] == [True, True]
+    assert all(n_here in (n // 2, -(-n // 2)) for n_here, n in seen["shards"])
+    # 900 cells or so: eight batches of either rank, of which two are a step.
+    assert seen["n_steps"] == len(seen["before"]) == 32
+    assert min(seen["before"]) > 0.2
+    assert seen["after"] == pytest.approx([0.1] * 32, rel=1e-3)
+    wanted = Scheduler(name="cosine_warmup", warmup_steps=20)
+    assert seen["rates"] == pytest.approx([1e-3 * factor_at(step, wanted, 32) for step in range(32)])

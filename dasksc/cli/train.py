@@ -33,7 +33,7 @@ Examples:
     "--nproc", metavar="N|auto", help="Processes to start on this node. Default: what training.num_gpus says."
 )
 @click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run. Default: training.num_nodes.")
-@click.option("--node-rank", type=click.IntRange(0), help="Which of them this is. Default: what srun says, or 0.")
+@click.option("--node-rank", type=click.IntRange(0), help="Which of them this is. Default: what srun says.")
 @click.option("--master-addr", help="The first node. Default: MASTER_ADDR, or what Slurm says.")
 @click.option(
     "--master-port",
@@ -41,7 +41,7 @@ Examples:
     help="A free port of it. Default: MASTER_PORT, or what Slurm says, or 29500.",
 )
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start all again so often when one fails.")
-@click.option("--check", is_flag=True, help="Only read the configuration; print it with all defaults.")
+@click.option("--check", is_flag=True, help="Only check the configuration; print it with all defaults.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; everything else goes to stderr.")
 def command(
     path: str,
@@ -66,30 +66,44 @@ def command(
         if error.name not in ("pydantic", "yaml"):
             raise
         raise InputError("dasksc train needs pydantic and PyYAML: pip install 'dasksc[train]'") from error
+    from dasksc.train import checks
+
     config = Config.load(path, changes=changes)
+    checks.check(config)
     if check:
         click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
         return
-    from dasksc.train.launch import launch, node_of, processes_to_start
+    from dasksc.train.launch import launch, node_of, node_rank_of, processes_to_start, telling_once
 
     n_processes = processes_to_start(config.training, nproc=nproc, nnodes=nnodes)
+    n_nodes = nnodes or config.training.num_nodes or node_of(os.environ)[0]
+    this_node = node_rank_of(node_rank, n_nodes, os.environ) if n_processes or node_rank is not None else 0
     if n_processes:
-        n_nodes, this_node = node_of(os.environ)
+        from dasksc.train.loggers import check_loggers
+        from dasksc.train.parallel import strategy_of
+
+        # What every rank would find wrong by itself. Nodes that count their GPUs may have unequally many: only the
+        # ranks know their number.
+        check_loggers(config.training.loggers)
+        if nproc != "auto" or n_nodes == 1:
+            strategy_of(config.training, n_processes * n_nodes, n_nodes)
         again: list[Any] = ["train", "--config", path, *(part for change in changes for part in ("--set", change))]
         launch(
             [*again, *(["--json"] if as_json else [])],
             n_processes=n_processes,
-            n_nodes=nnodes or config.training.num_nodes or n_nodes,
-            node_rank=this_node if node_rank is None else node_rank,
+            n_nodes=n_nodes,
+            node_rank=this_node,
             address=master_addr,
             port=master_port,
             max_restarts=max_restarts,
         )
         return
-    from dasksc.train.loop import fit
+    with telling_once():
+        from dasksc.train.loop import fit
 
-    is_first = World.detect().rank == 0
-    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, stream=sys.stderr, format="%(message)s")
-    report = fit(config, say=lambda line: click.echo(line, err=as_json))
-    if is_first:
-        click.echo(json.dumps(report.to_dict()) if as_json else f"\n{report}")
+        is_first = World.detect().rank == 0
+        level = logging.INFO if is_first else logging.WARNING
+        logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
+        report = fit(config, say=lambda line: click.echo(line, err=as_json))
+        if is_first:
+            click.echo(json.dumps(report.to_dict()) if as_json else f"\n{report}")

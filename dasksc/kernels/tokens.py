@@ -19,13 +19,25 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import mix, stream, uniform
 
-__all__ = ["bin_tokens", "choose", "count_tokens", "mask_tokens", "rank_tokens", "row_keys"]
+__all__ = [
+    "HIDDEN",
+    "REPLACED",
+    "SHOWN",
+    "bin_tokens",
+    "choose",
+    "count_tokens",
+    "mask_tokens",
+    "rank_tokens",
+    "row_keys",
+]
 
 _SIGN = np.uint32(0x80000000)
 _REST = np.uint32(0x7FFFFFFF)
-# Streams under the key of a row: one each for what is sampled and what is masked.
-_SAMPLED = 0
-_MASKED = 1
+# Streams under the key of a row: which genes are sampled and masked, what becomes of these, and what replaces them.
+_SAMPLED, _MASKED, _FATE, _REPLACEMENT = range(4)
+
+HIDDEN, REPLACED, SHOWN = 1, 2, 3
+"""What becomes of a token that is to be predicted."""
 
 
 @kernel
@@ -167,12 +179,22 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
 
 
 @kernel
-def mask_tokens(lengths, keys, ratio, first, out):
-    """Mark `ratio` of each row's tokens in `out`, shape (n_rows, length), bool, false before; at least one."""
+def mask_tokens(lengths, keys, ratio, replaced, kept, first, out, draws):
+    """Choose `ratio` of each row's tokens, at least one, and write into `out` what becomes of them.
+
+    `out` has shape (n_rows, length), uint8, zeros before: `HIDDEN`, or, as often as the shares `replaced` and `kept`
+    say, `REPLACED` or `SHOWN`. For those replaced, `draws`, float64 of that shape, gets a number in [0, 1).
+    """
     chosen = np.empty(out.shape[1], np.int64)
     for i in range(len(lengths)):
         n = lengths[i]
         n_masked = min(n, max(1, int(ratio * n + 0.5)))
         choose(stream(keys[i], _MASKED), n, n_masked, chosen)
         for k in range(n_masked):
-            out[i, first + chosen[k]] = True
+            place = chosen[k]
+            fate = uniform(stream(keys[i], _FATE), place)
+            if fate < replaced:
+                out[i, first + place] = REPLACED
+                draws[i, first + place] = uniform(stream(keys[i], _REPLACEMENT), place)
+            else:
+                out[i, first + place] = SHOWN if fate < replaced + kept else HIDDEN

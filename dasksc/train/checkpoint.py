@@ -3,24 +3,30 @@
 A checkpoint is a directory ``step-<number>``: the shards of the model, the optimizer and the random states, which any
 number of ranks under any strategy can read again, and ``state.json`` with everything else. It is written under another
 name and renamed when it is complete. ``model.pt`` is one file for inference, read by `load_model`.
+
+A run that goes on from an older checkpoint leaves the later ones behind. They are moved into ``abandoned-<number>`` as
+soon as the run has a checkpoint of its own, so that the latest of a directory is of the run that was last in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,15 +38,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dasksc import InputError, MissingPathError
+from dasksc import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
 from dasksc.train.models import BUILT_IN
 from dasksc.train.names import find
+from dasksc.train.optim import hyperparameters_of
 from dasksc.train.parallel import Place
 
 __all__ = ["Checkpoints", "load_model", "save_model"]
 
+logger = logging.getLogger(__name__)
+
 _VERSION = 1
-_NAME = re.compile(r"step-(\d+)$")
+_NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,8 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
         value: float | None,
+        *,
+        branched_at: int | None = None,
     ) -> Path:
         """Write a checkpoint. All ranks must call it.
 
@@ -84,11 +95,19 @@ class Checkpoints:
             Everything else, in what JSON can say; rank 0's is written.
         value
             Of the figure by which the best are kept; None: only until the next checkpoint.
+        branched_at
+            Where this is the first checkpoint since a run went on from another: the step of that, or 0 if it is not in
+            `folder`. Checkpoints of later steps are of a run that was left, and are moved into ``abandoned-<number>``.
 
         Returns
         -------
         Path
             Of the checkpoint.
+
+        Raises
+        ------
+        StorageError
+            If it cannot be written.
         """
         path = self.folder / f"step-{step:08d}"
         partial = path.with_name(path.name + ".partial")
@@ -98,7 +117,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
         self.place.barrier()
         tensors = _tensors_of(model, optimizer) | _random_state(self.place)
-        with _quiet():
+        with _quiet(), _failing_as(StorageError, f"{partial} cannot be written", "Is there space left?"):
             save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
         if self.place.rank == 0:
             written = {"version": _VERSION, "step": step, "value": value, **state}
@@ -106,17 +125,41 @@ class Checkpoints:
                 json.dump(written, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if path.exists():  # of a run that was resumed from an earlier one
-                _remove(path)
-            partial.rename(path)
+            self._take_place(partial, path, branched_at)
             self._prune(path)
         self.place.barrier()
         return path
 
+    def _take_place(self, complete: Path, path: Path, branched_at: int | None) -> None:
+        """Give a checkpoint its name, and move those of a run that was left aside."""
+        is_left = [other for other in self.all() if branched_at is not None and _step_of(other) > branched_at]
+        aside = next(folder for n in count(1) if not (folder := self.folder / f"abandoned-{n}").exists())
+        if path.exists():
+            is_left = sorted({*is_left, path})
+            _move(path, aside)
+        complete.rename(path)
+        # Only now: a run that is killed before has what it went on from, and all that was there.
+        for other in is_left:
+            if other != path:
+                _move(other, aside)
+        if is_left:
+            logger.warning(
+                "%s in %s are of a run that this one does not go on with, and are now in %s: training.resume_from=auto "
+                "and training.save_top_k do not count them. Delete that folder if you do not need them",
+                ", ".join(other.name for other in is_left),
+                self.folder,
+                aside,
+            )
+
     def _prune(self, latest: Path) -> None:
         if self.keep < 0:
             return
-        values = {path: json.loads((path / "state.json").read_text())["value"] for path in self.all()}
+        values: dict[Path, float | None] = {}
+        for path in self.all():
+            try:
+                values[path] = read_state(path)["value"]
+            except (InputError, CorruptDataError) as error:
+                logger.warning("a checkpoint that cannot be read is neither chosen nor removed: %s", error)
         sign = 1 if self.mode == "min" else -1
         ranked = sorted((sign * value, path) for path, value in values.items() if value is not None)
         kept = {latest, *(path for _, path in ranked[: self.keep])}
@@ -127,8 +170,14 @@ class Checkpoints:
         """Return the complete ones, in the order of their steps."""
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if _NAME.search(path.name) and (path / "state.json").exists()]
-        return sorted(found, key=lambda path: path.name)
+        # The whole name: copies under other names are the user's.
+        found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name) and (p / "state.json").exists()]
+        return sorted(found, key=_step_of)
+
+    def has(self, path: Path) -> bool:
+        """Tell whether a checkpoint is one of them. All ranks must call it."""
+        is_here = _NAME.fullmatch(path.name) is not None and path.resolve().parent == self.folder.resolve()
+        return bool(self.place.agreed(is_here))
 
     def find(self, resume_from: str | None) -> Path | None:
         """Return the checkpoint to go on from; None to begin anew. All ranks must call it.
@@ -155,14 +204,44 @@ class Checkpoints:
             raise MissingPathError(f"training.resume_from={resume_from!r} is no checkpoint; {self.folder} has {there}")
         return path
 
-    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Fill model, optimizer and random states; return the rest. All ranks must call it."""
+    def load(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, made: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Fill model, optimizer and random states; return the rest. All ranks must call it.
+
+        Parameters
+        ----------
+        path
+            Of the checkpoint.
+        model, optimizer
+            Sharded or not. The optimizer keeps the arguments it was made with, such as ``weight_decay``; what it has
+            learned comes from the checkpoint.
+        made
+            The ``name`` and ``arguments`` of ``model`` and ``optimizer``, as they are in the state that is saved.
+
+        Returns
+        -------
+        dict
+            The state that was saved.
+
+        Raises
+        ------
+        InputError
+            If the checkpoint is of another model or optimizer; nothing is filled then.
+        CorruptDataError
+            If it is damaged.
+        """
         state = read_state(path)
+        known = _known_tensors(path)
         tensors = _tensors_of(model, optimizer)
-        known = FileSystemReader(path).read_metadata().state_dict_metadata
+        _check_fits(path, state, made, tensors, known)
         random = {name: value for name, value in _random_state(self.place).items() if name in known}
-        with _quiet():
-            load(tensors | random, checkpoint_id=path, no_dist=not dist.is_initialized())
+        groups = tensors["optimizer"]["param_groups"]
+        learned = _learned_in(groups, hyperparameters_of(optimizer), known)
+        filled = {**tensors, "optimizer": {**tensors["optimizer"], "param_groups": learned}}
+        _load(filled | random, path, no_dist=not dist.is_initialized())
+        for group, values in zip(groups, learned, strict=True):
+            group.update(values)
         set_model_state_dict(model, tensors["model"])
         set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
         _set_random_state(random, self.place)
@@ -177,14 +256,61 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[None]:
+    """Tell what torch raises, which is no `Exception`, as one of ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
+        raise kind(f"{what}: {type(cause).__name__} on rank {rank}, {cause}. {advice}") from error
+
+
+def _load(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
+    """Fill tensors, and what else is named, from a checkpoint."""
+    advice = "Its files may be damaged: go on from another checkpoint, or remove it"
+    with _quiet(), _failing_as(InputError, f"{path} cannot be loaded", advice):
+        load(tensors, checkpoint_id=path, no_dist=no_dist)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _move(path: Path, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    path.rename(folder / path.name)
+
+
 def _remove(path: Path) -> None:
     """Remove a checkpoint, under another name first: half of one must not look like one."""
     shutil.rmtree(path.rename(path.with_name(path.name + ".gone")))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says beside its tensors."""
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    """Return what a checkpoint says beside its tensors.
+
+    Raises
+    ------
+    MissingPathError
+        If there is none.
+    CorruptDataError
+        If its ``state.json`` is damaged.
+    InputError
+        If it is of another version.
+    """
+    file = path / "state.json"
+    advice = f"Remove {path} to go on from the checkpoint before it"
+    try:
+        state = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise MissingPathError(f"there is no checkpoint at {path}: expected {file}") from error
+    except ValueError as error:  # no JSON, or no text
+        raise CorruptDataError(f"{file} is damaged, or was cut off: {error}. {advice}") from error
+    if not isinstance(state, dict):
+        raise CorruptDataError(f"{file} is damaged: expected a JSON object, found {type(state).__name__}. {advice}")
     if state.get("version") != _VERSION:
         raise InputError(f"{path} is of version {state.get('version')}; this dasksc reads version {_VERSION}")
     return state
@@ -192,6 +318,106 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _known_tensors(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint has, by names such as ``model.layer.weight``; tensors have a `size`."""
+    try:
+        return dict(FileSystemReader(path).read_metadata().state_dict_metadata)
+    except Exception as error:  # unpickling what was cut off raises anything
+        raise CorruptDataError(
+            f"{path / '.metadata'} is missing or damaged: {type(error).__name__}, {error}. Remove {path} to go on from "
+            "the checkpoint before it"
+        ) from error
+
+
+def _learned_in(
+    groups: list[dict[str, Any]], hyperparameters: Collection[str], known: Collection[str]
+) -> list[dict[str, Any]]:
+    """Return what of the parameter groups comes from a checkpoint: what is no argument, if it is there."""
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name not in hyperparameters and f"optimizer.param_groups.{i}.{name}" in known
+        }
+        for i, group in enumerate(groups)
+    ]
+
+
+def _check_fits(
+    path: Path, state: Mapping[str, Any], made: Mapping[str, Any], tensors: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model, or whose optimizer is another.
+
+    Arguments that change no tensor, such as ``dropout``, may differ.
+    """
+    odd = _odd_tensors("model.", tensors["model"], known, is_all=True)
+    if odd:
+        raise InputError(_misfit(path, "model", state, made["model"], odd))
+    # What is left of a state that this run has no use for, such as a momentum, does no harm.
+    odd = _odd_tensors("optimizer.state.", tensors["optimizer"]["state"], known, is_all=False)
+    there = state.get("optimizer", made["optimizer"])  # checkpoints were once written without it
+    if odd or there["name"] != made["optimizer"]["name"]:
+        raise InputError(_misfit(path, "training.optimizer", state, made["optimizer"], odd))
+
+
+def _odd_tensors(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any], *, is_all: bool) -> list[str]:
+    """Return how tensors differ from those of a checkpoint; `is_all`: it is to have no others below the prefix."""
+    here = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
+    there = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
+    odd = [f"{name} is only here" for name in here if name not in there]
+    if is_all:
+        odd += [f"{name} is only there" for name in there if name not in here]
+    return [
+        *(
+            f"{name} is {list(there[name])} there and {list(size)} here"
+            for name, size in here.items()
+            if name in there and there[name] != size
+        ),
+        *odd,
+    ]
+
+
+def _tensors_in(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of dicts and lists, by names as torch writes them."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in items:
+        if isinstance(value, torch.Tensor):
+            yield str(name), value
+        else:
+            yield from ((f"{name}.{rest}", tensor) for rest, tensor in _tensors_in(value))
+
+
+def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[str, Any], odd: list[str]) -> str:
+    """Say which arguments and tensors of a checkpoint are others than those of this run."""
+    there = state.get(section.rpartition(".")[2])
+    told = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
+    if not told:
+        told = ["its arguments are the same, so its code or data are not" if there else "it does not say its arguments"]
+    if odd:
+        told.append(f"tensors that differ: {len(odd)}, the first {odd[0]}")
+    origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
+    return (
+        f"the checkpoint {path} does not fit {section}: {'; '.join(told)}. Give what it was trained with{origin}, or "
+        "begin anew in another training.checkpoint_dir"
+    )
+
+
+def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return a text for each argument that differs; for the name alone, if that does."""
+    if there["name"] != here["name"]:
+        return [f"{section}.name={there['name']!r} there and {here['name']!r} here"]
+    before, now = there["arguments"], here["arguments"]
+    told = []
+    for name in dict.fromkeys([*before, *now]):
+        if name not in before:
+            told.append(f"{section}.{name} not given there and {now[name]!r} here")
+        elif name not in now:
+            told.append(f"{section}.{name}={before[name]!r} there and not given here")
+        elif before[name] != now[name]:
+            told.append(f"{section}.{name}={before[name]!r} there and {now[name]!r} here")
+    return told
 
 
 def _random_state(place: Place) -> dict[str, torch.Tensor]:
@@ -252,6 +478,8 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     ------
     MissingPathError
         If there is nothing at the path.
+    CorruptDataError, InputError
+        If what is there is damaged.
     """
     path = Path(path)
     if not path.exists():
@@ -264,8 +492,7 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
         saved = read_state(path)["model"]
         model = build_model(saved["name"], saved["arguments"])
         parameters = get_model_state_dict(model)
-        with _quiet():
-            load({"model": parameters}, checkpoint_id=path, no_dist=True)
+        _load({"model": parameters}, path, no_dist=True)
         model.load_state_dict(parameters)
     return model.eval()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,39 @@ from dasksc import InputError, MissingPathError
 from dasksc.train.guide import translated
 from dasksc.train.names import nearest
 
-__all__ = ["Config", "Data", "Fsdp", "Model", "Named", "Optimizer", "Profile", "Scheduler", "Tokenizer", "Training"]
+__all__ = [
+    *(
+        "Config",
+        "Data",
+        "Fsdp",
+        "Model",
+        "Named",
+        "Optimizer",
+        "Profile",
+        "Scheduler",
+        "Strategy",
+        "Tokenizer",
+        "Training",
+    )
+]
 
-_Positive = Annotated[int, Field(ge=1)]
-_Share = Annotated[float, Field(ge=0, lt=1)]
+logger = logging.getLogger(__name__)
+
+
+def _no_bool(value: Any) -> Any:
+    # pydantic takes true for 1.
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+def _none_if_off(value: Any) -> Any:
+    return None if value is False or value == 0 else value
+
+
+_Positive = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+_Count = Annotated[int, Field(ge=0), BeforeValidator(_no_bool)]
+_Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_no_bool)]
 
 
 def _of_one_modality(path: str | list[str] | dict[str, str]) -> str | list[str] | dict[str, str]:
@@ -106,6 +136,12 @@ class Open(_Section):
     cache: str | dict[str, Any] | None = None
 
 
+class Strategy(Named):
+    """A sampling strategy and its arguments: ``{name: block_shuffling, block_size: 64}``."""
+
+    name: str = "block_shuffling"
+
+
 class Data(_Section):
     """What is read, and how: the arguments of `dasksc.open`, `dasksc.scDataset` and ``DataLoader``.
 
@@ -119,7 +155,7 @@ class Data(_Section):
         What is drawn: the name of a strategy (``BlockShuffling`` or ``block_shuffling``) and its arguments. ``weights``
         may name an obs column.
     validation
-        A share of the rows, or more (`Validation`).
+        A share of the rows, or more (`Validation`); 0 or ``false``: none.
     batch_size
         Rows of a batch, per rank.
     genes
@@ -134,8 +170,8 @@ class Data(_Section):
 
     path: _Paths
     open: Open = Open()
-    strategy: Named = Named(name="block_shuffling")
-    validation: Validation | None = None
+    strategy: Strategy = Strategy()
+    validation: Annotated[Validation | None, BeforeValidator(_none_if_off)] = None
     batch_size: _Positive = 64
     fetch_factor: _Positive | None = 64
     drop_last: bool = False
@@ -153,7 +189,7 @@ class Data(_Section):
     mmap: bool = True
     progress: bool = False
     seed: int | None = None
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: _Count = 0
     prefetch_factor: _Positive | None = None
     pin_memory: bool | None = None
 
@@ -204,7 +240,7 @@ class Scheduler(_Section):
     """
 
     name: Literal["constant", "cosine_warmup", "linear_warmup"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: _Count = 0
     total_steps: _Positive | None = None
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
 
@@ -242,8 +278,8 @@ class Fsdp(_Section):
 class Profile(_Section):
     """The window of steps that torch's profiler records, once, on every rank."""
 
-    wait: Annotated[int, Field(ge=0)] = 5
-    warmup: Annotated[int, Field(ge=0)] = 2
+    wait: _Count = 5
+    warmup: _Count = 2
     active: _Positive = 3
 
     @model_validator(mode="before")
@@ -328,7 +364,7 @@ class Training(_Section):
     logger: _Logger | list[_Logger] = "stdout"
     wandb_project: str | None = None
     log_every_n_steps: _Positive = 50
-    profile: Profile | None = None
+    profile: Annotated[Profile | None, BeforeValidator(_none_if_off)] = None
     find_unused_parameters: bool = False
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
 
@@ -391,9 +427,11 @@ class Config(_Section):
             If it is no YAML, or a key or value is not of the schema: all of them are told, with the nearest known name.
         """
         try:
-            raw = _read_yaml(Path(path).read_text())
+            raw = _read_yaml(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise MissingPathError(f"there is no configuration at {path}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} is no text file with a configuration: {error}") from error
         except yaml.YAMLError as error:
             raise InputError(f"{path} is not YAML: {error}") from error
         return cls.of(raw, changes=changes, source=str(path))
@@ -426,11 +464,13 @@ class Config(_Section):
         tree = _copied(raw)
         for change in changes:
             _set(tree, change)
+        training = tree.get("training")
+        if isinstance(training, dict) and training.get("fsdp", ...) is None and training.get("strategy") is None:
+            logger.warning("training.fsdp is empty, which does not select FSDP; write fsdp: {} for all its defaults")
         try:
             return cls.model_validate(translated(tree))
         except ValidationError as error:
-            problems = [_problem(cls, one) for one in error.errors()]
-            raise InputError(f"{source}: {'; '.join(problems)}") from error
+            raise InputError(f"{source}: {'; '.join(_problems(cls, error))}") from error
 
 
 def _read_yaml(text: str) -> Any:
@@ -452,7 +492,10 @@ def _set(tree: dict[str, Any], change: str) -> None:
         if not isinstance(below, dict):
             below = tree[section] = _in_full(below, change)
         tree = below
-    tree[last] = _read_yaml(text) if text else None
+    try:
+        tree[last] = _read_yaml(text) if text else None
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {change}: {text!r} is not YAML; put texts with signs into quotes ({error})") from error
 
 
 def _in_full(short: Any, change: str) -> dict[str, Any]:
@@ -466,21 +509,54 @@ def _in_full(short: Any, change: str) -> dict[str, Any]:
     raise InputError(f"--set {change}: there is {short!r}, which is no section of keys; set that as a whole")
 
 
-def _problem(root: type[BaseModel], error: Any) -> str:
-    """Return what pydantic found, with the nearest name for an unknown key."""
-    where = [str(part) for part in error["loc"] if not str(part).startswith(("function-", "literal["))]
+def _problems(root: type[BaseModel], found: ValidationError) -> list[str]:
+    """Return what pydantic found, a sentence for each place."""
+    problems: dict[str, str] = {}
+    for error in found.errors():
+        where = _place(root, error["loc"])
+        # Of the alternatives that a place has, each failed: the first says enough.
+        problems.setdefault(".".join(where), _problem(root, where, error))
+    return list(problems.values())
+
+
+def _place(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Return the keys that lead to a problem, without pydantic's names for alternatives."""
+    where: list[str] = []
+    model: type[BaseModel] | None = root
+    for part in map(str, location):
+        if model is None and (part in ("str", "int", "float", "bool") or "[" in part):
+            continue
+        where.append(part)
+        model = None if model is None else _section_of(model, part)
+    return where
+
+
+def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
+    """Return what pydantic found at a place, with the nearest name for an unknown key or choice."""
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
         return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
     if error["type"] == "missing":
         return f"{name} is missing"
-    return f"{name}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
+    said = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        said = nearest(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
+    return f"{name}={error['input']!r}: {said}"
 
 
 def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:
     """Return the keys that a section may have."""
     for section in sections:
-        annotation = model.model_fields[section].annotation
-        options = getattr(annotation, "__args__", (annotation,))
-        model = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+        below = _section_of(model, section)
+        assert below is not None
+        model = below
     return list(model.model_fields)
+
+
+def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """Return the schema of the section below a key; None if there is none."""
+    if key not in model.model_fields:
+        return None
+    annotation = model.model_fields[key].annotation
+    options = getattr(annotation, "__args__", (annotation,))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)

@@ -22,15 +22,16 @@ from dasksc.collection import encode_column
 from dasksc.train.config import Config, Data, Validation
 from dasksc.train.names import check_arguments, find
 
-__all__ = ["Loader", "Loaders", "make_loaders", "on_device"]
+__all__ = ["STRATEGIES", "Loader", "Loaders", "make_loaders", "on_device"]
 
 logger = logging.getLogger(__name__)
 
-_STRATEGIES: dict[str, type[SamplingStrategy]] = {
+STRATEGIES: dict[str, type[SamplingStrategy]] = {
     name: getattr(dasksc, cls)
     for cls in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling")
     for name in (cls, "".join(f"_{c.lower()}" if c.isupper() else c for c in cls).lstrip("_"))
 }
+"""Sampling strategies by both of their names."""
 
 # Given to scDataset as they are.
 _SCDATASET_ARGUMENTS = [
@@ -159,7 +160,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     """
     data = config.data
     label = config.model.arguments.get("label")
-    strategy_class = find(data.strategy.name, _STRATEGIES, what="data.strategy.name")
+    strategy_class = find(data.strategy.name, STRATEGIES, what="data.strategy.name")
     options = dict(data.strategy.arguments)
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
     weights = options.get("weights")
@@ -193,6 +194,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         if data.genes is not None:
             raise InputError("data.genes and a tokenizer both choose genes; give tokenizer.vocabulary instead")
         tokens = _tokens(config, adata.var_names, common["seed"])
+        _check_length(config, tokens, adata.n_vars)
         common |= {"layout": "csr", "transform": tokens}
     training = scDataset(
         adata,
@@ -310,6 +312,18 @@ def _tokens(config: Config, genes: Any, seed: int) -> Any:
     assert config.tokenizer is not None
     tokens = import_module("dasksc.tokens")
     return tokens.from_config(config.tokenizer.options, genes=genes, vocabulary=config.tokenizer.vocabulary, seed=seed)
+
+
+def _check_length(config: Config, tokens: Any, n_genes: int) -> None:
+    """Refuse a model that is too short for the longest cell, before one comes."""
+    longest = min(tokens.max_genes, n_genes) + tokens.prepend_cls
+    room = config.model.arguments.get("max_seq_len")
+    if isinstance(room, int) and room < longest:
+        beside = " beside the token of the cell" if tokens.prepend_cls else ""
+        raise InputError(
+            f"model.max_seq_len={room}, and cells may have {longest} tokens; raise it, or set tokenizer.max_genes to "
+            f"{room - tokens.prepend_cls}{beside}"
+        )
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

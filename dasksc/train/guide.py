@@ -6,18 +6,29 @@ Most of its keys are ours too. The others, and what they become:
 
     data.source                    nothing: paths say what they are
     data.paths                     data.path
-    data.gene_vocab                tokenizer.vocabulary
+    data.gene_vocab                tokenizer.vocabulary, if there is such a file; else it names a list of genes, and
+                                   those of the atlas are numbered
     data.max_genes                 tokenizer.max_genes
     data.streaming                 nothing: atlases are always streamed
     data.streaming_shuffle_buffer  data.fetch_factor: the rows of a fetch, which are shuffled together
     data.streaming_chunk_size      the same, where it is the larger one
     model.architecture             model.name
     training.batch_size            data.batch_size
+
+Some mean something else there, or have other defaults. They do in files that have ``data.paths``:
+
+.. code-block:: text
+
+    tokenizer.max_genes            counts the token of the cell; 2048 by default
+    tokenizer.prepend_cls          true by default
+    tokenizer.masking              15% of the genes by default, of which 10% are replaced and 10% kept
+    training.fsdp                  wins over training.strategy
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from dasksc import InputError
@@ -32,10 +43,12 @@ _SOURCES = ("local", "file", "files", "h5ad", "anndata", "zarr")
 _MOVED = (
     ("data", "paths", "data", "path"),
     ("data", "gene_vocab", "tokenizer", "vocabulary"),
+    ("tokenizer", "gene_vocab", "tokenizer", "vocabulary"),
     ("data", "max_genes", "tokenizer", "max_genes"),
     ("model", "architecture", "model", "name"),
     ("training", "batch_size", "data", "batch_size"),
 )
+_MASKING = {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0.1}
 
 
 def translated(tree: dict[str, Any]) -> dict[str, Any]:
@@ -52,27 +65,66 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
         If a key of theirs and the one of ours that it becomes have different values.
     """
     result = {name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()}
+    is_theirs = "paths" in _section(result, "data")
     for section, key, new_section, new_key in _MOVED:
         if key in _section(result, section):
             value = result[section].pop(key)
+            if key == "gene_vocab" and _is_name(value):
+                logger.info("%s.gene_vocab=%r is no file: the genes of the atlas are numbered", section, value)
+                continue
             _put(result.setdefault(new_section, {}), new_key, value, f"{section}.{key}", f"{new_section}.{new_key}")
     data = _section(result, "data")
     if "source" in data:
         source = data.pop("source")
         if source not in _SOURCES:
             raise InputError(f"data.source={source!r} is not read; give files or stores ({', '.join(_SOURCES)})")
-    if data.pop("streaming", True) is False:
+    streaming = data.pop("streaming", True)
+    if not isinstance(streaming, bool):
+        raise InputError(f"data.streaming={streaming!r} must be true or false")
+    if not streaming:
         logger.info("data.streaming=false: rows are streamed all the same; the batches do not differ")
     rows = [data.pop(key) for key in ("streaming_chunk_size", "streaming_shuffle_buffer") if key in data]
-    if any(not isinstance(n, int) or n < 1 for n in rows):
+    if not all(map(_is_number_of_rows, rows)):
         raise InputError(f"data.streaming_chunk_size and streaming_shuffle_buffer must be numbers of rows; got {rows}")
     if rows:
         batch_size = data.get("batch_size", 64)
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if not _is_number_of_rows(batch_size):
             raise InputError(f"batch_size={batch_size!r} must be a number of rows, of 1 or more and without quotes")
-        factor = max(1, max(rows) // batch_size)
+        factor = max(1, int(max(rows)) // int(batch_size))
         _put(data, "fetch_factor", factor, "data.streaming_shuffle_buffer", "data.fetch_factor")
+    if is_theirs:
+        _take_their_meaning(_section(result, "tokenizer"), _section(result, "training"))
     return result
+
+
+def _take_their_meaning(tokenizer: dict[str, Any], training: dict[str, Any]) -> None:
+    """Change in place what has another meaning or default in their files."""
+    if tokenizer:
+        tokenizer.setdefault("prepend_cls", True)
+        tokenizer.setdefault("max_genes", 2048)
+        masking = tokenizer.get("masking")
+        if masking is None or isinstance(masking, dict):
+            tokenizer["masking"] = _MASKING | (masking or {})
+        # Other types are refused where the schema is checked.
+        if tokenizer["prepend_cls"] is True and type(tokenizer["max_genes"]) is int:
+            if tokenizer["max_genes"] < 2:
+                raise InputError(f"tokenizer.max_genes={tokenizer['max_genes']} leaves no gene beside the cell's token")
+            tokenizer["max_genes"] -= 1
+    if isinstance(training.get("fsdp"), dict) and training.get("strategy") == "ddp":
+        training["strategy"] = "fsdp"
+
+
+def _is_name(vocabulary: Any) -> bool:
+    """Whether it names a list of genes, and is no path."""
+    if not isinstance(vocabulary, str) or os.path.exists(vocabulary):
+        return False
+    return not os.path.splitext(vocabulary)[1] and os.path.basename(vocabulary) == vocabulary
+
+
+def _is_number_of_rows(value: Any) -> bool:
+    # 1e4 is a float in YAML.
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return is_whole and not isinstance(value, bool) and value >= 1
 
 
 def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:

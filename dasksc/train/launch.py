@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from dasksc import InputError, World
+from dasksc import DaskscError, InputError, World
 from dasksc.train.config import Training
 from dasksc.world import LAUNCHERS
 
-__all__ = ["launch", "local_rank_of", "n_nodes_of", "node_of", "processes_to_start", "rendezvous"]
+__all__ = [
+    "launch",
+    "local_rank_of",
+    "n_nodes_of",
+    "node_of",
+    "node_rank_of",
+    "processes_to_start",
+    "rendezvous",
+    "telling_once",
+]
 
 _PORTS = range(20_000, 30_000)
+
+# Names the folder in which the ranks that `launch` has started note what they have told.
+_TOLD = "DASKSC_TRAIN_TOLD"
+# A rank that lost another leaves the telling to that one, or to the launcher, which looks for ranks that ended every
+# 0.1 s and then ends the others.
+_GRACE_S = 3.0
 
 
 def processes_to_start(
@@ -99,9 +123,11 @@ def launch(
     ------
     InputError
         If nothing says where that is.
+    DaskscError
+        If a rank ended without telling why by itself, as by a signal; or if this process was told to stop.
+    SystemExit
+        With exit code 1, if ranks failed and have told why (`telling_once`).
     """
-    from torch.distributed import run
-
     options = [f"--nproc-per-node={n_processes}", f"--max-restarts={max_restarts}"]
     if n_nodes == 1:
         options += ["--standalone"]
@@ -120,7 +146,174 @@ def launch(
             *(f"--nnodes={n_nodes}", f"--node-rank={node_rank}", f"--master-addr={found['MASTER_ADDR']}"),
             f"--master-port={found['MASTER_PORT']}",
         ]
-    run.main([*options, "--module", "dasksc", *arguments])
+    with _failures_in_a_line(), _room_to_tell(), contextlib.nullcontext() if max_restarts else _quiet_launcher():
+        _torchrun([*options, "--module", "dasksc", *arguments])
+
+
+def _torchrun(options: list[str]) -> None:
+    from torch.distributed import run
+
+    run.main(options)
+
+
+@contextlib.contextmanager
+def _failures_in_a_line() -> Iterator[None]:
+    """Replace the traceback of torch's launcher, which tells where it is in torch, by how the ranks ended."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        yield
+    except ChildFailedError as error:
+        deaths = deaths_of({rank: failure.exitcode for rank, failure in error.failures.items()})
+        if deaths:
+            raise DaskscError("; ".join(deaths)) from None
+        raise SystemExit(1) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise DaskscError(f"stopped by {error.sigval.name}") from None
+
+
+def deaths_of(exit_codes: Mapping[int, int]) -> list[str]:
+    """Return how those ranks ended that have not told it: not by exit code 1, nor because the launcher ended them.
+
+    Parameters
+    ----------
+    exit_codes
+        Of the ranks that failed, by rank; negative: a signal.
+    """
+    # The launcher sends SIGTERM to the ranks that are left when one has failed.
+    by_themselves = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
+    return [f"rank {rank} {_death(code)}" for rank, code in sorted(by_themselves.items()) if code != 1]
+
+
+def _death(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # of real time, which have no names
+        name = f"signal {-exit_code}"
+    if -exit_code == signal.SIGKILL:
+        name += " (if nobody sent it, the memory of the node was full: lower data.batch_size or data.fetch_factor)"
+    return f"was killed by {name}"
+
+
+@contextlib.contextmanager
+def _room_to_tell() -> Iterator[None]:
+    """Make the folder for `telling_once` in the ranks."""
+    with tempfile.TemporaryDirectory(prefix="dasksc-") as folder:
+        os.environ[_TOLD] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_TOLD]
+
+
+@contextlib.contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Leave out what torch's launcher logs of ranks that failed, which the ranks and `deaths_of` tell."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(("failed (exitcode", "Sending process"))
+
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
+
+
+@contextlib.contextmanager
+def telling_once() -> Iterator[None]:
+    """Tell why this rank fails, unless a rank that `launch` started beside it on this node has told the same.
+
+    An error of dasksc is a line, any other its traceback. Ranks that were started otherwise raise their errors as they
+    are.
+
+    Raises
+    ------
+    SystemExit
+        With exit code 1, instead of the error.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # a reader that has gone, which click knows
+    except Exception as error:
+        if _TOLD not in os.environ:
+            raise
+        _tell(error, Path(os.environ[_TOLD]), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        raise SystemExit(1) from error
+
+
+def _tell(error: Exception, folder: Path, *, attempt: str) -> None:
+    if _lost_another(error):
+        time.sleep(_GRACE_S)
+        if any(folder.glob(f"{attempt}-*")):
+            return
+    if isinstance(error, DaskscError):
+        key, text = str(error), f"dasksc: {error}\n"
+    else:
+        # Messages of the same error name devices and addresses that differ.
+        key = type(error).__name__ + "".join(traceback.format_tb(error.__traceback__))
+        text = "".join([f"dasksc: rank {World.detect().rank} failed:\n", *traceback.format_exception(error)])
+    with contextlib.suppress(FileNotFoundError):  # the launcher has gone, and the folder with it
+        try:
+            (folder / f"{attempt}-{zlib.crc32(key.encode())}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+    sys.stderr.write(text)  # at once, for others may write too
+    sys.stderr.flush()
+
+
+def _lost_another(error: Exception) -> bool:
+    """Whether an error only says that another rank was not there; gloo's have no type."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
+def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]) -> int:
+    """Return which of the nodes of a run this is.
+
+    Parameters
+    ----------
+    given
+        On the command line.
+    n_nodes
+        Of the run.
+    environment
+        Of the process; ``GROUP_RANK``, or Slurm's number in a step or job of as many nodes, is what else may tell.
+
+    Raises
+    ------
+    InputError
+        If there is no such node, or nothing tells: all nodes would take themselves for the first, and wait.
+    """
+    node = given if given is not None else 0 if n_nodes == 1 else _told_node(n_nodes, environment)
+    if node is None:
+        raise InputError(
+            f"nothing says which of the {n_nodes} nodes of this run (--nnodes, training.num_nodes) this is. Give "
+            f"--node-rank 0 on the first, 1 on the next; or start it with srun, one task on each node; or on this node "
+            "alone: --nnodes 1 --set training.num_nodes=1"
+        )
+    if node >= n_nodes:
+        raise InputError(
+            f"node {node} is none of the {n_nodes} node{'s' if n_nodes > 1 else ''} of this run, which are numbered "
+            "from 0. Lower --node-rank, or raise --nnodes"
+        )
+    return node
+
+
+def _told_node(n_nodes: int, environment: Mapping[str, str]) -> int | None:
+    if environment.get("GROUP_RANK", "").isdigit():
+        return int(environment["GROUP_RANK"])
+    # In a step of fewer nodes it is another number: each of several steps has a first node.
+    n_numbered = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_JOB_NUM_NODES"))
+    if n_numbered == str(n_nodes) and environment.get("SLURM_NODEID", "").isdigit():
+        return int(environment["SLURM_NODEID"])
+    return None
 
 
 def node_of(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,10 @@ from typing import Any, Protocol
 from dasksc import InputError
 from dasksc.train.config import Config
 
-__all__ = ["CSVLog", "Log", "make_logs"]
+__all__ = ["CSVLog", "Log", "check_loggers", "make_logs"]
+
+# What the loggers that need a package import of it.
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 # Figures that are told in percent, in bytes, and in whole numbers.
 _SHARES = ("accuracy", "wait_share")
@@ -107,13 +110,34 @@ def _number_of(text: str) -> float:
         return float(text)  # inf too: the norm of a gradient that float16 does not hold
 
 
+def check_loggers(names: Iterable[str]) -> None:
+    """Refuse loggers whose packages cannot be imported. Rank 0 alone has loggers, but all ranks are to end together.
+
+    Parameters
+    ----------
+    names
+        Of the configuration.
+
+    Raises
+    ------
+    InputError
+        If one needs a package that is not there.
+    """
+    for name in names:
+        if name in _MODULES:
+            _module_of(name)
+
+
+def _module_of(name: str) -> Any:
+    try:
+        return import_module(_MODULES[name])
+    except ImportError as error:
+        raise InputError(f"training.logger={name} needs it: pip install {name} ({error})") from error
+
+
 class _Tensorboard:
     def __init__(self, folder: Path) -> None:
-        try:
-            module = import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise InputError("training.logger=tensorboard needs it: pip install tensorboard") from error
-        self._writer: Any = module.SummaryWriter(str(folder))
+        self._writer: Any = _module_of("tensorboard").SummaryWriter(str(folder))
 
     def write(self, figures: Mapping[str, Any]) -> None:
         for name, value in figures.items():
@@ -126,11 +150,7 @@ class _Tensorboard:
 
 class _Wandb:
     def __init__(self, config: Config) -> None:
-        try:
-            wandb: Any = import_module("wandb")
-        except ImportError as error:
-            raise InputError("training.logger=wandb needs it: pip install wandb") from error
-        self._run = wandb.init(project=config.training.wandb_project, config=config.written())
+        self._run: Any = _module_of("wandb").init(project=config.training.wandb_project, config=config.written())
 
     def write(self, figures: Mapping[str, Any]) -> None:
         self._run.log({name: value for name, value in figures.items() if name != "step"}, step=figures["step"])

@@ -16,14 +16,25 @@ from torch import nn
 
 from dasksc import InputError
 from dasksc.train.checkpoint import Checkpoints, build_model, save_model
+from dasksc.train.checks import check
 from dasksc.train.config import Config
 from dasksc.train.data import Loader, Loaders, make_loaders, on_device
-from dasksc.train.loggers import CSVLog, Log, make_logs
+from dasksc.train.loggers import CSVLog, Log, check_loggers, make_logs
 from dasksc.train.metrics import Means, Pace
 from dasksc.train.models import BUILT_IN
 from dasksc.train.names import arguments_of, check_arguments, find
 from dasksc.train.optim import LearningRate, make_optimizer
-from dasksc.train.parallel import Place, Spread, clip_gradient, count_rows, number_of, places, scale_gradient, spread
+from dasksc.train.parallel import (
+    Place,
+    Spread,
+    clip_gradient,
+    count_rows,
+    number_of,
+    places,
+    scale_gradient,
+    spread,
+    unused_of,
+)
 from dasksc.train.report import Report, plot
 
 __all__ = ["fit"]
@@ -53,6 +64,7 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     InputError
         If the configuration does not fit the data, the model or the run.
     """
+    check(config)
     with places(config.training) as place:
         run = _Run(config, place, say)
         run.go()
@@ -64,6 +76,10 @@ class _Run:
 
     def __init__(self, config: Config, place: Place, say: Callable[[str], None]) -> None:
         training = config.training
+        check_loggers(training.loggers)
+        if place.rank == 0:
+            for line in unused_of(config, place):
+                logger.warning(line)
         self.config = config
         self.place = place
         self.folder = Path(training.checkpoint_dir)
@@ -85,6 +101,7 @@ class _Run:
         self.checkpoints = Checkpoints(folder=self.folder, keep=training.save_top_k, mode=mode, place=place)
 
         self.step_saved: int | None = None
+        self.branched_at: int | None = None
         self.step_validated: int | None = None
         self.n_cells = 0
         self.figures: dict[str, Any] = {}
@@ -122,15 +139,25 @@ class _Run:
         path = self.checkpoints.find(self.config.training.resume_from)
         if path is None:
             return
-        state = self.checkpoints.load(path, self.spread.bare, self.optimizer)
+        state = self.checkpoints.load(path, self.spread.bare, self.optimizer, self._made())
         self._loader.load_state_dict(state["data"])
         if state["scaler"]:  # empty without 16-mixed
             self.scaler.load_state_dict(state["scaler"])
         self.step, self.figures, self.latest = state["step"], state["figures"], path
-        self.step_saved = self.step if path.parent == self.folder else None
+        is_of_this_folder = self.checkpoints.has(path)
+        self.step_saved = self.step if is_of_this_folder else None
+        self.branched_at = self.step if is_of_this_folder else 0
         self.step_validated = state["validated_at"]
         self.monitored = self.figures.get(self.monitor)
         logger.info("going on from %s", path)
+
+    def _made(self) -> dict[str, Any]:
+        """What a checkpoint notes of how model and optimizer were made, to tell those that fit from others."""
+        optimizer = self.config.training.optimizer
+        return {
+            "model": {"name": self.config.model.name, "arguments": self.model_arguments},
+            "optimizer": {"name": optimizer.name, "arguments": optimizer.arguments},
+        }
 
     # --- Steps ------------------------------------------------------------------------------------------
 
@@ -286,12 +313,14 @@ class _Run:
             "scaler": self.scaler.state_dict(),
             "figures": self.figures,
             "validated_at": self.step_validated,
-            "model": {"name": self.config.model.name, "arguments": self.model_arguments},
+            **self._made(),
             "world_size": self.place.world_size,
             "config": self.config.written(),
         }
-        self.latest = self.checkpoints.save(self.step, self.spread.bare, self.optimizer, state, value)
-        self.step_saved = self.step
+        self.latest = self.checkpoints.save(
+            self.step, self.spread.bare, self.optimizer, state, value, branched_at=self.branched_at
+        )
+        self.step_saved, self.branched_at = self.step, None
         self.pace.go_on(paused)
 
     def finish(self) -> Report:
@@ -339,10 +368,13 @@ class _Run:
             yield None
             return
         folder = self.folder / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
+        before = self.step
+        n_skipped = window.wait + window.warmup
 
         def export(profiler: torch.profiler.profile) -> None:
-            profiler.export_chrome_trace(str(folder / f"rank-{self.place.rank}.json"))
+            if self.step - before > n_skipped:  # else the window has opened, and the run ended
+                folder.mkdir(parents=True, exist_ok=True)
+                profiler.export_chrome_trace(str(folder / f"rank-{self.place.rank}.json"))
 
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.place.device.type == "cuda":
@@ -350,6 +382,14 @@ class _Run:
         schedule = torch.profiler.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1)
         with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=export) as profiler:
             yield profiler
+        n_steps = self.step - before
+        if n_steps < n_skipped + window.active and self.place.rank == 0:
+            logger.warning(
+                "training.profile takes %d steps (wait %d + warmup %d + active %d), and this run had %d: %d of %d are "
+                "recorded. Train for more, or lower training.profile.wait",
+                *(n_skipped + window.active, window.wait, window.warmup, window.active, n_steps),
+                *(max(0, n_steps - n_skipped), window.active),
+            )
 
 
 def grouped(items: Iterable[T], n: int) -> Iterator[list[T]]:

@@ -53,6 +53,16 @@ def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
     return (dense * (total / dense.sum(dim=1, keepdim=True).clamp(min=1.0))).log1p()
 
 
+def _check_sizes(dropout: Any, *, at_least: int, **sizes: Any) -> None:
+    """Refuse sizes and shares that make no layer; `num_layers` is at least `at_least`, others 1."""
+    for name, size in sizes.items():
+        least = at_least if name == "num_layers" else 1
+        if isinstance(size, bool) or not isinstance(size, int) or size < least:
+            raise InputError(f"model.{name}={size!r} must be a whole number of at least {least}")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise InputError(f"model.dropout={dropout!r} must be a number in [0, 1)")
+
+
 class _Layers(nn.Module):
     """Linear maps, each but the last followed by a norm, a nonlinearity and dropout."""
 
@@ -97,6 +107,7 @@ class MLPClassifier(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        _check_sizes(dropout, at_least=0, hidden_dim=hidden_dim, num_layers=num_layers)
         self.label = label
         self.layers = _Layers([n_genes, *[hidden_dim] * num_layers, n_labels], dropout=dropout)
 
@@ -140,6 +151,7 @@ class Autoencoder(nn.Module):
         beta: float = 1.0,
     ) -> None:
         super().__init__()
+        _check_sizes(dropout, at_least=0, hidden_dim=hidden_dim, num_layers=num_layers, latent_dim=latent_dim)
         hidden = [hidden_dim] * num_layers
         self.variational = variational
         self.beta = beta
@@ -227,6 +239,7 @@ class TokenTransformer(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        _check_sizes(dropout, at_least=1, hidden_dim=hidden_dim, num_layers=num_layers, num_heads=num_heads)
         if hidden_dim % num_heads:
             raise InputError(f"model.hidden_dim={hidden_dim} does not divide by num_heads={num_heads}")
         self.label = label

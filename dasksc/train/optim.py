@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dasksc.train.config import Optimizer, Scheduler
-from dasksc.train.names import check_arguments, find
+from dasksc.train.names import arguments_of, check_arguments, find
 
-__all__ = ["LearningRate", "factor_at", "make_optimizer"]
+__all__ = ["LearningRate", "factor_at", "hyperparameters_of", "make_optimizer"]
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -30,6 +30,16 @@ def make_optimizer(parameters: Iterable[nn.Parameter], wanted: Optimizer, *, sca
         [p for p in parameters if p.requires_grad], **{**arguments, "lr": wanted.lr * scale}
     )
     return optimizer
+
+
+def hyperparameters_of(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the arguments of an optimizer's constructor: what a configuration says of its parameter groups.
+
+    What else is in the groups is what it has learned, for some keep an estimate or a count there.
+    """
+    # Its own and inherited ones, which may be passed on as **options.
+    classes = [cls for cls in type(optimizer).__mro__ if issubclass(cls, torch.optim.Optimizer)]
+    return {name for cls in classes for name in arguments_of(cls)}
 
 
 def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:

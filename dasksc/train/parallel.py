@@ -22,11 +22,22 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, World
-from dasksc.train.config import Fsdp, Training
+from dasksc.train.config import Config, Fsdp, Training
 from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
 from dasksc.world import leave_group
 
-__all__ = ["Place", "Spread", "clip_gradient", "count_rows", "number_of", "places", "scale_gradient", "spread"]
+__all__ = [
+    "Place",
+    "Spread",
+    "clip_gradient",
+    "count_rows",
+    "number_of",
+    "places",
+    "scale_gradient",
+    "spread",
+    "strategy_of",
+    "unused_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +90,7 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
     Raises
     ------
     InputError
-        If it cannot have so many, or the run is not of the size that the configuration says.
+        If it cannot have so many, or cannot be sharded so, or the run is not of the size that the configuration says.
     """
     strategy = training.strategy
     if strategy is None:
@@ -107,7 +118,65 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
             f"training.num_nodes={training.num_nodes}, and this run is on {n_nodes}. Start it on as many, or "
             f"--set training.num_nodes={n_nodes}"
         )
+    if strategy == "fsdp" and training.fsdp is not None:
+        _check_shard_size(training.fsdp, world_size)
     return strategy
+
+
+def _check_shard_size(fsdp: Fsdp, world_size: int) -> None:
+    size = fsdp.shard_size
+    if size is None:
+        return
+    if fsdp.sharding_strategy != "HYBRID_SHARD":
+        raise InputError(
+            f"training.fsdp.shard_size={size} is for sharding_strategy: HYBRID_SHARD, and it is "
+            f"{fsdp.sharding_strategy}; use that, or leave shard_size out"
+        )
+    if world_size % size:
+        raise InputError(
+            f"training.fsdp.shard_size={size} does not divide the {world_size} ranks; copies need equally many"
+        )
+
+
+def unused_of(config: Config, place: Place) -> list[str]:
+    """Return a line for each key that was given and has no effect in this run.
+
+    Parameters
+    ----------
+    config
+        Of the training.
+    place
+        Where this process is.
+    """
+    data, training, fsdp = config.data, config.training, config.training.fsdp
+    lines = []
+    if data.prefetch_factor is not None and not data.num_workers:
+        lines.append(
+            f"data.prefetch_factor={data.prefetch_factor} is not used: data.num_workers is 0; what the threads of a "
+            "rank read ahead is data.prefetch"
+        )
+    if training.wandb_project is not None and "wandb" not in training.loggers:
+        loggers = ", ".join(training.loggers)
+        lines.append(f"training.wandb_project={training.wandb_project} is not used: training.logger is {loggers}")
+    if place.strategy == "dp" and place.device.type == "cpu" and (training.num_gpus or 1) > 1:
+        lines.append(
+            f"training.num_gpus={training.num_gpus} is not used: this process sees no GPU, and training.strategy=dp "
+            "has one copy of the model on the CPU"
+        )
+    if fsdp is None or training.strategy not in (None, "fsdp"):
+        return lines  # `strategy_of` tells it of the section as a whole
+    if fsdp.sharding_strategy == "NO_SHARD":
+        given = {"cpu_offload": fsdp.cpu_offload, "shard_size": fsdp.shard_size}
+        lines += [
+            f"training.fsdp.{name}={value} is not used: NO_SHARD is DDP" for name, value in given.items() if value
+        ]
+    is_one_copy = fsdp.shard_size is None and place.world_size == place.local_world_size > 1
+    if fsdp.sharding_strategy == "HYBRID_SHARD" and is_one_copy:
+        lines.append(
+            f"HYBRID_SHARD is FULL_SHARD here: all {place.world_size} ranks are on one node, and share one copy. For "
+            "more copies give training.fsdp.shard_size"
+        )
+    return lines
 
 
 def replicas_of(training: Training, n_gpus: int) -> list[int]:
@@ -324,14 +393,14 @@ def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def _mesh(fsdp: Fsdp, place: Place) -> DeviceMesh:
+    _check_shard_size(fsdp, place.world_size)
     if fsdp.sharding_strategy != "HYBRID_SHARD":
-        if fsdp.shard_size is not None:
-            raise InputError("training.fsdp.shard_size is for sharding_strategy: HYBRID_SHARD")
         return init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",))
     size = fsdp.shard_size or place.local_world_size
     if place.world_size % size:
         raise InputError(
-            f"training.fsdp.shard_size={size} does not divide the {place.world_size} ranks; copies need equally many"
+            f"HYBRID_SHARD shards inside a node, and the {size} ranks of this one do not divide the "
+            f"{place.world_size} of the run; give a training.fsdp.shard_size that does"
         )
     names = ("dp_replicate", "dp_shard")
     return init_device_mesh(place.device.type, (place.world_size // size, size), mesh_dim_names=names)

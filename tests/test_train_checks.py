@@ -1,0 +1,85 @@
+"""What is wrong with a training, found out before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dasksc import DaskscError, InputError
+from dasksc.train.checks import check
+from dasksc.train.config import Config
+
+CLASSIFIER = {"name": "mlp_classifier", "label": "cell_type"}
+TRANSFORMER = {"model": "transformer_encoder", "tokenizer": {"masking": {"mask_ratio": 0.15}}}
+
+
+def config(tmp_path: Path, **sections: Any) -> Config:
+    training = {"checkpoint_dir": str(tmp_path / "run"), **sections.pop("training", {})}
+    return Config.of({"data": {"path": "a.h5ad"}, "model": CLASSIFIER, **sections, "training": training})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"model": "vae"},
+        {"model": "autoencoder"},
+        TRANSFORMER,
+        {"model": {"name": "transformer_encoder", "label": "cell_type"}, "tokenizer": {"strategy": "value_bins"}},
+        {"model": "torch.nn:Identity"},
+        {"data": {"path": "a", "strategy": {"name": "ClassBalancedSampling", "label_key": "cell_type"}}},
+        {"training": {"optimizer": {"name": "sgd", "momentum": 0.9}}},
+        {"training": {"optimizer": {"name": "torch.optim:RMSprop", "alpha": 0.9}}},
+    ],
+)
+def test_what_can_be_right_passes(tmp_path, sections):
+    check(config(tmp_path, **sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"model": {**CLASSIFIER, "hiden_dim": 8}}, "model.hiden_dim is not known; did you mean 'hidden_dim'?"),
+        (
+            {"model": {"name": "mlp_clasifier"}},
+            "model.name='mlp_clasifier' is not known; did you mean 'mlp_classifier'?",
+        ),
+        ({"model": "mlp_classifier"}, "model needs label"),
+        ({"model": {**CLASSIFIER, "hidden_dim": "16"}}, "model.hidden_dim='16' must be a whole number of at least 1"),
+        ({"model": {**CLASSIFIER, "num_layers": 2.5}}, "model.num_layers=2.5 must be a whole number of at least 0"),
+        ({"model": {**CLASSIFIER, "dropout": 2}}, r"model.dropout=2 must be a number in \[0, 1\)"),
+        ({"model": {"name": "vae", "latent_dim": 0}}, "model.latent_dim=0 must be a whole number of at least 1"),
+        ({**TRANSFORMER, "model": {"name": "transformer_encoder", "num_layers": -1}}, "num_layers=-1 must be"),
+        ({"model": {"name": "vae", "beta": 1, "variational": True}}, "model.variational is not known"),
+        ({"model": "os:sep"}, "model.name='os:sep' is no torch.nn.Module"),
+        ({"data": {"path": "a", "strategy": "blok"}}, "data.strategy.name='blok' is not known"),
+        (
+            {"data": {"path": "a", "strategy": {"block": 4}}},
+            "data.strategy.block is not known; did you mean 'block_size'?",
+        ),
+        ({"training": {"optimizer": "adamwx"}}, "training.optimizer.name='adamwx' is not known; did you mean 'adamw'?"),
+        ({"training": {"optimizer": {"weigth_decay": 1}}}, "training.optimizer.weigth_decay is not known; did you"),
+        ({"training": {"optimizer": {"betas": [0.9]}}}, "training.optimizer has a value that cannot be used: "),
+        ({"training": {"optimizer": {"weight_decay": -1}}}, "cannot be used: ValueError: Invalid weight_decay"),
+        ({"training": {"optimizer": {"weight_decay": "x"}}}, "training.optimizer has a value that cannot be used: Ty"),
+        ({"tokenizer": {"max_gene": 4}}, "tokenizer has no setting 'max_gene'; did you mean 'max_genes'?"),
+        ({"tokenizer": {"strategy": "rank_vale"}}, "tokenizer.strategy must be 'rank_value' or 'value_bins'"),
+        ({"tokenizer": {"masking": {"mask_ratio": "0.15"}}}, "mask_ratio='0.15' is no share"),
+        ({"tokenizer": {"vocabulary": "nowhere.json"}}, "there is no vocabulary file 'nowhere.json'"),
+        ({"training": {"checkpoint_dir": __file__}}, f"cannot be written to: {__file__} is no directory"),
+        ({"training": {"checkpoint_dir": f"{__file__}/run"}}, f"cannot be written to: {__file__} is no directory"),
+    ],
+)
+def test_what_no_data_could_make_right_is_refused(tmp_path, sections, told):
+    with pytest.raises(DaskscError, match=told):
+        check(config(tmp_path, **sections))
+
+
+def test_everything_is_told_at_once_and_nothing_is_written(tmp_path):
+    wrong = config(tmp_path, model="vea", training={"optimizer": "adan"}, tokenizer={"strategy": "x"})
+    with pytest.raises(InputError, match="tokenizer.strategy.*; model.name='vea'.*; training.optimizer.name='adan'"):
+        check(wrong)
+    check(config(tmp_path))
+    assert not list(tmp_path.iterdir())
