@@ -8,16 +8,15 @@ read as AnnData reads it.
 from __future__ import annotations
 
 import difflib
-import glob
+import logging
 import math
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import dask.array as da
@@ -34,11 +33,23 @@ from dasksc import config
 from dasksc.concat import Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
-from dasksc.storage import HDF5_ENDINGS, Cache, Matrix, Place, as_matrix, is_url, open_matrix, open_place, shown
-from dasksc.storage.hdf5_guard import check_chunks
+from dasksc.parts import Part, is_anncollection, parts_of, quoted, stem_of
+from dasksc.storage import (
+    Cache,
+    Matrix,
+    Place,
+    as_matrix,
+    hdf5_guard,
+    is_url,
+    open_matrix,
+    open_place,
+    shown,
+    zarr_guard,
+)
 from dasksc.storage.hdf5_links import check_item, check_links
+from dasksc.storage.places import ZARR_MARKERS
+from dasksc.storage.swell import DEFLATE_RATIO
 from dasksc.storage.zarr import ZarrFile
-from dasksc.storage.zarr_guard import chunks_that_fit
 
 __all__ = [
     "AnnDataView",
@@ -50,8 +61,11 @@ __all__ = [
     "open",
     "open_modalities",
     "several_of",
+    "split_columns",
     "stem_of",
 ]
+
+logger = logging.getLogger(__name__)
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
@@ -89,11 +103,9 @@ class _Reach:
 _HERE = _Reach()
 _reach: ContextVar[_Reach] = ContextVar("reach", default=_HERE)
 
-# A chunk is decoded as a whole: how much larger than its array it may be.
-_CHUNK_ROOM_BYTES = 2**30
-ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
-# What is an atlas, of what is in a directory.
-ATLAS_ENDINGS = (".h5ad", ".zarr")
+# A chunk is decoded as a whole: how much larger than its array it may be. Tables and uns may take as much of memory
+# whatever is stored for them.
+_ROOM_BYTES = 2**30
 
 
 def open(
@@ -121,10 +133,10 @@ def open(
         (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and those that fsspec knows).
 
         Several, one below the other: a list of these and of what follows, or a dict of these by their keys; a pattern
-        (``"atlas/*.h5ad"``) or a directory, whose files and stores are taken by name (behind URLs
-        too, but of web servers, which do not tell what they have); a store of
-        ``dataset_*`` groups, as annbatch writes it; AnnData's `AnnCollection`. Nothing is rewritten: a column
-        is renumbered while the rows of a batch are gathered.
+        (``"atlas/*.h5ad"``; ``**`` for folders of any depth) or a directory, whose files and stores are taken by name
+        (behind URLs too, but of web servers, which do not tell what they have), one alone as if it had been given; a
+        store of ``dataset_*`` groups, as annbatch writes it; AnnData's `AnnCollection`, whose obs is that of what is
+        opened. Nothing is rewritten: a column is renumbered while the rows of a batch are gathered.
     obs
         The obs columns to read. Default: all of them.
     mmap
@@ -133,7 +145,8 @@ def open(
     join, label, keys, index_unique, merge
         Of several, as for `anndata.concat`, which concatenates their tables: keep the variables that all have
         (``"inner"``) or any (``"outer"``); name an obs column that says which row is of which, by `keys`, one for each
-        atlas that a pattern or directory stands for (default: of paths, their names). Matrices of different types take
+        atlas that a pattern or directory stands for (default: of paths, their names, with the folders that tell them
+        apart; of an AnnCollection, those in the column that its ``label`` made). Matrices of different types take
         their common one, with a warning; a variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones,
         and so are layers and obsm that only some have, which ``"inner"`` leaves out. Left out are also obsp, uns,
         varp, and a raw that not all have.
@@ -171,30 +184,91 @@ def open(
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    with _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache):
-        several = several_of(data)
-    if several is None:
-        given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
-        if any(value is not None for value in given.values()):
-            what = ", ".join(f"{name}=" for name, value in given.items() if value is not None)
-            raise InputError(f"{what} are of several atlases, and {_told_of(data)} is one; give a list: [...]")
-        with _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache):
-            opened = _open_one(data, obs)
-        return _raw_of(opened, _told_of(data)) if raw else opened
-    parts, names = several
-    if not parts:
-        raise InputError(f"there is nothing to open in {data!r}")
-    with _told(mmap=mmap, may_lack=True, storage_options=storage_options, cache=cache):
-        several_opened = [_open_one(part, obs) for part in parts]
-    if raw:
-        several_opened = [_raw_of(adata, name) for adata, name in zip(several_opened, names, strict=True)]
-    keys = _keys_of(keys, names, isinstance(data, Mapping))
-    result = concatenated(
-        several_opened, names, join=join, label=label, keys=keys, index_unique=index_unique, merge=merge
-    )
-    if obs is not None:
-        _known_columns(obs, result.obs.columns, f"{len(names)} atlases joined by {join!r}")
+    given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
+    told = {name: value for name, value in given.items() if value is not None}
+    remedy = "adata.obs_names_make_unique() makes them unique"
+    with _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache), _names_may_repeat():
+        parts = parts_of(data, _reach.get().options)
+        if parts == []:
+            raise InputError(f"there is nothing to open in {data!r}")
+        # A pattern or folder may stand for one, which is then as if it had been given.
+        if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
+            result = _open_one(data if parts is None else parts[0].data, obs)
+            if raw:
+                result = _raw_of(result, quoted(data))
+            if parts is not None:
+                key = _keys_of(keys, [part.name for part in parts], are_given=False, are_told=True)[0]
+                _label(result, key, label=label, index_unique=index_unique)
+            elif told:
+                what = ", ".join(f"{name}=" for name in told)
+                verb = "is" if len(told) == 1 else "are"
+                raise InputError(f"{what} {verb} of several atlases, and {quoted(data)} is one; give a list: [...]")
+        else:
+            result = _open_several(parts, obs, are_given=isinstance(data, Mapping), raw=raw, join=join, **given)
+            if index_unique is None:
+                remedy = "index_unique='-' adds the key of its atlas to each"
+    if not result.obs_names.is_unique:
+        is_path = isinstance(data, str | os.PathLike)
+        what = quoted(data) if is_path else "the AnnData given" if parts is None else f"{len(parts)} atlases"
+        logger.warning("obs_names repeat in %s; %s", what, remedy)
     return result
+
+
+def _open_several(
+    parts: Sequence[Part],
+    obs: Sequence[str] | None,
+    *,
+    are_given: bool,
+    raw: bool,
+    join: Join,
+    keys: Sequence[str] | None,
+    **options: Any,
+) -> AnnData:
+    """Open atlases as one; `are_given` says that their names are keys."""
+    names = [part.name for part in parts]
+    are_told = options["label"] is not None or options["index_unique"] is not None
+    keys = _keys_of(keys, names, are_given=are_given, are_told=are_told)
+    token = _may_lack.set(True)
+    try:
+        opened = [_open_part(part, obs) for part in parts]
+    finally:
+        _may_lack.reset(token)
+    columns = [adata.obs.columns for adata in opened]
+    if raw:
+        opened = [_raw_of(adata, name) for adata, name in zip(opened, names, strict=True)]
+    result = concatenated(opened, names, join=join, keys=keys, **options)
+    for column in () if obs is None else obs:
+        if column not in result.obs:
+            without = [name for name, held in zip(names, columns, strict=True) if column not in held]
+            _refuse_column(column, parts, without)
+    return result
+
+
+def _refuse_column(column: str, parts: Sequence[Part], without: Sequence[str]) -> NoReturn:
+    """Refuse a column of obs that no atlas has, or not all that are joined by 'inner'; `without` names those."""
+    if len(without) == len(parts):
+        _open_part(parts[0], [column])  # says which it has
+    raise MissingKeyError(
+        f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: {', '.join(without[:3])}"
+        f"{', ...' if len(without) > 3 else ''} lacks it. Leave it out of obs=, or give join='outer', which fills it "
+        "with missing values there."
+    )
+
+
+def _label(adata: AnnData, key: str, *, label: str | None, index_unique: str | None) -> None:
+    """Do to one atlas what `anndata.concat` does to several."""
+    if index_unique is not None:
+        adata.obs_names = adata.obs_names.astype(str) + f"{index_unique}{key}"
+    if label is not None:
+        adata.obs[label] = pd.Categorical([key] * adata.n_obs)
+
+
+@contextmanager
+def _names_may_repeat() -> Iterator[None]:
+    """Keep AnnData from warning of names at each step; what is opened says it once."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Observation names are not unique")
+        yield
 
 
 @contextmanager
@@ -209,17 +283,6 @@ def _told(*, mmap: bool, may_lack: bool, storage_options: Mapping[str, Any] | No
         _reach.reset(tokens[2])
 
 
-def _told_of(data: Any) -> str:
-    """Return what was given as errors quote it."""
-    return f"{shown(data) if isinstance(data, str) and is_url(data) else data!r:.100}"
-
-
-def stem_of(path: str | os.PathLike[str]) -> str:
-    """Return the name of an atlas by its path or URL, without ending, and without a URL's query."""
-    text = os.fspath(path)
-    return Path(shown(text) if is_url(text) else text).stem
-
-
 def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
     if isinstance(data, AnnData):
         return _open_anndata(data, obs)
@@ -228,6 +291,10 @@ def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
     raise InputError(
         f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
     )
+
+
+def _open_part(part: Part, obs: Sequence[str] | None) -> AnnData:
+    return _open_one(part.data, obs) if part.obs is None else _open_anndata(part.data, obs, table=part.obs)
 
 
 def _raw_of(adata: AnnData, name: str) -> AnnData:
@@ -246,99 +313,33 @@ def _raw_of(adata: AnnData, name: str) -> AnnData:
 def is_several(data: Any) -> bool:
     """Return whether `data` is a list, tuple or dict of what `open` takes.
 
-    An AnnCollection is not: hooks expect to index it itself. `open` makes it an AnnData all the same.
+    An AnnCollection by itself is not: hooks expect to index it. `open` makes it an AnnData all the same.
     """
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):
         return False
-    return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
+    return bool(items) and all(
+        isinstance(item, str | os.PathLike | AnnData) or is_anncollection(item) for item in items
+    )
 
 
 def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     """Return the atlases that `data` stands for, and their names; None if it is one."""
-    if isinstance(data, Mapping):
-        return [_one_of(key, part) for key, part in data.items()], [str(key) for key in data]
-    if type(data).__name__ == "AnnCollection" and hasattr(data, "adatas"):
-        return list(data.adatas), [str(i) for i in range(len(data.adatas))]
-    parts = _parts_of(data)
-    if isinstance(data, list | tuple):
-        parts = [part for given in data for part in _parts_of(given) or [given]]
-    if parts is None:
-        return None
-    return parts, [stem_of(part) if isinstance(part, str | os.PathLike) else str(i) for i, part in enumerate(parts)]
+    parts = parts_of(data, _reach.get().options)
+    return None if parts is None else ([part.data for part in parts], [part.name for part in parts])
 
 
-def _parts_of(data: Any) -> list[Any] | None:
-    return _paths_at(os.fspath(data)) if isinstance(data, str | os.PathLike) else None
-
-
-def _one_of(key: Any, data: Any) -> Any:
-    """Return the atlas that a value of a dict is, or stands for."""
-    parts = _parts_of(data) or [data]
-    if len(parts) > 1:
-        raise InputError(
-            f"{key!r}: {_told_of(data)} is {len(parts)} atlases, and in a dict each has a key; give a list, or each by "
-            "itself"
-        )
-    return parts[0]
-
-
-def _paths_at(path: str) -> list[str] | None:
-    """Return the atlases that a pattern or a directory stands for, by name; None if it is one."""
-    if is_url(path):
-        return _urls_at(path)
-    if os.path.isdir(path):
-        if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
-            inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
-            return inside if inside and not os.path.exists(os.path.join(path, "obs")) else None
-        return sorted(entry.path for entry in os.scandir(path) if _is_atlas(entry.name)) or None
-    if os.path.exists(path) or not glob.has_magic(path):
-        return None
-    return sorted(glob.glob(path)) or _nothing_fits(path)
-
-
-def _urls_at(url: str) -> list[str] | None:
-    """Do as `_paths_at` does, behind a URL."""
-    place = Place.of(url, _reach.get().options)
-    if place.local is not None:
-        return _paths_at(place.local)
-    is_pattern = glob.has_magic(place.key)
-    if place.key.endswith(HDF5_ENDINGS) and not is_pattern:
-        return None
-    if place.is_zarr():
-        with _reading(place):
-            root = ZarrFile(place).root()
-            names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
-        return [place.below(name).url for name in sorted(names, key=_by_number)] or None
-    if place.exists():
-        return None
-    if is_pattern:
-        return [one.url for one in place.matching()] or _nothing_fits(str(place))
-    if place.is_on_web:
-        raise MissingPathError(
-            f"there is nothing at {place}. If it is a folder: a web server does not tell what is in it, so give the "
-            "URLs of its atlases as a list"
-        )
-    return [one.url for one in place.children() if _is_atlas(one.name)] or None
-
-
-def _is_atlas(name: str) -> bool:
-    """Return whether what has this name in a directory is an atlas; some systems leave hidden files beside them."""
-    return name.endswith(ATLAS_ENDINGS) and not name.startswith(".")
-
-
-def _nothing_fits(pattern: str) -> NoReturn:
-    raise MissingPathError(f"nothing fits the pattern {pattern!r}")
-
-
-def _by_number(path: str) -> tuple[int, str]:
-    digits = path.rpartition("_")[2]
-    return int(digits) if digits.isdigit() else 0, path
-
-
-def _keys_of(keys: Sequence[str] | None, names: Sequence[str], are_given: bool) -> Sequence[str]:
+def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: bool, are_told: bool) -> Sequence[str]:
+    """Return what the atlases are called in obs; `are_told` says that it is seen there."""
     if keys is None:
-        return names if len(set(names)) == len(names) else [str(i) for i in range(len(names))]
+        if len(set(names)) == len(names):
+            return names
+        if are_told:
+            repeated = next(name for name in names if names.count(name) > 1)
+            logger.warning(
+                "the atlases are called '0', '1', ... since several are called %r; keys= gives them names", repeated
+            )
+        return [str(i) for i in range(len(names))]
     if are_given:
         raise InputError("keys= cannot be used with a dict, whose own keys these are")
     if isinstance(keys, str) or len(keys) != len(names):
@@ -360,37 +361,103 @@ def known(kind: str, name: str, held: Any) -> str:
 
 
 def holds_modalities(path: str) -> bool:
-    """Return whether at a path there is a MuData: an ``.h5mu`` file, or a Zarr store with modalities."""
-    return path.endswith(".h5mu") or (
-        os.path.isdir(os.path.join(path, "mod")) and any(os.path.exists(os.path.join(path, m)) for m in ZARR_MARKERS)
+    """Return whether at a path there is a MuData: an ``.h5mu`` file, or a Zarr store of this machine with modalities.
+
+    What is behind a URL is known by its ending only, or once it is open.
+    """
+    place = Place.of(path) if is_url(path) else None
+    if place is not None and place.local is None:
+        return place.key.endswith(".h5mu")
+    local = path if place is None or place.local is None else place.local
+    return local.endswith(".h5mu") or (
+        os.path.isdir(os.path.join(local, "mod")) and any(os.path.exists(os.path.join(local, m)) for m in ZARR_MARKERS)
     )
 
 
 def open_modalities(
-    path: str, obs: Sequence[str] | None, of_modality: Callable[[str], Sequence[str] | None], *, mmap: bool
-) -> tuple[pd.DataFrame, dict[str, AnnData]]:
-    """Open a stored MuData: its own obs, and its modalities as AnnData of Dask arrays, rows as they are stored.
+    path: str,
+    obs: Sequence[str] | None,
+    *,
+    mmap: bool,
+    storage_options: Mapping[str, Any] | None,
+    cache: str | os.PathLike[str] | Mapping[str, Any] | None,
+    raw: bool,
+) -> tuple[AnnData, dict[str, AnnData]]:
+    """Open a stored MuData: its own obs and obsm, and its modalities, as AnnData of Dask arrays; rows as stored.
 
     Parameters
     ----------
     path
-        Of an ``.h5mu`` file or a Zarr store.
+        Of an ``.h5mu`` file or a Zarr store, or the URL of one.
     obs
-        The columns of its own obs to read; None: all.
-    of_modality
-        Says the same of a modality by its name.
-    mmap
-        As for `open`.
+        The columns to read, as `split_columns` takes them.
+    mmap, storage_options, cache, raw
+        As for `open`; `raw` is that of each modality.
     """
-    with _told(mmap=mmap, may_lack=False, storage_options=None, cache=None):
+    with (
+        _told(mmap=mmap, may_lack=False, storage_options=storage_options, cache=cache),
+        _names_may_repeat(),
+    ):
         where = _reach.get().where(path)
         with _reading(where), _root_of(where) as root:
             if "mod" not in root or "obs" not in root:
                 raise StorageError(f"{where} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
             order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
-            _check_before_reading(where, {"obs": _columns_of(root["obs"], obs)})
-            mod = {name: _read_root(where, root["mod"][name], of_modality(name)) for name in order}
-            return _read_table(root["obs"], obs, where), mod
+            held = {name: _column_names(root["mod"][name]["obs"]) for name in order}
+            own, columns = split_columns(obs, _column_names(root["obs"]), held)
+            # MuData keeps there, by the names of modalities, which cells each has.
+            stored = {name: root["obsm"][name] for name in root.get("obsm", ()) if name not in order}
+            read = [item for item in stored.values() if not _is_left(item)]
+            _check_before_reading(where, {"obs": _columns_of(root["obs"], own), "obsm": read})
+            mod = {name: _read_root(where, root["mod"][name], columns[name]) for name in order}
+            shared = _bare(
+                _read_table(root["obs"], own, where),
+                {name: _lazy_element(where, item) for name, item in stored.items()},
+            )
+    return shared, {name: _raw_of(adata, name) for name, adata in mod.items()} if raw else mod
+
+
+def split_columns(
+    obs: Sequence[str] | None, own: Collection[str], held: Mapping[str, Collection[str]]
+) -> tuple[list[str] | None, dict[str, list[str] | None]]:
+    """Return which columns are meant of a MuData's own obs, and which of each modality; None: all.
+
+    Parameters
+    ----------
+    obs
+        Names; of modalities as ``"modality:column"``. None: all.
+    own
+        The columns that its own obs has. It may have copies of those of modalities, which go before.
+    held
+        The columns of each modality.
+    """
+    if obs is None:
+        return None, dict.fromkeys(held)
+    of_own: list[str] = []
+    of_modality: dict[str, list[str]] = {name: [] for name in held}
+    for name in obs:
+        modality, _, column = name.partition(":")
+        if modality in held and (column in held[modality] or name not in own) and column:
+            of_modality[modality].append(column)
+        else:
+            of_own.append(name)
+    return of_own, dict(of_modality)
+
+
+def _bare(obs: pd.DataFrame, obsm: dict[str, Any]) -> AnnData:
+    """Return a table and what is beside it of rows, without any genes."""
+    return _assemble(
+        x=None,
+        obs=obs,
+        var=pd.DataFrame(index=pd.Index([], dtype=str)),
+        uns={},
+        layers={},
+        obsm=obsm,
+        varm={},
+        obsp={},
+        varp={},
+        raw=None,
+    )
 
 
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
@@ -561,8 +628,9 @@ def _cache() -> Cache | None:
     return _reach.get().cache or Cache.of(config.get("cache"))
 
 
-def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
-    table = _in_memory(adata.obs)
+def _open_anndata(adata: AnnData, obs: Sequence[str] | None, *, table: pd.DataFrame | None = None) -> AnnData:
+    """Open an AnnData, with `table` in place of its obs."""
+    table = _in_memory(adata.obs if table is None else table)
     if obs is not None:
         table = table[_known_columns(obs, table.columns, "the AnnData given")]
     x, raw = adata.X if not adata.isbacked else None, None
@@ -582,7 +650,10 @@ def _open_anndata(adata: AnnData, obs: Sequence[str] | None) -> AnnData:
         var=_in_memory(adata.var),
         uns=adata.uns,
         layers={name: _lazy(array, f"layers/{name}") for name, array in _layers(adata).items()},
-        obsm={name: _lazy(array, f"obsm/{name}") for name, array in adata.obsm.items()},
+        obsm={
+            name: array.set_axis(table.index) if isinstance(array, pd.DataFrame) else _lazy(array, f"obsm/{name}")
+            for name, array in adata.obsm.items()
+        },
         varm=dict(adata.varm),
         obsp=dict(adata.obsp),
         varp=dict(adata.varp),
@@ -641,11 +712,11 @@ def _is_numeric_matrix(array: Any) -> bool:
 
 def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
     if holds_modalities(path):
-        raise InputError(
-            f"{path} holds several modalities; open it by dasksc.Modalities({path!r}), or give it to scDataset"
-        )
+        _refuse_modalities(path)
     where = _reach.get().where(path)
     with _reading(where), _root_of(where) as root:
+        if "mod" in root and _is_group(root["mod"]):
+            _refuse_modalities(path)
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
             raise StorageError(
@@ -653,6 +724,13 @@ def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
                 f"only {', '.join(sorted(root)) or 'nothing'}"
             )
         return _read_root(where, root, obs)
+
+
+def _refuse_modalities(path: str) -> NoReturn:
+    raise InputError(
+        f"{shown(path) if is_url(path) else path} holds several modalities; open it by dasksc.Modalities(...), which "
+        "takes the same path and storage_options, and may be given to scDataset"
+    )
 
 
 def _nothing_at(path: str) -> str:
@@ -690,7 +768,7 @@ def _root_of(path: str | Place) -> Iterator[Any]:
 @contextmanager
 def _reading(path: str | Place) -> Iterator[None]:
     """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
-    with warnings.catch_warnings(), chunks_that_fit():
+    with warnings.catch_warnings(), zarr_guard.chunks_that_fit():
         warnings.simplefilter("ignore", OldFormatWarning)
         warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
         # AnnData 0.13 asks pandas 3 for an option that is going away.
@@ -849,18 +927,38 @@ def _columns_of(stored: Any, columns: Sequence[str] | None) -> list[Any]:
 
 def _check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]]) -> None:
     """Refuse what lies in other files, or in no memory, before any of it is read."""
-    sizes = {
-        name: sum(_nbytes(array) for item in items for array in _arrays_in(item, path))
-        for name, items in groups.items()
-    }
+    arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
+    sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
     n_bytes, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > _ROOM_BYTES:
+        from distributed.system import MEMORY_LIMIT  # a container's; imported where it matters, since that takes long
+
+        memory = min(memory, int(MEMORY_LIMIT))
     if n_bytes > memory:
         raise StorageError(
             f"{path} has {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, and this machine "
             f"{memory} bytes of memory. Name the columns of obs that you need: obs=[...]; if it cannot be so large, "
             "the file is corrupt."
         )
+    if n_bytes > _ROOM_BYTES:
+        # Compared as a whole: a single column may well hold one value a billion times.
+        needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
+        stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
+        if stored < needed:
+            raise CorruptDataError(
+                f"{path} claims {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, for which "
+                f"the {stored} bytes stored there have no room. The file is corrupt, or made to fill memory; write it "
+                "again from its source."
+            )
+
+
+def _stored_bytes(path: str | Place, arrays: Sequence[Any], *, enough: int) -> int:
+    """Return what is stored for arrays, or at least `enough` if that is more or cannot be told cheaply."""
+    if all(isinstance(array, h5py.Dataset) for array in arrays):
+        return hdf5_guard.stored_bytes(arrays)
+    # Behind a URL each chunk would be a request.
+    return enough if isinstance(path, Place) else zarr_guard.stored_bytes(path, arrays, enough=enough)
 
 
 def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
@@ -868,13 +966,13 @@ def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
     if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, Place):
         check_item(stored, path, folder=os.path.dirname(path))
     if not _is_group(stored):
-        if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _CHUNK_ROOM_BYTES:
+        if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _ROOM_BYTES:
             raise CorruptDataError(
                 f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, far larger "
                 "ones than it needs. The file is corrupt; write it again from its source."
             )
         if isinstance(stored, h5py.Dataset) and stored.chunks:
-            check_chunks(stored, f"{path}:{stored.name}")
+            hdf5_guard.check_chunks(stored, f"{path}:{stored.name}")
         yield stored
         return
     for name in stored:
@@ -891,6 +989,10 @@ def _item_bytes(array: Any) -> int:
 
 def _is_group(stored: Any) -> bool:
     return isinstance(stored, h5py.Group | zarr.Group)
+
+
+def _column_names(stored: Any) -> list[str]:
+    return list(stored.dtype.names) if _is_record_array(stored) else _column_order(stored)
 
 
 def _column_order(stored: Any) -> list[str]:

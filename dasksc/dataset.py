@@ -448,7 +448,8 @@ class scDataset(IterableDataset[Any]):
 
         The fetch being yielded, those in flight, what reading and decoding them takes, and the batches
         gathered ahead. Mapped files need none, so it is more on a file system that files are not mapped from.
-        Rows are taken to be up to a tenth longer than the average one.
+        Rows are taken to be up to a tenth longer than the average one. On a cluster it grows with the workers that
+        join, as far as ``memory_limit`` allows.
         """
         return None if self._matrices is None else self._projection(self._depth(), self.fetch_factor)
 
@@ -508,7 +509,7 @@ class scDataset(IterableDataset[Any]):
     def _n_threads(self) -> int:
         """Threads that fetch, in a process that is no DataLoader worker: as many as the memory allows.
 
-        Of a cluster, this rank's share.
+        Of a cluster, this rank's share for now.
         """
         world = World.detect(*self._given_world)
         n_of_cluster = resolve_scheduler(self._scheduler).n_threads
@@ -531,16 +532,33 @@ class scDataset(IterableDataset[Any]):
             return 1
         return _n_parts(self.fetch_size * self._held_row_bytes)
 
-    def _depth(self) -> int:
-        """Parts of fetches in flight beyond the fetch being yielded."""
+    def _depth(self, n_threads: int | None = None) -> int:
+        """Parts of fetches in flight beyond the fetch being yielded, if `n_threads` fetch."""
         n_parts = self._n_parts
         if self._prefetch is not None:
             return self._prefetch * n_parts
+        if n_threads is None:
+            n_threads = self._n_threads
         # Results are handed over in order: a thread that is done early needs another one to go on with.
-        depth = n_parts - 1 + 2 * self._n_threads
+        depth = n_parts - 1 + 2 * n_threads
         if self._matrices is not None:
-            while depth > 1 and self._projection(depth, self.fetch_factor) > self._memory_share():
+            n_here = 0 if self._fetches_travel else n_threads
+            while depth > 1 and self._projection(depth, self.fetch_factor, n_here) > self._memory_share():
                 depth -= 1
+        return depth
+
+    def _current_depth(self, scheduler: Scheduler) -> Callable[[], int]:
+        """Return what says how much may be in flight, for a window: workers of a cluster come and go."""
+        world = self._settle()
+        depths: dict[int, int] = {}
+
+        def depth() -> int:
+            # Asked with every result, so projecting the memory is left to when the number of threads has changed.
+            n_threads = max(1, (scheduler.n_threads or 0) // world.world_size)
+            if n_threads not in depths:
+                depths[n_threads] = self._depth(n_threads)
+            return depths[n_threads]
+
         return depth
 
     def _memory_share(self) -> int:
@@ -902,14 +920,19 @@ class scDataset(IterableDataset[Any]):
             return part_of(plans[k].rows, part, n_parts)
 
         scheduler = resolve_scheduler(self._scheduler)
-        if in_process and scheduler.client is not None:
-            scheduler = resolve_scheduler("threads")
+        depth: int | Callable[[], int]
+        if scheduler.client is None:
+            depth = self._depth()
+        elif in_process:
+            scheduler, depth = resolve_scheduler("threads"), self._depth(n_threads)
+        else:
+            depth = self._current_depth(scheduler)
         window: Window[Any] = Window(
             task,
             PartNumbers(ks, n_parts) if n_parts > 1 else ks,
             name=key,
             scheduler=scheduler,
-            depth=self._depth(),
+            depth=depth,
             max_bytes=self._memory_share(),
             argument=rows_of,
             describe=self._describe(plan, plans, n_parts),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +23,10 @@ from dasksc import collection
 from dasksc.batch import Batch
 from dasksc.concat import Join
 from dasksc.dataset import scDataset
-from dasksc.errors import InputError
+from dasksc.errors import InputError, StorageError
 from dasksc.modalities import Modalities, is_modalities
 from dasksc.sampling import BlockShuffling
-from dasksc.storage import Layout, is_url, shown
+from dasksc.storage import Cache, Layout, Place, is_url, open_place, shown
 
 __all__ = ["Column", "Description", "Modality", "Rate", "StoredMatrix", "describe"]
 
@@ -84,7 +85,8 @@ class StoredMatrix:
     codec
         What chunks are compressed by; None where they are not.
     nbytes, stored_bytes
-        Uncompressed, and on disk, over all files.
+        Uncompressed, and as stored, over all files; `stored_bytes` is None of a Zarr store on a web server, which does
+        not tell what it has.
     """
 
     key: str
@@ -96,15 +98,18 @@ class StoredMatrix:
     shards: tuple[int, ...] | None
     codec: str | None
     nbytes: int
-    stored_bytes: int
+    stored_bytes: int | None
 
     def __str__(self) -> str:
         types = self.dtype if self.indices_dtype is None else f"{self.dtype}, columns {self.indices_dtype}"
         chunks = "contiguous" if self.chunks is None else f"chunks of {_shape(self.chunks)}"
         shards = "" if self.shards is None else f" in shards of {_shape(self.shards)}"
-        size = format_bytes(self.stored_bytes)
-        if self.codec is not None:
-            size += f" ({self.nbytes / max(1, self.stored_bytes):.1f}x smaller)"
+        if self.stored_bytes is None:
+            size = f"{format_bytes(self.nbytes)} uncompressed, stored size unknown"
+        else:
+            size = format_bytes(self.stored_bytes)
+            if self.codec is not None:
+                size += f" ({self.nbytes / max(1, self.stored_bytes):.1f}x smaller)"
         files = f", in {self.n_files} files" if self.n_files > 1 else ""
         return f"{self.encoding} {types}; {chunks}{shards}, {self.codec or 'uncompressed'}; {size}{files}"
 
@@ -212,8 +217,8 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     Parameters
     ----------
     data
-        What `dasksc.open` takes, or `Modalities`. How it is stored is told of local files and stores, of the first 64
-        of many.
+        What `dasksc.open` takes, or `Modalities`. How it is stored is told of paths and URLs, of the first 64 of many;
+        not of an AnnData that is open already.
     join
         Of several, as for `dasksc.open`.
     seconds
@@ -242,7 +247,8 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     else:
         opened = data if isinstance(data, AnnData) else collection.open(data, join=join)
         modalities, has_x = (), opened.X is not None
-    matrices = _alike([one for part in parts[:_MAX_FILES] for one in _stored(part)])
+    stored = [_stored(part) for part in parts[:_MAX_FILES]]
+    matrices = _alike([matrix for one in stored for matrix in one.matrices])
     rates = tuple(_rates(opened, seconds)) if seconds and has_x and opened.n_obs else ()
     return Description(
         name=_shown(data) if isinstance(data, str | os.PathLike) else _names(parts),
@@ -253,7 +259,8 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
         obs=tuple(_columns(opened.obs)),
         matrices=tuple(matrices),
         rates=rates,
-        advice=tuple(_advice(matrices, rates)),
+        # Several that are each shuffled are not shuffled as one.
+        advice=tuple(_advice(matrices, rates, is_shuffled=len(parts) == 1 and stored[0].is_shuffled)),
     )
 
 
@@ -281,15 +288,42 @@ def _columns(obs: pd.DataFrame) -> Iterator[Column]:
 # --- How it is stored -------------------------------------------------------------------------------
 
 
-def _stored(part: Any) -> Iterator[StoredMatrix]:
-    """Describe every matrix of a local file or store."""
-    if not isinstance(part, str | os.PathLike) or not os.path.exists(part):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """What is known of one file or store: its matrices, and whether `dasksc.convert` has shuffled its cells."""
+
+    matrices: tuple[StoredMatrix, ...] = ()
+    is_shuffled: bool = False
+
+
+def _stored(part: Any) -> _Stored:
+    """Describe a file or store; of what is in memory nothing is known."""
+    with _root_of(part) as root:
+        if root is None:
+            return _Stored()
+        how = root.attrs.get("dasksc")
+        # What was put together by a column of obs is in no random order, shuffled within or not.
+        is_shuffled = isinstance(how, Mapping) and how.get("order") == "shuffle" and how.get("group_by") is None
+        return _Stored(matrices=tuple(_matrices_of(root)), is_shuffled=is_shuffled)
+
+
+@contextmanager
+def _root_of(part: Any) -> Iterator[Any]:
+    """Open a file or store by its path or URL; None for what is neither."""
+    if not isinstance(part, str | os.PathLike):
+        yield None
         return
-    if os.path.isdir(part):
-        yield from _matrices_of(zarr.open_group(os.fspath(part), mode="r"))
+    place = Place.of(os.fspath(part)) if is_url(os.fspath(part)) else None
+    path = os.fspath(part) if place is None else place.local
+    if path is None:
+        assert place is not None
+        with open_place(place, cache=Cache.of(None)) as root:
+            yield root
+    elif os.path.isdir(path):
+        yield zarr.open_group(path, mode="r")
     else:
-        with h5py.File(part, "r") as file:
-            yield from _matrices_of(file)
+        with h5py.File(path, "r") as file:
+            yield file
 
 
 def _matrices_of(root: Any, prefix: str = "") -> Iterator[StoredMatrix]:
@@ -322,11 +356,27 @@ def _matrix(key: str, encoding: str, values: Any, arrays: Sequence[Any]) -> Stor
         shards=getattr(values, "shards", None),
         codec=_codec(values),
         nbytes=sum(int(np.prod(array.shape)) * array.dtype.itemsize for array in arrays),
-        stored_bytes=sum(
-            array.id.get_storage_size() if isinstance(array, h5py.Dataset) else int(array.nbytes_stored())
-            for array in arrays
-        ),
+        stored_bytes=_total(_stored_bytes(array) for array in arrays),
     )
+
+
+def _stored_bytes(array: h5py.Dataset | zarr.Array[Any]) -> int | None:
+    if isinstance(array, h5py.Dataset):
+        return int(array.id.get_storage_size())
+    try:
+        return int(array.nbytes_stored())
+    except StorageError:  # a web server does not list what it has
+        return None
+
+
+def _total(sizes: Iterable[int | None]) -> int | None:
+    """Return the sum of sizes; None if one of them is not known."""
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total
 
 
 def _codec(array: Any) -> str | None:
@@ -372,7 +422,7 @@ def _alike(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix]:
             shards=Counter(one.shards for one in same).most_common(1)[0][0],
             codec=same[0].codec,
             nbytes=sum(one.nbytes for one in same),
-            stored_bytes=sum(one.stored_bytes for one in same),
+            stored_bytes=_total(one.stored_bytes for one in same),
         )
         for same in groups.values()
     ]
@@ -429,7 +479,7 @@ def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -
 # --- What to do about it ----------------------------------------------------------------------------
 
 
-def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate]) -> Iterator[str]:
+def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuffled: bool) -> Iterator[str]:
     for one in matrices:
         if one.encoding == "csc":
             yield (
@@ -450,8 +500,13 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate]) -> Iterator
     for layout in ("dense", "csr"):
         if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, _BLOCK_SIZES[0]), 0.0):
             times = speed[layout, _BLOCK_SIZES[0]] / speed[layout, 1]
+            otherwise = (
+                "; its cells were shuffled when it was converted, so that blocks mix as well as single rows"
+                if is_shuffled
+                else ", or dasksc convert, which shuffles cells once"
+            )
             yield (
                 f"single rows come {times:.1f} times slower than blocks of {_BLOCK_SIZES[0]} ({layout}): use "
-                "BlockShuffling(block_size=64) with a large fetch_factor, or dasksc convert, which shuffles cells once"
+                f"BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
             )
             break

@@ -2,6 +2,9 @@
 
 pandas evaluates them, after a walk over their syntax: what is not named here is refused, so that an expression from a
 configuration file can compare columns, and nothing else.
+
+What is missing is as pandas has it, with one addition, so that all its versions and types of text agree: what is asked
+by ``.str`` of a missing text is unknown, and so is its opposite. A row for which the whole is unknown is not selected.
 """
 
 from __future__ import annotations
@@ -9,18 +12,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc import collection
 from dasksc.collection import Openable
 from dasksc.errors import InputError
+from dasksc.modalities import Modalities, is_modalities
 
-__all__ = ["columns_of", "holds", "rows_where"]
+__all__ = ["columns_of", "holds", "obs_of", "rows_where"]
 
 ALLOWED = (
     "columns of obs (`in backticks` where the name is no Python name), numbers, 'strings', lists, comparisons, in, "
@@ -34,30 +37,34 @@ _SYNTAX = (
     *(ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple),
 )
 _METHODS = ("isna", "notna", "isin", "between")
-_STRING_METHODS = ("startswith", "endswith", "contains")
+# With how many arguments each leaves it open what is said of a missing text.
+_STRING_METHODS = {"startswith": 1, "endswith": 1, "contains": 3}
 # A string, in which a backtick is a character like any other, or a name in backticks.
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|`([^`]+)`""")
 
 
-def rows_where(data: Openable | Sequence[Openable] | Mapping[str, Openable], expression: str) -> NDArray[np.int64]:
+def rows_where(
+    data: Openable | Modalities | Sequence[Openable] | Mapping[str, Openable] | pd.DataFrame, expression: str
+) -> NDArray[np.int64]:
     """Return the rows for which an expression over obs holds.
 
     Parameters
     ----------
     data
-        What `dasksc.open` takes or returns. Of a path only the columns that `expression` names are read.
+        What `dasksc.open` takes or returns, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
+        file), an AnnCollection, or a table of obs. Of a path only the columns that `expression` names are read. Of
+        several modalities columns are ``"modality:column"`` (in backticks), and row i is cell i of `Modalities`.
     expression
         Such as ``"cell_type == 'T cell' and n_genes > 500"``, evaluated by pandas: columns of obs (in backticks
         where a name is no Python name), numbers, strings, lists, comparisons, ``in``, ``and``, ``or``, ``not``,
         arithmetic, and of a column ``.isna()``, ``.notna()``, ``.isin([...])``, ``.between(low, high)`` and
         ``.str.startswith('...')``, ``.str.endswith('...')``, ``.str.contains('...')``. Nothing else: no function, no
-        other attribute, no ``@``.
+        other attribute, no ``@``. A column of true and false may be asked by its name alone.
 
     Returns
     -------
     NDArray
-        Row numbers, ascending, int64: ``indices`` of a strategy. A comparison with a missing value does not hold,
-        but for ``!=``, as in pandas; of nullable columns it does not hold in any case.
+        Row numbers, ascending, int64: ``indices`` of a strategy.
 
     Raises
     ------
@@ -65,10 +72,25 @@ def rows_where(data: Openable | Sequence[Openable] | Mapping[str, Openable], exp
         If the expression is none, holds something else, or says no yes or no for each row.
     MissingKeyError
         If it names a column that obs does not have.
+
+    Notes
+    -----
+    A comparison with a missing value does not hold, but for ``!=``, as in pandas, so ``not`` before it selects the
+    row. Unknown is what a nullable column or one of true and false says where a value is missing (``!=`` included),
+    and what ``.str`` says of a missing text of any column. ``not`` of what is unknown is unknown, and such rows are
+    not selected: neither ``cell_type.str.startswith('T')`` nor ``not cell_type.str.startswith('T')`` selects cells
+    without a type. ``cell_type.isna() or not cell_type.str.startswith('T')`` does.
     """
-    names = columns_of(expression)
-    adata = data if isinstance(data, AnnData) else collection.open(data, obs=names)
-    return np.flatnonzero(holds(expression, adata.obs))
+    return np.flatnonzero(holds(expression, obs_of(data, columns_of(expression))))
+
+
+def obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
+    """Return the obs that a data set of `data` has, with these columns; with all where it is in memory."""
+    if is_modalities(data) and not isinstance(data, Modalities):
+        # The obs of a MuData has cells, too, that some modality lacks.
+        data = Modalities(data, obs=columns)
+    obs = data if isinstance(data, pd.DataFrame) else getattr(data, "obs", None)
+    return obs if isinstance(obs, pd.DataFrame) else collection.open(data, obs=columns).obs
 
 
 def columns_of(expression: str) -> list[str]:
@@ -82,11 +104,12 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
     safe, names = _parsed(expression)
     # Without the index, whose name might be that of a column.
     table = pd.DataFrame(
-        {safe_name: obs[collection.known("obs", name, obs.columns)].array for safe_name, name in names.items()},
+        {safe_name: _values(obs[collection.known("obs", name, obs.columns)]) for safe_name, name in names.items()},
         copy=False,
     )
     try:
-        result = table.eval(safe, engine="python")
+        asked, answered = _with_answers(safe, table)
+        result = answered.eval(asked, engine="python")
     except Exception as error:
         dtypes = ", ".join(f"{name} is {obs[name].dtype}" for name in names.values())
         raise InputError(f"the filter {expression!r} cannot be evaluated ({dtypes}): {error}") from error
@@ -97,6 +120,67 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
             'as in "n_genes > 500"'
         )
     return np.asarray(result.to_numpy(dtype=bool, na_value=False) if result.hasnans else result, dtype=bool)
+
+
+def _values(column: pd.Series[Any]) -> Any:
+    """Return what a column holds; true and false that are objects, as beside None, as booleans that can be missing."""
+    if column.dtype == object and pd.api.types.infer_dtype(column, skipna=True) == "boolean":
+        return pd.array(column, dtype="boolean")
+    return column.array
+
+
+def _with_answers(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return an expression in which what is asked by ``.str`` is a column, and the table with these columns.
+
+    Versions of pandas and types of text differ in what they answer where it is missing. The rest of the expression
+    stays as it was written, brackets too: pandas binds ``&`` and ``|`` in another order than Python's syntax tree.
+    """
+    calls = [node for node in ast.walk(ast.parse(safe, mode="eval")) if isinstance(node, ast.Call)]
+    prefix = "_answer"
+    while prefix in safe:
+        prefix += "_"
+    text, answers = safe.encode(), {}  # positions are those of bytes
+    for i, call in enumerate(sorted(calls, key=lambda call: -call.col_offset)):
+        question = _question(call)
+        if question is not None and question.is_of_text:
+            name = f"{prefix}{i}"
+            answers[name] = _answer(table[question.column], question.method, call.args)
+            text = text[: call.col_offset] + name.encode() + text[call.end_col_offset :]
+    return text.decode(), table.assign(**answers)
+
+
+def _answer(column: pd.Series[Any], method: str, arguments: Sequence[ast.expr]) -> pd.Series[Any]:
+    """Return what a column says to ``.str.startswith('...')`` and the like, missing where its text is."""
+    answer = getattr(column.str, method)(*map(ast.literal_eval, arguments)).astype("boolean")
+    return answer.mask(column.isna()) if len(arguments) <= _STRING_METHODS[method] else answer
+
+
+class _Question(NamedTuple):
+    """What a call asks of a column, such as ``.isna()``, or of its text, such as ``.str.startswith('...')``."""
+
+    column: str
+    method: str
+    is_of_text: bool
+
+
+def _question(call: ast.Call) -> _Question | None:
+    """Return the question that a call is; None if it is anything else."""
+    method = call.func
+    if isinstance(method, ast.Attribute):
+        of = method.value
+        if isinstance(of, ast.Name) and method.attr in _METHODS:
+            return _Question(of.id, method.attr, is_of_text=False)
+        if isinstance(of, ast.Attribute) and of.attr == "str" and isinstance(of.value, ast.Name):
+            return _Question(of.value.id, method.attr, is_of_text=True) if method.attr in _STRING_METHODS else None
+    return None
+
+
+def _is_literal(node: ast.AST) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True
 
 
 def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
@@ -111,7 +195,7 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
         return quoted.setdefault(match[2], f"_quoted_{len(quoted)}")
 
     # pandas takes lines for expressions of their own.
-    safe = _QUOTED.sub(plain, re.sub(r"\s*\n\s*", " ", expression.strip()))
+    safe = _QUOTED.sub(plain, re.sub(r"\s*[\r\n]\s*", " ", expression.strip()))
     try:
         tree = ast.parse(safe, mode="eval")
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -129,13 +213,9 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
 def _check(node: ast.AST, expression: str) -> None:
     """Refuse whatever is not permitted, at any depth."""
     if isinstance(node, ast.Call):
-        method = node.func
-        of = method.value if isinstance(method, ast.Attribute) else None
-        allowed: tuple[str, ...] = _METHODS
-        if isinstance(of, ast.Attribute) and of.attr == "str":
-            of, allowed = of.value, _STRING_METHODS
-        if isinstance(method, ast.Attribute) and method.attr in allowed and isinstance(of, ast.Name):
-            for argument in [*node.args, *node.keywords]:
+        question, arguments = _question(node), [*node.args, *node.keywords]
+        if question is not None and (not question.is_of_text or all(map(_is_literal, arguments))):
+            for argument in arguments:
                 _check(argument, expression)
             return
     elif isinstance(node, _SYNTAX):

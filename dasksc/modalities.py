@@ -31,12 +31,16 @@ class Modalities:
     Parameters
     ----------
     data
-        The path of an ``.h5mu`` file or of the Zarr store of a MuData, a MuData (in memory or backed), or a dict of
-        what `dasksc.open` takes, by the name of the modality.
+        The path or URL of an ``.h5mu`` file or of the Zarr store of a MuData, a MuData (in memory or backed), or a dict
+        of what `dasksc.open` takes, by the name of the modality.
     obs
         The columns of obs to read: those that modalities have by ``"modality:column"``, those of a MuData itself by
         their names. Default: all.
     mmap
+        As for `dasksc.open`.
+    raw
+        As for `dasksc.open`, of each modality.
+    storage_options, cache
         As for `dasksc.open`.
 
     Attributes
@@ -45,7 +49,11 @@ class Modalities:
         An AnnData of Dask arrays for each modality, of the cells that all have: in the order of the MuData, or else of
         the first modality.
     obs
-        One table: the columns of the MuData's own obs, and those of the modalities as ``"modality:column"``.
+        One table: the columns of the MuData's own obs, but for its copies of what modalities have, and those of the
+        modalities as ``"modality:column"``.
+    obsm
+        What a MuData itself has in obsm, as Dask arrays; none in a dict of modalities. To have it in batches, put it
+        into a modality: ``data["rna"].obsm["X_mofa"] = data.obsm["X_mofa"]`` and ``obsm=["rna:X_mofa"]``.
 
     Raises
     ------
@@ -54,11 +62,22 @@ class Modalities:
     MissingPathError, StorageError
         As for `dasksc.open`.
     MissingKeyError
-        If obs has no such column.
+        If obs has no such column, or a modality no raw.
     """
 
-    def __init__(self, data: Any, *, obs: Sequence[str] | None = None, mmap: bool = True) -> None:
-        shared, opened = _opened(data, obs, mmap)
+    def __init__(
+        self,
+        data: Any,
+        *,
+        obs: Sequence[str] | None = None,
+        mmap: bool = True,
+        raw: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(obs, str):
+            raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
+        shared, opened = _opened(data, obs, mmap=mmap, raw=raw, storage_options=storage_options, cache=cache)
         if not opened:
             raise InputError(f"there is no modality in {data!r:.100}")
         for name, adata in opened.items():
@@ -66,15 +85,21 @@ class Modalities:
                 raise InputError(f"a modality cannot be called {name!r}: batches have that name, or it holds : or /")
             if not adata.obs_names.is_unique:
                 raise InputError(f"obs_names of {name} repeat, so its cells cannot be matched with those of others")
-        names = next(iter(opened.values())).obs_names if shared is None else shared.index
+        if shared is not None and not shared.obs_names.is_unique:
+            raise InputError("obs_names of the MuData repeat, so its cells cannot be matched with those of modalities")
+        names = next(iter(opened.values())).obs_names if shared is None else shared.obs_names
         for adata in opened.values():
             if not adata.obs_names.equals(names):
                 names = names[names.isin(adata.obs_names)]
         if not len(names):
             raise InputError(f"no cell is in all of {', '.join(opened)}: their obs_names have none in common")
         self.mod = {name: _aligned(adata, names) for name, adata in opened.items()}
-        tables = [] if shared is None else [shared.loc[names, [name for name in shared if ":" not in str(name)]]]
-        tables += [adata.obs.add_prefix(f"{name}:") for name, adata in self.mod.items()]
+        tables = [adata.obs.add_prefix(f"{name}:") for name, adata in self.mod.items()]
+        self.obsm: dict[str, Any] = {}
+        if shared is not None:
+            own, copied = _aligned(shared, names), {name for table in tables for name in table}
+            self.obsm = dict(own.obsm)
+            tables.insert(0, own.obs[[name for name in own.obs if name not in copied]])
         self.obs = pd.concat(tables, axis=1)
         if obs is not None:
             self.obs = self.obs[[collection.known("obs", name, self.obs.columns) for name in obs]]
@@ -114,22 +139,21 @@ def _is_mudata(data: Any) -> bool:
     return type(data).__name__ == "MuData" and hasattr(data, "mod")
 
 
-def _opened(data: Any, obs: Sequence[str] | None, mmap: bool) -> tuple[pd.DataFrame | None, dict[str, AnnData]]:
-    """Return the table that all share, if there is one, and the modalities as they are stored."""
-    own = None if obs is None else [name for name in obs if ":" not in name]
-
-    def of_modality(name: str) -> list[str] | None:
-        prefix = f"{name}:"
-        return None if obs is None else [one.removeprefix(prefix) for one in obs if one.startswith(prefix)]
-
+def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnData | None, dict[str, AnnData]]:
+    """Return what all share, if there is such, and the modalities as they are stored."""
     if isinstance(data, str | os.PathLike):
-        return collection.open_modalities(os.fspath(data), own, of_modality, mmap=mmap)
+        return collection.open_modalities(os.fspath(data), obs, **options)
     if _is_mudata(data):
-        return data.obs, {
-            name: collection.open(adata, obs=of_modality(name), mmap=mmap) for name, adata in data.mod.items()
+        own, columns = collection.split_columns(obs, data.obs, {name: adata.obs for name, adata in data.mod.items()})
+        # MuData keeps there, by the names of modalities, which cells each has.
+        obsm = {name: array for name, array in data.obsm.items() if name not in data.mod}
+        return collection.open(AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)), {
+            name: collection.open(adata, obs=columns[name], **options) for name, adata in data.mod.items()
         }
     if isinstance(data, Mapping):
-        return None, {str(name): collection.open(part, obs=of_modality(name), mmap=mmap) for name, part in data.items()}
+        parts = {str(name): part for name, part in data.items()}
+        _, columns = collection.split_columns(obs, (), dict.fromkeys(parts, ()))
+        return None, {name: collection.open(part, obs=columns[name], **options) for name, part in parts.items()}
     raise InputError(
         f"cannot open a {type(data).__name__} as modalities; expected the path of an .h5mu file or of a MuData's Zarr "
         "store, a MuData, or a dict of atlases by modality"

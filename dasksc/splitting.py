@@ -14,8 +14,10 @@ from scipy.sparse.csgraph import connected_components
 from dasksc import collection
 from dasksc.collection import Openable
 from dasksc.errors import InputError
+from dasksc.filtering import obs_of
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
+from dasksc.modalities import Modalities
 from dasksc.sampling import Candidates, Purpose, epoch_keys
 
 __all__ = ["split"]
@@ -30,7 +32,7 @@ _TRIED_COUNTS = 2**26
 
 
 def split(
-    data: Openable | Sequence[Openable] | Mapping[str, Openable] | pd.DataFrame,
+    data: Openable | Modalities | Sequence[Openable] | Mapping[str, Openable] | pd.DataFrame,
     *,
     fractions: Mapping[str, float] | Sequence[float] = (0.8, 0.1, 0.1),
     by: str | None = None,
@@ -44,7 +46,9 @@ def split(
     Parameters
     ----------
     data
-        What `dasksc.open` takes or returns, or a table of obs. Of a path only the columns named here are read.
+        What `dasksc.open` takes or returns, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
+        file), an AnnCollection, or a table of obs. Of a path only the columns named here are read. Of several
+        modalities columns are ``"modality:column"``, and row i is cell i of `Modalities`.
     fractions
         Of each part, summing to 1: by name, or two for ``train`` and ``test``, or three for ``train``, ``validation``
         and ``test``.
@@ -72,7 +76,8 @@ def split(
     Raises
     ------
     InputError
-        If fractions do not sum to 1, a row has no group, or there are fewer groups than parts.
+        If an argument is none of these, which is told before anything is read; if fractions do not sum to 1, a row
+        has no group, or there are fewer groups than parts.
     MissingKeyError
         If obs has no such column.
 
@@ -85,9 +90,12 @@ def split(
     whatever the seed. Takes time and memory linear in the rows (a few columns of integers).
     """
     names, shares = _fractions(fractions)
-    whole = list(dict.fromkeys([*([] if by is None else [by]), *_listed(groups)]))
-    strata = _listed(stratify)
-    obs = _obs_of(data, list(dict.fromkeys([*whole, *strata])))
+    if by is not None and not isinstance(by, str):
+        raise InputError(f"by={by!r} must be the name of one column; columns that are kept whole together are groups=")
+    whole = list(dict.fromkeys([*([] if by is None else [by]), *_listed("groups", groups)]))
+    strata = _listed("stratify", stratify)
+    seed = _seed(seed)
+    obs = obs_of(data, list(dict.fromkeys([*whole, *strata])))
     candidates = Candidates.of(indices, len(obs))
     if candidates.array is not None and (candidates.array[1:] == candidates.array[:-1]).any():
         raise InputError("indices repeat rows; a split holds each once")
@@ -118,17 +126,26 @@ def split(
 
 
 def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
-    if isinstance(fractions, Mapping):
-        names, values = [str(name) for name in fractions], list(fractions.values())
+    """Return the names of the parts and their fractions, which sum to 1."""
+    try:
+        given = dict(fractions) if isinstance(fractions, Mapping) else list(fractions)
+        shares = np.asarray(list(given.values()) if isinstance(given, dict) else given, dtype=np.float64)
+    except (TypeError, ValueError):
+        shares = np.empty((0, 0))
+    if shares.ndim != 1 or isinstance(fractions, str | bytes):
+        raise InputError(
+            f"fractions={fractions!r} must be numbers, one for each part: two or three as in (0.8, 0.1, 0.1), or by "
+            "name of the part as in {'train': 0.9, 'test': 0.1}"
+        )
+    if isinstance(given, dict):
+        names = [str(name) for name in given]
+    elif len(given) in _NAMES:
+        names = list(_NAMES[len(given)])
     else:
-        values = list(fractions)
-        if len(values) not in _NAMES:
-            raise InputError(
-                f"fractions={fractions!r} are {len(values)}; give two, three, or a dict by name of the part"
-            )
-        names = list(_NAMES[len(values)])
-    shares = np.asarray(values, dtype=np.float64)
-    if not 2 <= len(shares) <= _MAX_PARTS or not (shares > 0).all() or abs(shares.sum() - 1) > 1e-6:
+        raise InputError(f"fractions={fractions!r} are {len(given)}; give two, three, or a dict by name of the part")
+    if len(set(names)) < len(names):
+        raise InputError(f"fractions={fractions!r} give two parts one name; give each part a name of its own")
+    if not 2 <= len(shares) <= _MAX_PARTS or not (shares > 0).all() or not abs(shares.sum() - 1) <= 1e-6:
         raise InputError(
             f"fractions={fractions!r} must be 2 to {_MAX_PARTS} positive numbers that sum to 1; the sum is "
             f"{shares.sum():g}"
@@ -136,15 +153,22 @@ def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
     return names, shares / shares.sum()
 
 
-def _listed(names: str | Sequence[str] | None) -> list[str]:
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        raise InputError(f"seed must be a whole number in [0, 2**64); got {seed!r}")
+    return int(seed)
 
 
-def _obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
-    if isinstance(data, pd.DataFrame):
-        return data
-    obs = getattr(data, "obs", None)
-    return collection.open(data, obs=columns).obs if obs is None else obs
+def _listed(option: str, names: Any) -> list[str]:
+    """Return the columns that an option names, one or several."""
+    if names is None:
+        return []
+    # Not a set, whose order differs between processes.
+    is_several = isinstance(names, Sequence | np.ndarray | pd.Index) and not isinstance(names, str)
+    listed = list(names) if is_several else [names]
+    if not all(isinstance(name, str) for name in listed):
+        raise InputError(f"{option}={names!r} must be the name of a column of obs, or a list of names")
+    return listed
 
 
 def _codes(obs: pd.DataFrame, name: str, rows: NDArray[np.int64] | None) -> tuple[NDArray[np.int32], str]:

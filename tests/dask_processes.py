@@ -37,8 +37,8 @@ class DaskProcesses:
             time.sleep(0.02)
         assert json.loads(self.file.read_text())["address"] == self.address
 
-    def start_worker(self) -> subprocess.Popen[bytes]:
-        worker = self._start("worker", "--nthreads", "1", "--no-dashboard", "--no-nanny")
+    def start_worker(self, *options: str) -> subprocess.Popen[bytes]:
+        worker = self._start("worker", "--nthreads", "1", "--no-dashboard", "--no-nanny", *options)
         self.workers.append(worker)
         return worker
 

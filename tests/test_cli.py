@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -24,9 +25,24 @@ def test_help_lists_every_subcommand_and_each_has_examples() -> None:
     commands = cli.group.list_commands(click.Context(cli.group))
     for name in commands:
         assert name in shown.output
-        page = runner.invoke(cli.group, [name, "--help"])
-        assert page.exit_code == 0
-        assert "Examples" in page.output, f"dasksc {name} --help shows no example"
+        assert_examples_are_on_lines_of_their_own(runner, name)
+    assert_examples_are_on_lines_of_their_own(runner)
+
+
+def assert_examples_are_on_lines_of_their_own(runner: CliRunner, *command: str) -> None:
+    page = runner.invoke(cli.group, [*command, "--help"])
+    assert page.exit_code == 0
+    names = cli.group.list_commands(click.Context(cli.group))
+    _, _, after = page.output.partition("Examples:\n")
+    examples = after.splitlines()
+    assert len(examples) >= 2, page.output
+    for line in examples:
+        assert line.startswith("  "), line
+        # What is rewrapped has several commands in a line, or a line without one.
+        words = line.split()
+        following = [after for before, after in pairwise(words) if before == "dasksc"]
+        assert sum(word in names for word in following) == 1, line
+    assert "\\b" not in page.output
 
 
 def test_an_unknown_subcommand_is_told_with_exit_code_2() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
+from anndata.io import write_elem
 
 import dasksc
-from dasksc import cli
+from dasksc import cli, description
 from dasksc.cli import bench
 from dasksc.cli._shared import aligned
-from tests.servers import serving
+from tests.servers import SECRET, Bucket, s3_bucket, serving
 
 N, GENES = 300, 30
 
@@ -98,6 +101,56 @@ def test_info_names_codecs_and_says_what_to_do(folder: Path) -> None:
     by_columns = run_json("info", folder / "other", "--seconds", 0)
     assert matrices(by_columns)["X"]["encoding"] == "csc"
     assert any("stored by columns" in advice for advice in by_columns["advice"])
+
+
+@pytest.mark.parametrize("name", ["plain.h5ad", "gzip.h5ad", "third.zarr"])
+def test_info_tells_of_a_file_url_what_it_tells_of_the_path(folder: Path, name: str) -> None:
+    path = run_json("info", folder / name, "--seconds", 0)
+    url = run_json("info", f"file://{folder / name}", "--seconds", 0)
+    assert matrices(path)
+    assert matrices(url) == matrices(path)
+    assert matrices(run_json("info", f"file://{folder}/*.h5ad", "--seconds", 0)) == matrices(
+        run_json("info", folder / "*.h5ad", "--seconds", 0)
+    )
+
+
+@pytest.mark.parametrize("name", ["plain.h5ad", "gzip.h5ad", "third.zarr"])
+def test_info_tells_of_what_is_on_a_web_server_what_can_be_known(folder: Path, name: str) -> None:
+    pytest.importorskip("obstore")
+    expected = matrices(run_json("info", folder / name, "--seconds", 0))
+    with serving(folder) as server:
+        found = matrices(run_json("info", f"{server.url}/{name}", "--seconds", 0))
+        text = run("info", f"{server.url}/{name}", "--seconds", 0).output
+    if name.endswith(".zarr"):
+        # A web server does not tell what it has, nor how large that is.
+        assert {one["stored_bytes"] for one in found.values()} == {None}
+        assert "uncompressed, stored size unknown" in text
+        assert {key: {**one, "stored_bytes": expected[key]["stored_bytes"]} for key, one in found.items()} == expected
+    else:
+        assert found == expected
+
+
+def shows_slow_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = [
+        description.Rate(layout="csr", block_size=size, rows_per_s=rate, first_batch_s=1.0)
+        for size, rate in ((64, 1000.0), (1, 10.0))
+    ]
+    monkeypatch.setattr(description, "_rates", lambda *args: rates)
+
+
+@pytest.mark.parametrize("how", [[], ["--group-by", "cell_type"], ["--order", "keep"]])
+def test_info_advises_to_shuffle_cells_but_those_that_are_shuffled(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
+) -> None:
+    run("convert", folder / "plain.h5ad", tmp_path / "out.zarr", *how)
+    shows_slow_single_rows(monkeypatch)
+    (before,) = run_json("info", folder / "plain.h5ad", "--seconds", 1)["advice"]
+    assert "dasksc convert" in before
+    advice = run_json("info", tmp_path / "out.zarr", "--seconds", 1)["advice"]
+    (rows,) = (one for one in advice if one.startswith("single rows come 100.0 times slower"))
+    assert "BlockShuffling(block_size=64) with a large fetch_factor" in rows
+    assert ("dasksc convert" in rows) == bool(how)
+    assert ("its cells were shuffled when it was converted" in rows) == (not how)
 
 
 def test_info_reads_what_it_says_it_reads(folder: Path) -> None:
@@ -213,7 +266,7 @@ def test_bench_ranks_what_is_installed_and_says_why_the_rest_is_not_measured(fol
     assert set(results) == {"dasksc", "scDataset", "annbatch", "AnnLoader"}
     for name in ("dasksc", "AnnLoader"):
         assert results[name]["rows_per_s"] > 0, results[name]
-    assert results["annbatch"]["not_measured"] in ("it is not installed", "it reads .zarr only")
+    assert results["annbatch"]["not_measured"] in ("it is not installed", "it reads local .zarr only")
     rates = [one["rows_per_s"] or 0 for one in report["results"]]
     assert rates == sorted(rates, reverse=True)
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -275,6 +328,152 @@ def test_what_a_url_keeps_secret_is_printed_by_no_command(folder: Path, monkeypa
         assert run("info", urls[0], "--seconds", "0").output.startswith(f"http://{host}/plain.h5ad: 300 cells")
         assert run("info", *urls, "--seconds", "0").output.startswith("plain.h5ad, gzip.h5ad: 600 cells")
         assert run_json("bench", urls[0])["paths"] == f"http://{host}/plain.h5ad"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere/rates.png", "there is no folder .*nowhere"),
+        ("rates.foo", "rates.foo ends in none of .*png"),
+        ("rates.h5ad", "ends in none of"),
+        ("locked/rates.png", "cannot be written"),
+    ],
+)
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "_measured", lambda name, spec: pytest.fail("it was measured"))
+    (tmp_path / "locked").mkdir()
+    may_write = os.access
+    monkeypatch.setattr(bench.os, "access", lambda path, mode: "locked" not in str(path) and may_write(path, mode))
+    done = run("bench", folder / "plain.h5ad", "--plot", tmp_path / name, exit_code=2)
+    assert re.search(says, " ".join(done.stderr.split())), done.stderr
+    assert not list(tmp_path.rglob("rates*"))
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_what_was_measured_is_printed_also_where_drawing_fails(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    monkeypatch.setattr(bench, "_measured", lambda name, spec: {"rows_per_s": 5.0, "first_batch_s": 1.0})
+    arguments = ["bench", str(folder), "--loader", "dasksc", "--plot", str(tmp_path / "rates.png"), *more]
+    failed = click.testing.CliRunner().invoke(cli.group, arguments)
+    assert isinstance(failed.exception, dasksc.StorageError)
+    assert re.search(r"rates\.png cannot be written: .*No space left", str(failed.exception))
+    assert "dasksc" in failed.stdout
+    assert "100%" in failed.stdout or json.loads(failed.stdout)["results"][0]["rows_per_s"] == 5
+
+
+def test_bench_says_of_urls_what_cannot_read_them(folder: Path) -> None:
+    pytest.importorskip("obstore")
+    with serving(folder) as server:
+        results = run_json("bench", f"{server.url}/plain.h5ad", *small())["results"]
+    by_name = {one["name"]: one for one in results}
+    assert by_name["dasksc"]["rows_per_s"] > 0
+    for name in ("scDataset", "AnnLoader"):
+        assert by_name[name]["not_measured"] in ("it reads local .h5ad only", "it is not installed")
+
+
+@pytest.fixture(scope="module")
+def cite(folder: Path) -> Path:
+    """An .h5mu file as MuData writes it, among whose cells are some that a modality lacks."""
+    path = folder / "other" / "cite.h5mu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = {"rna": atlas(4)[20:].copy(), "prot": atlas(4, slice(9))[:280].copy()}
+        with h5py.File(path, "w") as file:
+            write_elem(file, "obs", pd.DataFrame(index=atlas(4).obs_names))
+            file.create_group("mod").attrs["mod-order"] = list(parts)
+            for name, adata in parts.items():
+                write_elem(file["mod"], name, adata)
+    return path
+
+
+def test_check_and_bench_take_several_modalities(cite: Path) -> None:
+    n_obs = run_json("info", cite, "--seconds", 0)["n_obs"]
+    assert n_obs == N - 40
+    options = ["--label-key", "rna:cell_type", "--strategy", "balance", "--filter", "`prot:n_genes` > 50"]
+    report = run_json("check", cite, *options)
+    assert report["n_obs"] == n_obs
+    assert {one["name"]: round(one["drawn"], 1) for one in report["classes"]} == {"B cell": 0.5, "T cell": 0.5}
+    dataset = dasksc.scDataset(cite, dasksc.BlockShuffling(8), 64, seed=0)
+    assert run_json("check", cite)["process_bytes"] > 0
+    assert run_json("check", cite)["ranks"][0]["n_batches"] == len(dataset)
+    results = {one["name"]: one for one in run_json("bench", cite, *small())["results"]}
+    assert results["dasksc"]["rows_per_s"] > 0
+    assert results["AnnLoader"]["not_measured"] == "it reads local .h5ad only"
+
+
+def test_what_no_command_does_with_several_modalities_is_told_without_python(cite: Path, folder: Path) -> None:
+    for arguments, says in (
+        (["suggest", cite], "one matrix.*dasksc check"),
+        (["check", cite, folder / "plain.h5ad"], "cite.h5mu holds several modalities.*by itself"),
+        (["suggest", folder / "plain.h5ad", cite], "cite.h5mu holds several modalities.*by itself"),
+        (["check", "s3://a/b.h5mu", "--storage-option", "region=x"], "s3://a/b.h5mu .*environment"),
+    ):
+        failed = click.testing.CliRunner().invoke(cli.group, [str(one) for one in arguments])
+        assert isinstance(failed.exception, dasksc.InputError), failed.output
+        assert re.search(says, str(failed.exception)), failed.exception
+        assert "dasksc." not in str(failed.exception)
+
+
+@pytest.fixture(scope="module")
+def bucket(folder: Path) -> Iterator[Bucket]:
+    pytest.importorskip("obstore")
+    with s3_bucket() as bucket:
+        for name in ("plain.h5ad", "gzip.h5ad"):
+            bucket.put(folder / name, f"plates/{name}")
+        yield bucket
+
+
+def flags(bucket: Bucket) -> list[str]:
+    return [part for name, value in bucket.options.items() for part in ("--storage-option", f"{name}={value}")]
+
+
+def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
+    bucket: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without what is told, there would be no way to it.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    one, every = f"s3://{bucket.name}/plates/plain.h5ad", f"s3://{bucket.name}/plates"
+    for number, (arguments, local) in enumerate(
+        (
+            (["info", one, "--seconds", "0.01"], N),
+            (["info", every, "--seconds", "0"], 2 * N),
+            (["check", one, "--label-key", "cell_type"], N),
+            (["suggest", one, "--label-key", "cell_type", "--batch-size", "8"], None),
+            (["bench", one, "--loader", "dasksc", *small()], None),
+        )
+    ):
+        cache = tmp_path / str(number)
+        done = run(*arguments, *flags(bucket), "--cache", cache, "--json")
+        assert SECRET not in done.output
+        assert local is None or json.loads(done.stdout)["n_obs"] == local
+        assert [path for path in cache.rglob("*") if path.is_file()], f"{arguments} kept nothing"
+    report = run_json("info", every, "--seconds", 0, *flags(bucket))
+    assert (report["name"], report["n_files"]) == (every, 2)
+    both = run_json("info", one, folder / "gzip.h5ad", "--seconds", 0, *flags(bucket))
+    assert (both["name"], both["n_files"]) == ("plain.h5ad, gzip.h5ad", 2)
+    assert "has no value" in run("check", one, "--storage-option", "region", exit_code=2).stderr
+
+
+def test_what_a_command_may_not_read_is_told_with_the_options_of_commands(folder: Path) -> None:
+    pytest.importorskip("obstore")
+    with serving(folder) as server:
+        server.faults.status = lambda number: 403
+        for arguments in (["info"], ["check"], ["suggest"], ["bench", "--loader", "dasksc", *small()]):
+            failed = click.testing.CliRunner().invoke(cli.group, [*arguments, f"{server.url}/plain.h5ad"])
+            assert isinstance(failed.exception, dasksc.DaskscError), failed.output
+            assert "--storage-option skip_signature=true" in str(failed.exception)
+            assert "storage_options" not in str(failed.exception)
 
 
 def test_tables_are_aligned() -> None:

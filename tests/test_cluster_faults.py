@@ -9,6 +9,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from dask_processes import DaskProcesses
 from data import make_adata, write_store
 
 import dasksc
+from dasksc import FetchError
 from dasksc.window import schedulers as window_schedulers
 
 WAIT_S = 60.0  # for what must happen soon; only a failing test waits so long
@@ -306,6 +309,79 @@ def test_nothing_is_left_on_scheduler_and_workers(atlas: Path, ends: str) -> Non
 
 
 # Schedulers
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "dataset._scheduler.close()"])
+def test_a_rank_that_ends_without_a_word_leaves_nothing_on_the_cluster(
+    end: str, processes: DaskProcesses, atlas: Path
+) -> None:
+    program = f"""
+import os, dasksc, distributed
+client = distributed.Client({processes.address!r})
+dataset = dasksc.scDataset({str(atlas)!r}, dasksc.BlockShuffling(5), 10, 2, seed=0, scheduler=client)
+for i, batch in enumerate(dataset):
+    if i == 5:
+        print("in the epoch", flush=True)
+        {end}
+"""
+    with distributed.Client(processes.address, set_as_default=False) as client:
+        client.wait_for_workers(1, timeout=WAIT_S)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=3 * WAIT_S)
+        assert done.returncode != 0
+        assert done.stdout == "in the epoch\n"
+        assert eventually(lambda: nothing_is_left(client))
+        on_workers = client.run(lambda dask_worker: list(dask_worker.plugins))
+        assert all(not name.startswith("dasksc") for names in on_workers.values() for name in names)
+        on_scheduler = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.plugins))
+        assert not [name for name in on_scheduler if name.startswith("dasksc-Client")]
+
+
+# A finder that knows of no dasksc, given to `dask worker` as a preload.
+WITHOUT_DASKSC = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "dasksc":
+            raise ModuleNotFoundError("No module named 'dasksc'", name="dasksc")
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_worker_without_dasksc_is_named_and_others_work(atlas: Path, tmp_path: Path) -> None:
+    (tmp_path / "without.py").write_text(WITHOUT_DASKSC)
+    preload = ("--preload", str(tmp_path / "without.py"))
+    expected = epoch_of(atlas)
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(DaskProcesses(tmp_path))
+        processes.start_scheduler()
+        processes.start_worker()
+        client = stack.enter_context(distributed.Client(processes.address, set_as_default=False))
+        client.wait_for_workers(1, timeout=WAIT_S)
+        assert identical(list(dataset(atlas, client)), expected)
+        without = processes.start_worker(*preload)
+        client.wait_for_workers(2, timeout=WAIT_S)
+        with pytest.raises(FetchError, match=r"The worker at tcp://\S+ .* cannot import dasksc .*Install the same"):
+            list(dataset(atlas, client))
+        assert eventually(lambda: nothing_is_left(client))
+        without.terminate()
+        assert eventually(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == 1)
+        # One that joins in an epoch comes up, for whatever else it is for; Dask drops it when a fetch is sent there.
+        batches = iter(dataset(atlas, client, prefetch=1))
+        first = next(batches)
+        processes.start_worker(*preload)
+        client.wait_for_workers(2, timeout=WAIT_S)
+        assert identical([first, *batches], expected)
+
+
+def test_tasks_that_a_restart_drops_are_said_to_be(atlas: Path) -> None:
+    with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        batches = iter(dataset(atlas, client))
+        next(batches)
+        client.restart()
+        with pytest.raises(FetchError, match=r"has dropped its tasks: client.restart\(\) was called"):
+            list(batches)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from distributed.security import Security
 from test_ddp import torchrun
 
 import dasksc
-from dasksc.window import resolve_scheduler
+from dasksc.window import resolve_scheduler, start
 from dasksc.window import schedulers as window_schedulers
 
 ROOT = Path(__file__).parents[1]
@@ -77,8 +78,6 @@ def test_worker_processes_listen_on_loopback_only(atlas: Path) -> None:
 
 
 def test_modules_to_preload_reach_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dasksc.window import start
-
     module = tmp_path / "preloaded.py"
     module.write_text("def dask_setup(scheduler):\n    scheduler.greeting = 'hello'\n")
     monkeypatch.setattr(start, "PRELOAD", [str(module)])
@@ -232,11 +231,69 @@ def test_ranks_on_two_machines_share_an_encrypted_cluster(
     assert {row for rank in ranks for row in rank["rows"]} == set(range(101))
 
 
-def test_ranks_are_told_why_rank_0_could_not_start() -> None:
-    printed = torchrun(2, "shared_cluster.py", "fail")
+@pytest.mark.parametrize("how", ["port", "dashboard"])
+def test_ranks_are_told_why_rank_0_could_not_start(how: str) -> None:
+    printed = torchrun(2, "shared_cluster.py", "fail", how)
     assert "rank 0: " in printed
     (told,) = [line for line in printed.splitlines() if line.startswith("rank 1: ")]
     assert "StartError: rank 0 could not start the Dask cluster" in told
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_ranks_that_torchrun_restarts_share_a_new_cluster(atlas: Path, tmp_path: Path, killed: int) -> None:
+    """The store of torchrun's agent outlives the ranks, and with it the address of a scheduler that is gone."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command += [str(ROOT / "tests/programs/restarted_cluster.py"), str(atlas), str(tmp_path), str(killed)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [(tmp_path / f"read-1-{rank}").read_text().split() for rank in range(2)]
+    assert len({address for _, address in ranks}) == 1
+    assert sum(int(n_rows) for n_rows, _ in ranks) >= 101
+
+
+def _store_on_loopback() -> Any:
+    import torch.distributed
+
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_an_address_that_is_out_of_date_is_given_up_for_the_one_that_follows() -> None:
+    store = _store_on_loopback()
+    store.set("address", json.dumps({"address": "tcp://127.0.0.1:9", "dashboard": None, "tls": None, "token": "old"}))
+    with distributed.LocalCluster(
+        n_workers=0, processes=False, protocol="tcp://", host="127.0.0.1", dashboard_address="127.0.0.1:0"
+    ) as cluster:
+        new = {"address": cluster.scheduler_address, "dashboard": None, "tls": None, "token": "new"}
+        timer = threading.Timer(0.5, store.set, ("address", json.dumps(new)))
+        timer.start()
+        with start._join(store, security=None, timeout_s=60) as joined:
+            assert joined.address == cluster.scheduler_address
+        timer.join()
+        assert store.add("left/new", 0) == 1
+
+
+def test_a_failure_of_the_attempt_before_is_not_taken_for_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    store = _store_on_loopback()
+    store.set("address", json.dumps({"error": "OSError: of old", "attempt": "0"}))
+    threading.Timer(0.3, store.set, ("address", json.dumps({"error": "OSError: of now", "attempt": "1"}))).start()
+    with pytest.raises(dasksc.StartError, match="OSError: of now"):
+        start._join(store, security=None, timeout_s=60)
+
+
+def test_a_scheduler_without_answer_is_named() -> None:
+    store = _store_on_loopback()
+    store.set("address", json.dumps({"address": "tcp://127.0.0.1:9", "dashboard": None, "tls": None, "token": "old"}))
+    with pytest.raises(dasksc.StartError, match=r"tcp://127\.0\.0\.1:9.*host=") as caught:
+        start._join(store, security=None, timeout_s=1)
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +304,7 @@ def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_on_several_machines_need_another_host_than_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("dasksc.window.start.shared_store", lambda prefix: object())
+    _two_machines(monkeypatch)
     with pytest.raises(dasksc.InputError, match="MASTER_ADDR"):
         dasksc.start_cluster()
 
@@ -270,16 +324,118 @@ def test_rank_0_waits_for_the_others_but_not_for_ever(caplog: pytest.LogCaptureF
     def started(n_left: int) -> dasksc.StartedCluster:
         cluster = distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0")
         store = Store()
-        store.add("left", n_left)
+        store.add("left/of this start", n_left)
         client = distributed.Client(cluster)
         return dasksc.StartedCluster(
-            client, cluster=cluster, dashboard_link=None, store=store, n_others=2, timeout_s=0.2
+            client,
+            cluster=cluster,
+            dashboard_link=None,
+            store=store,
+            token="of this start",
+            n_others=2,
+            timeout_s=0.2,
         )
 
     started(2).close()
     assert "have not closed" not in caplog.text
     started(1).close()
     assert "1 of 2 other ranks have not closed theirs" in caplog.text
+
+
+# What cannot work
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"dashboard_address": 8787}, r"dashboard_address=8787.*'127\.0\.0\.1:8787'"),
+        ({"n_workers": -1}, "n_workers=-1"),
+        ({"n_workers": 1.5}, r"n_workers=1\.5"),
+        ({"threads_per_worker": 0}, "threads_per_worker=0"),
+        ({"port": -5}, "port=-5"),
+        ({"port": "8786"}, "port='8786'"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"host": None}, "host=None"),
+        ({"host": "no such host"}, "host='no such host'.*cannot be resolved"),
+    ],
+)
+def test_arguments_are_checked_before_anything_starts(
+    options: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "LocalCluster", lambda **_: pytest.fail("a cluster was started"))
+    with pytest.raises(dasksc.InputError, match=complaint):
+        dasksc.start_cluster(**options)
+
+
+@pytest.mark.parametrize("which", ["connected", "_tell"])
+def test_what_fails_after_the_start_closes_what_was_started(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters, clients = [], []
+
+    class Noted(distributed.LocalCluster):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            clusters.append(self)
+
+    class NotedClient(distributed.Client):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            clients.append(self)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("of the test")
+
+    monkeypatch.setattr(distributed, "LocalCluster", Noted)
+    monkeypatch.setattr(distributed, "Client", NotedClient)
+    monkeypatch.setattr(start, which, fail)
+    with pytest.raises(RuntimeError, match="of the test"):
+        dasksc.start_cluster(1, threads_per_worker=1)
+    assert [cluster.status.name for cluster in clusters] == ["closed"]
+    assert [client.status for client in clients] == ([] if which == "connected" else ["closed"])
+
+
+def _resolving(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:
+    import socket
+
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *arguments: Any, **options: Any) -> Any:
+        return real(address if host == name else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+def _two_machines(monkeypatch: pytest.MonkeyPatch) -> Any:
+    store = _store_on_loopback()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(start, "shared_store", lambda prefix: store)
+    return store
+
+
+def test_a_host_name_that_leads_to_loopback_is_refused_if_ranks_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    _resolving(monkeypatch, "node7", "127.0.1.1")  # as /etc/hosts of Debian has it
+    store = _two_machines(monkeypatch)
+    with pytest.raises(dasksc.InputError, match=r"host='node7' is 127\.0\.1\.1.*address of the network interface"):
+        dasksc.start_cluster(host="node7")
+    assert "host='node7' is 127.0.1.1" in json.loads(store.get("address"))["error"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.5", "::1"])
+def test_any_loopback_address_is_refused_if_ranks_are_elsewhere(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    _two_machines(monkeypatch)
+    with pytest.raises(dasksc.InputError, match="out of reach"):
+        dasksc.start_cluster(host=host)
+
+
+def test_a_host_name_that_leads_to_loopback_is_told_of_if_all_ranks_are_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("cryptography")
+    _resolving(monkeypatch, "node7", "127.0.1.1")
+    with dasksc.start_cluster(1, threads_per_worker=1, processes=False, host="node7") as cluster:
+        assert cluster.address.startswith("tls://127.0.1.1:")
+    assert "host='node7' is 127.0.1.1" in caplog.text
 
 
 # One that is there already

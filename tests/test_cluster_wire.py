@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from distributed.protocol import deserialize, serialize
 
 import dasksc
 from dasksc.storage import as_matrix, join, open_matrix
+from dasksc.window import Window, resolve_scheduler, sight
 from dasksc.window import cluster as window_cluster
-from dasksc.window import sight
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 
 ROWS = np.arange(5, 45, dtype=np.int64)
@@ -210,6 +211,54 @@ def test_a_memory_bound_counts_what_workers_send_not_what_is_mapped(client: dist
 
     stored = 2000 * 300 * 0.3 * 8
     assert needed(client) - needed("threads") > stored
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("value", [None, 0, False, (), "text"])
+def test_whatever_a_task_returns_is_its_result(client: distributed.Client, value: Any) -> None:
+    window = Window(Returning(value), range(5), name="returning", depth=3, scheduler=resolve_scheduler(client))
+    with window:
+        assert [result for _, result in window] == [value] * 5
+
+
+def test_tasks_that_return_nothing_of_size_run_side_by_side_on_a_worker() -> None:
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=2, processes=True, memory_limit="1GiB", dashboard_address=":0"
+        ) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+        Window(Meeting(), range(5), name="meeting", depth=4, scheduler=resolve_scheduler(client)) as window,
+    ):
+        assert [result for _, result in window] == [None, 1, 1, 1, 1]
+
+
+class Meeting:
+    """A task that, but for the first time, ends when another runs beside it."""
+
+    def __init__(self) -> None:
+        self.barrier: threading.Barrier | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.barrier = threading.Barrier(2, timeout=8)  # a worker that gives up waiting for room does so after 10 s
+
+    def __call__(self, k: int) -> int | None:
+        if k == 0:
+            return None
+        assert self.barrier is not None
+        self.barrier.wait()
+        return 1
+
+
+class Returning:
+    """A task that returns a value, None for one."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, k: int) -> Any:
+        return self.value
 
 
 # Files

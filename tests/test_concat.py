@@ -16,12 +16,13 @@ import pytest
 import scipy.sparse as sp
 import torch
 from anndata import AnnData
+from anndata.experimental import AnnCollection
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dasksc
 from dasksc.concat import noting_left_out
-from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError
+from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import files
 
 GENES = np.array([f"gene{i}" for i in range(40)])
@@ -242,8 +243,6 @@ def test_a_store_of_groups_as_annbatch_writes_it_opens_as_one(tmp_path: Path) ->
 
 
 def test_an_anncollection_opens_as_what_it_is_of() -> None:
-    from anndata.experimental import AnnCollection
-
     parts = {name: atlas(i, 25) for i, name in enumerate(["a", "b"])}
     collection = AnnCollection(parts, join_vars="inner")
     assert_same(dasksc.open(collection), anndata.concat(list(parts.values())))
@@ -470,3 +469,220 @@ def test_files_of_any_kind_stand_in_one_list(tmp_path: Path) -> None:
         rows = batch.index.numpy()
         np.testing.assert_array_equal(batch.X, inner.X[rows].toarray())
         np.testing.assert_array_equal(batch.obs["n"], inner.obs["n"].iloc[rows])
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+class TestAnnCollection:
+    """What an AnnCollection says of cells is what the atlas says that it opens to."""
+
+    @pytest.mark.parametrize("join_obs", ["inner", "outer", None])
+    @pytest.mark.parametrize("backed", [False, True])
+    def test_obs_names_and_columns_are_those_of_the_collection(
+        self, tmp_path: Path, join_obs: str | None, backed: bool
+    ) -> None:
+        parts = [atlas(0, 12, GENES), atlas(1, 9, GENES, columns=("cell_type", "n"))]
+        if backed:
+            paths = [write(part, tmp_path / f"part{i}", "plain") for i, part in enumerate(parts)]
+            parts = [anndata.read_h5ad(path, backed="r") for path in paths]
+        made = AnnCollection(
+            parts, join_obs=join_obs, join_vars="inner", label="batch", keys=["p", "q"], index_unique="-"
+        )
+        made.obs["score"] = np.arange(21.0)
+        opened = dasksc.open(made)
+        assert opened.obs_names.equals(made.obs_names)
+        assert set(opened.obs) == set(made.obs) | set(made.attrs_keys["obs"])
+        for name in made.obs:
+            assert opened.obs[name].tolist() == made.obs[name].tolist()
+        assert isinstance(opened.obs["cell_type"].dtype, pd.CategoricalDtype)
+        assert opened.obs["n"].tolist() == [n for part in parts for n in part.obs["n"]]
+        np.testing.assert_array_equal(dense(opened.X), np.vstack([dense(part.to_memory().X) for part in parts]))
+        some = dasksc.open(made, obs=["score"])
+        assert (list(some.obs), some.obs["score"].tolist()) == (["score"], list(range(21)))
+        with pytest.raises(MissingKeyError, match=r"'scor' \(.*'scor', near 'score'\)"):
+            dasksc.open(made, obs=["scor"])
+
+    def test_parts_are_called_as_the_collection_calls_them(self) -> None:
+        parts = [atlas(0, 12, GENES), atlas(1, 9, GENES)]
+        made = AnnCollection(parts, label="batch", keys=["p", "q"])
+        opened = dasksc.open(made, label="batch", index_unique="_")
+        assert opened.obs["batch"].tolist() == ["p"] * 12 + ["q"] * 9
+        assert opened.obs_names.tolist() == [f"cell0-{i}_p" for i in range(12)] + [f"cell1-{i}_q" for i in range(9)]
+        assert dasksc.open(made, label="other", keys=["r", "s"]).obs["other"].tolist() == ["r"] * 12 + ["s"] * 9
+        assert dasksc.open(AnnCollection(parts), label="part").obs["part"].tolist() == ["0"] * 12 + ["1"] * 9
+
+    def test_a_collection_may_be_one_of_a_list(self, tmp_path: Path) -> None:
+        parts = [atlas(i, 8, GENES) for i in range(3)]
+        made = AnnCollection(parts[:2], label="batch", keys=["p", "q"], index_unique="-")
+        path = write(parts[2], tmp_path / "last", "plain")
+        opened = dasksc.open([made, path], join="outer", label="part")
+        assert opened.obs["part"].cat.categories.tolist() == ["p", "q", "last"]
+        assert opened.obs["batch"].tolist()[:16] == made.obs["batch"].tolist()
+        assert opened.obs_names[:16].equals(made.obs_names)
+        assert dasksc.scDataset([made, path], dasksc.Streaming(), 8, obs=["n"], seed=0).collection.n_obs == 24
+
+    def test_rows_of_a_collection_are_refused_with_what_to_do(self) -> None:
+        view = AnnCollection([atlas(0, 12, GENES), atlas(1, 9, GENES)])[[3, 1, 20]]
+        with pytest.raises(InputError, match=r"AnnCollectionView.*dasksc\.open\(view\.reference\)\[view\.oidx\]"):
+            dasksc.open(view)
+        with pytest.raises(InputError, match="AnnCollectionView"):
+            dasksc.open([view])
+        chosen = dasksc.open(view.reference)[view.oidx]
+        np.testing.assert_array_equal(dense(chosen.X), dense(view.X))
+
+    def test_converters_that_are_not_applied_are_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        dasksc.open(AnnCollection([atlas(0, 5, GENES)], convert={"X": lambda array: array}))
+        assert "convert= of the AnnCollection is not applied" in caplog.text
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Atlases at three depths, a hidden one, and a Zarr store with what looks like one inside."""
+    for name in ("A", "sub/C", "sub/deep/D", ".hidden/E"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(atlas(0, 3, GENES), tmp_path / name, "plain")
+    write(atlas(0, 3, GENES), tmp_path / "sub" / "Z", "zarr")
+    write(atlas(0, 3, GENES), tmp_path / "sub" / "Z.zarr" / "within", "plain")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("**/*.h5ad", ["A", "C", "D"]),
+        ("./**/*.h5ad", ["A", "C", "D"]),
+        ("**/**/*.h5ad", ["A", "C", "D"]),
+        ("**", ["A", "C", "Z", "D"]),
+        ("**/*", ["A", "C", "Z", "D"]),
+        ("**/*.zarr", ["Z"]),
+        ("**/deep/*.h5ad", ["D"]),
+        ("sub/**/*.h5ad", ["C", "D"]),
+        ("s*/**/[CD].h5ad", ["C", "D"]),
+        ("*/*.h5ad", ["C"]),
+        ("s*", ["C", "Z"]),
+        ("[As]*", ["A", "C", "Z"]),
+    ],
+)
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_two_stars_stand_for_folders_of_any_depth_and_folders_that_fit_open(
+    tree: Path, pattern: str, found: list[str], is_relative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tree)
+    given = pattern if is_relative else f"{tree}/{pattern}"
+    opened = dasksc.open([given], label="part")
+    assert opened.obs["part"].cat.categories.tolist() == found
+
+
+def test_what_fits_a_pattern_and_is_no_atlas_is_named(tree: Path) -> None:
+    with pytest.raises(StorageError, match=r"/empty is a directory but not a Zarr group"):
+        dasksc.open(f"{tree}/*")
+    with pytest.raises(MissingPathError, match="nothing fits the pattern"):
+        dasksc.open(f"{tree}/empty/**")
+
+
+def test_stars_follow_no_link_that_leads_back(tree: Path) -> None:
+    (tree / "sub" / "back").symlink_to(tree)
+    assert dasksc.open(f"{tree}/**/*.h5ad", label="part").obs["part"].nunique() == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (["s1/filtered", "s2/filtered"], ["s1/filtered", "s2/filtered"]),
+        (["s1/filtered", "s2/filtered", "s2/other"], ["s1/filtered", "s2/filtered", "other"]),
+        (["s1/x/filtered", "s2/x/filtered"], ["s1/x/filtered", "s2/x/filtered"]),
+        (["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"], ["s1/x/filtered", "s2/x/filtered", "y/filtered"]),
+    ],
+)
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, names: list[str], keys: list[str]) -> None:
+    paths = []
+    for i, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        paths.append(write(atlas(i, 3, GENES), tmp_path / name, "plain"))
+    assert dasksc.open(paths, label="part").obs["part"].cat.categories.tolist() == keys
+
+
+def test_a_file_and_a_store_of_one_name_are_told_apart_by_their_endings(tmp_path: Path) -> None:
+    paths = [write(atlas(i, 3, GENES), tmp_path / "part", kind) for i, kind in enumerate(["plain", "zarr"])]
+    assert dasksc.open(paths, label="part").obs["part"].cat.categories.tolist() == ["part.h5ad", "part.zarr"]
+
+
+def test_one_file_given_twice_has_numbers_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(atlas(0, 3, GENES), tmp_path / "part", "plain")
+    opened = dasksc.open([path, "part.h5ad"], label="part", index_unique="-")
+    assert opened.obs["part"].cat.categories.tolist() == ["0", "1"]
+    assert opened.obs_names[-1] == "cell0-2-1"
+    assert "'0', '1', ..." in caplog.text
+    assert "keys=" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["*.h5ad", ""])
+def test_one_that_a_pattern_or_folder_stands_for_is_as_if_it_had_been_given(tmp_path: Path, what: str) -> None:
+    adata = atlas(0, 6, GENES, has=PARTS)
+    adata.uns["about"] = "it"
+    path = write(adata, tmp_path / "part", "plain")
+    alone, found = dasksc.open(path), dasksc.open(f"{tmp_path}/{what}")
+    assert_same(found, to_memory(alone))
+    assert found.uns["about"] == "it"
+    told = dasksc.open(f"{tmp_path}/{what}", label="batch", index_unique="-")
+    assert told.obs["batch"].tolist() == ["part"] * 6
+    assert told.obs_names.tolist() == [f"{name}-part" for name in alone.obs_names]
+    assert told.raw.obs_names.equals(told.obs_names)
+    assert list(told.var) == ["length"]
+    assert dasksc.open(f"{tmp_path}/{what}", label="batch", keys=["k"]).obs["batch"].tolist() == ["k"] * 6
+    with pytest.raises(MissingKeyError, match=r"'cell_typ', near 'cell_type'"):
+        dasksc.open(f"{tmp_path}/{what}", obs=["cell_typ"])
+
+
+def test_a_path_that_is_not_there_is_said_to_be_missing_whatever_else_is_given(tmp_path: Path) -> None:
+    write(atlas(0, 3), tmp_path / "A", "plain")
+    with pytest.raises(MissingPathError, match="there is nothing at"):
+        dasksc.open(tmp_path / "A.H5AD", label="batch")
+    with pytest.raises(InputError, match=r"label= is of several atlases, and .*A.h5ad.* is one"):
+        dasksc.open(tmp_path / "A.h5ad", label="batch")
+
+
+def test_a_column_that_joining_drops_is_refused_with_who_lacks_it(tmp_path: Path) -> None:
+    parts = {"A": ("cell_type", "n"), "B": ("cell_type",)}
+    paths = [
+        write(atlas(i, 4, columns=columns), tmp_path / name, "plain") for i, (name, columns) in enumerate(parts.items())
+    ]
+    with pytest.raises(MissingKeyError, match=r"joined by 'inner' has no column 'n': B lacks it.*join='outer'"):
+        dasksc.open(paths, obs=["n"])
+    with pytest.raises(MissingKeyError, match=r"'cell_typ', near 'cell_type'"):
+        dasksc.open(paths, obs=["cell_typ"])
+    with pytest.raises(MissingKeyError, match=r"'cell_typ', near 'cell_type'"):
+        dasksc.open([atlas(0, 3), atlas(1, 3)], obs=["cell_typ"])
+
+
+def test_names_of_cells_that_repeat_are_said_once_with_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [write(atlas(0, 5, GENES, has=PARTS), tmp_path / f"part{i}", "plain") for i in range(3)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Observation names")
+        dasksc.open(paths)
+        dasksc.open([*paths, atlas(0, 5, GENES)], raw=False, join="outer")
+    said = [record.getMessage() for record in caplog.records if "obs_names repeat" in record.getMessage()]
+    assert len(said) == 2
+    assert all("index_unique='-'" in one for one in said)
+    caplog.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Observation names")
+        dasksc.open(paths, index_unique="-")
+    assert not caplog.records
+
+
+def test_names_of_cells_that_repeat_in_one_file_are_said_with_another_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adata = atlas(0, 5, GENES)
+    adata.obs_names = ["a", "a", "b", "c", "d"]
+    path = write(adata, tmp_path / "part", "plain")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Observation names")
+        dasksc.open(path)
+    assert "obs_names_make_unique()" in caplog.text

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import dask
 import numpy as np
 import pandas as pd
 import pytest
@@ -21,7 +22,7 @@ import scipy.sparse as sp
 import zarr
 from click.testing import CliRunner
 from data import FORMATS, dense, make_adata, write_store
-from distributed import Client
+from distributed import Client, LocalCluster
 from numpy.typing import NDArray
 from servers import s3_bucket
 
@@ -30,6 +31,7 @@ from dasksc import cli, conversion
 from dasksc.conversion import scanning, shards, staging, writing
 from dasksc.conversion.workplace import Workplace
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
+from dasksc.window import schedulers
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "programs" / "convert_kills.py"
@@ -180,7 +182,14 @@ def test_compressed_files_go_by_way_of_runs_and_mapped_ones_do_not(tmp_path):
     [
         (np.array([1, 255], dtype=np.float32), "uint8"),
         (np.array([1, 256], dtype=np.float64), "uint16"),
+        (np.array([1, 65_535], dtype=np.int32), "uint16"),
         (np.array([1, 65_536], dtype=np.int64), "uint32"),
+        # Just what it holds; float32 has no such number.
+        (np.array([1, 2**32 - 1], dtype=np.float64), "uint32"),
+        (np.array([1, 2**32 - 1], dtype=np.int64), "uint32"),
+        (np.array([1, 2**32 - 1], dtype=np.uint64), "uint32"),
+        (np.array([1, 2**32], dtype=np.float64), "float64"),
+        (np.array([1, 2**63], dtype=np.uint64), "uint64"),
         (np.array([1, 2**24], dtype=np.float32), "float32"),
         (np.array([1, 2**32], dtype=np.int64), "int64"),
         (np.array([1, -1], dtype=np.int32), "int32"),
@@ -199,7 +208,7 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
     assert report.types == {"X": expected}
     written = zarr.open_group(tmp_path / "out.zarr", mode="r")["X"]
     assert written["data"].dtype == expected
-    assert written["indices"].dtype == np.uint16
+    assert written["indices"].dtype == np.uint8
     stored = np.asarray(written["data"][:])
     assert np.array_equal(stored.astype(values.dtype), values, equal_nan=values.dtype.kind == "f")
     if values.dtype.kind == "f":
@@ -220,12 +229,29 @@ def test_types_are_kept_if_asked_for_and_scipy_may_then_work_in_place(tmp_path):
     assert written.X.nnz == source.X.nnz - 1
 
 
-def test_more_than_65536_genes_keep_wide_column_numbers(tmp_path):
-    X = sp.csr_matrix(([1.0, 2.0], ([0, 1], [0, 65_536])), shape=(2, 65_537))
-    obs, var = pd.DataFrame(index=["a", "b"]), pd.DataFrame(index=[f"g{i}" for i in range(65_537)])
+@pytest.mark.parametrize(
+    ("n_vars", "expected"),
+    [(255, "uint8"), (256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "int32")],
+)
+def test_column_numbers_take_the_narrowest_type_for_all_genes_and_every_reader_takes_it(tmp_path, n_vars, expected):
+    X = sp.csr_matrix(([1.0, 2.0, 3.0], ([0, 0, 1], [0, 7, n_vars - 1])), shape=(2, n_vars))
+    obs, var = pd.DataFrame(index=["a", "b"]), pd.DataFrame(index=[f"g{i}" for i in range(n_vars)])
     dasksc.convert(ad.AnnData(X=X, obs=obs, var=var), tmp_path / "out.zarr", order="keep", verify=True)
-    assert zarr.open_array(tmp_path / "out.zarr" / "X" / "indices").dtype == np.int32
-    assert (read(tmp_path / "out.zarr").X != X).nnz == 0
+    assert zarr.open_array(tmp_path / "out.zarr" / "X" / "indices").dtype == expected
+    written = read(tmp_path / "out.zarr")
+    assert (written.X != X).nnz == 0
+    assert (written.X[:, ::-1] != X[:, ::-1]).nnz == 0
+    assert (sp.hstack([written.X, written.X]) != sp.hstack([X, X])).nnz == 0
+    assert (dasksc.open(tmp_path / "out.zarr").X.compute() != X).nnz == 0
+    for layout in ("dense", "csr"):
+        (batch,) = dasksc.scDataset(
+            tmp_path / "out.zarr", dasksc.Streaming(), batch_size=2, layout=layout, scheduler="synchronous"
+        )
+        assert np.array_equal(batch.to_dense().numpy(), X.toarray())
+    # What is narrow is converted again, too: kept, and made wide.
+    dasksc.convert(tmp_path / "out.zarr", tmp_path / "wide.zarr", narrow=False, verify=True)
+    assert zarr.open_array(tmp_path / "wide.zarr" / "X" / "indices").dtype == np.int32
+    assert abs(read(tmp_path / "wide.zarr")[["a", "b"]].X - X).max() == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (4, 5)])
@@ -406,11 +432,50 @@ def test_it_runs_on_a_cluster(tmp_path):
     source = make_adata(60, 17)
     path = write_store(source, tmp_path, "h5ad")
     dasksc.convert(path, tmp_path / "threads.zarr", scheduler="threads")
-    with Client(processes=False, dashboard_address=None, n_workers=2, threads_per_worker=1):
+    with Client(processes=False, dashboard_address=":0", n_workers=2, threads_per_worker=1):
         dasksc.convert(path, tmp_path / "cluster.zarr", verify=True)
     assert contents(tmp_path / "threads.zarr") == contents(tmp_path / "cluster.zarr")
     dasksc.convert(path, tmp_path / "here.zarr", scheduler="synchronous")
     assert contents(tmp_path / "threads.zarr") == contents(tmp_path / "here.zarr")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """A cluster of two workers, in processes of their own."""
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_it_runs_on_workers_in_other_processes(tmp_path, monkeypatch, workers, compression):
+    # Many tasks of each kind, those of Staging too, which sizes that travel with them make.
+    monkeypatch.setattr(conversion, "_SCAN_ROWS", 7)
+    source = make_adata(60, 17)
+    path = tmp_path / "atlas.h5ad"
+    source.write_h5ad(path, compression=compression)
+    options = {"memory_limit": "20kB", "seed": 3}
+    dasksc.convert(path, tmp_path / "threads.zarr", scheduler="threads", **options)
+    with Client(workers):
+        report = dasksc.convert(path, tmp_path / "active.zarr", verify=True, **options)
+    assert report.is_verified
+    assert contents(tmp_path / "active.zarr") == contents(tmp_path / "threads.zarr")
+    same(read(tmp_path / "active.zarr"), source)
+    command = ["convert", str(path), str(tmp_path / "cli.zarr"), "--scheduler", workers.scheduler_address, "--verify"]
+    shown = CliRunner().invoke(cli.group, [*command, "--seed", "3", "--memory-limit", "20kB"])
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert contents(tmp_path / "cli.zarr") == contents(tmp_path / "threads.zarr")
+    schedulers._close_clients()
+
+
+def test_what_a_cluster_began_threads_go_on_with(tmp_path, monkeypatch, workers, gzipped):
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        with Client(workers, set_as_default=False) as client, pytest.raises(ZeroDivisionError):
+            dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler=client)
+    for copy in (writing.CSRCopy, writing.DenseCopy):
+        monkeypatch.setattr(copy, "__call__", lambda *args: pytest.fail("a shard was written again"))
+    dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler="threads", verify=True)
+    same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
 
 
 @pytest.mark.parametrize("with_cache", [False, True])
@@ -647,6 +712,48 @@ def test_another_unfinished_conversion_is_neither_mixed_in_nor_dropped_unasked(t
     assert contents(target) == contents(tmp_path / "straight.zarr")
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"label": "plate"},
+        {"label": None},
+        {"keys": ["1", "2"]},
+        {"index_unique": "-"},
+        {"merge": "same"},
+        {"join": "outer"},
+        {"narrow": False},
+        {"order": "keep"},
+        {"group_by": "kind"},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Observation names are not unique")
+def test_nor_is_it_gone_on_with_by_other_arguments(tmp_path, monkeypatch, changed):
+    for name in "ab":
+        small(3, kind=list("xyx")).write_h5ad(tmp_path / f"{name}.h5ad")
+    data, target = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"], tmp_path / "out.zarr"
+    begun = {"label": "of", "keys": ["one", "two"]}
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dasksc.convert(data, target, **begun)
+    (name,) = changed
+    with pytest.raises(InputError, match=f"unfinished conversion that differs from this one in .*{name}.*--overwrite"):
+        dasksc.convert(data, target, **{**begun, **changed})
+    # What changes no content may be another.
+    dasksc.convert(data, target, **begun, memory_limit="1GiB", scheduler="synchronous", verify=True)
+    assert set(read(target).obs["of"]) == {"one", "two"}
+
+
+def test_the_keys_of_a_dict_are_an_argument_too(tmp_path, monkeypatch):
+    parts = [small(3), small(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dasksc.convert(dict(zip("ab", parts, strict=True)), tmp_path / "out.zarr", index_unique="-")
+    with pytest.raises(InputError, match="differs from this one in keys"):
+        dasksc.convert(dict(zip("cd", parts, strict=True)), tmp_path / "out.zarr", index_unique="-")
+
+
 def test_an_input_that_changed_meanwhile_is_not_gone_on_with(tmp_path, monkeypatch):
     source = make_adata(60, 17)
     path = write_store(source, tmp_path, "h5ad")
@@ -747,6 +854,61 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(StorageError, match="atlas.h5ad/out.zarr cannot be written: .*Not a directory"):
         dasksc.convert(path, path / "out.zarr")
     assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"seed": -1}, r"seed must be a whole number in \[0, 2\*\*64\); got -1"),
+        ({"seed": 2**64}, "seed must be a whole number"),
+        ({"seed": 1.5}, "seed must be a whole number .* got 1.5"),
+        ({"seed": True}, "seed must be a whole number .* got True"),
+        ({"seed": None}, "seed must be a whole number .* got None"),
+        ({"order": ["keep"]}, "is neither 'shuffle' nor 'keep'"),
+        ({"group_by": ["cell_type"]}, r"group_by=\['cell_type'\] is a list; give one name"),
+        ({"group_by": 3}, "group_by=3 is an int; give one name"),
+        ({"label": ["of"]}, r"label=\['of'\] is a list; give one name"),
+        ({"index_unique": 1}, "index_unique=1 is an int; give a text"),
+        ({"join": "left"}, "join='left' is neither"),
+        ({"keys": "ab"}, "keys='ab' must be a list of 2 names"),
+        ({"keys": ["a"]}, "must be a list of 2 names"),
+        ({"keys": 2}, "keys=2 .*give a list of names"),
+        ({"merge": "all"}, "merge='all' is none of 'same', 'unique', 'first', 'only'"),
+        ({"merge": len}, "merge=.* is none of"),
+        ({"scheduler": "processes"}, "scheduler='processes' is not a scheduler"),
+        ({"scheduler": 3}, "scheduler=3 is not a scheduler"),
+        ({"scheduler": "tcp://127.0.0.1:9"}, "does not answer"),
+        ({"storage_options": "region=x"}, "storage_options= is a str; give a dict"),
+        ({"cache": 3}, "cache"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_leaves_nothing_behind(tmp_path, monkeypatch, arguments, told):
+    for name in "ab":
+        small(3, cell_type=list("xyz")).write_h5ad(tmp_path / f"{name}.h5ad")
+    with dask.config.set({"distributed.comm.timeouts.connect": "1s"}), pytest.raises(InputError, match=told):
+        dasksc.convert([tmp_path / "a.h5ad", tmp_path / "b.h5ad"], tmp_path / "out.zarr", **arguments)
+    assert sorted(os.listdir(tmp_path)) == ["a.h5ad", "b.h5ad"]
+
+
+@pytest.mark.parametrize("target", [3, None, b"out.zarr", "/"])
+def test_a_target_that_is_no_path_of_a_directory_is_told(target):
+    with pytest.raises(InputError, match="target=.*give the path of the directory to write"):
+        dasksc.convert(small(3), target)
+
+
+def test_progress_without_tqdm_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(InputError, match="progress=True needs tqdm: pip install tqdm"):
+        dasksc.convert(small(3), tmp_path / "out.zarr", progress=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_numbers_of_numpy_are_seeds_too(tmp_path):
+    source = make_adata(60, 17)
+    for name, seed in (("one", np.int64(5)), ("two", 5)):
+        dasksc.convert(source, tmp_path / f"{name}.zarr", seed=seed, narrow=np.bool_(True))
+    assert contents(tmp_path / "one.zarr") == contents(tmp_path / "two.zarr")
 
 
 @pytest.mark.parametrize("name", ["indices", "data"])
@@ -896,6 +1058,50 @@ def test_the_command_shows_progress_and_says_what_it_left_out(tmp_path):
     assert "100%" in shown.stderr
     assert "60 cells x 17 genes" in shown.stdout
     assert "left out: obsp/neighbours" in shown.stdout
+
+
+def test_the_command_keeps_what_describes_genes_as_merge_says(tmp_path):
+    parts = [small(3), small(2)]
+    for i, part in enumerate(parts):
+        part.obs_names = [f"part{i}-{name}" for name in part.obs_names]
+        part.var["symbol"] = ["A", "B"]
+        part.var["mean"] = float(i)
+        part.write_h5ad(tmp_path / f"part{i}.h5ad")
+    for merge, kept in ((None, []), ("same", ["symbol"]), ("first", ["symbol", "mean"])):
+        target = tmp_path / f"{merge}.zarr"
+        more = [] if merge is None else ["--merge", merge]
+        shown = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), *more])
+        assert shown.exit_code == 0, shown.output
+        assert list(read(target).var) == kept
+        assert [name for name in ("symbol", "mean") if f"var/{name}" in shown.stdout] == [
+            name for name in ("symbol", "mean") if name not in kept
+        ]
+    shown = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), "--merge", "all"])
+    assert shown.exit_code == 2
+
+
+@pytest.mark.parametrize("pattern", ["plates", "plates/*.h5ad"])
+def test_a_folder_or_pattern_of_one_file_is_that_file(tmp_path, pattern):
+    (tmp_path / "plates").mkdir()
+    source = small(3)
+    source.var["symbol"] = ["A", "B"]
+    source.uns["source"] = "here"
+    source.write_h5ad(tmp_path / "plates" / "one.h5ad")
+    report = dasksc.convert(str(tmp_path / pattern), tmp_path / "out.zarr", verify=True)
+    assert report.left_out == ()
+    written = read(tmp_path / "out.zarr")
+    assert list(written.var["symbol"]) == ["A", "B"]
+    assert dict(written.uns) == {"source": "here"}
+
+
+def test_the_command_tells_a_seed_that_is_none_and_leaves_nothing_behind(tmp_path):
+    small(3).write_h5ad(tmp_path / "a.h5ad")
+    command = ["convert", str(tmp_path / "a.h5ad"), str(tmp_path / "out.zarr")]
+    shown = CliRunner().invoke(cli.group, [*command, "--seed", "-1"])
+    assert shown.exit_code == 2
+    assert "--seed" in shown.stderr
+    assert os.listdir(tmp_path) == ["a.h5ad"]
+    assert CliRunner().invoke(cli.group, [*command, "--seed", "1"]).exit_code == 0
 
 
 def test_the_command_names_inputs_and_refuses_options_without_a_value(tmp_path):

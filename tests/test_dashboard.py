@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -206,6 +207,39 @@ def test_installing_twice_changes_nothing_and_dasks_pages_name_this_one(cluster,
     assert sum(isinstance(plugin, LoaderPage) for plugin in cluster.scheduler.plugins.values()) == 1
     assert served(address(cluster, "status")).count('href="loader"') == 1
     assert "No rank has reported yet" in served(address(cluster, "loader"))
+
+
+def test_the_link_leads_to_the_page_wherever_the_dashboard_listens():
+    for dashboard_address in ("127.0.0.1:0", "127.0.0.2:0", ":0"):
+        with (
+            distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=dashboard_address) as cluster,
+            distributed.Client(cluster, set_as_default=False) as client,
+        ):
+            for target in (client, cluster):
+                assert "No rank has reported yet" in served(dashboard.install(target))
+
+
+def test_a_link_of_the_sites_own_is_kept(cluster, client):
+    with dask.config.set({"distributed.dashboard.link": "https://hub/user/me/proxy/{port}/status"}):
+        assert dashboard.install(client) == f"https://hub/user/me/proxy/{cluster.scheduler.http_server.port}/loader"
+
+
+@pytest.mark.parametrize("dashboard_address", ["127.0.0.1:0", None])
+def test_the_page_can_be_put_on_what_start_cluster_returns(dashboard_address):
+    with dasksc.start_cluster(1, threads_per_worker=1, dashboard_address=dashboard_address) as started:
+        assert (started.dashboard_link is None) == (dashboard_address is None)
+        assert "No rank has reported yet" in served(dashboard.install(started))
+
+
+def test_an_asynchronous_client_is_refused():
+    async def install() -> None:
+        async with distributed.Client(
+            n_workers=0, processes=False, dashboard_address="127.0.0.1:0", asynchronous=True, set_as_default=False
+        ) as client:
+            with pytest.raises(InputError, match=r"asynchronous=False.*--preload dasksc\.dashboard"):
+                dashboard.install(client)
+
+    asyncio.run(install())
 
 
 def test_something_else_is_refused():

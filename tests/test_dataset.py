@@ -9,10 +9,12 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from itertools import islice
 from pathlib import Path
 
 import anndata as ad
+import cloudpickle
 import dask
 import dask.array as da
 import numpy as np
@@ -20,10 +22,10 @@ import pytest
 import scipy.sparse as sp
 import torch
 from dask.diagnostics import Profiler, ProgressBar
-from distributed import Client
+from distributed import Client, LocalCluster
 
 import dasksc
-from dasksc import Batch, BlockShuffling, CorruptDataError, FetchError, Streaming, scDataset
+from dasksc import Batch, BlockShuffling, BlockWeightedSampling, CorruptDataError, FetchError, Streaming, scDataset
 from tests.data import FORMATS, LAYOUTS, dense, make_adata, write_store
 
 N_OBS = 203
@@ -152,6 +154,45 @@ async def _settled(scheduler) -> None:
         if not any("dasksc" in str(key) for key in scheduler.tasks):
             return
         await asyncio.sleep(0.05)
+
+
+def _in_flight(one: scDataset) -> int:
+    stats = one.stats()
+    return stats["n_fetching"] + stats["n_ready"]
+
+
+@pytest.mark.parametrize("by", ["cluster", "address"])
+def test_workers_that_join_an_epoch_get_fetches_of_it(path, by):
+    with (
+        LocalCluster(
+            n_workers=1,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tcp",
+            host="127.0.0.1",
+            dashboard_address=":0",
+            worker_dashboard_address=":0",
+        ) as cluster,
+        Client(cluster if by == "cluster" else cluster.scheduler_address, set_as_default=False) as client,
+    ):
+        one = dataset(path, batch_size=1, fetch_factor=1, obs=["int64"], scheduler=client)
+        fixed = dataset(path, batch_size=1, fetch_factor=1, scheduler=client, prefetch=1)
+        rows, batches, of_fixed = [], iter(one), iter(fixed)
+        rows += next(batches).index.tolist()
+        next(of_fixed)
+        assert _in_flight(one) == 2
+        cluster.scale(3)
+        client.wait_for_workers(3, timeout=60)
+        deadline = time.monotonic() + 60
+        while _in_flight(one) < 6 and time.monotonic() < deadline:
+            time.sleep(0.2)  # an address hears of workers every two seconds
+            rows += next(batches).index.tolist()
+        assert _in_flight(one) == 6
+        next(of_fixed)
+        assert _in_flight(fixed) == 1
+        of_fixed.close()
+        rows += [row for batch in batches for row in batch.index.tolist()]
+        assert sorted(rows) == list(range(N_OBS))
 
 
 @pytest.mark.parametrize("layout", ["dense", "csr"])
@@ -462,6 +503,41 @@ def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
     expected = np.concatenate([batch.to_dense().numpy() for batch in one])
     np.testing.assert_array_equal(dense(computed), expected)
     assert array.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("kind", ["all rows", "indices", "weights"])
+def test_a_chunk_of_to_dask_travels_with_its_own_rows_alone(kind):
+    n_obs = 200_000
+    values = np.arange(n_obs, dtype="float32")[:, None] % 1000
+    held = np.random.default_rng(0).random(n_obs)
+    strategy = {
+        "all rows": BlockShuffling(block_size=4),
+        "indices": BlockShuffling(block_size=4, indices=np.flatnonzero(held < 0.9)),
+        "weights": BlockWeightedSampling(block_size=4, weights=held, total_size=1000),
+    }[kind]
+    one = scDataset(ad.AnnData(values), strategy, batch_size=8, fetch_factor=4, seed=0, scheduler="threads")
+    array = one.to_dask()
+    expected = array.blocks[3].compute()
+    np.testing.assert_array_equal(expected[:8, 0], values[one.plan(0).batch_rows(3 * 4), 0])
+    # What the chunk reads from is in memory here, and is sent as well.
+    source = len(cloudpickle.dumps(one._matrices["X"]))
+    key = (array.name, 3, 0)
+    # A client sends the graph of a delayed chunk as it is.
+    for graph in (array.to_delayed()[3, 0].__dask_graph__(), array.dask.cull({key})):
+        sent = cloudpickle.dumps(dict(graph))
+        assert len(sent) - source < 8000
+        there = pickle.loads(sent)
+        np.testing.assert_array_equal(dask.get(there, key), expected)
+        # Sent on, as from a scheduler to another worker.
+        np.testing.assert_array_equal(dask.get(pickle.loads(cloudpickle.dumps(there)), key), expected)
+
+
+def test_chunks_of_to_dask_travel_with_one_plan_where_it_is_small(path):
+    array = dataset(path, batch_size=1, fetch_factor=1).to_dask()
+    array.compute()
+    sent = [len(cloudpickle.dumps(dict(array.dask.cull({(array.name, k, 0) for k in range(n)})))) for n in (1, N_OBS)]
+    assert sent[0] < 8000
+    assert (sent[1] - sent[0]) / N_OBS < 100
 
 
 def test_epochs_of_other_genes_or_atlases_are_computed_together(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
+from anndata.experimental import AnnCollection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +74,16 @@ CASES: dict[str, Any] = {
     'note == "it\'s `so`"': OBS.note == "it's `so`",
     "note.str.startswith('a')": OBS.note.str.startswith("a"),
     "`is doublet`": OBS["is doublet"],
+    # A missing text neither begins with anything nor does not: `not` selects it no more than the question does.
+    "cell_type.str.startswith('T')": OBS.cell_type == "T cell",
+    "not cell_type.str.startswith('T')": OBS.cell_type.isin(["B cell", "NK"]),
+    "~cell_type.str.endswith('cell') or n_genes > 900": (OBS.cell_type == "NK") | (OBS.n_genes > 900),
+    "cell_type.str.contains('T|B') and n_genes > 500": OBS.cell_type.isin(["T cell", "B cell"]) & (OBS.n_genes > 500),
+    "cell_type.str.startswith(('T', 'N'))": OBS.cell_type.isin(["T cell", "NK"]),
+    # pandas binds | looser than comparisons, which Python does not: brackets stay where they were.
+    "(note.str.startswith('a') | n_genes > 500) == `is doublet`": (OBS.note.str.startswith("a") | (OBS.n_genes > 500))
+    == OBS["is doublet"],
+    "'ü' != note and not note.str.contains('`so`')": OBS.note == "a b",
 }
 
 
@@ -105,6 +117,10 @@ def test_a_filter_holds_where_pandas_says_so(expression: str, path: Path) -> Non
         "n_genes := 3",
         "n_genes = 3",
         "n_genes ** 9 > 1",
+        "note.str.startswith(cell_type)",
+        "note.str.startswith(-note)",
+        "note.str.contains()",
+        "n_genes.str.contains('1')",
         "n_genes >",
         "",
         "1 == 1",
@@ -120,6 +136,95 @@ def test_what_is_no_comparison_of_columns_is_refused(expression: str) -> None:
 def test_what_says_no_yes_or_no_is_refused(expression: str, match: str) -> None:
     with pytest.raises(InputError, match=match):
         dasksc.rows_where(atlas(), expression)
+
+
+TEXTS = [None, "T cell", "B cell", "T reg", None]
+KINDS: dict[str, Any] = {
+    "categorical": pd.Categorical(TEXTS),
+    "object": np.array(TEXTS, dtype=object),
+    "nan": np.array([np.nan if text is None else text for text in TEXTS], dtype=object),
+    "string": pd.array(TEXTS, dtype="string"),
+    "default": pd.Series(TEXTS).array,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_text_is_no_match_and_no_mismatch_whatever_its_type(kind: str) -> None:
+    obs = pd.DataFrame({"kind": KINDS[kind], "n": range(5)})
+    for expression, expected in (
+        ("kind.str.startswith('T')", [1, 3]),
+        ("not kind.str.startswith('T')", [2]),
+        ("~(kind.str.contains('cell|reg'))", []),
+        ("not kind.str.endswith('cell') or n == 0", [0, 3]),
+        ("not (kind.str.endswith('cell') and n < 2)", [2, 3, 4]),  # whatever it is, n says no
+        ("kind.isna() or kind.str.contains('reg')", [0, 3, 4]),
+        ("kind.str.contains('t', False, 0, True)", [0, 1, 3, 4]),  # what pandas is told of missing ones
+    ):
+        assert dasksc.rows_where(obs, expression).tolist() == expected, expression
+
+
+def test_a_column_without_any_text_matches_nothing() -> None:
+    obs = pd.DataFrame({"kind": np.array([None, None], dtype=object)})
+    for expression in ("kind.str.startswith('T')", "not kind.str.startswith('T')"):
+        assert dasksc.rows_where(obs, expression).tolist() == []
+
+
+def test_true_and_false_with_missing_ones_are_asked_as_they_are() -> None:
+    obs = pd.DataFrame({"ob": np.array([True, None, False, np.nan], dtype=object), "n": range(4)})
+    for expression, expected in (
+        ("ob", [0]),
+        ("not ob", [2]),
+        ("ob or n > 1", [0, 2, 3]),
+        ("ob == False", [2]),
+        ("ob.isna()", [1, 3]),
+    ):
+        assert dasksc.rows_where(obs, expression).tolist() == expected, expression
+
+
+def test_of_several_atlases_the_rows_of_one_that_lacks_a_column_match_nothing(tmp_path: Path) -> None:
+    whole, lacking = atlas(), atlas()
+    lacking.obs = lacking.obs.drop(columns=["cell_type", "is doublet"])
+    for name, adata in (("a", whole), ("b", lacking)):
+        adata.obs_names = [f"{name}{i}" for i in range(N)]
+        adata.write_h5ad(tmp_path / f"{name}.h5ad")
+    opened = dasksc.open([tmp_path / "a.h5ad", tmp_path / "b.h5ad"], join="outer")
+    for expression in ("cell_type.str.startswith('T')", "not cell_type.str.contains('T|B')", "not `is doublet`"):
+        expected = dasksc.rows_where(whole, expression)
+        np.testing.assert_array_equal(dasksc.rows_where(opened, expression), expected)
+
+
+def test_every_way_to_give_a_table_of_cells_is_asked_alike(tmp_path: Path) -> None:
+    adata = atlas()
+    expected = dasksc.rows_where(adata, "n_genes > 500")
+    np.testing.assert_array_equal(dasksc.rows_where(adata.obs, "n_genes > 500"), expected)
+    both = AnnCollection([adata[:50], adata[50:]], label="part", index_unique="-")
+    np.testing.assert_array_equal(dasksc.rows_where(both, "n_genes > 500"), expected)
+    np.testing.assert_array_equal(dasksc.rows_where(both, "part == '1'"), np.arange(50, N))
+    parts = dasksc.split(both, groups="part", fractions=(0.5, 0.5))
+    assert sorted(map(len, parts.values())) == [50, N - 50]
+
+
+def test_rows_of_several_modalities_are_those_that_a_data_set_numbers(tmp_path: Path) -> None:
+    mudata = pytest.importorskip("mudata")
+    adata = atlas()
+    adata.obs = adata.obs[["n_genes", "score"]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Cells that one of them lacks are in a MuData, and not in what is read of it.
+        data = mudata.MuData({"rna": adata[20:].copy(), "prot": adata[::-1][:90].copy()})
+        data.write(tmp_path / "cite.h5mu")
+    opened = dasksc.Modalities(data)
+    assert opened.n_obs < data.n_obs
+    expected = np.flatnonzero(opened.obs["rna:n_genes"] > 500)
+    assert 0 < len(expected) < opened.n_obs
+    splits = []
+    for given_as in (opened, data, tmp_path / "cite.h5mu", str(tmp_path / "cite.h5mu")):
+        np.testing.assert_array_equal(dasksc.rows_where(given_as, "`rna:n_genes` > 500"), expected)
+        splits.append(dasksc.split(given_as, groups="rna:score", indices=expected, fractions=(0.5, 0.5)))
+        with pytest.raises(MissingKeyError, match="n_genes"):
+            dasksc.rows_where(given_as, "`rna:n_gene` > 500")
+    for parts in splits:
+        assert all(np.array_equal(parts[name], splits[0][name]) for name in splits[0])
 
 
 def test_a_column_that_is_not_there_is_told_with_what_is_near(path: Path) -> None:

@@ -23,6 +23,7 @@ import zarr
 from anndata import AnnData
 
 import dasksc
+from dasksc import collection
 from dasksc.errors import StorageError
 from dasksc.storage import open_matrix, zarr_guard
 from tests.data import write_store
@@ -587,6 +588,61 @@ def test_arrays_that_only_together_are_too_large_are_refused(
         pytest.raises(StorageError, match=f"bytes.* of them in {where.partition('/')[0]}, and this machine"),
     ):
         opened(path.name)
+
+
+@pytest.mark.parametrize("how", ["never written", "written in part", "contiguous", "many names of one chunk"])
+@pytest.mark.parametrize("where", ["uns/huge", "obs/huge", "varm/huge"])
+def test_arrays_for_which_a_file_has_no_room_are_refused(tmp_path: Path, opened: Any, how: str, where: str) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    length = {"obs": 20, "varm": 6}.get(where.partition("/")[0], 1)
+    with h5py.File(path, "r+") as file:
+        chunk = (1, 2**22)
+        layout = {} if how == "contiguous" else {"chunks": chunk, "compression": "gzip"}
+        n_bytes = 2**28 if how == "many names of one chunk" else 2**31
+        dataset = file.create_dataset(where, (length, n_bytes // length), "i1", **layout)
+        dataset.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+        if how not in ("never written", "contiguous"):
+            dataset[0, : 2**22] = 0
+        if how == "many names of one chunk":
+            for i in range(6):
+                file[f"uns/again{i}"] = dataset
+    with bounded(), pytest.raises(StorageError, match=r"claims \d+ bytes .* no room"):
+        opened(path.name)
+
+
+@pytest.mark.parametrize("format", ["zarr2", "zarr3"])
+@pytest.mark.parametrize("where", ["uns/huge", "obs/huge"])
+def test_arrays_of_a_zarr_store_that_are_never_written_are_refused(tmp_path: Path, format: str, where: str) -> None:
+    path = write_store(full(), tmp_path, format)
+    shape = (20, 2**28 // 20)
+    group = zarr.open_group(path, mode="r+", use_consolidated=False)
+    array = group.create_array(where, shape=shape, chunks=(1, 2**20), dtype="f8")
+    array.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    zarr.consolidate_metadata(path)
+    with bounded(), pytest.raises(StorageError, match=r"claims \d+ bytes .* no room"):
+        dasksc.open(path)
+
+
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_large_tables_that_compress_well_are_read(
+    tmp_path: Path, opened: Any, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collection, "_ROOM_BYTES", 2**20)
+    adata = full()
+    adata.uns["zeros"] = np.zeros(2**19)
+    adata.uns["names"] = np.array([f"a name {i}" for i in range(2000)], dtype=object)
+    path = write_store(adata, tmp_path, format)
+    assert not opened(path.name).uns["zeros"].any()
+
+
+def test_a_container_has_less_memory_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_store(full(), tmp_path, "h5ad")
+    with h5py.File(path, "r+") as file:
+        file["uns/large"] = np.ones(2**18)
+    monkeypatch.setattr(collection, "_ROOM_BYTES", 2**20)
+    monkeypatch.setattr("distributed.system.MEMORY_LIMIT", 2**20)
+    with pytest.raises(StorageError, match="and this machine 1048576 bytes of memory"):
+        dasksc.open(path)
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "X/../../escaped"])

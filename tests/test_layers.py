@@ -29,6 +29,7 @@ ROOMS = [
     "storage",
     "lazy",
     "concat",
+    "parts",
     "collection",
     "modalities",
     "filtering",
@@ -66,7 +67,7 @@ LIBRARIES = {
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
-    "distributed": ({"dashboard"}, {"window", "dataset", "experimental"}),
+    "distributed": ({"dashboard"}, {"collection", "window", "dataset", "experimental"}),
     "dask": (
         {
             "config",

@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.errors import InputError, MissingKeyError, MissingPathError
+from dasksc.errors import InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import as_matrix
 from dasksc.storage.taken import TakenMatrix
+from tests.servers import serving
 
 N = 60
 
@@ -54,8 +55,8 @@ def parts() -> dict[str, AnnData]:
 COMMON = sorted(set.intersection(*(set(adata.obs_names) for adata in parts().values())))
 
 
-def store(folder: Path, kind: str) -> Any:
-    """The same modalities, in one of the ways in which they come."""
+def store(folder: Path, kind: str, own: dict[str, Any] | None = None) -> Any:
+    """The same modalities, in one of the ways in which they come; `own` are more columns of their own obs."""
     mod = parts()
     if kind == "dict":
         return mod
@@ -73,7 +74,10 @@ def store(folder: Path, kind: str) -> Any:
     root = h5py.File(path, "w", userblock_size=512) if kind == "h5mu" else zarr.open_group(path, mode="w")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_elem(root, "obs", obs)
+        write_elem(root, "obs", obs if own is None else obs.assign(**own))
+        write_elem(
+            root, "obsm", {"X_mofa": np.arange(2.0 * len(cells)).reshape(-1, 2), "rna": np.ones(len(cells), bool)}
+        )
         root.create_group("mod").attrs["mod-order"] = list(mod)
         for name, adata in mod.items():
             write_elem(root["mod"], name, adata)
@@ -259,3 +263,87 @@ def test_describe_takes_modalities_that_are_open() -> None:
     found = dasksc.describe(dasksc.Modalities(parts()), seconds=0)
     assert [one.name for one in found.modalities] == ["rna", "prot", "atac"]
     assert (found.n_obs, found.matrices, found.rates) == (len(COMMON), (), ())
+
+
+@pytest.mark.parametrize("kind", ["h5mu", "zarr", "memory"])
+def test_columns_and_obsm_that_only_a_mudata_itself_has_are_there(tmp_path: Path, kind: str) -> None:
+    own = {"rna:leiden": "own", "batch:1": "own", "rna:score": "a copy"}
+    path = store(tmp_path, "h5mu" if kind == "memory" else kind, own)
+    given: Any = path
+    if kind == "memory":
+        mudata = pytest.importorskip("mudata")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = mudata.read_h5mu(path)
+    opened = dasksc.Modalities(given)
+    assert set(own) | {"site", "prot:kind"} <= set(opened.obs)
+    assert opened.obs.columns.is_unique
+    assert set(opened.obs["rna:leiden"]) == set(opened.obs["batch:1"]) == {"own"}
+    assert opened.obs["rna:score"].tolist() == parts()["rna"].obs["score"][opened.obs_names].tolist()
+    some = dasksc.Modalities(given, obs=["rna:leiden", "batch:1", "rna:score"])
+    pd.testing.assert_frame_equal(some.obs, opened.obs[["rna:leiden", "batch:1", "rna:score"]])
+    with pytest.raises(MissingKeyError, match="scor"):
+        dasksc.Modalities(given, obs=["rna:scor"])
+    assert set(opened.obsm) == {"X_mofa"}
+    everyone = sorted(set().union(*(adata.obs_names for adata in parts().values())))
+    expected = [[2.0 * i, 2.0 * i + 1] for i in map(everyone.index, opened.obs_names)]
+    assert opened.obsm["X_mofa"].compute().tolist() == expected
+    opened["rna"].obsm["X_mofa"] = opened.obsm["X_mofa"]
+    batch = next(iter(dasksc.scDataset(opened, dasksc.Streaming(), 8, obsm=["rna:X_mofa"], seed=0)))
+    assert batch.rna.obsm["X_mofa"].tolist() == expected[:8]
+
+
+@pytest.mark.parametrize("kind", ["h5mu", "zarr"])
+@pytest.mark.parametrize("scheme", ["file", "http"])
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_a_mudata_behind_a_url_is_known_and_opens(tmp_path: Path, kind: str, scheme: str) -> None:
+    pytest.importorskip("obstore")
+    path = store(tmp_path, kind)
+    if kind == "zarr":
+        zarr.consolidate_metadata(path)
+    with serving(tmp_path) as server:
+        url = path.as_uri() if scheme == "file" else f"{server.url}/{path.name}"
+        with pytest.raises(InputError, match=r"holds several modalities; open it by dasksc\.Modalities"):
+            dasksc.open(url)
+        opened = dasksc.Modalities(url, obs=["site", "rna:kind"], storage_options={}, cache=tmp_path / "cache")
+        assert list(opened.obs) == ["site", "rna:kind"]
+        for name, adata in parts().items():
+            there = adata[opened.obs_names].X
+            got = opened[name].X.compute()
+            np.testing.assert_array_equal(
+                got.toarray() if sp.issparse(got) else got, there.toarray() if sp.issparse(there) else there
+            )
+        if scheme == "file" or kind == "h5mu":
+            check_batches(dasksc.scDataset(url, dasksc.Streaming(), 8, seed=0), parts(), list(opened.obs_names))
+
+
+def test_a_file_that_is_no_mudata_is_refused_by_modalities(tmp_path: Path) -> None:
+    parts()["rna"].write_h5ad(tmp_path / "rna.h5ad")
+    with pytest.raises(StorageError, match=r"rna\.h5ad holds no MuData"):
+        dasksc.Modalities(tmp_path / "rna.h5ad")
+    with pytest.raises(InputError, match=r"obs=\['site'\]"):
+        dasksc.Modalities(tmp_path / "rna.h5ad", obs="site")
+
+
+@pytest.mark.parametrize("kind", ["dict", "h5mu"])
+def test_modalities_open_the_raw_of_each(tmp_path: Path, kind: str) -> None:
+    mod = parts()
+    for adata in mod.values():
+        adata.raw = AnnData(
+            adata.X * 3, obs=adata.obs, var=adata.var.set_axis([f"raw-{name}" for name in adata.var_names])
+        )
+    given: Any = mod
+    if kind == "h5mu":
+        given = store(tmp_path, "h5mu")
+        with pytest.raises(MissingKeyError, match="rna has no raw"):
+            dasksc.Modalities(given, raw=True)
+        with h5py.File(given, "r+") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, adata in mod.items():
+                del file["mod"][name]
+                write_elem(file["mod"], name, adata)
+    opened = dasksc.Modalities(given, raw=True)
+    for name, adata in mod.items():
+        got, expected = opened[name].X.compute(), adata[opened.obs_names].X * 3
+        assert (got != expected).sum() == 0
+        assert opened[name].var_names[0].startswith("raw-")

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc.lazy import DaskMatrix, RowLocalMatrix, gather_block, matrix_of, row_local, to_dask
+from dasksc.errors import InputError
+from dasksc.lazy import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, to_dask
 from dasksc.storage import as_matrix
 from tests.data import LAYOUTS, dense, make_adata, make_values, write_store
 from tests.recorders import recorded_reads
@@ -37,6 +38,11 @@ SIZES = np.arange(1.0, N_OBS + 1)
 
 def leaf(layout: str, chunk_rows: int = 13) -> da.Array:
     return to_dask(as_matrix(make_values(N_OBS, N_VARS, layout=layout), "X"), chunk_rows=chunk_rows)
+
+
+def densified(array: da.Array) -> da.Array:
+    """The same values in dense chunks."""
+    return to_dask(as_matrix(dense(array.compute(scheduler="synchronous")), "X"), chunk_rows=array.chunks[0][0])
 
 
 def normalized(array: da.Array) -> da.Array:
@@ -75,20 +81,37 @@ ANY_LAYOUT: dict[str, Callable[[da.Array], da.Array]] = {
     "a view of an AnnData": lambda x: ad.AnnData(x)[np.arange(N_OBS) % 2 == 0, 3:9].X,
 }
 
-DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
+WEIGHTS = np.arange(1.0, N_VARS + 1)
+
+# Dask cannot compute these where blocks are csr_matrix, which takes * for the matrix product.
+PRODUCTS: dict[str, Callable[[da.Array], da.Array]] = {
     "row factors": lambda x: da.log1p(x * da.from_array(SIZES[:, None], chunks=(13, 1))),
     "row factors in other chunks": lambda x: x * da.from_array(SIZES[:, None], chunks=(20, 1)),
-    "gene weights": lambda x: x * da.from_array(np.arange(1.0, N_VARS + 1), chunks=5) + 1,
-    "gene weights as one row": lambda x: x * da.from_array(np.arange(1.0, N_VARS + 1)[None], chunks=5),
+    "row factors of numpy": lambda x: SIZES[:, None] * da.log1p(x),
+    "gene weights": lambda x: x * da.from_array(WEIGHTS, chunks=5),
+    "gene weights of numpy": lambda x: da.log1p(x * WEIGHTS.astype("float32")),
+    "gene weights first": lambda x: WEIGHTS * x,
+    "gene weights as one row": lambda x: x * da.from_array(WEIGHTS[None], chunks=5),
+    "gene weights as one row of numpy": lambda x: x * WEIGHTS[None],
+    "multiply": lambda x: da.multiply(x, WEIGHTS),
+    "both factors, of some rows and genes": lambda x: (x[::2] * SIZES[::2, None])[:, 3:9] * WEIGHTS[3:9],
+    "where rows are as many as genes": lambda x: x[:N_VARS].rechunk((N_VARS, N_VARS)) * np.arange(N_VARS),
+    "row factors, where rows are as many as genes": lambda x: x[:51].rechunk((N_VARS, N_VARS)) * SIZES[:51, None],
+    "a row to a chunk": lambda x: (x[:5].rechunk((1, N_VARS)) * SIZES[:5, None]) * WEIGHTS[None],
+    "one gene": lambda x: x[:, 3:4] * SIZES[:, None] * WEIGHTS[:1],
+    "itself": lambda x: x * da.log1p(x),
+}
+
+DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
     "shares": lambda x: x / x.sum(axis=1, keepdims=True),
     "two matrices": lambda x: x + to_dask(as_matrix(np.arange(1.0 * N_OBS * N_VARS).reshape(N_OBS, -1), "Y")),
     "a matrix and itself, rows apart": lambda x: x[:50] - x[10:],
     "chunks of columns": lambda x: da.log1p(x.rechunk((13, 5))),
     "where and clip": lambda x: da.where(x > 3, x, -1).clip(0, 50),
-    "where rows are as many as genes": lambda x: x[:N_VARS].rechunk((N_VARS, N_VARS)) * np.arange(N_VARS),
 }
 
-LOCAL = [(layout, name) for layout in LAYOUTS for name in ANY_LAYOUT] + [("dense", name) for name in DENSE_ONLY]
+LOCAL = [(layout, name) for layout in LAYOUTS for name in ANY_LAYOUT | PRODUCTS]
+LOCAL += [("dense", name) for name in DENSE_ONLY]
 
 
 def rows_of(matrix: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -98,8 +121,10 @@ def rows_of(matrix: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
 @pytest.fixture(scope="module", params=LOCAL, ids=[f"{layout}: {name}" for layout, name in LOCAL])
 def local(request: pytest.FixtureRequest) -> tuple[Any, NDArray[Any]]:
     layout, name = request.param
-    array = (ANY_LAYOUT | DENSE_ONLY)[name](leaf(layout))
-    return matrix_of(array), dense(array.compute(scheduler="synchronous"))
+    code = (ANY_LAYOUT | PRODUCTS | DENSE_ONLY)[name]
+    array = code(leaf(layout))
+    same = code(densified(leaf(layout))) if name in PRODUCTS else array
+    return matrix_of(array), dense(same.compute(scheduler="synchronous"))
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -333,3 +358,140 @@ def test_a_function_may_change_in_place_what_known_functions_share(
     expected = without_small(np.sqrt(np.log1p(x.compute())))[rows]
     np.testing.assert_array_equal(block.toarray(), expected.toarray())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_with_csr_blocks_stay_csr(name: str) -> None:
+    matrix = matrix_of(PRODUCTS[name](leaf("csr")))
+    rows = np.arange(min(5, matrix.shape[0]))
+    assert matrix.layout == matrix.fetch(rows).layout == "csr"
+    again = pickle.loads(pickle.dumps(matrix))
+    assert again.layout == "csr"
+    np.testing.assert_array_equal(rows_of(again, rows), rows_of(matrix, rows))
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["as written", "optimized"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_elementwise_in_whole_chunks_too(name: str, optimized: bool) -> None:
+    def shifted(block: Any) -> Any:
+        return (block.toarray() if sp.issparse(block) else np.asarray(block)) + 1
+
+    x = leaf("csr")
+    expected = PRODUCTS[name](densified(x)).compute() + 1
+    array = PRODUCTS[name](x).map_blocks(shifted, dtype=float, meta=np.empty((0, 0)))
+    matrix = matrix_of(dask.optimize(array)[0] if optimized else array)
+    assert type(matrix) is DaskMatrix
+    rows = np.arange(len(expected))
+    np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_a_dataset_over_scaled_x_yields_the_scaled_rows(tmp_path: Path, layout: str) -> None:
+    adata = make_adata()
+    lazy = dasksc.open(write_store(adata, tmp_path, "h5ad"))
+    weights = np.linspace(0.5, 2, adata.n_vars).astype("float32")
+    lazy.X = da.log1p(lazy.X * weights)
+    expected = np.log1p(dense(adata.X) * weights)
+    for batch in dasksc.scDataset(
+        lazy, dasksc.BlockShuffling(block_size=4), batch_size=8, layout=layout, obs=["flag"], seed=0
+    ):
+        np.testing.assert_allclose(batch.X.to_dense().numpy(), expected[batch.index.numpy()], rtol=1e-6)
+
+
+WRONG_WIDTHS: dict[str, Callable[[da.Array], da.Array]] = {
+    "fewer": lambda x: x.map_blocks(row_local(lambda b: b[:, :10])),
+    "fewer in whole chunks": lambda x: x.map_blocks(lambda b: b[:, :10]),
+    "more": lambda x: x.map_blocks(row_local(tripled), dtype="float32"),
+    "more in whole chunks": lambda x: x.map_blocks(tripled, dtype="float32"),
+    "one row": lambda x: x.map_blocks(lambda b: b[:1]),
+}
+
+
+def tripled(block: Any) -> Any:
+    return sp.hstack([block] * 3, format="csr") if sp.issparse(block) else np.hstack([block] * 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", WRONG_WIDTHS)
+@pytest.mark.parametrize("genes", [None, ["gene0", "gene11"]])
+def test_code_that_makes_another_shape_than_it_declares_is_refused_by_name(
+    tmp_path: Path, layout: str, name: str, genes: list[str] | None
+) -> None:
+    lazy = dasksc.open(write_store(make_adata(layout=layout), tmp_path, "h5ad"))
+    lazy.X = WRONG_WIDTHS[name](lazy.X)
+    one = dasksc.scDataset(
+        lazy, dasksc.BlockShuffling(block_size=4), batch_size=8, genes=genes, layout="csr", seed=0, scheduler="threads"
+    )
+    with pytest.raises(dasksc.FetchError) as caught:
+        next(iter(one))
+    assert isinstance(caught.value.__cause__, InputError)
+    told = str(caught.value)
+    assert f"layer {lazy.X.name!r}" in told
+    assert "map_blocks(f, chunks=" in told
+    assert "corrupt" not in told
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_width_that_only_some_blocks_get_wrong_is_refused(layout: str) -> None:
+    def cut(block: Any) -> Any:
+        return block[:, :10] if block.shape[0] > 10 else block
+
+    array = leaf(layout).map_blocks(row_local(cut))
+    matrix = matrix_of(array)
+    with pytest.raises(InputError, match=rf"{array.name}.*\(12, 17\).*\(12, 10\).*chunks="):
+        matrix.fetch(np.arange(12))
+
+
+def read_rows(array: da.Array, rows: NDArray[np.int64], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """The matrix of an array, and how many rows each of three fetches reads."""
+    (stored,) = leaves_of(array)
+    fetch, counts = type(stored).fetch, [0]
+
+    def counted_fetch(self: Any, rows: NDArray[np.int64]) -> Any:
+        counts[-1] += len(rows) * (self is stored)
+        return fetch(self, rows)
+
+    monkeypatch.setattr(type(stored), "fetch", counted_fetch)
+    matrix = matrix_of(array)
+    for _ in range(3):
+        expected = array.compute(scheduler="synchronous")[rows]
+        counts.append(0)
+        np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-5)
+        counts.append(0)
+    return matrix, counts[1::2]
+
+
+GLOBAL: dict[str, tuple[Callable[[da.Array], da.Array], int]] = {
+    "the mean over rows": (lambda x: x - x.mean(axis=0), 60),
+    "the largest value": (lambda x: x / x.max(), 60),
+    "a score": (lambda x: (x - x.mean(axis=0)) / (x - x.mean(axis=0)).std(axis=0), 60),
+    "several, of parts": (lambda x: da.concatenate([x[:30] - x.mean(axis=0), x[30:] - x.max()]), 60),
+}
+
+
+@pytest.mark.parametrize("name", GLOBAL)
+def test_what_all_row_chunks_need_is_computed_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, n_rows = GLOBAL[name]
+    matrix, counts = read_rows(code(leaf("dense", 5)), np.array([1, 17, 18, 40]), monkeypatch)
+    assert type(matrix) is DaskMatrix
+    # The chunks of the three places, and, before them, all rows.
+    assert counts == [n_rows + 15, 15, 15]
+    (record,) = caplog.records
+    assert ".mean(axis=0).compute()" in record.getMessage()
+    assert "Fewer rows per chunk" not in record.getMessage()
+
+
+def test_what_neighbours_share_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = leaf("dense", 5).rechunk((7, N_VARS)).map_blocks(doubled)
+    matrix, counts = read_rows(array, np.array([1, 17, 40]), monkeypatch)
+    assert matrix.shared == set()
+    assert max(counts) <= 3 * 15
+
+
+def test_a_statistic_computed_first_pushes_down(caplog: pytest.LogCaptureFixture) -> None:
+    x = leaf("dense", 5)
+    means = x.mean(axis=0).compute()
+    assert type(matrix_of(x - means)) is RowLocalMatrix
+    assert caplog.records == []

@@ -161,3 +161,47 @@ def test_what_cannot_be_split_is_refused() -> None:
         dasksc.split(obs, groups="doner")
     with pytest.raises(InputError, match="too few"):
         dasksc.split(obs.iloc[:2])
+
+
+class _Untouched:
+    """What would be opened, were the other arguments not looked at first."""
+
+    @property
+    def obs(self) -> pd.DataFrame:
+        raise AssertionError("the table was read before the arguments were checked")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"seed": None}, r"seed must be a whole number in \[0, 2\*\*64\); got None"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"seed": "1"}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"fractions": 0.8}, r"fractions=0\.8 .*\(0\.8, 0\.1, 0\.1\)"),
+        ({"fractions": "abc"}, "fractions='abc'"),
+        ({"fractions": None}, "fractions=None"),
+        ({"fractions": ("0.5", "x")}, "fractions="),
+        ({"fractions": (0.5, None)}, "fractions="),
+        ({"fractions": (0.5, [0.5])}, "fractions="),
+        ({"fractions": {"train": 0.5, "test": "half"}}, "fractions="),
+        ({"fractions": (float("nan"), 0.5)}, "fractions="),
+        ({"fractions": {1: 0.5, "1": 0.5}}, "two parts one name"),
+        ({"by": ["donor", "batch"]}, r"by=\['donor', 'batch'\] .*groups="),
+        ({"groups": 3}, "groups=3"),
+        ({"groups": ["donor", 3]}, "groups="),
+        ({"groups": {"donor", "batch"}}, "groups="),
+        ({"stratify": {"kind": 1}}, "stratify="),
+    ],
+)
+def test_an_argument_that_is_none_is_refused_before_anything_is_read(wrong: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        dasksc.split(_Untouched(), **wrong)
+
+
+def test_a_seed_of_numpy_is_that_number() -> None:
+    obs = pd.DataFrame(index=range(50))
+    first, again = dasksc.split(obs, seed=7), dasksc.split(obs, seed=np.uint64(7))
+    assert all(np.array_equal(first[name], again[name]) for name in first)

@@ -311,7 +311,7 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
         ({"mask_ratio": "0.15"}, r"mask_ratio='0.15' .* \[0, 1\)"),
         ({"mask_ratio": None}, r"mask_ratio=None .* \[0, 1\)"),
         ({"keep_ratio": -0.1}, r"keep_ratio=-0.1 .* \[0, 1\]"),
-        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "random_replace_ratio=0.6 and keep_ratio=0.5 are more than 1"),
+        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "ratio=0.6 and keep_ratio=0.5 are more than 1 together"),
         ({"prepend_cls": "no"}, "prepend_cls must be true or false; got 'no'"),
         ({"missing": "ignore"}, "missing must be 'error' or 'drop'"),
         ({"padding": True}, "padding must be"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +195,30 @@ def test_as_many_as_depth_run_at_the_same_time(here: Any) -> None:
 
     with Window(meet, range(9), name="w", depth=3, scheduler=here, n_threads=3) as window:
         assert [k for k, _ in window] == list(range(9))
+
+
+def test_a_depth_that_changes_is_followed_in_the_middle(any_scheduler: Any) -> None:
+    depths = {"now": 2}
+    with Window(double, range(100), name="w", depth=lambda: depths["now"], scheduler=any_scheduler) as window:
+        n_ahead = 0 if window.scheduler.kind == "synchronous" else 1
+        results = iter(window)
+        for depth in (2, 7, 3):
+            depths["now"] = depth
+            for _ in range(7):
+                next(results)
+            assert window.n_in_flight == n_ahead * depth
+        assert [k for k, _ in results] == list(range(21, 100))
+
+
+def test_a_depth_that_changes_stays_within_max_bytes(here: Any) -> None:
+    depths = {"now": 1}
+    window = Window(np.ones, [10] * 40, name="w", depth=lambda: depths["now"], scheduler=here, max_bytes=3 * 80)
+    with window:
+        next(window)
+        depths["now"] = 30
+        for _ in range(9):
+            next(window)
+            assert window.n_in_flight <= 3
 
 
 def test_no_more_than_n_threads_run_at_the_same_time() -> None:
@@ -991,11 +1017,32 @@ def test_an_address_without_a_scheduler_is_refused() -> None:
     assert client.status == "closed"
 
 
-def test_a_closed_client_is_refused() -> None:
+def test_a_closed_client_is_refused_by_the_address_of_its_cluster() -> None:
     with distributed.Client(n_workers=1, processes=False, dashboard_address=":0", set_as_default=False) as client:
-        pass
-    with pytest.raises(InputError, match="closed"):
+        address = client.scheduler.address
+    with pytest.raises(InputError, match=re.escape(f"The Client at {address} is closed")):
         resolve_scheduler(client)
+
+
+def test_that_the_active_client_is_asynchronous_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def resolve() -> None:
+        async with distributed.Client(n_workers=0, processes=False, dashboard_address=":0", asynchronous=True):
+            for _ in range(3):
+                assert resolve_scheduler().kind == "threads"
+
+    asyncio.run(resolve())
+    assert caplog.text.count("is asynchronous; fetches run on threads") == 1
+
+
+def test_the_threads_of_a_cluster_are_known_as_soon_as_its_workers_are_there() -> None:
+    with (
+        distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        assert resolve_scheduler(client).n_threads == 0
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=60)
+        assert resolve_scheduler(client).n_threads == sum(client.nthreads().values()) >= 2
 
 
 def test_a_client_is_given_to_another_process_as_its_address(

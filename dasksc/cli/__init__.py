@@ -19,6 +19,16 @@ from dasksc import DaskscError, __version__
 
 __all__ = ["group", "main"]
 
+_EXAMPLES = """
+\b
+Examples:
+  dasksc info atlas.h5ad
+  dasksc convert atlas.h5ad atlas.zarr --verify
+  dasksc check atlas.zarr --label-key cell_type --world-size 8
+  dasksc suggest atlas.zarr --batch-size 256
+  dasksc train --config classifier.yaml --nproc auto
+"""
+
 
 class _Commands(click.Group):
     """Subcommands found in this package, imported only when they are asked for."""
@@ -40,7 +50,7 @@ class _Commands(click.Group):
             sys.exit(130)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dasksc")
 def group() -> None:
     """Feed single-cell atlases on disk to PyTorch."""

@@ -23,9 +23,10 @@ Epoch = Callable[[], Iterator[Any]]
 
 def _dasksc(spec: Spec) -> Epoch:
     import dasksc
+    from dasksc.cli._shared import opened
 
     dataset = dasksc.scDataset(
-        dasksc.open(spec["paths"], join=spec["join"]),
+        opened(_paths(spec), spec["join"], storage_options=spec["storage_options"], cache=spec["cache"]),
         dasksc.BlockShuffling(spec["block"]),
         spec["batch"],
         spec["fetch"] // spec["batch"],
@@ -127,16 +128,21 @@ def rows_per_s(epoch: Epoch, seconds: float) -> tuple[float, float]:
         if batch is None:
             batches = epoch()
             continue
-        n_rows += batch.shape[0]
+        # Several modalities come as a batch of batches.
+        n_rows += batch.shape[0] if hasattr(batch, "shape") else len(batch.index)
         elapsed_s = time.perf_counter() - start
     return n_rows / elapsed_s, first_s
 
 
+def _paths(spec: Spec) -> list[str]:
+    return [spec["paths"]] if isinstance(spec["paths"], str) else list(spec["paths"])
+
+
 def _one_each(spec: Spec, ending: str) -> list[str]:
-    paths = [spec["paths"]] if isinstance(spec["paths"], str) else spec["paths"]
+    paths = _paths(spec)
     if not all(path.endswith(ending) and os.path.exists(path) for path in paths):
-        raise NotImplementedError(f"it reads {ending} only")
-    return [str(path) for path in paths]
+        raise NotImplementedError(f"it reads local {ending} only")
+    return paths
 
 
 def _backed(spec: Spec) -> Any:

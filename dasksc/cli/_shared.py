@@ -1,20 +1,42 @@
-"""What subcommands have in common: their options, and how they print."""
+"""What subcommands have in common: their options, how they open what these name, and how they print."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
+import dask
 from anndata import AnnData
 
 import dasksc
+from dasksc.modalities import is_modalities
+from dasksc.storage import is_url, shown
 
-__all__ = ["aligned", "data_of", "data_options", "opened", "print_json"]
+__all__ = [
+    "StorageOptions",
+    "aligned",
+    "cached_in",
+    "data_of",
+    "data_options",
+    "opened",
+    "options_of",
+    "print_json",
+    "url_options",
+]
 
 Command = Callable[..., Any]
+StorageOptions = Mapping[str, str | bool]
+
+# What errors advise a program to give, and what does the same on a command line.
+_AS_FLAGS = {
+    "storage_options={'skip_signature': True}": "--storage-option skip_signature=true",
+    "storage_options": "--storage-option",
+}
 
 
 def data_options(command: Command) -> Command:
@@ -28,6 +50,7 @@ def data_options(command: Command) -> Command:
             show_default=True,
             help="Of several atlases, keep the genes that all have, or any.",
         ),
+        url_options,
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     )
     for option in reversed(options):
@@ -35,14 +58,78 @@ def data_options(command: Command) -> Command:
     return command
 
 
+def url_options(command: Command) -> Command:
+    """Add the options that say how URLs are read; `storage_options` is a dict, and errors advise these options."""
+
+    @functools.wraps(command)
+    def told(*args: Any, **options: Any) -> Any:
+        try:
+            return command(*args, **options)
+        except dasksc.DaskscError as error:
+            text = str(error)
+            for given, flag in _AS_FLAGS.items():
+                text = text.replace(given, flag)
+            if text == str(error):
+                raise
+            raise type(error)(text) from error
+
+    stored = click.option(
+        "--storage-option",
+        "storage_options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=lambda _context, _option, given: options_of(given),
+        help="Of what is behind URLs: region, endpoint, skip_signature=true. Secrets belong in the environment.",
+    )
+    kept = click.option(
+        "--cache", type=click.Path(file_okay=False), metavar="FOLDER", help="Keep blocks of what is behind URLs there."
+    )
+    return stored(kept(told))
+
+
+def options_of(given: Sequence[str]) -> dict[str, str | bool]:
+    """Return what ``NAME=VALUE`` says, several times; true and false as such."""
+    options: dict[str, str | bool] = {}
+    for one in given:
+        name, is_there, value = one.partition("=")
+        if not is_there:
+            raise click.UsageError(f"--storage-option {one} has no value; give it as NAME=VALUE")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return options
+
+
 def data_of(paths: Sequence[str]) -> str | list[str]:
     """Return one path, a pattern or directory among them, as it is; several as a list."""
     return paths[0] if len(paths) == 1 else list(paths)
 
 
-def opened(paths: Sequence[str], join: str, *, raw: bool = False) -> AnnData:
-    """Open what was named on the command line as one atlas."""
-    return dasksc.open(data_of(paths), join="outer" if join == "outer" else "inner", raw=raw)
+@contextmanager
+def cached_in(folder: str | None) -> Iterator[None]:
+    """Keep blocks of the URLs that are opened here in a folder; None: as Dask's configuration has it."""
+    with dask.config.set({} if folder is None else {"dasksc.cache": folder}):
+        yield
+
+
+def opened(
+    paths: Sequence[str], join: str, *, storage_options: StorageOptions, cache: str | None
+) -> AnnData | dasksc.Modalities:
+    """Open what was named on the command line: atlases as one, or the modalities of a MuData."""
+    of_several = next((path for path in paths if is_modalities(path)), None)
+    with cached_in(cache):
+        if of_several is None:
+            how: Any = "outer" if join == "outer" else "inner"
+            return dasksc.open(data_of(paths), join=how, storage_options=storage_options)
+        named = shown(of_several) if is_url(of_several) else of_several
+        if len(paths) > 1:
+            raise dasksc.InputError(
+                f"{named} holds several modalities, which are not joined with other atlases. Give it by itself"
+            )
+        if storage_options and is_url(of_several):
+            raise dasksc.InputError(
+                f"{named} holds several modalities, which are read with what the environment says only: set "
+                "AWS_REGION, AWS_SKIP_SIGNATURE=true and the like instead of --storage-option"
+            )
+        return dasksc.Modalities(of_several)
 
 
 def print_json(value: Any) -> None:

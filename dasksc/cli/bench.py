@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from dasksc import InputError
+from dasksc import InputError, StorageError
 from dasksc.cli._loaders import LOADERS, is_installed
-from dasksc.cli._shared import aligned, data_of, data_options, print_json
+from dasksc.cli._shared import StorageOptions, aligned, data_of, data_options, print_json
 from dasksc.storage import is_url, shown
 
 __all__ = ["command"]
@@ -31,6 +31,26 @@ Examples:
 """
 
 
+def _plot_of(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """Refuse what cannot be drawn before anything is measured."""
+    if path is None:
+        return None
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise InputError("--plot needs matplotlib: pip install matplotlib") from error
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise click.BadParameter(f"there is no folder {folder}; make it, or give another", context, option)
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written; give a place that can be", context, option)
+    # Without an ending matplotlib writes what it would by its own default.
+    ending, known = Path(path).suffix.lower().removeprefix("."), sorted(Figure().canvas.get_supported_filetypes())
+    if ending and ending not in known:
+        raise click.BadParameter(f"{path} ends in none of {', '.join(f'.{one}' for one in known)}", context, option)
+    return path
+
+
 @click.command(epilog=_EXAMPLES)
 @data_options
 @click.option("--layout", type=click.Choice(["dense", "csr"]), default="dense", show_default=True, help="Of batches.")
@@ -42,10 +62,18 @@ Examples:
 @click.option(
     "--loader", "loaders", multiple=True, type=click.Choice(list(LOADERS)), help="Only these.  [default: all there are]"
 )
-@click.option("--plot", type=click.Path(dir_okay=False), metavar="PNG", help="Draw the rates (needs matplotlib).")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False),
+    metavar="PNG",
+    callback=_plot_of,
+    help="Draw the rates, as .png, .svg, .pdf (needs matplotlib).",
+)
 def command(
     paths: tuple[str, ...],
     join: str,
+    storage_options: StorageOptions,
+    cache: str | None,
     as_json: bool,
     layout: str,
     block_size: int,
@@ -63,7 +91,7 @@ def command(
     """
     fetch_size = max(fetch_size // batch_size, 1) * batch_size
     read = [os.path.abspath(path) if os.path.exists(path) else path for path in paths]
-    spec = {
+    asked = {
         "paths": data_of(read),
         "join": join,
         "layout": layout,
@@ -72,6 +100,7 @@ def command(
         "fetch": fetch_size,
         "seconds": seconds,
     }
+    spec = {**asked, "storage_options": storage_options, "cache": cache}
     names = [name for name in loaders or LOADERS if is_installed(name)]
     results: dict[str, dict[str, Any]] = {name: {"name": name, "rates": []} for name in names}
     for number in range(rounds):
@@ -96,13 +125,14 @@ def command(
         raise InputError(
             "nothing was measured: " + "; ".join(f"{one['name']}: {one['not_measured']}" for one in ranked)
         )
-    if plot is not None:
-        _draw(ranked, Path(plot), spec)
     if as_json:
         named = [shown(path) if is_url(path) else path for path in read]
-        print_json({**spec, "paths": data_of(named), "results": ranked})
+        # Without storage options, which may be secrets.
+        print_json({**asked, "paths": data_of(named), "results": ranked})
     else:
         click.echo(_table(ranked))
+    if plot is not None:
+        _draw(ranked, Path(plot), asked)
 
 
 def _measured(name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -139,10 +169,8 @@ def _table(ranked: Sequence[dict[str, Any]]) -> str:
 
 
 def _draw(ranked: Sequence[dict[str, Any]], path: Path, spec: dict[str, Any]) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise InputError("--plot needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     measured = [one for one in reversed(ranked) if one["rows_per_s"] is not None]
     figure = Figure(figsize=(6, 1 + 0.4 * len(measured)), layout="constrained")
     axes = figure.add_subplot()
@@ -150,4 +178,7 @@ def _draw(ranked: Sequence[dict[str, Any]], path: Path, spec: dict[str, Any]) ->
     axes.bar_label(bars, labels=[f"{one['rows_per_s']:,.0f}" for one in measured], padding=3)
     axes.margins(x=0.15)
     axes.set_xlabel(f"cells/s, {spec['layout']}, blocks of {spec['block']}, batches of {spec['batch']}")
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}") from error

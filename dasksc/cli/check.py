@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import dasksc
-from dasksc.cli._shared import data_options, opened, print_json
+from dasksc.cli._shared import StorageOptions, data_options, opened, print_json
 
 __all__ = ["command"]
 
@@ -52,6 +52,8 @@ Examples:
 def command(
     paths: tuple[str, ...],
     join: str,
+    storage_options: StorageOptions,
+    cache: str | None,
     as_json: bool,
     batch_size: int,
     fetch_factor: int,
@@ -67,9 +69,12 @@ def command(
     seed: int,
     strict: bool,
 ) -> None:
-    """Tell what an epoch will be, without reading X: what each rank gets, the mix of classes, memory, warnings."""
+    """Tell what an epoch will be, without reading X: what each rank gets, the mix of classes, memory, warnings.
+
+    PATH is as for `dasksc info`. Of several modalities columns are named with theirs: --label-key rna:cell_type.
+    """
     dataset = dasksc.scDataset(
-        opened(paths, join),
+        opened(paths, join, storage_options=storage_options, cache=cache),
         _strategy(strategy, block_size, label_key),
         batch_size,
         fetch_factor or None,

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 
 import click
 from dask.utils import format_bytes
 
 import dasksc
+from dasksc.cli._shared import StorageOptions, url_options
 
 __all__ = ["command"]
 
+_EXAMPLES = """
+\b
+Examples:
+  dasksc convert atlas.h5ad atlas.zarr --verify
+  dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate --merge same
+  dasksc convert atlas.h5ad by-type.zarr --group-by cell_type --memory-limit 16GiB
+  dasksc convert s3://bucket/atlas.h5ad atlas.zarr --cache /scratch/blocks
+  dasksc convert atlas.h5ad atlas.zarr --scheduler tcp://node0:8786
+"""
 
-@click.command()
+
+@click.command(epilog=_EXAMPLES)
 @click.argument("inputs", nargs=-1, required=True, metavar="IN...")
 @click.argument("target", type=click.Path(), metavar="OUT.zarr")
 @click.option(
@@ -25,7 +35,7 @@ __all__ = ["command"]
     help="Draw an order of the cells once, every one as likely; or keep theirs.",
 )
 @click.option("--group-by", metavar="COLUMN", help="Put cells together that have the same value of an obs column.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the shuffle.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the shuffle.")
 @click.option(
     "--join",
     type=click.Choice(["inner", "outer"]),
@@ -36,17 +46,16 @@ __all__ = ["command"]
 @click.option("--label", metavar="COLUMN", help="Name of an obs column to say which input a cell is of.")
 @click.option("--keys", metavar="NAME,...", help="What --label calls the inputs, by commas.  [default: their names]")
 @click.option("--index-unique", metavar="TEXT", help="Put between the name of a cell and that of its input.")
+@click.option(
+    "--merge",
+    type=click.Choice(["same", "unique", "first", "only"]),
+    help="Of several inputs, keep what describes genes (var, varm) where it is the same in all, one value only, the "
+    "first one's, or what only one has.  [default: leave it out]",
+)
 @click.option("--keep-types", is_flag=True, help="Store values in their own types, and columns as SciPy makes them.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory to use beside the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="A Dask scheduler to run on.  [default: threads of this process]")
-@click.option(
-    "--storage-option",
-    "storage_options",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Of inputs behind URLs: region, endpoint, skip_signature=true. Secrets belong in the environment.",
-)
-@click.option("--cache", type=click.Path(), metavar="FOLDER", help="Keep blocks of what is behind URLs there.")
+@url_options
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and drop another conversion begun there.")
 @click.option("--verify", is_flag=True, help="Read the store again, and compare every row with the input.")
 @click.option("--progress/--no-progress", default=None, help="Show a bar with the time left.  [default: on a terminal]")
@@ -61,26 +70,21 @@ def command(
     label: str | None,
     keys: str | None,
     index_unique: str | None,
+    merge: str | None,
     keep_types: bool,
     memory_limit: str | None,
     scheduler: str | None,
-    storage_options: tuple[str, ...],
+    storage_options: StorageOptions,
     cache: str | None,
     overwrite: bool,
     verify: bool,
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    r"""Write atlases anew, as one shuffled Zarr store that is quick to load.
+    """Write atlases anew, as one shuffled Zarr store that is quick to load.
 
     IN is an .h5ad file, a Zarr store, a directory of them, a pattern, or a URL; several become one. OUT.zarr appears
     when all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it was.
-
-    \b
-    Examples:
-      dasksc convert atlas.h5ad atlas.zarr --verify
-      dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate
-      dasksc convert atlas.h5ad by-type.zarr --group-by cell_type --memory-limit 16GiB
     """
     report = dasksc.convert(
         inputs[0] if len(inputs) == 1 else list(inputs),
@@ -92,12 +96,13 @@ def command(
         label=label,
         keys=None if keys is None else keys.split(","),
         index_unique=index_unique,
+        merge=merge,
         narrow=not keep_types,
         memory_limit=memory_limit,
         scheduler=scheduler,
         overwrite=overwrite,
         verify=verify,
-        storage_options=_options_of(storage_options),
+        storage_options=dict(storage_options),
         cache=cache,
         progress=_can_show_progress() if progress is None else progress,
     )
@@ -111,16 +116,6 @@ def command(
     click.echo("  " + ", ".join(f"{name} ({dtype})" for name, dtype in report.types.items()))
     if report.left_out:
         click.echo(f"  left out: {', '.join(report.left_out)}")
-
-
-def _options_of(given: Sequence[str]) -> dict[str, str | bool]:
-    options: dict[str, str | bool] = {}
-    for one in given:
-        name, is_there, value = one.partition("=")
-        if not is_there:
-            raise click.UsageError(f"--storage-option {one} has no value; give it as NAME=VALUE")
-        options[name] = {"true": True, "false": False}.get(value.lower(), value)
-    return options
 
 
 def _can_show_progress() -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import PurePath
+from typing import Any
+
 import click
 
 import dasksc
-from dasksc.cli._shared import data_of, data_options, print_json
+from dasksc.cli._shared import StorageOptions, cached_in, data_of, data_options, opened, print_json
+from dasksc.parts import parts_of
+from dasksc.storage import is_url, shown
 
 __all__ = ["command"]
 
@@ -27,14 +33,31 @@ Examples:
     show_default=True,
     help="For how long each of four probes reads; 0 reads nothing of the matrices.",
 )
-def command(paths: tuple[str, ...], join: str, as_json: bool, seconds: float) -> None:
+def command(
+    paths: tuple[str, ...], join: str, storage_options: StorageOptions, cache: str | None, as_json: bool, seconds: float
+) -> None:
     """Tell what is in an atlas: cells, obs, chunks and codecs, how fast it is read, and what to do about it.
 
     PATH is an .h5ad file, a Zarr store, a directory of them, or a pattern in quotes; several are one atlas. Or the
     .h5mu file or Zarr store of a MuData, whose modalities are listed.
     """
-    found = dasksc.describe(data_of(paths), join="outer" if join == "outer" else "inner", seconds=seconds)
+    if storage_options and any(map(is_url, paths)):
+        found = _behind_urls(paths, join, storage_options, cache, seconds)
+    else:
+        with cached_in(cache):
+            found = dasksc.describe(data_of(paths), join="outer" if join == "outer" else "inner", seconds=seconds)
     if as_json:
         print_json(found)
     else:
         click.echo(repr(found))
+
+
+def _behind_urls(
+    paths: tuple[str, ...], join: str, storage_options: StorageOptions, cache: str | None, seconds: float
+) -> Any:
+    """Describe what is read by storage options, which `describe` does not take: it is given what they open."""
+    found = dasksc.describe(opened(paths, join, storage_options=storage_options, cache=cache), seconds=seconds)
+    parts = parts_of(data_of(paths), storage_options)
+    named = [shown(path) if is_url(path) else path for path in paths]
+    name = named[0] if len(named) == 1 else ", ".join(PurePath(one).name for one in named)
+    return dataclasses.replace(found, name=name, n_files=1 if parts is None else len(parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import dasksc
-from dasksc.cli._shared import data_options, opened, print_json
+from dasksc.cli._shared import StorageOptions, data_options, opened, print_json
 
 __all__ = ["command"]
 
@@ -34,11 +34,22 @@ Examples:
     help="Of the memory that is available now, what loading may take.",
 )
 def command(
-    paths: tuple[str, ...], join: str, as_json: bool, batch_size: int, label_key: str | None, memory_share: float
+    paths: tuple[str, ...],
+    join: str,
+    storage_options: StorageOptions,
+    cache: str | None,
+    as_json: bool,
+    batch_size: int,
+    label_key: str | None,
+    memory_share: float,
 ) -> None:
     """Suggest fetch_factor and block_size for an atlas on this machine."""
-    found = dasksc.suggest_parameters(
-        opened(paths, join), batch_size, memory_share, verbose=not as_json, labels=label_key
-    )
+    atlas = opened(paths, join, storage_options=storage_options, cache=cache)
+    if isinstance(atlas, dasksc.Modalities):
+        raise dasksc.InputError(
+            f"sizes are suggested for one matrix, and this holds several modalities ({', '.join(atlas)}). Try sizes: "
+            "dasksc check tells what they need, and dasksc bench how fast they are read"
+        )
+    found = dasksc.suggest_parameters(atlas, batch_size, memory_share, verbose=not as_json, labels=label_key)
     if as_json:
         print_json(found)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from dasksc import config
 from dasksc.collection import Openable, open, several_of
 from dasksc.concat import Join, noting_left_out
+from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.rows import Order, row_order
-from dasksc.conversion.running import Runner, progress_bar
+from dasksc.conversion.running import Runner, check_progress, progress_bar
 from dasksc.conversion.scanning import Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, check_tables, write_tables
@@ -30,6 +31,7 @@ from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, StorageError
 from dasksc.lazy import DaskMatrix, leaves_of, matrix_of
 from dasksc.storage import Matrix, Place, StackedMatrix, is_url
+from dasksc.window import Scheduler, resolve_scheduler
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ConversionReport", "convert"]
 
 # Written into every plan: what was begun in another way is not gone on with.
-_FORMAT = 1
+_FORMAT = 2
 # Rows of a task that reads the input in order, at the least; files of such tasks are at most 256.
 _SCAN_ROWS = 2**14
 _SCAN_TASKS = 256
@@ -128,9 +130,9 @@ def convert(
         Of several inputs, as for `dasksc.open`.
     narrow
         Whether to store columns and counts in the narrowest types that hold them, by which a store is smaller and
-        quicker to load. Functions of SciPy that change a matrix in place (``eliminate_zeros``) do not take the narrow
-        columns that ``anndata.read_zarr`` then gives, until it has been copied (``adata.copy()``); with False,
-        types are those of the input, and columns as SciPy makes them.
+        quicker to load. Functions of SciPy that change a matrix in place (``eliminate_zeros``) or go by way of COO
+        (``tocoo``, ``multiply``) do not take the narrow columns that ``anndata.read_zarr`` then gives, until it has
+        been copied (``adata.copy()``); with False, types are those of the input, and columns as SciPy makes them.
     memory_limit
         Anonymous memory, in bytes or as a text, ``"4GiB"``, to use beside the tables. Default: ``dasksc.memory-limit``
         of Dask's configuration. With more of it, what is compressed is shuffled in fewer and longer reads.
@@ -171,20 +173,31 @@ def convert(
     `ConversionReport.left_out` names it.
     """
     begun = time.perf_counter()
-    if order not in ("shuffle", "keep"):
-        raise InputError(f"order={order!r} is neither 'shuffle' nor 'keep'; to group cells give group_by=")
-    if "://" in os.fspath(target):
-        raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
-    place = Workplace(Path(os.path.abspath(target)))
+    recipe = Recipe(
+        order=order,
+        group_by=group_by,
+        seed=seed,
+        join=join,
+        label=label,
+        keys=keys,
+        index_unique=index_unique,
+        merge=merge,
+        narrow=narrow,
+    )
+    place = Workplace(target_path(target))
+    limit = config.memory_limit(memory_limit)
+    check_options(storage_options)
+    if progress:
+        check_progress()
     for path in _paths_of(data):
         _check_target(path, place.target)
-    limit = config.memory_limit(memory_limit)
+    resolved = resolve_scheduler(scheduler)
     with noting_left_out() as left_out:
         adata = open(
             data,
             join=join,
             label=label,
-            keys=keys,
+            keys=recipe.keys,
             index_unique=index_unique,
             merge=merge,
             storage_options=storage_options,
@@ -200,12 +213,12 @@ def convert(
         for leaf in _leaves_of(matrix):
             # Of what is in memory the label has no path.
             _check_target(leaf.label.rpartition(":/")[0], place.target)
-    job = _Conversion(adata, matrices, place, narrow=narrow, limit=limit, scheduler=scheduler)
-    plan = _plan(adata, matrices, order=order, group_by=group_by, seed=seed, narrow=narrow)
+    job = _Conversion(adata, matrices, place, recipe, limit=limit, scheduler=resolved)
+    plan = _plan(adata, matrices, data, recipe)
     try:
         with place.locked():
             if place.begin(plan, overwrite=overwrite):
-                job.run(order=order, group_by=group_by, seed=seed, verify=verify, shown=progress)
+                job.run(verify=verify, shown=progress)
                 place.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:
         error.add_note(f"What is done is kept in {place.folder}; the same again goes on with it.")
@@ -231,7 +244,7 @@ def convert(
 
 
 class _Conversion:
-    """A conversion under way; parameters as for `convert`.
+    """A conversion under way.
 
     Parameters
     ----------
@@ -241,8 +254,8 @@ class _Conversion:
         Its matrices of cells, by their place in the store.
     place
         Where the target grows.
-    narrow
-        As for `convert`.
+    recipe
+        What is to become of it.
     limit
         Memory to use, in bytes.
     scheduler
@@ -254,12 +267,12 @@ class _Conversion:
         adata: AnnData,
         matrices: Mapping[str, Matrix],
         place: Workplace,
+        recipe: Recipe,
         *,
-        narrow: bool,
         limit: int,
-        scheduler: Client | str | None,
+        scheduler: Scheduler,
     ) -> None:
-        self._narrow = narrow
+        self._recipe = recipe
         self._adata = adata
         self._matrices = matrices
         self._place = place
@@ -268,15 +281,15 @@ class _Conversion:
         self._order = place.folder / "order.npy"
         self._copies: dict[str, Copy] = {}
 
-    def run(self, *, order: Order, group_by: str | None, seed: int, verify: bool, shown: bool) -> None:
+    def run(self, *, verify: bool, shown: bool) -> None:
         """Go on until the store is there."""
-        n_obs, place = self._adata.n_obs, self._place
+        n_obs, place, recipe = self._adata.n_obs, self._place, self._recipe
         if not self._order.exists():
             with appearing(self._order) as path:
                 out = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(n_obs,))
-                row_order(self._adata.obs, order=order, group_by=group_by, seed=seed, out=out)
+                row_order(self._adata.obs, order=recipe.order, group_by=recipe.group_by, seed=recipe.seed, out=out)
                 out.flush()
-        in_order = order == "keep" and group_by is None
+        in_order = recipe.order == "keep" and recipe.group_by is None
         staged = {key for key, matrix in self._matrices.items() if not in_order and _needs_runs(matrix)}
         n_passes = len(self._matrices) * (2 + verify) + len(staged)
         with progress_bar(total=n_obs * n_passes, shown=shown) as advance:
@@ -288,7 +301,8 @@ class _Conversion:
                 self._copies[key] = self._copy(key, matrix, rows[key], budget)
                 self._written(runner, key, self._copies[key], budget, in_runs=key in staged)
             written = np.load(self._order, mmap_mode="r")
-            write_tables(self._adata, place.folder / "tables", place.store, written)
+            how = {"order": recipe.order, "group_by": recipe.group_by, "seed": recipe.seed}
+            write_tables(self._adata, place.folder / "tables", place.store, written, how)
             if verify:
                 try:
                     for key, matrix in self._matrices.items():
@@ -314,7 +328,7 @@ class _Conversion:
         """Return how a matrix is to be written, according to what its rows are."""
         known = np.load(rows, mmap_mode="r")
         dtype = matrix.dtype
-        if self._narrow and not key.startswith("obsm/") and len(known):
+        if self._recipe.narrow and not key.startswith("obsm/") and len(known):
             dtype = narrowest_count(dtype, float(known["largest"].max()))
         folder = self._place.store / key
         if matrix.layout == "dense":
@@ -337,7 +351,7 @@ class _Conversion:
             indptr=indptr,
             folder=folder,
             dtype=dtype,
-            narrow=self._narrow,
+            narrow=self._recipe.narrow,
             n_values=int(np.load(indptr, mmap_mode="r")[-1]),
             piece_values=max(1, min(_PIECE_VALUES, budget // _VALUE_BYTES)),
         )
@@ -458,19 +472,15 @@ def _matrices(adata: AnnData) -> dict[str, Matrix]:
     return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
 
 
-def _plan(
-    adata: AnnData, matrices: Mapping[str, Matrix], *, order: Order, group_by: str | None, seed: int, narrow: bool
-) -> dict[str, Any]:
+def _plan(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
     """Return what tells this conversion from others: the files as they are now, and what becomes of them."""
+    group_by = recipe.group_by
     return {
         "format": _FORMAT,
         "n_obs": adata.n_obs,
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
-        "order": order,
-        "group_by": group_by,
         "groups": None if group_by is None else tokenize(adata.obs[group_by]),
-        "seed": seed,
-        "narrow": narrow,
+        **recipe.as_plan(data),
     }
 
 

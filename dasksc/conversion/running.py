@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from dasksc.errors import DaskscError, FetchError, InputError
-from dasksc.window import Window, default_threads, resolve_scheduler
+from dasksc.window import Scheduler, Window, default_threads
 
-if TYPE_CHECKING:
-    from distributed import Client
-
-__all__ = ["Runner", "Tasks", "progress_bar"]
+__all__ = ["Runner", "Tasks", "check_progress", "progress_bar"]
 
 
 class Tasks(Protocol):
@@ -35,13 +32,13 @@ class Runner:
     Parameters
     ----------
     scheduler
-        As for `dasksc.scDataset`.
+        What runs them.
     advance
         Told how many cells are done.
     """
 
-    def __init__(self, scheduler: Client | str | None, advance: Callable[[float, str], None]) -> None:
-        self._scheduler = resolve_scheduler(scheduler)
+    def __init__(self, scheduler: Scheduler, advance: Callable[[float, str], None]) -> None:
+        self._scheduler = scheduler
         self._advance = advance
         self.n_threads = default_threads() if self._scheduler.kind == "threads" else self._scheduler.n_threads or 1
 
@@ -85,16 +82,28 @@ class Runner:
         self._advance(n_cells, what)
 
 
+def check_progress() -> None:
+    """Refuse to show progress where there is nothing to show it with.
+
+    Raises
+    ------
+    InputError
+        If tqdm is not installed.
+    """
+    try:
+        import tqdm.auto  # noqa: F401
+    except ImportError as error:
+        raise InputError("progress=True needs tqdm: pip install tqdm") from error
+
+
 @contextmanager
 def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], None]]:
     """Show a bar with the time left; yield what is told of cells that are done, and of what is being done."""
     if not shown:
         yield lambda n, what: None
         return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise InputError("progress=True needs tqdm: pip install tqdm") from error
+    from tqdm.auto import tqdm
+
     with tqdm(total=total, unit="cell", unit_scale=True) as bar:
 
         def advance(n: float, what: str) -> None:

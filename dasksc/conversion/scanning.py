@@ -17,7 +17,7 @@ from dasksc.storage import Fetched, Matrix, open_matrix
 
 __all__ = ["ROW", "Scan", "Verification", "described", "pieces"]
 
-ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float32)])
+ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
 """What is known of a row: its stored values, their sum and digest (see `dasksc.kernels.digest`), and the largest."""
 
 

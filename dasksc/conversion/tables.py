@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,9 @@ def _error_of_writing(element: Any) -> Exception | None:
     return None
 
 
-def write_tables(adata: anndata.AnnData, folder: Path, store: Path, order: NDArray[np.int64]) -> None:
+def write_tables(
+    adata: anndata.AnnData, folder: Path, store: Path, order: NDArray[np.int64], how: Mapping[str, Any]
+) -> None:
     """Write obs in its new order, what describes genes, and uns; at last the metadata of the store itself.
 
     Parameters
@@ -128,6 +130,8 @@ def write_tables(adata: anndata.AnnData, folder: Path, store: Path, order: NDArr
         Where the matrices are.
     order
         Which row of `adata` each row of the store is.
+    how
+        How that order came about, for an attribute of the store, by which ``dasksc info`` knows it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with _as_anndata_writes():
@@ -141,7 +145,7 @@ def write_tables(adata: anndata.AnnData, folder: Path, store: Path, order: NDArr
             write_group(store / group, {"encoding-type": "dict", "encoding-version": "0.1.0"})
         if adata.raw is not None:
             write_group(store / "raw", {"encoding-type": "raw", "encoding-version": "0.1.0"})
-        write_group(store, {"encoding-type": "anndata", "encoding-version": "0.1.0"})
+        write_group(store, {"encoding-type": "anndata", "encoding-version": "0.1.0", "dasksc": dict(how)})
         zarr.consolidate_metadata(str(store))
 
 

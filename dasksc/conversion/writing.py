@@ -57,7 +57,8 @@ class CSRCopy:
     dtype
         Type of the values.
     narrow
-        Whether column numbers take two bytes where these do; else they take those of the offsets, as SciPy has it.
+        Whether column numbers take one or two bytes where these do; else they take those of the offsets, as SciPy
+        has it.
     n_values
         How many there are.
     piece_values
@@ -76,11 +77,7 @@ class CSRCopy:
     @property
     def arrays(self) -> dict[str, ShardedArray]:
         """What is written in shards, by name."""
-        columns: np.dtype[Any] = np.dtype(np.int32)
-        if self.narrow and self.matrix.shape[1] <= 2**16:
-            columns = np.dtype(np.uint16)
-        elif not self.narrow:
-            columns = self._offsets
+        columns = narrowest_count(np.dtype(np.int32), self.matrix.shape[1] - 1) if self.narrow else self._offsets
         shard = shard_rows_for(self.n_values, _CHUNK_VALUES, _SHARD_VALUES)
         return {
             name: ShardedArray(

@@ -19,6 +19,7 @@ import distributed
 
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
+from dasksc.window.links import listening_at, with_host
 
 __all__ = ["dask_setup", "install", "routes"]
 
@@ -35,27 +36,40 @@ def install(target: Any) -> str | None:
     Parameters
     ----------
     target
-        A ``distributed.Client`` (its scheduler must be able to import dasksc), a ``LocalCluster`` or a
-        ``Scheduler``. Once more changes nothing.
+        A ``distributed.Client`` (its scheduler must be able to import dasksc), a ``LocalCluster``, a
+        ``Scheduler`` or what `dasksc.start_cluster` returned. Once more changes nothing.
 
     Returns
     -------
     str or None
-        Where the page is; None for a Scheduler, or without a dashboard.
+        Where the page is, as seen from the scheduler's machine if the dashboard listens on loopback; None for a
+        Scheduler. Dask serves pages on loopback also if it was told to show no dashboard; this is one of them.
 
     Raises
     ------
     InputError
-        If `target` is none of these.
+        If `target` is none of these, or a Client that is asynchronous.
     """
+    target = _client_of(target)
     if isinstance(target, distributed.Client):
-        target.run_on_scheduler(_install_here)
+        if target.asynchronous:
+            raise InputError(
+                f"the Client {target!r} is asynchronous. Give one made with asynchronous=False, or start the scheduler "
+                "with the page: dask scheduler --preload dasksc.dashboard"
+            )
+        listens_at = target.run_on_scheduler(_install_here)
     elif isinstance(scheduler := getattr(target, "scheduler", target), distributed.Scheduler):
-        _install_here(scheduler)
+        listens_at = _install_here(scheduler)
     else:
-        raise InputError(f"a Client, LocalCluster or Scheduler is needed; got {target!r}")
+        raise InputError(f"a Client, LocalCluster, Scheduler or StartedCluster is needed; got {target!r}")
     link = getattr(target, "dashboard_link", None)
-    return None if link is None else link.removesuffix("status") + "loader"
+    return with_host(link.removesuffix("status") + "loader", listens_at) if link else None
+
+
+def _client_of(target: Any) -> Any:
+    """Return the Client of a `StartedCluster`; anything else as it is."""
+    client = getattr(target, "client", None)
+    return client if isinstance(client, distributed.Client) else target
 
 
 def dask_setup(scheduler: Any) -> None:
@@ -63,8 +77,14 @@ def dask_setup(scheduler: Any) -> None:
     _install_here(scheduler)
 
 
-def _install_here(dask_scheduler: Any) -> None:
+def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
+    """Put the page on a scheduler in this process; return where that listens."""
     page_of(dask_scheduler)
+    _add_page(dask_scheduler)
+    return listening_at(dask_scheduler)
+
+
+def _add_page(dask_scheduler: Any) -> None:
     application = dask_scheduler.http_application
     if getattr(application, "has_loader_page", False):
         return

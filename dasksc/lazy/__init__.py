@@ -90,11 +90,18 @@ def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
     logger.warning(
         "%s cannot be computed row by row: %s. Every fetch computes each of its row chunks that the wanted "
         "rows touch, whole (%d chunks, of up to %d rows, about %s each if dense). With scattered rows that is "
-        "the whole array, once per fetch. Fewer rows per chunk, a larger block_size, or writing the array to a "
-        "file and opening that file costs less.",
+        "the whole array, once per fetch. %s",
         matrix.label,
         reason,
         len(row_chunks),
         max(row_chunks, default=0),
         format_bytes(chunk_bytes),
+        _ADVICE_ON_SHARED if matrix.shared else _ADVICE,
     )
+
+
+_ADVICE = "Fewer rows per chunk, a larger block_size, or writing the array to a file and opening that file costs less."
+_ADVICE_ON_SHARED = (
+    "What its row chunks share, such as a mean over the rows, is computed in each process by the first fetch, and "
+    "kept. Compute it before, and the rest can be computed row by row: m = X.mean(axis=0).compute(), then X - m."
+)

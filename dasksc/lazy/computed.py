@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +16,13 @@ from dask.base import normalize_token
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
+from dasksc.lazy.products import elementwise_products
+from dasksc.lazy.shared import shared_keys, with_computed
 from dasksc.storage import FetchCost, Fetched, as_matrix
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
-__all__ = ["DaskMatrix", "as_layout", "runs_by_block", "stack"]
+__all__ = ["DaskMatrix", "as_layout", "check_shape", "runs_by_block", "stack"]
 
 # A CSR chunk does not say how many values it will have before it is computed.
 _ASSUMED_DENSITY = 0.1
@@ -29,7 +32,8 @@ class DaskMatrix:
     """Rows of any Dask array, by computing every row chunk that they touch.
 
     Chunks are computed one after another on the calling thread, and only the wanted rows of each are
-    kept, so memory holds one row of chunks and the result.
+    kept, so memory holds one row of chunks and the result. What most row chunks use, such as a mean over
+    the rows, is computed by the first fetch and kept.
 
     Parameters
     ----------
@@ -40,11 +44,13 @@ class DaskMatrix:
     """
 
     def __init__(self, array: da.Array, label: str | None = None) -> None:
-        self._array = array
+        self._array = elementwise_products(array)
         self._label = label or f"Dask array {array.name}"
         self._layout = _layout_of(array)
         self._pickled: bytes | None = None
         self._bounds = np.concatenate([[0], np.cumsum(array.chunks[0])]).astype(np.int64)
+        self._with_shared: da.Array | None = None
+        self._sharing = threading.Lock()
 
     @property
     def array(self) -> da.Array:
@@ -86,6 +92,11 @@ class DaskMatrix:
             return max(1, n_vars * itemsize)
         return 8 + n_vars * _ASSUMED_DENSITY * (itemsize + 4)
 
+    @cached_property
+    def shared(self) -> set[Any]:
+        """The keys of what most row chunks use, such as a mean over the rows."""
+        return shared_keys(self._array)
+
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
         """Compute the row chunks that `rows` touch and keep those rows.
 
@@ -102,7 +113,8 @@ class DaskMatrix:
         Raises
         ------
         InputError
-            If rows do not ascend within [0, n_obs).
+            If rows do not ascend within [0, n_obs), or a chunk has another shape than it was declared
+            to have.
         """
         rows = check_rows(self.label, self.shape[0], rows)
         kept = [
@@ -114,8 +126,12 @@ class DaskMatrix:
         )
 
     def _block(self, number: int, rows: NDArray[np.int64]) -> NDArray[Any] | sp.csr_matrix:
+        with self._sharing:
+            if self._with_shared is None:
+                self._with_shared = with_computed(self._array, self.shared)
         # Without callbacks of its own, the inner computation would report to those of the outer one.
-        block = self._array.blocks[number].compute(scheduler="synchronous", callbacks=())
+        block = self._with_shared.blocks[number].compute(scheduler="synchronous", callbacks=())
+        check_shape(block, (self._array.chunks[0][number], self.shape[1]), self)
         return as_layout(block, self.layout)[rows]
 
     def __dask_tokenize__(self) -> object:
@@ -144,6 +160,17 @@ def runs_by_block(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> Iterato
     for number, (start, stop) in enumerate(pairwise(cuts.tolist())):
         if stop > start:
             yield number, start, stop
+
+
+def check_shape(block: Any, declared: tuple[int, int], matrix: DaskMatrix) -> None:
+    """Refuse a computed block of another shape than `declared`, in rows or in columns."""
+    if np.shape(block) != declared:
+        raise InputError(
+            f"{matrix.label}: its array code (layer {matrix.array.name!r}) was declared to make a block of shape "
+            f"{declared}, and made one of shape {np.shape(block)}. A function in map_blocks that changes the number "
+            f"of columns has to say so: map_blocks(f, chunks=(array.chunks[0], (n_columns,)), dtype=..., meta=...); "
+            "the number of rows has to stay as it is."
+        )
 
 
 def _layout_of(array: da.Array) -> Layout:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels.csr import ascends
 
-__all__ = ["owned", "without_copies"]
+__all__ = ["is_csr", "owned", "with_values", "without_copies"]
 
 # Those that SciPy has as methods of the same name, by which NumPy calls them.
 _OF_VALUES = frozenset(
@@ -50,7 +50,7 @@ def without_copies(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def owned(function: object, value: Any) -> Any:
     """Return `value`, with index arrays of its own if it shares them and `function` might change them."""
-    if isinstance(function, _Elementwise | _ScaledRows) or not _is_csr(value):
+    if isinstance(function, _Elementwise | _ScaledRows) or not is_csr(value):
         return value
     if value.indices.flags.writeable and value.indptr.flags.writeable:
         return value
@@ -65,9 +65,9 @@ class _Elementwise:
 
     def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
         # SciPy adds up values at the same place first, as it must.
-        if args or kwargs or not _is_csr(block) or not _is_canonical(block):
+        if args or kwargs or not is_csr(block) or not _is_canonical(block):
             return self._ufunc(owned(self._ufunc, block), *args, **kwargs)
-        return _with_values(block, self._ufunc(block.data))
+        return with_values(block, self._ufunc(block.data))
 
 
 # One of each: tasks with the same function in them are found to be alike.
@@ -85,14 +85,15 @@ class _ScaledRows:
         if not isinstance(block, sp.csr_matrix) or not _is_canonical(block) or kwargs.get("out") is not None:
             return self._function(owned(self._function, block), *args, **kwargs)
         # What is overwritten is which values this one has, not the values.
-        like = _with_values(block, block.data)
+        like = with_values(block, block.data)
         return self._function(like, *args, **{**kwargs, "out": like})
 
 
 _scaled_rows = functools.cache(_ScaledRows)
 
 
-def _is_csr(block: Any) -> bool:
+def is_csr(block: Any) -> bool:
+    """Whether a block is one of SciPy's two kinds of CSR."""
     return isinstance(block, sp.csr_matrix | sp.csr_array)
 
 
@@ -110,7 +111,7 @@ def _is_canonical(block: Any) -> bool:
     return bool(block.has_canonical_format)
 
 
-def _with_values(block: Any, values: NDArray[Any]) -> Any:
+def with_values(block: Any, values: NDArray[Any]) -> Any:
     """A block with the places of another, which neither may change from now on."""
     for shared in (block.indices, block.indptr):
         shared.flags.writeable = False

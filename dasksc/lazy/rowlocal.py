@@ -43,11 +43,14 @@ from dask.blockwise import Blockwise
 from dask.utils import ensure_dict
 from numpy.typing import NDArray
 
-from dasksc.lazy.computed import DaskMatrix, as_layout, runs_by_block, stack
+from dasksc.errors import InputError
+from dasksc.lazy.computed import DaskMatrix, as_layout, check_shape, runs_by_block, stack
 from dasksc.lazy.known import owned, without_copies
 from dasksc.lazy.leaf import MatrixRows, gather_block
+from dasksc.lazy.products import Product
 from dasksc.storage import Columns, FetchCost, Fetched, Matrix, as_matrix, join
 from dasksc.storage.matrices import check_rows
+from dasksc.storage.matrix import Layout
 
 __all__ = ["NotRowLocalError", "RowLocalMatrix", "row_local"]
 
@@ -136,7 +139,7 @@ class RowLocalMatrix(DaskMatrix):
     def __init__(self, array: da.Array, label: str | None = None) -> None:
         super().__init__(array, label)
         try:
-            self._blocks = _Compiler(array).blocks()
+            self._blocks = _Compiler(self.array).blocks()
             self._kinds = _kinds_of(self._blocks)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # Whole chunks are right for any graph, also for one that is not written as expected here.
@@ -144,6 +147,20 @@ class RowLocalMatrix(DaskMatrix):
         self._tried = False
         self._believed = True
         self._lock = threading.Lock()
+        self._layout = self._found_layout()
+
+    def _found_layout(self) -> Layout:
+        """What the blocks are, where Dask was told by SciPy what a matrix product of them would be."""
+        nodes = self._blocks[0] if self._blocks else []
+        if self.layout == "csr" or not _any_product(nodes):
+            return self.layout
+        need = np.zeros(min(1, int(self._bounds[1])), dtype=np.int64)
+        run = _Run.made_up([(nodes, need)])
+        try:
+            with np.errstate(all="ignore"):
+                return "csr" if all(sp.issparse(run.value((node,), (need,))) for node in nodes) else self.layout
+        except Exception:  # whatever a function raises on rows that it was not written for; the trial will tell
+            return self.layout
 
     @property
     def cost(self) -> FetchCost:
@@ -189,7 +206,8 @@ class RowLocalMatrix(DaskMatrix):
         Raises
         ------
         InputError
-            If rows do not ascend within [0, n_obs).
+            If rows do not ascend within [0, n_obs), or what is computed has another shape than the array
+            was declared to have.
         """
         rows = check_rows(self.label, self.shape[0], rows)
         if len(rows) and not self._rows_are_independent(int(rows[0])):
@@ -242,13 +260,13 @@ class RowLocalMatrix(DaskMatrix):
         try:
             run = _Run.made_up([(nodes, together)])
             expected = computed(together)
-            if expected.shape != (len(together), self.shape[1]):
-                return f"{len(together)} made-up rows gave an array of shape {expected.shape}"
             for places in ([i] for i in range(len(together))):
                 if not _equal(computed(together[places]), expected[places]):
                     return "a made-up row gave other values alone than among others"
             if not _equal(computed(together[::-1].copy()), expected[::-1]):
                 return "made-up rows gave other values in another order"
+        except InputError as error:
+            return f"with made-up rows, {error}"
         except Exception as error:  # whatever a function raises on rows that it was not written for
             return f"made-up rows made one raise {error!r}"
         return None
@@ -256,7 +274,12 @@ class RowLocalMatrix(DaskMatrix):
 
 def _joined(blocks: list[list[Node]], needs: Needs, run: _Run, matrix: DaskMatrix) -> Any:
     """The rows `needs` of row chunks of one kind, each given by its column chunks."""
-    parts = [as_layout(run.value(nodes, needs), matrix.layout) for nodes in zip(*blocks, strict=True)]
+    n_rows = sum(map(len, needs))
+    parts = []
+    for nodes, width in zip(zip(*blocks, strict=True), matrix.array.chunks[1], strict=True):
+        part = run.value(nodes, needs)
+        check_shape(part, (n_rows, width), matrix)
+        parts.append(as_layout(part, matrix.layout))
     if len(parts) == 1:
         return parts[0]
     return sp.csr_matrix(sp.hstack(parts, format="csr")) if matrix.layout == "csr" else np.hstack(parts)
@@ -403,23 +426,49 @@ class Apply:
         constants = zip(*(node.constants for node in nodes), strict=True)
         for (key, aligned), keys in zip(self.constants.items(), constants, strict=True):
             if aligned:
-                of_each = zip(nodes, keys, needs, strict=True)
-                values[key] = _stacked([node._aligned(one, need, run, len(nodes) == 1) for node, one, need in of_each])
+                values[key] = _aligned(nodes, keys, needs, run)
             else:
                 values[key] = self.graph.constant(key, None)
         function = getattr(self.task, "func", None)
         return self.task({key: owned(function, value) for key, value in values.items()})
 
-    def _aligned(self, key: Key, need: NDArray[np.int64], run: _Run, alone: bool) -> Any:
-        constant = self.graph.constant(key, run)
-        if constant.shape[0] == self.n_rows:
-            return constant[need]
-        # One row for all is broadcast.
-        return constant if alone else constant[np.zeros(len(need), dtype=np.int64)]
-
 
 Node = Read | Take | Concat | Apply
 Needs = tuple[NDArray[np.int64], ...]
+
+
+def _aligned(nodes: tuple[Apply, ...], keys: tuple[Key, ...], needs: Needs, run: _Run) -> Any:
+    """Constants of several nodes, the rows that are needed of each, one after another."""
+    constants = [node.graph.constant(key, run) for node, key in zip(nodes, keys, strict=True)]
+    if len(set(keys)) == 1 and constants[0].shape[0] == 1 != min(node.n_rows for node in nodes):
+        # One row for all, which is broadcast.
+        return constants[0]
+    return _stacked(
+        [
+            constant[need if constant.shape[0] == node.n_rows else np.zeros(len(need), dtype=np.int64)]
+            for node, constant, need in zip(nodes, constants, needs, strict=True)
+        ]
+    )
+
+
+def _any_product(nodes: list[Node]) -> bool:
+    """Whether blocks are multiplied on the way to some nodes."""
+    # Without recursion, since graphs may be deeper than Python's stack.
+    todo, seen = list(nodes), set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Apply):
+            if any(isinstance(function, Product) for function in _functions(node.task)):
+                return True
+            todo.extend(node.inputs.values())
+        elif isinstance(node, Concat):
+            todo.extend(node.children)
+        elif isinstance(node, Take):
+            todo.append(node.child)
+    return False
 
 
 def _chosen(rows: Rows, need: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -675,7 +724,7 @@ class _Compiler:
 
     def _check_functions(self, key: Key, task: Task) -> None:
         for function in _functions((task.func, task.args, task.kwargs)):
-            if isinstance(function, row_local):
+            if isinstance(function, row_local | Product):
                 continue
             module = getattr(function, "__module__", None) or type(function).__module__
             if module.split(".")[0] not in BELIEVED:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import h5py
 
 from dasksc.errors import CorruptDataError, StorageError
+from dasksc.storage.hdf5_links import others_of
 from dasksc.storage.swell import DEFLATE_RATIO, LZF_RATIO, ROOM_BYTES, check_swelling
 
-__all__ = ["check_chunks"]
+__all__ = ["check_chunks", "stored_bytes"]
 
 # Filters that compress, by number: the codec, and what a byte can stand for, where that has an end.
 _SWELLING: dict[int, tuple[str, int | None]] = {
@@ -79,6 +81,21 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
             raise CorruptDataError(
                 f"{label}: its chunk at {offset} is corrupt: {error}. Copy or download the file again."
             ) from error
+
+
+def stored_bytes(datasets: Iterable[h5py.Dataset]) -> int:
+    """Return how many bytes are stored for datasets: of each file at most its size, since chunks may be shared."""
+    sizes: dict[str, int] = {}
+    stored: dict[str, int] = {}
+    for dataset in datasets:
+        file, others = dataset.file, others_of(dataset)
+        name = str(file.filename)
+        sizes[name] = file.id.get_filesize()
+        # HDF5 does not tell of what a virtual dataset is made.
+        stored[name] = stored.get(name, 0) + (sizes[name] if dataset.is_virtual else dataset.id.get_storage_size())
+        for other in others:
+            sizes[other] = stored[other] = os.path.getsize(other)
+    return sum(min(stored[name], sizes[name]) for name in sizes)
 
 
 def _offsets(dataset: h5py.Dataset, rows: tuple[int, int]) -> Iterator[tuple[int, ...]]:

@@ -19,6 +19,9 @@ __all__ = ["BlockReader", "open_remote"]
 
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+# Where HDF5 begins behind bytes of a user's own, of which an .h5mu file has 512.
+_BEGINNINGS = (0, 512, 1024, 2048)
+_HEAD_BYTES = 2048 + len(_SIGNATURE)
 # What describes arrays is scattered over a file in pieces of some hundred bytes, in clusters.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
@@ -131,8 +134,8 @@ def open_remote(file: RemoteFile) -> h5py.File:
     CorruptDataError
         If it is truncated.
     """
-    head = bytes(file.fetch(0, min(8, file.identity.size))) if file.identity.size else b""
-    if head != _SIGNATURE:
+    head = bytes(file.fetch(0, min(_HEAD_BYTES, file.identity.size))) if file.identity.size else b""
+    if not any(head.startswith(_SIGNATURE, at) for at in _BEGINNINGS):
         raise StorageError(
             f"{file.path} is not an HDF5 file, and not a Zarr group either (nothing is at {file.path}/zarr.json or "
             f"{file.path}/.zgroup). Give the URL of an .h5ad file or of a Zarr store; a zipped store must be unpacked."

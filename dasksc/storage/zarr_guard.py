@@ -35,6 +35,7 @@ __all__ = [
     "check_metadata",
     "check_zip",
     "chunks_that_fit",
+    "stored_bytes",
 ]
 
 _METADATA = ("zarr.json", ".zarray", ".zmetadata")
@@ -91,6 +92,18 @@ def check_zip(path: str) -> None:
                 raise StorageError(
                     f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, where at most {longest} belong"
                 )
+
+
+def stored_bytes(store: str, arrays: Iterable[zarr.Array[Any]], *, enough: int) -> int:
+    """Return how many bytes are stored for arrays of a directory; no more is counted once it is `enough`."""
+    total = 0
+    for array in arrays:
+        for folder, _, names in os.walk(os.path.join(store, array.path)):
+            for name in names:
+                total += os.path.getsize(os.path.join(folder, name))
+                if total >= enough:
+                    return total
+    return total
 
 
 class GuardedLocalStore(LocalStore):

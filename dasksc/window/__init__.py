@@ -195,7 +195,8 @@ class Window(Generic[T]):
     name
         Prefix of the Dask keys, as the dashboard shows them: ``"dasksc-fetch-pbmc-e3-r1"``.
     depth
-        Fetches in flight, or finished and not consumed, at most. ``"synchronous"`` never runs ahead.
+        Fetches in flight, or finished and not consumed, at most; or a function that says how many for now, which is
+        called whenever a result is taken, as the workers of a cluster come and go. ``"synchronous"`` never runs ahead.
     scheduler
         As for `resolve_scheduler`.
     argument
@@ -225,7 +226,7 @@ class Window(Generic[T]):
         ks: Sequence[int],
         *,
         name: str,
-        depth: int,
+        depth: int | Callable[[], int],
         scheduler: Scheduler | Client | str | None = None,
         argument: Callable[[int], Any] | None = None,
         max_bytes: int | None = None,
@@ -233,13 +234,14 @@ class Window(Generic[T]):
         n_threads: int | None = None,
         expected_bytes: int | None = None,
     ) -> None:
-        for label, value in (("depth", depth), ("max_bytes", max_bytes), ("n_threads", n_threads)):
+        depth_of: Callable[[], int] = depth if callable(depth) else lambda: depth
+        for label, value in (("depth", depth_of()), ("max_bytes", max_bytes), ("n_threads", n_threads)):
             if value is not None and value < 1:
                 raise InputError(f"{label}={value} must be at least 1")
         self.stats = WindowStats()
         self._scheduler = resolve_scheduler(scheduler)
         self._describe = describe
-        self._depth = depth
+        self._depth = depth_of
         self._max_bytes = max_bytes
         self._largest = expected_bytes
         self._ks = iter(ks)
@@ -256,13 +258,13 @@ class Window(Generic[T]):
                 runner = ThreadRunner(name, ks, run, n_threads=n_threads or default_threads())
             else:
                 runner = OnDemandRunner(name, ks, run)
-                self._depth = 0
+                self._depth = lambda: 0
         self._flight = _Flight(runner)
         # A collected window must not wait: the collector may run in any thread, one of its own too.
         self._finalizer = weakref.finalize(self, self._flight.close, wait_s=0.0)
         self._finalizer.atexit = False
         try:
-            self._fill(self._depth)
+            self._fill(self._depth())
         except BaseException:
             self.close()
             raise
@@ -313,9 +315,9 @@ class Window(Generic[T]):
             raise FetchError("This window was made before a fork. Make a new one in the child.")
         start = perf_counter()
         try:
-            self._fill(max(1, self._depth))
+            self._fill(max(1, self._depth()))
             k, result = self._take()
-            self._fill(self._depth)
+            self._fill(self._depth())
             return k, result
         except BaseException:
             self.close()

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import logging
 import os
+import pickle
 import socket
 import threading
 import uuid
@@ -24,7 +25,7 @@ import distributed
 from dask.utils import parse_timedelta
 from distributed.client import FutureCancelledError
 from distributed.comm import CommClosedError
-from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
 
 from dasksc import config
 from dasksc.errors import FetchError, StorageError
@@ -85,8 +86,8 @@ class Carrier(WorkerPlugin):
             await asyncio.sleep(0.005)
 
 
-class Envelope(WorkerPlugin):
-    """A task on its way: what is registered with the scheduler, and arrives as a `RemoteCarrier`."""
+class Envelope:
+    """A task on its way, which arrives as a `RemoteCarrier`."""
 
     def __init__(self, pickled: bytes, files: tuple[sight.Fingerprint, ...]) -> None:
         self._pickled = pickled
@@ -117,13 +118,20 @@ class RemoteCarrier(Carrier):
             if said is not None:
                 raise StorageError(f"The Dask worker at {distributed.get_worker().address} {said}.")
             self._asked = True
+        has_begun = False
+
+        def fetch() -> Any:
+            nonlocal has_begun
+            has_begun = True
+            return self._compact(argument)
+
         room = Headroom.of(distributed.get_worker())
-        result = room.run(lambda: self._compact(argument), size=self._largest, is_wanted=lambda: not self._closed)
-        if result is None:
+        result = room.run(fetch, size=self._largest, is_wanted=lambda: not self._closed)
+        if not has_begun:  # None is what it returns then, but a task may return that, too
             return Stray()
-        n_bytes = getattr(result, "nbytes", None)
+        n_bytes = _n_bytes(result)
         if n_bytes is not None:
-            self._largest = max(self._largest or 0, int(n_bytes))
+            self._largest = max(self._largest or 0, n_bytes)
         return result
 
     async def teardown(self, worker: object) -> None:
@@ -139,6 +147,71 @@ class RemoteCarrier(Carrier):
         return result if compact is None else compact()
 
 
+def _parcel(inside: bytes) -> WorkerPlugin:
+    """Return what holds a pickled task on every worker that can import dasksc; to others it does no harm."""
+
+    # Made in a function it travels as a whole: workers with other work to do may have no dasksc, and a plugin that
+    # they cannot read would keep them from starting.
+    class Parcel(WorkerPlugin):
+        """Opened where it arrives."""
+
+        def __init__(self) -> None:
+            self.inside = inside
+            self.carrier: Any = None
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {"inside": self.inside, "carrier": None}
+
+        def setup(self, worker: Any) -> None:
+            """Unpack the task."""
+            try:
+                self.carrier = pickle.loads(self.inside)
+            except ImportError:
+                return  # whoever sends a fetch here is told
+            self.carrier.setup(worker)
+
+        async def teardown(self, worker: Any) -> None:
+            """Wait for the fetches that are running."""
+            if self.carrier is not None:
+                await self.carrier.teardown(worker)
+
+    return Parcel()
+
+
+class Janitor(SchedulerPlugin):
+    """Takes the tasks of a Client back from the workers when it goes, be it that its process was killed."""
+
+    def __init__(self, client_id: str) -> None:
+        self._client_id = client_id
+        self._tidying: list[asyncio.Future[Any]] = []
+
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        """Take back what the Client left."""
+        if client != self._client_id:
+            return
+        prefix = _token_prefix(client)
+        for name in [name for name in scheduler.worker_plugins if name.startswith(prefix)]:
+            self._tidying.append(asyncio.ensure_future(scheduler.unregister_worker_plugin(comm=None, name=name)))
+        scheduler.remove_plugin(name=prefix)
+
+
+def _token_prefix(client_id: str) -> str:
+    return f"dasksc-{client_id}-"
+
+
+# Clients whose scheduler has a janitor.
+_tidied: weakref.WeakSet[distributed.Client] = weakref.WeakSet()
+
+
+def _n_bytes(result: Any) -> int | None:
+    """Return what a result takes; None if it does not tell, so that only one such fetch runs at a time."""
+    # What a task returns that leaves its result in a file, such as a conversion's, waits for no room.
+    if result is None or isinstance(result, int):
+        return 0
+    n_bytes = getattr(result, "nbytes", None)
+    return None if n_bytes is None else int(n_bytes)
+
+
 # Carriers of the windows whose cluster lives in this process: nothing is pickled.
 _carriers: dict[str, Carrier] = {}
 
@@ -151,7 +224,7 @@ def run_fetch(token: str, argument: Any) -> Timed:
     """Run one fetch on a worker."""
     carrier = _carriers.get(token)
     if carrier is None:
-        carrier = distributed.get_worker().plugins.get(token)
+        carrier = getattr(distributed.get_worker().plugins.get(token), "carrier", None)
     return (0.0, Stray()) if carrier is None else carrier.run(argument)
 
 
@@ -169,8 +242,9 @@ class ClusterRunner:
         self._client = client
         self._argument = argument
         # Windows may share a name, and a result of an earlier one must never be taken for this one's.
-        self._token = uuid.uuid4().hex
-        self._name = f"{name}-{self._token[:8]}"
+        number = uuid.uuid4().hex
+        self._token = _token_prefix(client.id) + number
+        self._name = f"{name}-{number[:8]}"
         self._in_process = str(client.scheduler.address).startswith("inproc://")
         self._futures: dict[int, Any] = {}  # of distributed's
         self._arriving: set[int] = set()
@@ -230,12 +304,19 @@ class ClusterRunner:
         """Give the task to every worker, having asked those that are new whether they see its files."""
         client = self._client
         await _ask_workers(client, files)
+        if client not in _tidied:
+            try:
+                await client.register_plugin(Janitor(client.id), name=_token_prefix(client.id))
+            except Exception as error:  # a scheduler that unpickles nothing
+                logger.info("If this process is killed, its tasks stay on the workers: %s", error)
+            _tidied.add(client)
+        inside = pickle.dumps(envelope)
         try:
-            await client.register_plugin(envelope, name=self._token)
+            await client.register_plugin(_parcel(inside), name=self._token)
         except OSError as error:
             # A worker that leaves just then fails the call.
             logger.info("Sending the task again, as a worker has left: %s", error)
-            await client.register_plugin(envelope, name=self._token)
+            await client.register_plugin(_parcel(inside), name=self._token)
 
     async def _unless_lost(self, begin: Callable[[], Awaitable[T]]) -> T:
         """Wait for what `begin` begins, but not longer than the scheduler is there."""
@@ -254,6 +335,11 @@ class ClusterRunner:
             # The Client cancels what it waited for; a question under way to the scheduler breaks off.
             if self._closed:
                 raise
+            if isinstance(error, FutureCancelledError) and self._client.status == "running":
+                raise ConnectionError(
+                    f"The Dask scheduler at {address_of(self._client)} has dropped its tasks: client.restart() was "
+                    "called, or it was out of reach for a moment. Make the data set anew, and load_state_dict."
+                ) from error
             raise ConnectionError(_gone(self._client)) from error
 
     async def _bring(self, k: int, argument: Any) -> Timed:
@@ -458,7 +544,15 @@ async def _ask_workers(client: Any, files: tuple[sight.Fingerprint, ...]) -> Non
     new = [address for address in workers if (address, files) not in asked]
     if not new:
         return
-    answers = await client.run(_answer, files, workers=new, on_error="ignore")
+    results = await client.run(_answer, files, workers=new, on_error="return")
+    for address, result in results.items():
+        if isinstance(result, BaseException) and "No module named 'dasksc" in str(result):
+            raise FetchError(
+                f"The worker at {address} of the Dask scheduler at {client.scheduler.address} cannot import dasksc "
+                f"({result}). Install the same version on every worker, or give the fetches a cluster of their own."
+            )
+    # Others have left just then.
+    answers = {address: result for address, result in results.items() if not isinstance(result, BaseException)}
     said = {address: answer[2] for address, answer in answers.items() if answer[2] is not None}
     if said:
         complaints = "; ".join(f"the worker at {address} {complaint}" for address, complaint in said.items())

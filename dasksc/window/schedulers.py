@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -71,10 +72,17 @@ class Scheduler:
 
     @property
     def n_threads(self) -> int | None:
-        """Threads of all workers of the cluster, as of some seconds ago; None without one."""
+        """Threads of all workers of the cluster, as far as this process knows; None without one.
+
+        Asks nobody, so it may be read often: a scheduler in this process knows for now, of any other the Client
+        hears every two seconds (``distributed.client.scheduler-info-interval``).
+        """
         if self.client is None:
             return None
-        # What the Client has heard last: asking anew would wait for a scheduler that may be gone.
+        scheduler = getattr(self.client.cluster, "scheduler", None)
+        distributed = sys.modules["distributed"]
+        if isinstance(scheduler, distributed.Scheduler):
+            return int(scheduler.total_nthreads)
         heard: dict[str, Any] = getattr(self.client, "_scheduler_identity", {})
         return int(heard.get("total_threads", 0))
 
@@ -162,7 +170,9 @@ def _active_scheduler() -> Scheduler:
     except ValueError:
         return _configured_scheduler()
     if client.asynchronous:
-        logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
+        if client not in _said_asynchronous:
+            _said_asynchronous.add(client)
+            logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
         return Scheduler(kind="threads")
     if client in _before_fork and _is_inproc(address_of(client)):
         logger.warning("The active Dask Client is of the parent process; fetches run on threads instead.")
@@ -218,11 +228,13 @@ def _is_client(scheduler: object) -> bool:
 
 def address_of(client: Any) -> str:
     """Return the address of a Client's scheduler, also once the Client is closed."""
-    # `scheduler` is None once the client is closed; what it was started with remains.
+    # `scheduler` is None once the client is closed; what it was started with, or started, remains.
     scheduler = client.scheduler
     if scheduler is not None:
         return str(scheduler.address)
     start: Any = getattr(client, "_start_arg", None)
+    if start is None:
+        start = client.cluster
     return str(getattr(start, "scheduler_address", start))
 
 
@@ -236,6 +248,8 @@ def _is_inproc(address: str) -> bool:
 _lock = threading.Lock()
 _clients: dict[str, Any] = {}
 _before_fork: set[Client] = set()
+# Active Clients of which it has been said: an epoch settles its scheduler many times.
+_said_asynchronous: weakref.WeakSet[Client] = weakref.WeakSet()
 # How to connect to a scheduler that asks for certificates, by address; a forked child needs it again.
 _securities: dict[str, Any] = {}
 
@@ -255,8 +269,8 @@ def securities_for_child() -> dict[str, Any]:
     return _securities if get_spawning_popen() is not None else {}
 
 
-def connected(address: str, **options: Any) -> Client:
-    """Return a new Client, or close the one that could not connect and raise why.
+def connected(address: Any, **options: Any) -> Client:
+    """Return a new Client of an address or a cluster, or close the one that could not connect and raise why.
 
     One left to the garbage collector would close itself wherever that runs: if that is in the thread that another
     Client has just started, which holds a lock until then, both wait for ever.

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import ipaddress
 import itertools
 import json
 import logging
+import os
 import time
+import uuid
 from collections.abc import Sequence
+from numbers import Integral
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import distributed
 from distributed.security import Security
+from distributed.utils import ensure_ip
 
 from dasksc.errors import InputError, StartError
+from dasksc.window.links import listening_at, with_host
 from dasksc.window.schedulers import connected, cpu_count, remember_security
 from dasksc.world import World, shared_store
 
@@ -24,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLL_S = 0.05
+_FIRST_TRY_S = 2.0  # to connect to what may be gone; each further try takes twice as long
 # Modules that the scheduler loads when it starts, by name.
 PRELOAD = ["dasksc.dashboard"]
 
@@ -46,6 +54,8 @@ class StartedCluster:
         Where the dashboard is, as seen from rank 0's machine; None without one.
     store
         Of the process group; None for a single rank.
+    token
+        What tells this start from others in the store.
     n_others
         Ranks that rank 0 waits for.
     timeout_s
@@ -64,6 +74,7 @@ class StartedCluster:
         cluster: distributed.LocalCluster | None,
         dashboard_link: str | None,
         store: Any,
+        token: str = "",
         n_others: int,
         timeout_s: float,
     ) -> None:
@@ -72,6 +83,7 @@ class StartedCluster:
         self.address = str(client.scheduler.address)
         self.dashboard_link = dashboard_link
         self._store = store
+        self._left = f"left/{token}"
         self._n_others = n_others
         self._timeout_s = timeout_s
         self._closed = False
@@ -91,7 +103,7 @@ class StartedCluster:
         self.client.close()
         if self._store is not None:
             if self.cluster is None:
-                self._store.add("left", 1)
+                self._store.add(self._left, 1)
             else:
                 self._wait_for_others(self._timeout_s if wait_s is None else wait_s)
         if self.cluster is not None:
@@ -99,7 +111,7 @@ class StartedCluster:
 
     def _wait_for_others(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
-        while (n_left := self._store.add("left", 0)) < self._n_others:
+        while (n_left := self._store.add(self._left, 0)) < self._n_others:
             if time.monotonic() >= deadline:
                 logger.warning(
                     "The Dask cluster at %s closes, although %d of %d other ranks have not closed theirs.",
@@ -153,8 +165,9 @@ def start_cluster(
         Whether workers are processes. Default: if there are several ranks. With ``False`` they are threads of
         rank 0, which for a single rank costs no serialisation.
     host
-        Where scheduler and workers listen. Anything but this machine's loopback is encrypted: both ends must
-        show a certificate, which is made for this run, kept in memory, and handed to the ranks by the store.
+        Where scheduler and workers listen: an address of this machine, or a name that leads to one. Anything but this
+        machine's loopback is encrypted: both ends must show a certificate, which is made for this run, kept in
+        memory, and handed to the ranks by the store.
     port
         Of the scheduler; 0 takes a free one.
     dashboard_address
@@ -175,9 +188,11 @@ def start_cluster(
     Raises
     ------
     InputError
-        If there are several ranks and no process group, or they run on several machines and `host` is loopback.
+        If an argument cannot work, there are several ranks and no process group, or they run on several machines and
+        `host` is loopback, also by way of a name.
     StartError
-        If rank 0 failed or did not answer in time; says why.
+        If rank 0 failed, did not answer in time or cannot be reached; says why. Rank 0 raises what it failed with,
+        having closed what it had started.
 
     Notes
     -----
@@ -186,53 +201,158 @@ def start_cluster(
     world = World.detect()
     several = world.world_size > 1
     store = shared_store(f"dasksc/cluster/{next(_ordinals)}") if several else None
-    if several and store is None:
+    if several and not hasattr(store, "wait"):  # that of JAX cannot be waited for
         raise InputError(
             f"there are {world.world_size} ranks (from {world.source}) and no process group through which they could "
             "find each other. Call torch.distributed.init_process_group first"
         )
-    is_loopback = host in _LOOPBACK
-    if is_loopback and world.local_world_size < world.world_size:
+
+    def check() -> None:
+        _check(
+            host=host,
+            port=port,
+            n_workers=n_workers,
+            threads_per_worker=threads_per_worker,
+            dashboard_address=dashboard_address,
+            timeout_s=timeout_s,
+            is_spread=world.local_world_size < world.world_size,
+        )
+
+    if world.rank != 0:
+        check()
+        return _join(store, security=security, timeout_s=timeout_s)
+    token = uuid.uuid4().hex
+    with contextlib.ExitStack() as started:
+        try:
+            check()
+            _check_resolved(host, is_spread=world.local_world_size < world.world_size)
+            if security is None and host not in _LOOPBACK:
+                security = _certificates()
+            cluster = _local_cluster(
+                n_workers,
+                threads_per_worker,
+                processes=several if processes is None else processes,
+                several=several,
+                host=host,
+                port=port,
+                dashboard_address=dashboard_address,
+                memory_limit=memory_limit,
+                security=security,
+            )
+            started.callback(cluster.close)
+            remember_security(cluster.scheduler_address, security)
+            client = connected(cluster)
+            started.callback(client.close)
+            link = None
+            if dashboard_address is not None:
+                link = with_host(str(cluster.dashboard_link), listening_at(cluster.scheduler))
+            address, tls = cluster.scheduler_address, _pem(security)
+            _tell(store, {"address": address, "dashboard": link, "tls": tls, "token": token})
+        except BaseException as error:
+            # At once, before what was started is closed: the others wait for it.
+            with contextlib.suppress(RuntimeError):
+                _tell(store, {"error": f"{type(error).__name__}: {error}", "attempt": _attempt()})
+            raise
+        started.pop_all()
+    return StartedCluster(
+        client,
+        cluster=cluster,
+        dashboard_link=link,
+        store=store,
+        token=token,
+        n_others=world.world_size - 1,
+        timeout_s=timeout_s,
+    )
+
+
+def _check(
+    *,
+    host: object,
+    port: object,
+    n_workers: object,
+    threads_per_worker: object,
+    dashboard_address: object,
+    timeout_s: object,
+    is_spread: bool,
+) -> None:
+    """Refuse arguments that cannot work, whatever the machine."""
+    if not isinstance(host, str) or not host:
+        raise InputError(f"host={host!r} must be a name or an address of this machine, such as '127.0.0.1'")
+    if not _is_count(port, least=0) or port > 65535:
+        raise InputError(f"port={port!r} must be a whole number from 0, which takes a free one, to 65535")
+    for name, value, least in (("n_workers", n_workers, 0), ("threads_per_worker", threads_per_worker, 1)):
+        if value is not None and not _is_count(value, least=least):
+            raise InputError(f"{name}={value!r} must be None or a whole number of at least {least}")
+    if dashboard_address is not None and not isinstance(dashboard_address, str):
+        example = f"{_LOOPBACK[0]}:{dashboard_address if _is_count(dashboard_address, least=0) else 0}"
+        raise InputError(f"dashboard_address={dashboard_address!r} must be None or host and port, as {example!r}")
+    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise InputError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
+    if is_spread and (host == "localhost" or _is_loopback(host)):
         raise InputError(
             f"host={host!r} is out of reach for ranks on other machines. Give the address of rank 0's machine by which "
             "they reach it, e.g. host=os.environ['MASTER_ADDR']; connections are encrypted then"
         )
-    if world.rank != 0:
-        return _join(store, security=security, timeout_s=timeout_s)
-    if processes is None:
-        processes = several
+
+
+def _is_count(value: object, *, least: int) -> TypeGuard[int]:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+
+
+def _is_loopback(address: str) -> bool:
     try:
-        if security is None and not is_loopback:
-            security = _certificates()
-        in_process = not (processes or several or port or security)
-        n_workers, threads_per_worker = _sizes(n_workers, threads_per_worker, processes=processes)
-        if memory_limit == "auto" and not processes:
-            memory_limit = None
-        cluster = distributed.LocalCluster(
-            n_workers=n_workers,
-            threads_per_worker=threads_per_worker,
-            processes=processes,
-            protocol="inproc" if in_process else "tcp" if security is None else "tls",
-            host=None if in_process else host,
-            scheduler_port=port,
-            dashboard_address=dashboard_address or f"{_LOOPBACK[0]}:0",
-            worker_dashboard_address=f"{_LOOPBACK[0]}:0",
-            memory_limit=memory_limit,
-            scheduler_kwargs={"preload": list(PRELOAD), "dashboard": dashboard_address is not None},
-            security=security,
-        )
-    except Exception as error:
-        if store is not None:
-            store.set("address", json.dumps({"error": f"{type(error).__name__}: {error}"}))
-        raise
-    remember_security(cluster.scheduler_address, security)
-    client = distributed.Client(cluster)
-    link = None if dashboard_address is None else _link(cluster, dashboard_address)
-    if store is not None:
-        answer = {"address": cluster.scheduler_address, "dashboard": link, "tls": _pem(security)}
-        store.set("address", json.dumps(answer))
-    return StartedCluster(
-        client, cluster=cluster, dashboard_link=link, store=store, n_others=world.world_size - 1, timeout_s=timeout_s
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _check_resolved(host: str, *, is_spread: bool) -> None:
+    """Refuse a name that other machines know and that is loopback here, as the own name in Debian's /etc/hosts is."""
+    try:
+        address = ensure_ip(host)
+    except OSError as error:
+        raise InputError(
+            f"host={host!r} cannot be resolved on this machine ({error}). Give a name or an address of it"
+        ) from error
+    if host == "localhost" or _is_loopback(host) or not _is_loopback(address):
+        return
+    complaint = (
+        f"host={host!r} is {address} on this machine, its loopback (see /etc/hosts), to which no other machine can "
+        "connect. Give the address of the network interface instead, one of those that hostname -I prints"
+    )
+    if is_spread:
+        raise InputError(complaint)
+    logger.warning("%s.", complaint)
+
+
+def _local_cluster(
+    n_workers: int | None,
+    threads_per_worker: int | None,
+    *,
+    processes: bool,
+    several: bool,
+    host: str,
+    port: int,
+    dashboard_address: str | None,
+    memory_limit: str | int | float | None,
+    security: Security | None,
+) -> distributed.LocalCluster:
+    in_process = not (processes or several or port or security)
+    n_workers, threads_per_worker = _sizes(n_workers, threads_per_worker, processes=processes)
+    if memory_limit == "auto" and not processes:
+        memory_limit = None
+    return distributed.LocalCluster(
+        n_workers=n_workers,
+        threads_per_worker=threads_per_worker,
+        processes=processes,
+        protocol="inproc" if in_process else "tcp" if security is None else "tls",
+        host=None if in_process else host,
+        scheduler_port=port,
+        dashboard_address=dashboard_address or f"{_LOOPBACK[0]}:0",
+        worker_dashboard_address=f"{_LOOPBACK[0]}:0",
+        memory_limit=memory_limit,
+        scheduler_kwargs={"preload": list(PRELOAD), "dashboard": dashboard_address is not None},
+        security=security,
     )
 
 
@@ -241,34 +361,81 @@ def _sizes(n_workers: int | None, n_threads: int | None, *, processes: bool) -> 
     n_cpus = cpu_count()
     if n_workers is None:
         n_workers = max(1, n_cpus // (n_threads or 1)) if processes else 1
-    return n_workers, n_threads or max(1, n_cpus // n_workers)
+    return n_workers, n_threads or max(1, n_cpus // max(1, n_workers))
 
 
-def _link(cluster: Any, dashboard_address: str) -> str:
-    """Return where the dashboard listens; Dask's own link has the scheduler's host in it."""
-    host = dashboard_address.removeprefix("http://").rpartition(":")[0]
-    link = str(cluster.dashboard_link)
-    return link.replace(link.split("/")[2].rpartition(":")[0], host, 1) if host else link
+def _attempt() -> str:
+    """Return how often torchrun, on this machine, has started the ranks anew."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _tell(store: Any, answer: dict[str, Any]) -> None:
+    """Tell the other ranks, if there are any, what has become of the start."""
+    if store is not None:
+        store.set("address", json.dumps(answer))
 
 
 def _join(store: Any, *, security: Security | None, timeout_s: float) -> StartedCluster:
-    """Connect to the cluster of rank 0."""
+    """Connect to the cluster of rank 0.
+
+    The store of torchrun's agent outlives ranks that it restarts, so what is read first may be the address of a
+    scheduler that is gone. The number of the attempt cannot tell: machines count restarts each by themselves. So an
+    address that does not answer is read again.
+    """
+    deadline = time.monotonic() + timeout_s
+    try_s = _FIRST_TRY_S
+    while True:
+        answer = _answer(store, deadline, timeout_s=timeout_s)
+        given = security
+        if given is None and answer["tls"] is not None:
+            given = Security(require_encryption=True, **answer["tls"])
+        try:
+            left_s = max(_POLL_S, deadline - time.monotonic())
+            client = connected(answer["address"], security=given, timeout=min(try_s, left_s))
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise _no_connection(answer["address"], error, timeout_s=timeout_s) from error
+        except (TypeError, ValueError) as error:  # certificates that one side has and the other has not
+            raise _no_connection(answer["address"], error, timeout_s=timeout_s) from error
+        try_s *= 2
+        time.sleep(_POLL_S)
+    remember_security(answer["address"], given)
+    return StartedCluster(
+        client,
+        cluster=None,
+        dashboard_link=answer["dashboard"],
+        store=store,
+        token=answer["token"],
+        n_others=0,
+        timeout_s=timeout_s,
+    )
+
+
+def _answer(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
+    """Wait for what rank 0 tells; raise what it failed with."""
     try:
-        store.wait(["address"], dt.timedelta(seconds=timeout_s))
+        store.wait(["address"], dt.timedelta(seconds=max(_POLL_S, deadline - time.monotonic())))
     except RuntimeError as error:  # torch.distributed.DistStoreError is one
         raise StartError(
             f"rank 0 has not started a Dask cluster within {timeout_s:g} s. Every rank must call start_cluster, "
             "equally often; raise timeout_s if starting takes longer"
         ) from error
-    answer = json.loads(store.get("address"))
-    if "error" in answer:
-        raise StartError(f"rank 0 could not start the Dask cluster: {answer['error']}")
-    if security is None and answer["tls"] is not None:
-        security = Security(require_encryption=True, **answer["tls"])
-    remember_security(answer["address"], security)
-    client = connected(answer["address"], security=security, timeout=timeout_s)
-    return StartedCluster(
-        client, cluster=None, dashboard_link=answer["dashboard"], store=store, n_others=0, timeout_s=timeout_s
+    while True:
+        answer: dict[str, Any] = json.loads(store.get("address"))
+        if "error" not in answer:
+            return answer
+        # A failure of ranks that were restarted since is not one of these, if another answer follows.
+        if answer["attempt"] == _attempt() or time.monotonic() >= deadline:
+            raise StartError(f"rank 0 could not start the Dask cluster: {answer['error']}")
+        time.sleep(_POLL_S)
+
+
+def _no_connection(address: str, error: Exception, *, timeout_s: float) -> StartError:
+    return StartError(
+        f"rank 0 has started a Dask cluster at {address}, to which this rank cannot connect within {timeout_s:g} s: "
+        f"{type(error).__name__}: {error}. Give rank 0 a host= that this machine reaches, and every rank the same "
+        "security="
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,11 +27,12 @@ def main(path: str, out: str, host: str) -> None:
     leave_group()
 
 
-def fail() -> None:
-    """Rank 0 cannot start: it has no address of that kind."""
+def fail(how: str) -> None:
+    """Rank 0 cannot start: it alone is given something that does not work."""
     dist.init_process_group("gloo")
+    wrong: dict[str, Any] = {"port": {"port": -5}, "dashboard": {"dashboard_address": "no such host:0"}}[how]
     try:
-        dasksc.start_cluster(1, port=-5, timeout_s=30)
+        dasksc.start_cluster(1, timeout_s=60, **(wrong if dist.get_rank() == 0 else {}))
     except Exception as error:
         print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
     dist.barrier()
@@ -39,6 +41,6 @@ def fail() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "fail":
-        fail()
+        fail(sys.argv[2])
     else:
         main(*sys.argv[1:])

@@ -1,0 +1,115 @@
+"""Arguments of a conversion, checked before anything is written or connected to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dasksc.concat import Join
+from dasksc.conversion.rows import Order
+from dasksc.errors import InputError
+
+__all__ = ["Recipe", "check_options", "target_path"]
+
+_ORDERS = ("shuffle", "keep")
+_MERGES = ("same", "unique", "first", "only")  # AnnData's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What is to become of the input: every argument that changes what is written.
+
+    Parameters
+    ----------
+    order, group_by, seed, join, label, keys, index_unique, merge, narrow
+        As for `dasksc.convert`.
+
+    Raises
+    ------
+    InputError
+        If one of them is of the wrong kind. Whether they fit the input turns out when it is opened.
+    """
+
+    order: Order
+    group_by: str | None
+    seed: int
+    join: Join
+    label: str | None
+    keys: Any
+    index_unique: str | None
+    merge: str | None
+    narrow: bool
+
+    def __post_init__(self) -> None:
+        if self.order not in _ORDERS:
+            raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; to group cells give group_by=")
+        _check_seed(self.seed)
+        _check_text("group_by", self.group_by, "one name of an obs column: group_by='cell_type'")
+        _check_text("label", self.label, "one name for an obs column: label='plate'")
+        _check_text("index_unique", self.index_unique, "a text to put between names: index_unique='-'")
+        if self.keys is not None and not isinstance(self.keys, Iterable):
+            raise InputError(f"keys={self.keys!r} is {_kind(self.keys)}; give a list of names, one for each input")
+        # A function, which AnnData takes too, could not be compared with that of an unfinished conversion.
+        if self.merge is not None and self.merge not in _MERGES:
+            raise InputError(f"merge={self.merge!r} is none of {', '.join(map(repr, _MERGES))}; leave it out for none")
+        # As they are written down: NumPy's numbers are no JSON.
+        object.__setattr__(self, "seed", int(self.seed))
+        object.__setattr__(self, "narrow", bool(self.narrow))
+        if self.keys is not None and not isinstance(self.keys, str):
+            object.__setattr__(self, "keys", list(self.keys))
+
+    def as_plan(self, data: Any) -> dict[str, Any]:
+        """Return what tells this conversion of `data` from others, as plain types."""
+        keys = data if isinstance(data, Mapping) else self.keys
+        return asdict(self) | {"keys": None if keys is None else [str(key) for key in keys]}
+
+
+def target_path(target: Any) -> Path:
+    """Return the absolute path of what is to be written.
+
+    Raises
+    ------
+    InputError
+        If it is no path of this machine, or one that nothing can be written beside.
+    """
+    if not isinstance(target, str | os.PathLike) or not isinstance(os.fspath(target), str):
+        raise InputError(f"target={target!r} is {_kind(target)}; give the path of the directory to write: 'atlas.zarr'")
+    if "://" in os.fspath(target):
+        raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
+    path = Path(os.path.abspath(target))
+    if not path.name:
+        raise InputError(f"target={target!r} is a whole disk; give the path of the directory to write: 'atlas.zarr'")
+    return path
+
+
+def check_options(storage_options: Any) -> None:
+    """Refuse `storage_options` that are no mapping.
+
+    Raises
+    ------
+    InputError
+        If they are none.
+    """
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        # Not what it is: there may be secrets in it.
+        raise InputError(f"storage_options= is {_kind(storage_options)}; give a dict: {{'region': 'us-east-1'}}")
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        raise InputError(f"seed must be a whole number in [0, 2**64); got {seed!r}")
+
+
+def _check_text(name: str, value: Any, expected: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise InputError(f"{name}={value!r} is {_kind(value)}; give {expected}")
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"

@@ -1,0 +1,81 @@
+"""What all row chunks of an array need, computed once.
+
+Row chunks are computed one at a time, so that memory holds one of them. In ``D - D.mean(axis=0)`` each of them needs
+the mean, for which every row is read: computed with each chunk, that would be the whole array once per chunk.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from typing import Any
+
+import dask.array as da
+from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
+from dask.array.optimization import optimize
+from dask.core import toposort
+from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
+from dask.local import get_sync
+from dask.utils import ensure_dict
+
+__all__ = ["shared_keys", "with_computed"]
+
+Key = Any
+
+
+def shared_keys(array: da.Array) -> set[Key]:
+    """Return the keys of a graph that most row chunks use, each in a task of its own, and that need computing.
+
+    Not what they have in common below those, nor what only neighbours share, such as the chunks of another chunking:
+    kept, those would add up to the array.
+    """
+    n_row_chunks, n_column_chunks = array.numblocks
+    if n_row_chunks < 2:
+        return set()
+    nodes: dict[Key, GraphNode] = convert_legacy_graph(ensure_dict(array.dask))
+    below = {key: node.dependencies & nodes.keys() for key, node in nodes.items()}
+    upwards = toposort(nodes, dependencies=below)
+    # Sets of row chunks are the bits of whole numbers.
+    outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
+    shared: set[Key] = set()
+    while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
+        # Without those, others are seen to be used by one row chunk alone, and to share something in turn.
+        shared |= more
+    return shared
+
+
+def _shared(
+    below: Mapping[Key, Set[Key]], upwards: list[Key], outputs: Mapping[Key, int], known: set[Key], *, n_least: int
+) -> set[Key]:
+    needed: dict[Key, int] = defaultdict(int, outputs)
+    used: dict[Key, int] = defaultdict(int)
+    for key in reversed(upwards):
+        chunks = needed[key]
+        if not chunks or key in known:
+            continue
+        for dependency in below[key]:
+            needed[dependency] |= chunks
+            if chunks.bit_count() == 1:
+                used[dependency] |= chunks
+    return {key for key, chunks in used.items() if chunks.bit_count() >= n_least and below[key]} - known
+
+
+def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
+    """Return an array in whose graph the values of some keys stand instead of their tasks, computed here."""
+    if not keys:
+        return array
+    wanted = list(keys)
+    # Without callbacks of its own, the inner computation would report to those of the outer one.
+    found = get_sync(optimize(array.dask, wanted), wanted, callbacks=())
+    values = dict(zip(wanted, found, strict=True))
+    layers: dict[str, Layer] = {}
+    dependencies = dict(array.dask.dependencies)
+    for name, layer in array.dask.layers.items():
+        here = values.keys() & layer.get_output_keys()
+        layers[name] = layer
+        if here:
+            rest = {key: layer[key] for key in layer if key not in here}
+            layers[name] = MaterializedLayer(rest | {key: DataNode(key, values[key]) for key in here})
+            dependencies[name] = dependencies[name] if rest else set()
+    graph = HighLevelGraph(layers, dependencies)
+    return da.Array(graph, array.name, chunks=array.chunks, dtype=array.dtype, meta=array._meta)
