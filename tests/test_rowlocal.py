@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.lazy import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, to_dask
+from dasksc.lazy import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, shared, to_dask
 from dasksc.storage import as_matrix
 from tests.data import LAYOUTS, dense, make_adata, make_values, write_store
 from tests.recorders import recorded_reads
@@ -488,6 +488,17 @@ def test_what_neighbours_share_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     matrix, counts = read_rows(array, np.array([1, 17, 40]), monkeypatch)
     assert matrix.shared == set()
     assert max(counts) <= 3 * 15
+
+
+@pytest.mark.parametrize("limit", [1000, 2**26])
+def test_what_all_row_chunks_need_is_not_kept_where_it_is_large(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every chunk of an array in another order of rows needs every chunk of the array.
+    monkeypatch.setattr(shared, "_KEPT_BYTES", limit)
+    array = leaf("dense", 20).map_blocks(doubled)[np.random.default_rng(0).permutation(60)]
+    matrix, counts = read_rows(array, np.array([1, 17, 40]), monkeypatch)
+    assert len(matrix.shared) == 3
+    # To learn how large they are, one of 20 rows is computed; where they are not kept, two chunks need all of them.
+    assert counts == ([20 + 2 * 60, 2 * 60, 2 * 60] if limit == 1000 else [60, 0, 0])
 
 
 def test_a_statistic_computed_first_pushes_down(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ the mean, for which every row is read: computed with each chunk, that would be t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -16,11 +16,15 @@ from dask.array.optimization import optimize
 from dask.core import toposort
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 from dask.local import get_sync
+from dask.sizeof import sizeof
 from dask.utils import ensure_dict
 
 __all__ = ["shared_keys", "with_computed"]
 
 Key = Any
+
+# What is kept for all fetches, at most: a statistic of each gene is far less.
+_KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
@@ -61,13 +65,19 @@ def _shared(
 
 
 def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
-    """Return an array in whose graph the values of some keys stand instead of their tasks, computed here."""
+    """Return an array in whose graph the values of some keys stand instead of their tasks, computed here.
+
+    Unless they would take too much memory, such as the chunks of an array whose rows are put in another order.
+    """
     if not keys:
         return array
-    wanted = list(keys)
-    # Without callbacks of its own, the inner computation would report to those of the outer one.
-    found = get_sync(optimize(array.dask, wanted), wanted, callbacks=())
-    values = dict(zip(wanted, found, strict=True))
+    # Of each layer one tells how large the others are.
+    counts = Counter(map(_layer_of, keys))
+    samples = {_layer_of(key): key for key in keys}
+    values = _computed(array, list(samples.values()))
+    if sum(sizeof(values[samples[name]]) * n for name, n in counts.items()) > _KEPT_BYTES:
+        return array
+    values |= _computed(array, list(keys - values.keys()))
     layers: dict[str, Layer] = {}
     dependencies = dict(array.dask.dependencies)
     for name, layer in array.dask.layers.items():
@@ -79,3 +89,12 @@ def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
             dependencies[name] = dependencies[name] if rest else set()
     graph = HighLevelGraph(layers, dependencies)
     return da.Array(graph, array.name, chunks=array.chunks, dtype=array.dtype, meta=array._meta)
+
+
+def _layer_of(key: Key) -> str:
+    return str(key[0] if isinstance(key, tuple) else key)
+
+
+def _computed(array: da.Array, keys: list[Key]) -> dict[Key, Any]:
+    # Without callbacks of its own, the inner computation would report to those of the outer one.
+    return dict(zip(keys, get_sync(optimize(array.dask, keys), keys, callbacks=()), strict=True))
