@@ -1,0 +1,102 @@
+"""How parameters lie on the ranks of a training under FSDP, as seen by one of four."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dasksc.train.config import Fsdp, Training
+from dasksc.train.parallel import Place, spread, strategy_of
+
+PLACE = Place(rank=0, world_size=4, local_world_size=4, device=torch.device("cpu"), strategy="fsdp")
+
+
+class Model(nn.Module):
+    """A layer of 128 x 64 parameters and its bias, and one of 64 x 2, which is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(64, 128)
+        self.small = nn.Linear(128, 2)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"loss": self.small(self.large(batch["X"])).mean()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _four_ranks() -> Iterator[None]:
+    """A process group whose other ranks are not there: what they send is anything."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def spread_out(sharding_strategy: str, **options: object) -> tuple[Model, nn.Module]:
+    """Return the model with its layers sharded from 1,000 parameters on, and what is called in training."""
+    training = Training(fsdp=Fsdp(sharding_strategy=sharding_strategy, min_num_params=1000, **options))
+    model = Model()
+    place = dataclasses.replace(PLACE, strategy=strategy_of(training, 4))
+    return model, spread(model, training, place).whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "mesh", "placements"),
+    [
+        ("FULL_SHARD", {}, (4,), (Shard(0),)),
+        ("SHARD_GRAD_OP", {}, (4,), (Shard(0),)),
+        ("HYBRID_SHARD", {"shard_size": 2}, (2, 2), (Replicate(), Shard(0))),
+        ("HYBRID_SHARD", {}, (1, 4), (Replicate(), Shard(0))),
+    ],
+)
+def test_parameters_lie_on_the_mesh_that_the_strategy_says(strategy, options, mesh, placements):
+    model, whole = spread_out(strategy, **options)
+    assert whole is model
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert tuple(parameter.device_mesh.shape) == mesh
+        assert parameter.placements == placements
+    n_shards = mesh[-1]
+    assert model.large.weight.to_local().shape == (128 // n_shards, 64)
+
+
+@pytest.mark.parametrize(("strategy", "is_gathered"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", True)])
+def test_parameters_stay_gathered_after_the_forward_pass_or_not(strategy, is_gathered):
+    model, whole = spread_out(strategy)
+    assert isinstance(model.large.weight, DTensor)
+    whole({"X": torch.ones(3, 64)})
+    assert isinstance(model.large.weight, DTensor) is not is_gathered
+
+
+def test_without_sharding_it_is_ddp():
+    model, whole = spread_out("NO_SHARD")
+    assert isinstance(whole, DistributedDataParallel)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("min_num_params", "n_groups"), [(1000, 2), (100, 3), (10**6, 1)])
+def test_modules_of_enough_parameters_are_gathered_by_themselves(min_num_params, n_groups):
+    training = Training(fsdp=Fsdp(min_num_params=min_num_params))
+    model = Model()
+    spread(model, training, PLACE)
+    sharded = [module for module in model.modules() if type(module).__name__.startswith("FSDP")]
+    assert len(sharded) == n_groups
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_parameters_are_kept_on_the_host_if_wanted(is_offloaded, monkeypatch):
+    given = []
+
+    def fully_shard(module: nn.Module, **options: object) -> None:
+        given.append(options["offload_policy"])
+
+    monkeypatch.setattr("dasksc.train.parallel.fully_shard", fully_shard)
+    spread_out("FULL_SHARD", cpu_offload=is_offloaded)
+    assert {type(policy).__name__ for policy in given} == {"CPUOffloadPolicy" if is_offloaded else "OffloadPolicy"}
