@@ -30,7 +30,7 @@ from anndata.io import read_elem
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc.concat import Join, concatenated
+from dasksc.concat import MERGES, Join, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.parts import Part, is_anncollection, parts_of, quoted, stem_of
@@ -184,6 +184,8 @@ def open(
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
+    if merge not in (None, *MERGES) and not callable(merge):
+        raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
     given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
     told = {name: value for name, value in given.items() if value is not None}
     remedy = "adata.obs_names_make_unique() makes them unique"

@@ -20,11 +20,13 @@ from dasksc.errors import InputError
 from dasksc.lazy import chunk_rows_for, matrix_of, to_dask
 from dasksc.storage import AbsentMatrix, ColumnMaps, Layout, Matrix, StackedMatrix
 
-__all__ = ["Join", "concatenated", "noting_left_out"]
+__all__ = ["MERGES", "Join", "concatenated", "noting_left_out"]
 
 logger = logging.getLogger(__name__)
 
 Join = Literal["inner", "outer"]
+MERGES = ("same", "unique", "first", "only")
+"""What AnnData knows of what describes genes in several."""
 
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 

@@ -413,6 +413,7 @@ def test_no_file_stays_open_and_many_open_quickly_enough(tmp_path: Path) -> None
         ("none*.h5ad", {}, MissingPathError, "nothing fits the pattern"),
         ([3], {}, InputError, "cannot open an object of type builtins.int"),
         ([atlas(0, 3)], {"join": "left"}, InputError, "neither 'inner' nor 'outer'"),
+        ([atlas(0, 3)], {"merge": "all"}, InputError, "merge='all' is none of 'same', 'unique', 'first', 'only'"),
         ([atlas(0, 3), atlas(1, 3)], {"keys": ["a"]}, InputError, "must be a list of 2 names"),
         ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose own keys these are"),
     ],

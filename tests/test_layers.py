@@ -67,7 +67,7 @@ LIBRARIES = {
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
-    "distributed": ({"dashboard"}, {"collection", "window", "dataset", "experimental"}),
+    "distributed": ({"dashboard"}, {"collection", "window", "dataset", "experimental", "conversion"}),
     "dask": (
         {
             "config",

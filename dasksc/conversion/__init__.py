@@ -486,8 +486,9 @@ def _plan(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Rec
 
 def _needs_runs(matrix: Matrix) -> bool:
     """Whether rows here and there are read much more slowly than rows in order."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > memory / 2:
+    from distributed.system import MEMORY_LIMIT  # of the machine, or the container
+
+    if matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > MEMORY_LIMIT / 2:
         return True
     # Each row here and there would be a request of its own.
     return any(is_url(leaf.label) for leaf in _leaves_of(matrix))

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from dasksc.concat import Join
+from dasksc.concat import MERGES, Join
 from dasksc.conversion.rows import Order
 from dasksc.errors import InputError
 
 __all__ = ["Recipe", "check_options", "target_path"]
 
 _ORDERS = ("shuffle", "keep")
-_MERGES = ("same", "unique", "first", "only")  # AnnData's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +54,8 @@ class Recipe:
         if self.keys is not None and not isinstance(self.keys, Iterable):
             raise InputError(f"keys={self.keys!r} is {_kind(self.keys)}; give a list of names, one for each input")
         # A function, which AnnData takes too, could not be compared with that of an unfinished conversion.
-        if self.merge is not None and self.merge not in _MERGES:
-            raise InputError(f"merge={self.merge!r} is none of {', '.join(map(repr, _MERGES))}; leave it out for none")
+        if self.merge is not None and self.merge not in MERGES:
+            raise InputError(f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
         # As they are written down: NumPy's numbers are no JSON.
         object.__setattr__(self, "seed", int(self.seed))
         object.__setattr__(self, "narrow", bool(self.narrow))
