@@ -6,12 +6,13 @@ import importlib.resources
 from typing import Any
 
 import dask.config
+import numpy as np
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dasksc.errors import InputError
 
-__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "memory_limit"]
+__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "memory_limit", "whole_number"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
@@ -51,6 +52,21 @@ def memory_limit(given: int | str | None) -> int:
     if not 0 < n_bytes < 2**63:
         raise InputError(f"memory_limit must be a whole number of at least 1; got {limit!r}")
     return n_bytes
+
+
+def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
+    """Return an argument, which must be a whole number in [low, end).
+
+    Raises
+    ------
+    InputError
+        If it is not; the message calls it `name`.
+    """
+    # numpy's are, and true is not.
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value < end:
+        span = f"of at least {low}" if end == 2**63 else f"in [{low}, 2**{end.bit_length() - 1})"
+        raise InputError(f"{name} must be a whole number {span}; got {value!r}")
+    return int(value)
 
 
 def get_seconds(key: str) -> float | None:

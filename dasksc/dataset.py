@@ -216,7 +216,7 @@ class scDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         self.strategy = strategy
-        self.batch_size = _whole("batch_size", batch_size)
+        self.batch_size = config.whole_number("batch_size", batch_size)
         self.drop_last = bool(drop_last)
         self.equal_ranks = bool(equal_ranks)
         self.fetch_callback = fetch_callback
@@ -225,7 +225,7 @@ class scDataset(IterableDataset[Any]):
         self.batch_transform = batch_transform
         self.transform = transform
         prefetch = config.get("prefetch") if prefetch is None else prefetch
-        self._prefetch = None if prefetch is None else _whole("prefetch", prefetch)
+        self._prefetch = None if prefetch is None else config.whole_number("prefetch", prefetch)
         self._memory_limit = config.memory_limit(memory_limit)
         self._device = device
         self._pin_memory = pin_memory
@@ -258,14 +258,14 @@ class scDataset(IterableDataset[Any]):
         self._given_world: tuple[int | None, int | None, Any] = (rank, world_size, group)
         if fetch_factor is None:
             fetch_factor = self._fitting_fetch_factor()
-        self.fetch_factor = _whole("fetch_factor", fetch_factor)
+        self.fetch_factor = config.whole_number("fetch_factor", fetch_factor)
         self._refuse_too_large()
 
         self._world: World | None = None
         self._agreement: Agreement | None = None
         # Drawn here rather than when needed: forked DataLoader workers must find the same one.
         self._seed_is_given = seed is not None
-        self._seed = secrets.randbits(63) if seed is None else _whole("seed", seed, 0, 2**64)
+        self._seed = secrets.randbits(63) if seed is None else config.whole_number("seed", seed, 0, 2**64)
         self._counter = EpochCounter()
         self._iteration = 0
         # Epoch and stretches read of it: where this process is, and where it is to go on.
@@ -663,7 +663,7 @@ class scDataset(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`; those after it count on from there."""
-        self._counter.set(_whole("epoch", epoch, 0, 2**32))
+        self._counter.set(config.whole_number("epoch", epoch, 0, 2**32))
         self._place = self._resume
 
     def _plan_of(self, world: World, epoch: int, consumed: tuple[Stretch, ...] = ()) -> EpochPlan:
@@ -1197,13 +1197,6 @@ def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(_each(value, method, *args, **options) for value in batch)
     return batch
-
-
-def _whole(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value < end:
-        span = f"of at least {low}" if end == 2**63 else f"in [{low}, 2**{end.bit_length() - 1})"
-        raise InputError(f"{name} must be a whole number {span}; got {value!r}")
-    return int(value)
 
 
 def _names(option: str, value: Any) -> list[str]:

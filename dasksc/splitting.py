@@ -13,6 +13,7 @@ from scipy.sparse.csgraph import connected_components
 
 from dasksc import collection
 from dasksc.collection import Openable
+from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.filtering import obs_of
 from dasksc.kernels import permute
@@ -94,7 +95,7 @@ def split(
         raise InputError(f"by={by!r} must be the name of one column; columns that are kept whole together are groups=")
     whole = list(dict.fromkeys([*([] if by is None else [by]), *_listed("groups", groups)]))
     strata = _listed("stratify", stratify)
-    seed = _seed(seed)
+    seed = whole_number("seed", seed, 0, 2**64)
     obs = obs_of(data, list(dict.fromkeys([*whole, *strata])))
     candidates = Candidates.of(indices, len(obs))
     if candidates.array is not None and (candidates.array[1:] == candidates.array[:-1]).any():
@@ -151,12 +152,6 @@ def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
             f"{shares.sum():g}"
         )
     return names, shares / shares.sum()
-
-
-def _seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-        raise InputError(f"seed must be a whole number in [0, 2**64); got {seed!r}")
-    return int(seed)
 
 
 def _listed(option: str, names: Any) -> list[str]:

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from dasksc.batch import Batch
+from dasksc.config import whole_number
 from dasksc.errors import InputError, MissingKeyError, MissingPathError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
@@ -73,7 +74,7 @@ class Vocabulary:
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
-        self.ids = {str(name): _whole(f"the id of {name!r}", i, 0) for name, i in ids.items()}
+        self.ids = {str(name): whole_number(f"the id of {name!r}", i, 0) for name, i in ids.items()}
         if len(set(self.ids.values())) < len(self.ids):
             seen: dict[int, str] = {}
             twice = (
@@ -235,13 +236,13 @@ class _Tokens:
         if not isinstance(prepend_cls, bool):
             raise InputError(f"prepend_cls must be true or false; got {prepend_cls!r}")
         self.vocabulary = vocabulary
-        self.max_genes = _whole("max_genes", max_genes, 1)
+        self.max_genes = whole_number("max_genes", max_genes, 1)
         self.prepend_cls = prepend_cls
         self.mask_ratio = float(mask_ratio)
         self.random_replace_ratio = float(random_replace_ratio)
         self.keep_ratio = float(keep_ratio)
         self.padding = padding
-        self.seed = _whole("seed", seed, 0)
+        self.seed = whole_number("seed", seed, 0, 2**64)
         self._ids = vocabulary.ids_of(names, missing=missing)
         self._genes = self._ids[self._ids >= 0]  # what a gene may be replaced by
 
@@ -515,7 +516,7 @@ class ValueBins(_Tokens):
             padding=padding,
             seed=seed,
         )
-        self.n_bins = _whole("n_bins", n_bins, 2)  # zeros, and one bin of all else
+        self.n_bins = whole_number("n_bins", n_bins, 2)  # zeros, and one bin of all else
 
     def _fill(self, cells: _Cells, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         indptr, columns, binned, counts, keys = cells
@@ -588,12 +589,6 @@ def _check_names(section: str, given: Mapping[str, Any], known: tuple[str, ...])
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
             raise InputError(f"{section} has no setting {name!r}; {hint}")
-
-
-def _whole(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value < 2**64:
-        raise InputError(f"{name} must be a whole number of at least {low}; got {value!r}")
-    return int(value)
 
 
 def _is_share(value: Any) -> bool:

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dasksc.concat import MERGES, Join
+from dasksc.config import whole_number
 from dasksc.conversion.rows import Order
 from dasksc.errors import InputError
 
@@ -47,7 +46,6 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
             raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; to group cells give group_by=")
-        _check_seed(self.seed)
         _check_text("group_by", self.group_by, "one name of an obs column: group_by='cell_type'")
         _check_text("label", self.label, "one name for an obs column: label='plate'")
         _check_text("index_unique", self.index_unique, "a text to put between names: index_unique='-'")
@@ -57,7 +55,7 @@ class Recipe:
         if self.merge is not None and self.merge not in MERGES:
             raise InputError(f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
         # As they are written down: NumPy's numbers are no JSON.
-        object.__setattr__(self, "seed", int(self.seed))
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**64))
         object.__setattr__(self, "narrow", bool(self.narrow))
         if self.keys is not None and not isinstance(self.keys, str):
             object.__setattr__(self, "keys", list(self.keys))
@@ -97,11 +95,6 @@ def check_options(storage_options: Any) -> None:
     if storage_options is not None and not isinstance(storage_options, Mapping):
         # Not what it is: there may be secrets in it.
         raise InputError(f"storage_options= is {_kind(storage_options)}; give a dict: {{'region': 'us-east-1'}}")
-
-
-def _check_seed(seed: Any) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-        raise InputError(f"seed must be a whole number in [0, 2**64); got {seed!r}")
 
 
 def _check_text(name: str, value: Any, expected: str) -> None:

@@ -33,7 +33,7 @@ class DaskMatrix:
 
     Chunks are computed one after another on the calling thread, and only the wanted rows of each are
     kept, so memory holds one row of chunks and the result. What most row chunks use, such as a mean over
-    the rows, is computed by the first fetch and kept.
+    the rows, is computed by the first fetch and kept, if it is small.
 
     Parameters
     ----------
