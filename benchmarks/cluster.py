@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--fetch", type=int, default=16_384)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
     parser.add_argument("--ranks", type=int, default=64, help="on one scheduler; 0: leave this out")
