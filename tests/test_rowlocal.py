@@ -84,7 +84,7 @@ ANY_LAYOUT: dict[str, Callable[[da.Array], da.Array]] = {
 WEIGHTS = np.arange(1.0, N_VARS + 1)
 
 # Dask cannot compute these where blocks are csr_matrix, which takes * for the matrix product.
-PRODUCTS: dict[str, Callable[[da.Array], da.Array]] = {
+STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "row factors": lambda x: da.log1p(x * da.from_array(SIZES[:, None], chunks=(13, 1))),
     "row factors in other chunks": lambda x: x * da.from_array(SIZES[:, None], chunks=(20, 1)),
     "row factors of numpy": lambda x: SIZES[:, None] * da.log1p(x),
@@ -100,7 +100,35 @@ PRODUCTS: dict[str, Callable[[da.Array], da.Array]] = {
     "a row to a chunk": lambda x: (x[:5].rechunk((1, N_VARS)) * SIZES[:5, None]) * WEIGHTS[None],
     "one gene": lambda x: x[:, 3:4] * SIZES[:, None] * WEIGHTS[:1],
     "itself": lambda x: x * da.log1p(x),
+    "squares": lambda x: x**2,
+    "squares of NumPy": lambda x: da.square(da.log1p(x)),
+    "squares, where rows are as many as genes": lambda x: x[:N_VARS].rechunk((N_VARS, N_VARS)) ** 2,
+    "squares of what was divided by gene": lambda x: (x / WEIGHTS) ** 2,
+    "roots": lambda x: x**0.5,
+    "clipped": lambda x: da.clip(x, 0, 3),
+    "at most": lambda x: da.minimum(x, 3),
+    "signs": lambda x: da.sign(x),
+    "rounded": lambda x: da.round(x / 3, 1),
+    "whole parts": lambda x: x // 2,
+    "remainders": lambda x: x % 2,
 }
+
+# Code that makes something else of zeros.
+DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
+    "one more": lambda x: da.log2(x + 1),
+    "one less": lambda x: 1 - x,
+    "exponentials": lambda x: da.exp(x / 100),
+    "at least": lambda x: da.maximum(x, 1),
+    "clipped from one": lambda x: da.clip(x, 1, 3),
+    "where": lambda x: da.where(x > 2, 2, x),
+    "a power for each gene": lambda x: x**WEIGHTS,
+    "squares of what was centred": lambda x: (x - WEIGHTS) ** 2,
+    "centred and weighted": lambda x: (x - WEIGHTS) * WEIGHTS,
+    "centred and weighted, where rows are as many as genes": lambda x: (
+        (x[:N_VARS].rechunk((N_VARS, N_VARS)) - WEIGHTS) * WEIGHTS
+    ),
+}
+ELEMENTWISE = STAY_CSR | DENSIFYING
 
 DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
     "shares": lambda x: x / x.sum(axis=1, keepdims=True),
@@ -110,7 +138,7 @@ DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
     "where and clip": lambda x: da.where(x > 3, x, -1).clip(0, 50),
 }
 
-LOCAL = [(layout, name) for layout in LAYOUTS for name in ANY_LAYOUT | PRODUCTS]
+LOCAL = [(layout, name) for layout in LAYOUTS for name in ANY_LAYOUT | ELEMENTWISE]
 LOCAL += [("dense", name) for name in DENSE_ONLY]
 
 
@@ -121,9 +149,9 @@ def rows_of(matrix: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
 @pytest.fixture(scope="module", params=LOCAL, ids=[f"{layout}: {name}" for layout, name in LOCAL])
 def local(request: pytest.FixtureRequest) -> tuple[Any, NDArray[Any]]:
     layout, name = request.param
-    code = (ANY_LAYOUT | PRODUCTS | DENSE_ONLY)[name]
+    code = (ANY_LAYOUT | ELEMENTWISE | DENSE_ONLY)[name]
     array = code(leaf(layout))
-    same = code(densified(leaf(layout))) if name in PRODUCTS else array
+    same = code(densified(leaf(layout))) if name in ELEMENTWISE else array
     return matrix_of(array), dense(same.compute(scheduler="synchronous"))
 
 
@@ -360,9 +388,9 @@ def test_a_function_may_change_in_place_what_known_functions_share(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_with_csr_blocks_stay_csr(name: str) -> None:
-    matrix = matrix_of(PRODUCTS[name](leaf("csr")))
+@pytest.mark.parametrize("name", STAY_CSR)
+def test_csr_blocks_stay_csr_where_zeros_stay_zero(name: str) -> None:
+    matrix = matrix_of(STAY_CSR[name](leaf("csr")))
     rows = np.arange(min(5, matrix.shape[0]))
     assert matrix.layout == matrix.fetch(rows).layout == "csr"
     again = pickle.loads(pickle.dumps(matrix))
@@ -371,14 +399,14 @@ def test_products_with_csr_blocks_stay_csr(name: str) -> None:
 
 
 @pytest.mark.parametrize("optimized", [False, True], ids=["as written", "optimized"])
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_are_elementwise_in_whole_chunks_too(name: str, optimized: bool) -> None:
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_functions_are_elementwise_in_whole_chunks_too(name: str, optimized: bool) -> None:
     def shifted(block: Any) -> Any:
         return (block.toarray() if sp.issparse(block) else np.asarray(block)) + 1
 
     x = leaf("csr")
-    expected = PRODUCTS[name](densified(x)).compute() + 1
-    array = PRODUCTS[name](x).map_blocks(shifted, dtype=float, meta=np.empty((0, 0)))
+    expected = ELEMENTWISE[name](densified(x)).compute() + 1
+    array = ELEMENTWISE[name](x).map_blocks(shifted, dtype=float, meta=np.empty((0, 0)))
     matrix = matrix_of(dask.optimize(array)[0] if optimized else array)
     assert type(matrix) is DaskMatrix
     rows = np.arange(len(expected))

@@ -16,7 +16,7 @@ from dask.base import normalize_token
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.lazy.products import elementwise_products
+from dasksc.lazy.elementwise import elementwise
 from dasksc.lazy.shared import shared_keys, with_computed
 from dasksc.storage import FetchCost, Fetched, as_matrix
 from dasksc.storage.matrices import check_rows
@@ -44,7 +44,7 @@ class DaskMatrix:
     """
 
     def __init__(self, array: da.Array, label: str | None = None) -> None:
-        self._array = elementwise_products(array)
+        self._array = elementwise(array)
         self._label = label or f"Dask array {array.name}"
         self._layout = _layout_of(array)
         self._pickled: bytes | None = None

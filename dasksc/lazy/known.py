@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from dasksc.kernels.csr import ascends
 
-__all__ = ["is_csr", "owned", "with_values", "without_copies"]
+__all__ = ["OF_VALUES", "is_csr", "owned", "with_values", "without_copies"]
 
 # Those that SciPy has as methods of the same name, by which NumPy calls them.
-_OF_VALUES = frozenset(
+OF_VALUES = frozenset(
     [
         np.arcsin,
         np.arcsinh,
@@ -43,7 +43,7 @@ _OF_VALUES = frozenset(
 def without_copies(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what gives the same results as `function` and shares index arrays, or `function` itself."""
     if isinstance(function, np.ufunc):
-        return _elementwise(function) if function in _OF_VALUES else function
+        return _elementwise(function) if function in OF_VALUES else function
     name = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
     return _scaled_rows(function) if name == ("scanpy._utils", "axis_mul_or_truediv") else function
 

@@ -45,9 +45,9 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.lazy.computed import DaskMatrix, as_layout, check_shape, runs_by_block, stack
+from dasksc.lazy.elementwise import Elementwise
 from dasksc.lazy.known import owned, without_copies
 from dasksc.lazy.leaf import MatrixRows, gather_block
-from dasksc.lazy.products import Product
 from dasksc.storage import Columns, FetchCost, Fetched, Matrix, as_matrix, join
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
@@ -152,7 +152,7 @@ class RowLocalMatrix(DaskMatrix):
     def _found_layout(self) -> Layout:
         """What the blocks are, where Dask was told by SciPy what a matrix product of them would be."""
         nodes = self._blocks[0] if self._blocks else []
-        if self.layout == "csr" or not _any_product(nodes):
+        if self.layout == "csr" or not _may_stay_csr(nodes):
             return self.layout
         need = np.zeros(min(1, int(self._bounds[1])), dtype=np.int64)
         run = _Run.made_up([(nodes, need)])
@@ -451,24 +451,26 @@ def _aligned(nodes: tuple[Apply, ...], keys: tuple[Key, ...], needs: Needs, run:
     )
 
 
-def _any_product(nodes: list[Node]) -> bool:
-    """Whether blocks are multiplied on the way to some nodes."""
+def _may_stay_csr(nodes: list[Node]) -> bool:
+    """Whether some nodes come of CSR rows, by functions of which Dask was told wrongly what they make of them."""
     # Without recursion, since graphs may be deeper than Python's stack.
     todo, seen = list(nodes), set()
+    any_csr = any_function = False
     while todo:
         node = todo.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, Apply):
-            if any(isinstance(function, Product) for function in _functions(node.task)):
-                return True
+        if isinstance(node, Read):
+            any_csr |= node.matrix.layout == "csr"
+        elif isinstance(node, Apply):
+            any_function |= any(isinstance(function, Elementwise) for function in _functions(node.task))
             todo.extend(node.inputs.values())
         elif isinstance(node, Concat):
             todo.extend(node.children)
         elif isinstance(node, Take):
             todo.append(node.child)
-    return False
+    return any_csr and any_function
 
 
 def _chosen(rows: Rows, need: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -724,7 +726,7 @@ class _Compiler:
 
     def _check_functions(self, key: Key, task: Task) -> None:
         for function in _functions((task.func, task.args, task.kwargs)):
-            if isinstance(function, row_local | Product):
+            if isinstance(function, row_local | Elementwise):
                 continue
             module = getattr(function, "__module__", None) or type(function).__module__
             if module.split(".")[0] not in BELIEVED:
