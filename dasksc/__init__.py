@@ -85,7 +85,7 @@ _HOMES = {
     "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",
 }
-_MODULES = ("experimental", "tokens", "transforms")
+_MODULES = ("dashboard", "experimental", "integrations", "tokens", "train", "transforms")
 
 __all__ = [
     "AnnDataView",

@@ -61,7 +61,17 @@ class Batch(dict[str, Any]):
             As for ``torch.Tensor.to``.
         non_blocking
             Do not wait for copies from pinned memory.
+
+        Raises
+        ------
+        InputError
+            If `device` is a dtype, which row numbers and labels would not survive.
         """
+        if isinstance(device, torch.dtype):
+            raise InputError(
+                f"Batch.to takes a device; got {device}, as which row numbers and labels would be others. Convert "
+                f"batch.X alone, or ask for it: scDataset(..., dtype={str(device)!r})"
+            )
         return cast(Batch, _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
 
     def pin_memory(self) -> Batch:

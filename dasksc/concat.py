@@ -69,6 +69,13 @@ def concatenated(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join,
             repeated = adata.var_names[adata.var_names.duplicated()].unique()[:3].tolist()
             raise InputError(f"variables of {name} repeat ({repeated}), so they cannot be matched with those of others")
     result = _tables(adatas, join=join, **options)
+    if not result.n_vars and all(adata.n_vars for adata in adatas):
+        logger.warning(
+            "%d atlases have no variable in common, so X has no columns: one has %s, another %s. Give them names of "
+            "one kind, or join='outer'",
+            len(adatas),
+            *(", ".join(map(str, adata.var_names[:2])) for adata in (adatas[0], adatas[-1])),
+        )
     sizes = [adata.n_obs for adata in adatas]
     maps = _maps([adata.var_names for adata in adatas], result.var_names)
 

@@ -217,6 +217,10 @@ class scDataset(IterableDataset[Any]):
         super().__init__()
         self.strategy = strategy
         self.batch_size = config.whole_number("batch_size", batch_size)
+        flags: dict[str, Any] = {"drop_last": drop_last, "equal_ranks": equal_ranks}
+        for name, value in flags.items():
+            if isinstance(value, str):
+                raise InputError(f"{name} must be True or False; got {value!r}, which counts as True")
         self.drop_last = bool(drop_last)
         self.equal_ranks = bool(equal_ranks)
         self.fetch_callback = fetch_callback
@@ -862,7 +866,11 @@ class scDataset(IterableDataset[Any]):
         if resume is None:
             return (), 0
         if resume[0] != epoch:
-            logger.warning("the state that was loaded is of epoch %d; epoch %d begins at its start", resume[0], epoch)
+            # Workers of later passes are copies of a data set that has not itself gone on.
+            level = logging.WARNING if get_worker_info() is None else logging.DEBUG
+            logger.log(
+                level, "the state that was loaded is of epoch %d; epoch %d begins at its start", resume[0], epoch
+            )
             return (), 0
         return self._split(resume[1], world)
 

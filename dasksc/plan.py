@@ -178,7 +178,12 @@ class EpochPlan:
 
     @property
     def _n_rounds(self) -> int:
-        return self._deal.n_full // self.world_size
+        n_rounds = self._deal.n_full // self.world_size
+        if self.drop_last and self.sampler.shuffle_blocks and n_rounds == 1:
+            # Of a block for each rank the same rows would come last, and be dropped, in every epoch. What is left
+            # is dealt from a random place.
+            return 0
+        return n_rounds
 
     @property
     def _n_left(self) -> int:

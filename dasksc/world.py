@@ -117,6 +117,11 @@ class World:
                     if (other.rank, other.world_size) != (found.rank, found.world_size):
                         _log_ignored(found, other)
             return found
+        if rank is None and world_size is not None and world_size > 1 and found == World():
+            raise InputError(
+                f"world_size={world_size} was given without rank=, and nothing tells which of them this process is: "
+                "every one would read the share of rank 0. Give rank=, or start the processes with torchrun"
+            )
         return cls(
             rank=found.rank if rank is None else rank,
             world_size=found.world_size if world_size is None else world_size,

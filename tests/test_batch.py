@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel.scatter_gather import scatter
 from torch.utils.data import default_collate, default_convert
 
+from dasksc import InputError
 from dasksc.batch import Batch
 
 
@@ -32,6 +33,11 @@ def test_to_moves_every_tensor_and_keeps_the_type() -> None:
     moved = make_batch().to("meta", non_blocking=True)
     assert type(moved) is Batch
     assert {moved.X.device.type, moved.obs["type"].device.type, moved.layers["counts"].device.type} == {"meta"}
+
+
+def test_to_a_dtype_is_refused() -> None:
+    with pytest.raises(InputError, match="a device; got torch.bfloat16"):
+        make_batch().to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("copy", [default_convert, lambda b: pickle.loads(pickle.dumps(b))])

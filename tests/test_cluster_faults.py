@@ -29,6 +29,8 @@ from data import make_adata, write_store
 
 import dasksc
 from dasksc import FetchError
+from dasksc.window import Window, heartbeats
+from dasksc.window import cluster as window_cluster
 from dasksc.window import schedulers as window_schedulers
 
 WAIT_S = 60.0  # for what must happen soon; only a failing test waits so long
@@ -240,6 +242,130 @@ def test_a_worker_that_its_nanny_ends_goes_unnoticed(atlas: Path) -> None:
         assert identical(batches, expected)
 
 
+class Frozen:
+    """A task, or its result, that stops the process of its worker, once."""
+
+    def __init__(self, mark: Path, k: int, when: str, number: int) -> None:
+        self.mark = mark
+        self.k = k
+        self.when = when
+        self.number = number
+
+    def __call__(self, k: int) -> Any:
+        if k == self.k and self.when == "fetching":
+            self.stop()
+        return Frozen(self.mark, k, "sending", k) if k == self.k and self.when == "sending" else k
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.number == self.k:  # a result on its way
+            self.stop()
+            return int, (self.k,)
+        return Frozen, (self.mark, self.k, self.when, self.number)
+
+    def stop(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.mark.touch(exist_ok=False)
+            self.mark.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def thaw(mark: Path) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(mark.read_text()), signal.SIGCONT)
+
+
+@pytest.mark.parametrize("when", ["fetching", "sending"])
+def test_a_frozen_worker_is_named_and_others_do_its_fetches(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = tmp_path / "mark"
+    with local(2) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        pids = client.run(os.getpid)
+        gave_up = threading.Timer(WAIT_S, thaw, [mark])
+        gave_up.start()
+        with Window(Frozen(mark, 5, when, -1), range(40), name="frozen", depth=6, scheduler=client) as window:
+            assert list(window) == [(k, k) for k in range(40)]
+        assert gave_up.is_alive()  # it was still frozen
+        gave_up.cancel()
+        (address,) = [address for address, pid in pids.items() if pid == int(mark.read_text())]
+        assert caplog.text.count(f"waits: the Dask worker at {address} has not been heard from for") == 1
+        assert caplog.text.count("not been heard from") == 1
+        thaw(mark)
+        assert eventually(lambda: nothing_is_left(client))
+
+
+def test_a_frozen_worker_without_others_is_named_and_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = tmp_path / "mark"
+    told = "not been heard from for"
+    with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        was_told = []
+
+        def thaw_when_told() -> None:
+            was_told.append(eventually(lambda: told in caplog.text))
+            thaw(mark)
+
+        helper = threading.Thread(target=thaw_when_told)
+        helper.start()
+        with Window(Frozen(mark, 5, "fetching", -1), range(10), name="frozen", depth=4, scheduler=client) as window:
+            assert list(window) == [(k, k) for k in range(10)]
+        helper.join()
+        assert was_told == [True]
+        assert "No other runs" in caplog.text
+        assert eventually(lambda: nothing_is_left(client))
+    assert caplog.text.count(told) == 1
+
+
+class Slow:
+    """A task whose first fetch takes longer than a worker may be silent."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __call__(self, k: int) -> int:
+        if k == 0:
+            with self.mark.open("a") as file:
+                file.write("began ")
+            time.sleep(heartbeats._SILENT_S + 2)
+        return k
+
+
+def test_a_worker_that_is_slow_is_not_taken_for_frozen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_cluster, "_STUCK_S", 0.2)
+    mark = tmp_path / "mark"
+    with (
+        local(2) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+        Window(Slow(mark), range(4), name="slow", depth=2, scheduler=client) as window,
+    ):
+        assert list(window) == [(k, k) for k in range(4)]
+    assert mark.read_text() == "began "
+    assert "not been heard from" not in caplog.text
+
+
+def test_silence_is_told_by_the_clock_of_the_scheduler() -> None:
+    start = time.perf_counter()
+    early = 1e9  # the scheduler's clock is years behind
+
+    def heard(**seconds: float) -> dict[str, dict[str, float]]:
+        return {address: {"last_seen": early + at} for address, at in seconds.items()}
+
+    known = heartbeats.Heartbeats()
+    assert known.silent({}, asked_at=start) == {}
+    assert known.silent(heard(a=0, b=4), asked_at=start) == {}
+    assert known.silent(heard(a=0, b=7), asked_at=start) == {"a": 7}
+    assert known.silent(heard(a=8, b=8), asked_at=start) == {}
+    # All of them, and the scheduler that was asked long ago but has only now answered is not to blame them.
+    assert known.silent(heard(a=8, b=8), asked_at=start) == {}
+    assert known.silent(heard(a=8, b=8), asked_at=time.perf_counter() + 6).keys() == {"a", "b"}
+    # Many send heartbeats less often.
+    many = {str(i): {"last_seen": early + 20} for i in range(1000)} | heard(late=0)
+    assert known.silent(many, asked_at=start) == {}
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, tmp_path: Path) -> None:
     n_obs, n_in_row, limit = 27_000, 3_500, 700 * 2**20
@@ -382,6 +508,30 @@ def test_tasks_that_a_restart_drops_are_said_to_be(atlas: Path) -> None:
         client.restart()
         with pytest.raises(FetchError, match=r"has dropped its tasks: client.restart\(\) was called"):
             list(batches)
+
+
+def test_a_restart_leaves_nothing_that_was_sent_meanwhile(tmp_path: Path) -> None:
+    with local(1, processes=False) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        window = Window(int, range(10), name="restarted", depth=2, scheduler=client)
+        assert eventually(window.next_is_done)
+        has_restarted, has_sent = threading.Event(), threading.Event()
+        forget = client._stream_handlers["restart"]
+
+        def forget_late(**message: Any) -> None:
+            has_restarted.set()
+            assert has_sent.wait(WAIT_S)
+            forget(**message)
+
+        client._stream_handlers["restart"] = forget_late
+        restarting = threading.Thread(target=client.restart, kwargs={"wait_for_workers": False})
+        restarting.start()
+        assert has_restarted.wait(WAIT_S)
+        assert next(window) == (0, 0)  # sends fetch 2
+        has_sent.set()
+        with pytest.raises(FetchError, match="scheduler-restart"):
+            list(window)
+        restarting.join()
+        assert eventually(lambda: nothing_is_left(client))
 
 
 @pytest.fixture

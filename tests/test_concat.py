@@ -302,6 +302,18 @@ def test_what_not_all_have_is_left_out_of_an_inner_join_and_said(caplog: pytest.
     assert "raw is left out: 1 has none" in caplog.text
 
 
+def test_atlases_without_a_common_variable_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ensembl = np.array([f"ENSG{i}" for i in range(40)])
+    joined = dasksc.open([atlas(0, 5, GENES), atlas(1, 4, ensembl)])
+    assert joined.shape == (9, 0)
+    assert (
+        "2 atlases have no variable in common, so X has no columns: one has gene0, gene1, another ENSG0" in caplog.text
+    )
+    caplog.clear()
+    assert dasksc.open([atlas(0, 5, GENES), atlas(1, 4, ensembl)], join="outer").shape == (9, 80)
+    assert "in common" not in caplog.text
+
+
 def test_a_table_and_a_matrix_of_one_name_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     parts = [atlas(i, 10 + i, has=[]) for i in range(2)]
     parts[0].obsm["p"] = pd.DataFrame({"a": np.arange(10.0)}, index=parts[0].obs_names)

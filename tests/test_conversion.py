@@ -896,6 +896,12 @@ def test_a_target_that_is_no_path_of_a_directory_is_told(target):
         dasksc.convert(small(3), target)
 
 
+def test_a_target_that_is_named_like_a_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="named like a file; a Zarr store is a directory"):
+        dasksc.convert(small(3), tmp_path / "out.h5ad")
+    assert not list(tmp_path.iterdir())
+
+
 def test_progress_without_tqdm_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)

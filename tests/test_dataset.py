@@ -425,6 +425,12 @@ def test_len_is_what_is_yielded_on_every_rank(path, world_size, equal_ranks, dro
         assert len(list(one)) == len(one)
 
 
+@pytest.mark.parametrize("name", ["drop_last", "equal_ranks"])
+def test_a_flag_that_is_a_word_is_refused(path, name):
+    with pytest.raises(dasksc.InputError, match=f"{name} must be True or False; got 'no'"):
+        dataset(path, **{name: "no"})
+
+
 def test_stats_add_up(path):
     one = dataset(path, rank=0, world_size=2)
     n_rows = sum(len(batch) for batch in one)

@@ -89,7 +89,7 @@ LIBRARIES = {
     ),
 }
 # Chosen only once a Client is there, so it may import what a Client needs.
-DISTRIBUTED_ONLY = {"window/cluster.py", "window/blocks.py", "window/start.py"}
+DISTRIBUTED_ONLY = {"window/cluster.py", "window/blocks.py", "window/heartbeats.py", "window/start.py"}
 
 
 class Import(NamedTuple):

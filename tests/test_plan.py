@@ -204,6 +204,17 @@ def test_no_row_of_a_single_block_is_left_out_for_ever_by_drop_last() -> None:
     assert seen == set(range(8))
 
 
+@pytest.mark.parametrize(("block_size", "world_size"), [(5, 3), (3, 4)])
+def test_no_row_of_the_only_block_of_a_rank_is_left_out_for_ever_by_drop_last(block_size: int, world_size: int) -> None:
+    seen: set[int] = set()
+    for epoch in range(50):
+        sizes = {"batch_size": 2, "fetch_factor": 1, "world_size": world_size}
+        plan = plan_of(dasksc.BlockShuffling(block_size), 15, drop_last=True, epoch=epoch, **sizes)
+        assert plan.n_dropped == (3 if world_size == 3 else 7)
+        seen |= {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
+    assert seen == set(range(15))
+
+
 def test_the_row_too_many_is_not_always_that_of_the_short_block() -> None:
     # All that is left to deal out is the short block of one row, which does not divide by two ranks.
     left_out = []

@@ -89,6 +89,12 @@ def test_arguments_win_and_can_opt_out(monkeypatch):
     assert World.detect(world_size=8).rank == 3
 
 
+def test_a_world_without_a_rank_is_refused_where_nothing_tells_it():
+    with pytest.raises(InputError, match="world_size=2 was given without rank="):
+        World.detect(world_size=2)
+    assert World.detect(world_size=1).rank == 0
+
+
 def test_what_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -66,6 +66,9 @@ class Recipe:
         return asdict(self) | {"keys": None if keys is None else [str(key) for key in keys]}
 
 
+_FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom")
+
+
 def target_path(target: Any) -> Path:
     """Return the absolute path of what is to be written.
 
@@ -81,6 +84,8 @@ def target_path(target: Any) -> Path:
     path = Path(os.path.abspath(target))
     if not path.name:
         raise InputError(f"target={target!r} is a whole disk; give the path of the directory to write: 'atlas.zarr'")
+    if path.suffix in _FILES:
+        raise InputError(f"target={target!r} is named like a file; a Zarr store is a directory: 'atlas.zarr'")
     return path
 
 

@@ -33,6 +33,7 @@ from dasksc.storage.memory import Recycling
 from dasksc.window import blocks as blocks  # registers how results travel, here and on the workers
 from dasksc.window import metrics, sight
 from dasksc.window.headroom import Headroom
+from dasksc.window.heartbeats import Heartbeats
 from dasksc.window.local import Timed
 from dasksc.window.reporting import runs_here
 from dasksc.window.schedulers import address_of
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0  # between questions whether the scheduler is there, at most
 _STUCK_S = 3.0  # a fetch may take; then it is looked whether its worker still works
+_SURE_S = 1.0  # between the looks that tell that a worker has fallen silent
 _CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
 _CLOSE_S = 30.0  # for results on their way when the window closes
 
@@ -250,6 +252,11 @@ class ClusterRunner:
         self._arriving: set[int] = set()
         self._closed = False
         self._said_alone = False
+        self._heartbeats = Heartbeats()
+        self._looked_at = 0.0
+        self._others: list[str] = []  # than workers that have fallen silent, if any have
+        self._said_silent: set[str] = set()
+        self._n_again = 0  # fetches sent again
         self._direct: asyncio.Task[bool] | None = None
         self._watching: asyncio.Task[str] | None = None
         self.transfer_s = 0.0
@@ -282,6 +289,8 @@ class ClusterRunner:
             pure=False,
             # Earlier fetches first, however quickly one follows another.
             fifo_timeout="0 ms",
+            workers=self._others or None,
+            allow_other_workers=bool(self._others),
         )
 
     def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
@@ -348,30 +357,74 @@ class ClusterRunner:
         finally:
             future = self._futures.pop(k, None)
             if future is not None:
+                if future.cancelled():
+                    # client.restart() forgets futures without a word to the scheduler, and what was on its way to it
+                    # meanwhile is there: a second future of the key can be released.
+                    future = distributed.Future(future.key, self._client)
                 future.release()
 
     async def _brought(self, k: int, argument: Any) -> Timed:
-        future = await self._finished(k, argument)
+        timed: Timed | None = None
+        while timed is None:
+            future = await self._finished(k, argument)
+            try:
+                if self._closed:
+                    return 0.0, None
+                self._arriving.add(k)
+                start = perf_counter()
+                timed = await self._gathered(k, argument, future)
+                self.transfer_s += perf_counter() - start
+            finally:
+                self._arriving.discard(k)
+        if isinstance(timed[1], Stray) and not self._closed:
+            raise RuntimeError(f"a worker has lost the task of {self._name}")
+        return timed
+
+    async def _gathered(self, k: int, argument: Any, future: Any) -> Timed | None:
+        """Bring the result of fetch `k`; None if it was sent again, as the worker that holds it has fallen silent."""
+        direct = await self._reachable()
+        gathers: set[asyncio.Future[Timed]] = set()
+
+        def begin() -> None:
+            gather = asyncio.ensure_future(self._client.gather(future, direct=direct))
+            # One from a silent worker is left alone, see _close; that it fails in the end is no matter.
+            gather.add_done_callback(lambda gather: gather.cancelled() or gather.exception())
+            gathers.add(gather)
+
+        begin()
         try:
-            if self._closed:
-                return 0.0, None
-            self._arriving.add(k)
-            start = perf_counter()
-            timed: Timed = await self._client.gather(future, direct=await self._reachable())
-            self.transfer_s += perf_counter() - start
-            if isinstance(timed[1], Stray) and not self._closed:
-                raise RuntimeError(f"a worker has lost the task of {self._name}")
-            return timed
-        finally:
-            self._arriving.discard(k)
+            while True:
+                done, _ = await asyncio.wait(gathers, timeout=_STUCK_S, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    return await done.pop()
+                if k != min(self._futures) and not self._others and not self._closed:
+                    continue
+                _, silent = await self._look()
+                if not silent:
+                    continue
+                holders = (await self._client.scheduler.who_has(keys=[future.key])).get(future.key, ())
+                address = next((address for address in holders if address in silent), None)
+                if self._closed and address is not None:
+                    return 0.0, None
+                if address is not None and self._is_given_up(k, address, silent[address]):
+                    self._send_again(k, argument, future)
+                    return None
+                if address is None and len(gathers) == 1:
+                    begin()  # the Client may have merged the first with one from the worker that is silent
+        except asyncio.CancelledError:
+            for gather in gathers:
+                gather.cancel()
+            raise
 
     async def _finished(self, k: int, argument: Any) -> Any:
         """Wait until fetch `k` has ended; whether it failed or was cancelled is told by gather.
 
-        A worker that pauses at its memory limit keeps what was sent to it, for ever if need be, and Dask
-        moves only what is slow to others. The fetch that is waited for is sent again.
+        A worker that pauses at its memory limit keeps what was sent to it, for ever if need be, and so does one whose
+        process is frozen; Dask moves only what is slow to others. The fetch that is waited for is sent again, and if a
+        worker has fallen silent, those after it are, too.
         """
-        n_sent = 1
+        if self._others and perf_counter() - self._looked_at > _STUCK_S:
+            await self._look()  # else nothing would be sent to a worker that goes on or joins
         while True:
             future = self._futures[k]
             ended = asyncio.ensure_future(future.exception())
@@ -380,9 +433,9 @@ class ClusterRunner:
                 await ended
                 return future
             ended.cancel()
-            if k != min(self._futures):
+            if k != min(self._futures) and not self._others:
                 continue
-            workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+            workers, silent = await self._look()
             is_alone = not any(worker["status"] == "running" for worker in workers.values())
             if is_alone and not self._said_alone and not self._closed:
                 self._said_alone = True
@@ -393,19 +446,58 @@ class ClusterRunner:
                     f"{len(workers)} paused at their memory limit" if workers else "no workers",
                     "has memory again, or joins" if workers else "joins",
                 )
-            if await self._waits_on_a_paused_worker(future, workers):
+            paused = [address for address, worker in workers.items() if worker["status"] == "paused"]
+            address = await self._whereabouts(future, [*silent, *paused])
+            if address is None or future.done() or self._closed:
+                continue
+            if address not in silent:
                 logger.info("Sending fetch %d again, as its worker has paused at its memory limit.", k)
-                self._futures[k] = self._send(argument, key=(self._name, k, n_sent))
-                n_sent += 1
-                future.release()
+            elif not self._is_given_up(k, address, silent[address]):
+                continue
+            self._send_again(k, argument, future)
 
-    async def _waits_on_a_paused_worker(self, future: Any, workers: dict[str, Any]) -> bool:
-        paused = [address for address, worker in workers.items() if worker["status"] == "paused"]
-        if not paused:
-            return False
-        processing = await self._client.scheduler.processing(workers=paused)
-        is_there = any(future.key in keys for keys in processing.values())
-        return is_there and not future.done() and not self._closed
+    def _send_again(self, k: int, argument: Any, future: Any) -> None:
+        self._n_again += 1
+        self._futures[k] = self._send(argument, key=(self._name, k, self._n_again))
+        future.release()
+
+    async def _look(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """Ask which workers there are, and for how long some have been silent."""
+        for is_sure in (False, True):
+            self._looked_at = asked_at = perf_counter()
+            workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+            silent = self._heartbeats.silent(workers, asked_at=asked_at)
+            if is_sure or not silent:
+                break
+            await asyncio.sleep(_SURE_S)  # where this process or the scheduler has slept, heartbeats lie unread
+        running = [address for address, worker in workers.items() if worker["status"] == "running"]
+        self._others = [address for address in running if address not in silent] if silent else []
+        return workers, silent
+
+    async def _whereabouts(self, future: Any, addresses: list[str]) -> str | None:
+        """Return which of these workers a fetch waits on, if any."""
+        if not addresses:
+            return None
+        try:
+            processing = await self._client.scheduler.processing(workers=addresses)
+        except KeyError:  # one has left just then
+            return None
+        return next((address for address, keys in processing.items() if future.key in keys), None)
+
+    def _is_given_up(self, k: int, address: str, silence_s: float) -> bool:
+        """Whether others can do what a worker that has fallen silent holds; says, once, that it has."""
+        if address not in self._said_silent:
+            self._said_silent.add(address)
+            logger.warning(
+                "Fetch %d waits: the Dask worker at %s has not been heard from for %.0f s. %s",
+                k,
+                address,
+                silence_s,
+                "Its fetches are sent to others. If its process hangs, end it."
+                if self._others
+                else "No other runs: it goes on when that one answers, or another joins. If its process hangs, end it.",
+            )
+        return bool(self._others)
 
     async def _close(
         self,
@@ -438,10 +530,16 @@ class ClusterRunner:
         if carrier is not None:
             await carrier.teardown(None)
         elif self._client.status == "running":  # else nobody to tell; to reconnect takes half a minute to fail
+            taking = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))
             try:
-                await self._client.unregister_worker_plugin(self._token)
+                while not (await asyncio.wait({taking}, timeout=_STUCK_S))[0]:
+                    if (await self._look())[1]:
+                        return  # a worker that has fallen silent is told, but not waited for
+                await taking
             except (OSError, ValueError) as error:
                 logger.debug("The task was gone already: %s", error)
+            finally:
+                taking.cancel()
 
     async def _forgotten(self) -> None:
         scheduler = self._local_scheduler()

@@ -175,7 +175,9 @@ def _active_scheduler() -> Scheduler:
             logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
         return Scheduler(kind="threads")
     if client in _before_fork and _is_inproc(address_of(client)):
-        logger.warning("The active Dask Client is of the parent process; fetches run on threads instead.")
+        if client not in _said_of_parent:
+            _said_of_parent.add(client)
+            logger.warning("The active Dask Client is of the parent process; fetches run on threads instead.")
         return Scheduler(kind="threads")
     return _with_client(client)
 
@@ -250,6 +252,7 @@ _clients: dict[str, Any] = {}
 _before_fork: set[Client] = set()
 # Active Clients of which it has been said: an epoch settles its scheduler many times.
 _said_asynchronous: weakref.WeakSet[Client] = weakref.WeakSet()
+_said_of_parent: weakref.WeakSet[Client] = weakref.WeakSet()
 # How to connect to a scheduler that asks for certificates, by address; a forked child needs it again.
 _securities: dict[str, Any] = {}
 
