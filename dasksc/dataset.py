@@ -717,7 +717,7 @@ class scDataset(IterableDataset[Any]):
 
         The state is the same on every rank when all have yielded equally many batches, and holds plain
         numbers and strings. Inside a DataLoader worker it is the worker's own. In a process whose
-        DataLoader workers do the reading it tells whole epochs only.
+        DataLoader workers do the reading it tells whole epochs only, and warns where they are in the middle of one.
 
         Returns
         -------
@@ -737,6 +737,12 @@ class scDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if worker is not None:
             state["worker"] = (worker.id, worker.num_workers)
+        elif (unfinished := self._counter.unfinished()) is not None:
+            logger.warning(
+                "the state tells whole epochs only: DataLoader workers are in the middle of epoch %d, of which a run "
+                "that goes on from it reads no more. Use num_workers=0, or the state of torchdata's StatefulDataLoader",
+                unfinished,
+            )
         return state
 
     def load_state_dict(self, state: Any) -> None:

@@ -288,6 +288,9 @@ def _shares(codes: NDArray[Any], n_names: int) -> NDArray[np.float64]:
 
 
 def _of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
+    if not plan.n_rows:
+        yield "there are no rows to read: indices= leaves none"
+        return
     if not any(share.n_batches for share in ranks):
         yield (
             f"no rank yields a batch: {plan.n_rows:,} rows over {plan.world_size} ranks leave each less than a batch "

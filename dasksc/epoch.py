@@ -157,6 +157,14 @@ class EpochCounter:
         with self._locked() as state:
             return list(state["passes"][-1].get("reports", {}).values()) if state["by_workers"] else None
 
+    def unfinished(self) -> int | None:
+        """Return the epoch begun last, if DataLoader workers read it and not all have come to its end."""
+        with self._locked() as state:
+            if not state["by_workers"]:
+                return None
+            last = state["passes"][-1]
+            return None if len(last.get("reports", {})) == last["of"] else int(last["epoch"])
+
 
 def _append(state: dict[str, Any], one_pass: dict[str, Any]) -> None:
     state["passes"].append(one_pass)

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
@@ -1064,14 +1065,17 @@ class ClassBalancedSampling(_BuiltIn):
         return _weighted(self, candidates, Weights(codes, table, lookup))
 
     def _factors(self, names: list[Any]) -> NDArray[np.float64]:
+        weights: Any = self.class_weights or {}
+        if not isinstance(weights, Mapping):
+            raise InputError(f"class_weights must be a dict of factors by label; got {weights!r}")
         factors = np.ones(len(names), dtype=np.float64)
         position = {name: i for i, name in enumerate(names)}
-        for name, factor in (self.class_weights or {}).items():
+        for name, factor in weights.items():
             if name not in position:
                 raise MissingKeyError(f"class_weights names {name!r}, which is not a label; labels are {names[:20]}")
-            if not 0 <= factor < np.inf:
-                raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor}")
-            factors[position[name]] = factor
+            if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
+                raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor!r}")
+            factors[position[name]] = float(factor)
         return factors
 
     def _quotas(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from itertools import islice
 
@@ -365,6 +366,34 @@ def test_a_loader_without_workers_passes_the_state_through():
     other.load_state_dict(one.state_dict())
     tail = [batch.tolist() for batch in DataLoader(other, batch_size=None)]
     assert head + tail == [batch.tolist() for batch in dataset()]
+
+
+def test_a_state_taken_while_workers_read_says_what_it_leaves_out(caplog):
+    one = dataset()
+    loader = DataLoader(one, batch_size=None, num_workers=2, prefetch_factor=1)
+    batches = iter(loader)
+    next(batches)
+    assert one.state_dict()["consumed"] == []
+    assert "DataLoader workers are in the middle of epoch 0" in caplog.text
+    del batches
+    caplog.clear()
+    list(loader)
+    assert one.state_dict()["epoch"] == 2
+    assert not caplog.records
+
+
+def test_passes_of_workers_after_that_of_a_loaded_state_are_not_warned_of(tmp_path, monkeypatch):
+    # A file, since what workers log is captured in their processes.
+    log = logging.FileHandler(tmp_path / "log")
+    monkeypatch.setattr(logging.getLogger("dasksc"), "handlers", [log])
+    half = dataset()
+    next(iter(half))
+    one = dataset()
+    one.load_state_dict(half.state_dict())
+    loader = DataLoader(one, batch_size=None, num_workers=1)
+    assert [len(list(loader)) for _ in range(2)] == [20, 21]
+    log.close()
+    assert (tmp_path / "log").read_text() == ""
 
 
 def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):

@@ -581,6 +581,8 @@ def test_strategies_can_be_asked_directly() -> None:
         (lambda: ClassBalancedSampling([1] * 10, smoothing=-0.1), "smoothing"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=float("nan")), "smoothing"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"b": 1}), "class_weights names 'b'"),
+        (lambda: ClassBalancedSampling(["a"] * 10, class_weights=[1]), "a dict of factors by label; got"),
+        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": "1"}), "not negative; got '1'"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": -1}), "must be finite and not negative; got -1"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": 0}), "every class present has weight 0"),
         (

@@ -71,6 +71,7 @@ class Loader:
                 # By default it draws from the generator of dropout, of which a run that goes on has the state.
                 generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
+            self._state = dataset.state_dict()
 
     @property
     def n_batches_left(self) -> int:
@@ -96,12 +97,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data, from which `load_state_dict` goes on."""
-        state = self.dataset.state_dict()
         if not self._n_workers:
-            return {"dataset": state}
+            return {"dataset": self.dataset.state_dict()}
         # Workers take fetches in turns, so that what they have yielded is no beginning of the epoch's order.
         world = (self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers)
-        state |= {"epoch": self.epoch, "consumed": []}
+        state = {**self._state, "epoch": self.epoch, "consumed": []}
         return {"dataset": state, "n_taken": self._n_taken, "read_by": list(world)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -122,6 +122,8 @@ class Loader:
                 "epoch goes on with any number of ranks; with workers take a checkpoint from the end of an epoch"
             )
         self.dataset.load_state_dict(state["dataset"])
+        if self._n_workers:
+            self._state = self.dataset.state_dict()
         self.epoch = int(state["dataset"]["epoch"])
         self._n_to_skip = n_taken
 
