@@ -7,8 +7,13 @@ from collections.abc import Iterator
 
 import dask
 import pytest
+from hypothesis import settings
 
 from dasksc import lazy
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("dasksc", deadline=None)
+settings.load_profile("dasksc")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, which the tests' own programs would inherit.
