@@ -34,7 +34,8 @@ def fail(how: str) -> None:
     try:
         dasksc.start_cluster(1, timeout_s=60, **(wrong if dist.get_rank() == 0 else {}))
     except Exception as error:
-        print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
+        # In one piece: under torchrun's ``-u`` print writes the end of its line apart, and ranks share what is printed.
+        sys.stdout.write(f"rank {dist.get_rank()}: {type(error).__name__}: {error}\n")
     dist.barrier()
     leave_group()
 
