@@ -22,7 +22,7 @@ from dask._task_spec import Task
 from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
-from dasksc.lazy.known import OF_VALUES, is_csr, with_values
+from dasksc.lazy.known import OF_VALUES, is_canonical, is_csr, with_values
 
 __all__ = ["Elementwise", "elementwise"]
 
@@ -102,7 +102,7 @@ def _of_values(function: Callable[[Any], Any], block: Any) -> Any:
         of_zero = function(np.zeros(1, block.dtype))[0]
     if of_zero != 0:
         return function(block.toarray())
-    if not block.has_canonical_format:
+    if not is_canonical(block):  # values at one place are added up first
         block = block.copy()
         block.sum_duplicates()
     return with_values(block, function(block.data))

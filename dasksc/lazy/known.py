@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels.csr import ascends
 
-__all__ = ["OF_VALUES", "is_csr", "owned", "with_values", "without_copies"]
+__all__ = ["OF_VALUES", "is_canonical", "is_csr", "owned", "with_values", "without_copies"]
 
 # Those that SciPy has as methods of the same name, by which NumPy calls them.
 OF_VALUES = frozenset(
@@ -65,7 +65,7 @@ class _Elementwise:
 
     def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
         # SciPy adds up values at the same place first, as it must.
-        if args or kwargs or not is_csr(block) or not _is_canonical(block):
+        if args or kwargs or not is_csr(block) or not is_canonical(block):
             return self._ufunc(owned(self._ufunc, block), *args, **kwargs)
         return with_values(block, self._ufunc(block.data))
 
@@ -82,7 +82,7 @@ class _ScaledRows:
 
     def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
         # Of arrays, which it has no way of its own for, it makes dense ones.
-        if not isinstance(block, sp.csr_matrix) or not _is_canonical(block) or kwargs.get("out") is not None:
+        if not isinstance(block, sp.csr_matrix) or not is_canonical(block) or kwargs.get("out") is not None:
             return self._function(owned(self._function, block), *args, **kwargs)
         # What is overwritten is which values this one has, not the values.
         like = with_values(block, block.data)
@@ -97,7 +97,7 @@ def is_csr(block: Any) -> bool:
     return isinstance(block, sp.csr_matrix | sp.csr_array)
 
 
-def _is_canonical(block: Any) -> bool:
+def is_canonical(block: Any) -> bool:
     """What SciPy's `has_canonical_format` says, in less time."""
     indptr, indices = block.indptr, block.indices
     if not hasattr(block, "_has_canonical_format") and indptr.flags.c_contiguous and indices.flags.c_contiguous:

@@ -150,7 +150,7 @@ class RowLocalMatrix(DaskMatrix):
         self._layout = self._found_layout()
 
     def _found_layout(self) -> Layout:
-        """What the blocks are, where Dask was told by SciPy what a matrix product of them would be."""
+        """What the blocks are, where Dask was told by SciPy what matrix products and powers of them would be."""
         nodes = self._blocks[0] if self._blocks else []
         if self.layout == "csr" or not _may_stay_csr(nodes):
             return self.layout
