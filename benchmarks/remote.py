@@ -31,7 +31,7 @@ from _reports import add_out, write_report
 import dasksc
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.servers import serving
+from tests.support.servers import serving
 
 TARGET = 0.7
 

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import dask
 import pytest
 from hypothesis import settings
+from make_atlas import make_atlas
 
 from dasksc import lazy
+from tests.programs import with_slurm
+
+TIERS = {"core", "programs", "faults"}
 
 # How long an example takes says more of the machine than of the code.
-settings.register_profile("dasksc", deadline=None)
-settings.load_profile("dasksc")
+settings.register_profile("fast", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.load_profile(os.environ.get("DASKSC_HYPOTHESIS", "fast"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, which the tests' own programs would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse modules that do not declare the one tier their tests belong to."""
+    for item in items:
+        declared = [mark.name for mark in item.iter_markers() if mark.name in TIERS]
+        if len(declared) != 1:
+            raise pytest.UsageError(
+                f"{item.nodeid} is in the tiers {declared}; its module must declare one: "
+                f"pytestmark = pytest.mark.<{'|'.join(sorted(TIERS))}>"
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +49,52 @@ def _own_settings() -> Iterator[None]:
         yield
     lazy._warned.clear()
     lazy._warned.update(warned)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Run PyTorch on one thread: small matrices are slower on more, and sums come in another order."""
+    import torch
+
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all pytest workers of a session share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def atlas_of(shared_folder: Path) -> Callable[..., Path]:
+    """`make_atlas` without the path: each atlas is written once a session, for all workers, and is read-only."""
+
+    @cache
+    def made(*args: int, **options: int) -> Path:
+        name = "-".join(map(str, [*args, *(f"{key}{value}" for key, value in sorted(options.items()))]))
+        path, mine = shared_folder / f"atlas-{name}.h5ad", shared_folder / f"atlas-{name}.{os.getpid()}.h5ad"
+        if not path.exists():
+            make_atlas(mine, *args, **options).rename(path)
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> None:
+    """Skip the test where Open MPI is not installed."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[dict[str, str]]:
+    """The environment of commands for a Slurm cluster of one node."""
+    if absent := with_slurm.missing():
+        pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
+    with with_slurm.cluster() as environment:
+        yield environment

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data import make_adata, write_store
-from tests.test_ddp import torchrun
+from tests.support.data import make_adata, write_store
+from tests.support.programs import torchrun
 
 pytest.importorskip("accelerate")
 

@@ -20,8 +20,8 @@ from dasksc.storage import Cache
 from dasksc.storage import cache as module
 from dasksc.storage.cache import BLOCK_BYTES
 from dasksc.storage.client import ObjectIdentity
-from tests.data import dense, make_adata, write_store
-from tests.servers import HTTPServer, serving, touch_later
+from tests.support.data import dense, make_adata, write_store
+from tests.support.servers import HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 

@@ -23,7 +23,7 @@ import dasksc
 from dasksc import cli, description
 from dasksc.cli import bench
 from dasksc.cli._shared import aligned
-from tests.servers import SECRET, Bucket, s3_bucket, serving
+from tests.support.servers import SECRET, Bucket, s3_bucket, serving
 
 N, GENES = 300, 30
 

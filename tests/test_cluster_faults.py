@@ -24,14 +24,14 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from dask_processes import DaskProcesses
-from data import make_adata, write_store
 
 import dasksc
 from dasksc import FetchError
 from dasksc.window import Window, heartbeats
 from dasksc.window import cluster as window_cluster
 from dasksc.window import schedulers as window_schedulers
+from tests.support.dask_processes import DaskProcesses
+from tests.support.data import make_adata, write_store
 
 WAIT_S = 60.0  # for what must happen soon; only a failing test waits so long
 

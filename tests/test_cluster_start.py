@@ -21,14 +21,14 @@ import dask
 import distributed
 import psutil
 import pytest
-from dask_processes import DaskProcesses
-from data import make_adata, write_store
 from distributed.security import Security
-from test_ddp import torchrun
 
 import dasksc
 from dasksc.window import resolve_scheduler, start
 from dasksc.window import schedulers as window_schedulers
+from tests.support.dask_processes import DaskProcesses
+from tests.support.data import make_adata, write_store
+from tests.support.programs import torchrun
 
 ROOT = Path(__file__).parents[1]
 NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it

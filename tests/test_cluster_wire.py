@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from dask.sizeof import sizeof
-from data import make_adata, make_values, write_store
 from distributed.protocol import deserialize, serialize
 
 import dasksc
@@ -24,6 +23,7 @@ from dasksc.storage import as_matrix, join, open_matrix
 from dasksc.window import Window, resolve_scheduler, sight
 from dasksc.window import cluster as window_cluster
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
+from tests.support.data import make_adata, make_values, write_store
 
 ROWS = np.arange(5, 45, dtype=np.int64)
 

@@ -24,7 +24,7 @@ import dasksc
 from dasksc.collection import AnnDataView, encode_column
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import DaskMatrix, matrix_of
-from tests.data import (
+from tests.support.data import (
     FORMATS,
     LAYOUTS,
     SAMPLE_FILES,
@@ -35,7 +35,7 @@ from tests.data import (
     unpacked_sample,
     write_store,
 )
-from tests.recorders import recorded_reads
+from tests.support.recorders import recorded_reads
 
 # What AnnData 0.13 asks of pandas 3 when it subsets.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")

@@ -21,10 +21,8 @@ import pytest
 import scipy.sparse as sp
 import zarr
 from click.testing import CliRunner
-from data import FORMATS, dense, make_adata, write_store
 from distributed import Client, LocalCluster
 from numpy.typing import NDArray
-from servers import s3_bucket
 
 import dasksc
 from dasksc import cli, conversion
@@ -32,6 +30,8 @@ from dasksc.conversion import scanning, shards, staging, writing
 from dasksc.conversion.workplace import Workplace
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.window import schedulers
+from tests.support.data import FORMATS, dense, make_adata, write_store
+from tests.support.servers import s3_bucket
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "programs" / "convert_kills.py"

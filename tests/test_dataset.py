@@ -26,7 +26,7 @@ from distributed import Client, LocalCluster
 
 import dasksc
 from dasksc import Batch, BlockShuffling, BlockWeightedSampling, CorruptDataError, FetchError, Streaming, scDataset
-from tests.data import FORMATS, LAYOUTS, dense, make_adata, write_store
+from tests.support.data import FORMATS, LAYOUTS, dense, make_adata, write_store
 
 N_OBS = 203
 ROOT = Path(__file__).parents[1]

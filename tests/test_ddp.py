@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from tests.data import make_adata, write_store
-
-PROGRAMS = Path(__file__).parent / "programs"
-ROOT = Path(__file__).parents[1]
-# Ranks meet through gloo: a machine may have fewer GPUs than they are.
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def torchrun(n_ranks: int, program: str, *arguments: object, timeout_s: float = 180, **environment: str) -> str:
-    """Run a program under torchrun to its end, on CPUs; return what it printed."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"),
-            *(str(PROGRAMS / program), *map(str, arguments)),
-        ],
-        env={**os.environ, **NO_GPU, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+from tests.support.data import make_adata, write_store
+from tests.support.programs import torchrun
 
 
 def test_three_ranks_train_over_rows_that_divide_by_nothing_and_cover_them(tmp_path):

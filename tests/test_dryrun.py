@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import BlockShuffling, ClassBalancedSampling, InputError, Streaming, scDataset
-from tests.data import make_adata, write_store
-from tests.recorders import recorded_reads
+from tests.support.data import make_adata, write_store
+from tests.support.recorders import recorded_reads
 
 N_OBS = 203
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,38 +13,26 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from make_atlas import make_atlas
 
-from tests.test_ddp import NO_GPU
+from tests.support import programs
+from tests.support.programs import ROOT
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+TORCHRUN = (*programs.TORCHRUN[1:], "--standalone", "--nproc_per_node=2")
 
 
-def run(*command: object, timeout_s: float = 240) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, **NO_GPU, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def run(*command: object, **options: float) -> str:
+    return programs.run([sys.executable, *command], **options)
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 8_000)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(8_000)
 
 
-@pytest.fixture(scope="module")
-def small_atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "small.h5ad", 2_000, 300)
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+@pytest.fixture(scope="session")
+def small_atlas(atlas_of) -> Path:
+    return atlas_of(2_000, 300)
 
 
 def accuracy(printed: str, of: str) -> float:
@@ -96,7 +82,7 @@ def test_quickstart_recognises_real_cells():
 
 def test_train_ddp_learns_on_two_ranks(atlas):
     printed = run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+        *TORCHRUN,
         *(EXAMPLES / "train_ddp.py", atlas, "--epochs", 2, "--batch-size", 32),
     )
     assert re.search(r"epoch 1: [\d,]+ cells/s on 2 ranks \(cpu\)", printed)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, FetchError, Streaming, scDataset
-from tests.data import make_adata, write_store
+from tests.support.data import make_adata, write_store
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).parent / "programs" / "ddp_faults.py"

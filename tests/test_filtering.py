@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.filtering import columns_of
-from tests.recorders import recorded_reads
+from tests.support.recorders import recorded_reads
 
 N = 120
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,21 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from make_atlas import make_atlas
 
 import dasksc
 from dasksc.train import Config, fit
-from tests.test_train import _one_thread
-from tests.test_train_launch import COMMAND, run
-from tests.test_train_ranks import figures, training
+from tests.support.programs import ROOT, TORCHRUN, run
+from tests.support.training import COMMAND, figures, training
 
-__all__ = ["_one_thread"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 203, 40, n_types=5, seed=1)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(203, 40, n_types=5, seed=1)
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])
@@ -107,7 +103,7 @@ def test_the_losses_of_a_gpu_are_those_of_the_cpu(name, atlas, tmp_path):
     for device in ("cpu", "cuda"):
         (tmp_path / "c.yaml").write_text(yaml.safe_dump(configured(atlas, tmp_path / device, name)))
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
-        report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json"], tmp_path, environment))
+        report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json"], cwd=tmp_path, environment=environment))
         assert report["device"] == device
     # Sums in another order, and TF32 is not asked for.
     np.testing.assert_allclose(figures(tmp_path / "cuda"), figures(tmp_path / "cpu"), rtol=1e-3)
@@ -116,8 +112,8 @@ def test_the_losses_of_a_gpu_are_those_of_the_cpu(name, atlas, tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("example", ["train_ddp.py", "train_fsdp.py"])
 def test_examples_train_on_one_gpu_under_torchrun(example, atlas, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=1"]
     program = ROOT / "examples" / example
     options = ["--batch-size", 16, "--checkpoint", tmp_path / "checkpoint"]
-    run([*torchrun, program, atlas, *options], tmp_path, dict(os.environ))
-    run([*torchrun, program, atlas, *options, "--epochs", 2, "--resume"], tmp_path, dict(os.environ))
+    run([*torchrun, program, atlas, *options], cwd=tmp_path, environment=dict(os.environ))
+    run([*torchrun, program, atlas, *options, "--epochs", 2, "--resume"], cwd=tmp_path, environment=dict(os.environ))

@@ -26,8 +26,8 @@ import dasksc
 from dasksc import collection
 from dasksc.errors import StorageError
 from dasksc.storage import open_matrix, zarr_guard
-from tests.data import write_store
-from tests.servers import serving
+from tests.support.data import write_store
+from tests.support.servers import serving
 
 # Of formats that are to come.
 pytestmark = [pytest.mark.filterwarnings("ignore:Writing zarr v2"), pytest.mark.filterwarnings("ignore:Consolidated")]

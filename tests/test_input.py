@@ -18,8 +18,8 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from tests.data import make_adata, write_store
-from tests.recorders import recorded_reads
+from tests.support.data import make_adata, write_store
+from tests.support.recorders import recorded_reads
 
 N_OBS = 60
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data import make_adata, write_store
+from tests.support.data import make_adata, write_store
 
 PROGRAM = Path(__file__).parent / "programs" / "jax_ranks.py"
 ROOT = Path(__file__).parents[1]

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import draw
+from tests.support import twins
 
 ERROR = 1e-4
 SEGMENT_LEVELS = 6

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import permute
+from tests.support import twins
 
 ERROR = 1e-4
 UINT64 = st.integers(0, 2**64 - 1)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +17,8 @@ from make_atlas import make_atlas
 from dasksc.dashboard import install
 from dasksc.train import Config
 from tests.programs.with_slurm import free_ports
-from tests.test_ddp import NO_GPU
+from tests.support.programs import ROOT, TORCHRUN, run
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
 
@@ -143,16 +139,8 @@ def test_the_command_of_the_training_trains_in_the_environment_that_the_operator
         "MASTER_ADDR": "elsewhere",
         "MASTER_PORT": "23456",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1:], tmp_path / "train.yaml"],
-        env=os.environ | NO_GPU | set_by_operator | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert re.search(r"ranks +2 x cpu, ddp", done.stdout)
+    printed = run([*TORCHRUN, *command[1:], tmp_path / "train.yaml"], OMP_NUM_THREADS="1", **set_by_operator)
+    assert re.search(r"ranks +2 x cpu, ddp", printed)
     assert (tmp_path / "run" / "step-00000004").is_dir()
 
 

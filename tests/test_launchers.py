@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from itertools import chain, islice
@@ -14,56 +12,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_atlas import make_atlas
 
 import dasksc
-from tests.data import make_adata, write_store
-from tests.programs.with_slurm import cluster, free_ports, missing
-from tests.test_ddp import torchrun
+from tests.programs.with_slurm import free_ports, missing
+from tests.support.data import make_adata, write_store
+from tests.support.programs import MPIRUN, ROOT, run, torchrun
 
-ROOT = Path(__file__).parents[1]
 LAUNCHED = ROOT / "tests" / "programs" / "launched.py"
 TRAIN = ROOT / "examples" / "train_ddp.py"
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 1_000, 300)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(1_000, 300)
 
 
-@pytest.fixture(scope="module")
-def mpirun() -> None:
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
-
-
-@pytest.fixture(scope="module")
-def slurm():
-    if absent := missing():
-        pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
-    with cluster() as environment:
-        yield environment
-
-
-def run(command: list[object], environment: dict[str, str] | None = None) -> str:
+def start(command: list[object], environment: dict[str, str] | None = None) -> str:
     (port,) = free_ports(1)
-    ours = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = subprocess.run(
-        [*map(str, command)],
-        env={**(environment or os.environ), **ours},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return run(command, environment=environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def launched(folder: Path, command: list[object], environment: dict[str, str] | None = None) -> list[dict]:
     """What each rank of a launched program wrote, after checking that together they read an epoch."""
-    run([*command, LAUNCHED, folder], environment)
+    start([*command, LAUNCHED, folder], environment)
     ranks = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
     assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
     assert {rank["world_size"] for rank in ranks} == {len(ranks)}
@@ -81,7 +52,7 @@ def test_mpirun_starts_ranks_that_share_an_epoch(mpirun, tmp_path):
 
 
 def test_ddp_trains_under_mpirun(mpirun, atlas):
-    printed = run([*MPIRUN, sys.executable, TRAIN, atlas, "--batch-size", 32])
+    printed = start([*MPIRUN, sys.executable, TRAIN, atlas, "--batch-size", 32])
     assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", printed)
 
 
@@ -102,7 +73,7 @@ def test_srun_of_one_torchrun_a_node_counts_torchruns_ranks(slurm, tmp_path):
 
 
 def test_ddp_trains_under_srun(slurm, atlas):
-    printed = run(["srun", "-n", 2, sys.executable, TRAIN, atlas, "--batch-size", 32], slurm)
+    printed = start(["srun", "-n", 2, sys.executable, TRAIN, atlas, "--batch-size", 32], slurm)
     assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", printed)
 
 
@@ -116,7 +87,7 @@ def test_the_cluster_takes_its_daemons_with_it():
         pytest.skip(f"no Slurm here: {', '.join(absent)}")
     script = ROOT / "tests" / "programs" / "with_slurm.py"
     print_folder = "import os; print(os.path.dirname(os.environ['SLURM_CONF']))"
-    folder = run([sys.executable, script, "srun", "-n", 1, sys.executable, "-c", print_folder]).strip()
+    folder = start([sys.executable, script, "srun", "-n", 1, sys.executable, "-c", print_folder]).strip()
     assert "slurm-" in folder
     assert not Path(folder).exists()
     running = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if _readable(file)]
@@ -166,7 +137,7 @@ def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path):
     program = ROOT / "tests" / "programs" / "horovod_program.py"
     for rank in range(2):
         told = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank)}
-        run([sys.executable, program, tmp_path], os.environ | told | {"HOROVOD_LOCAL_SIZE": "2"})
+        start([sys.executable, program, tmp_path], os.environ | told | {"HOROVOD_LOCAL_SIZE": "2"})
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for epoch in range(2):
         assert sorted(chain(*(rank[epoch] for rank in ranks))) == list(range(104))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.lazy import DaskMatrix, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Fetched, Matrix, as_matrix, open_matrix
-from tests.data import LAYOUTS, dense, make_adata, make_values, write_store
+from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 
 N_OBS, N_VARS = 60, 17
 

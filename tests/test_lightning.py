@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from itertools import chain
@@ -16,7 +14,8 @@ import torch
 
 import dasksc
 from dasksc import BlockShuffling, InputError, Streaming
-from tests.data import make_adata, write_store
+from tests.support.data import make_adata, write_store
+from tests.support.programs import PROGRAMS, run
 
 pytest.importorskip("lightning.pytorch")
 import lightning.pytorch as pl
@@ -257,15 +256,7 @@ def test_labels_can_be_had_before_there_is_a_trainer(path, tmp_path):
 def ddp(folder: Path, path: Path, devices: int, **options: object) -> list[list[list[int]]]:
     """Train in processes that Lightning starts; the batches of each rank."""
     arguments = {"path": str(path), "folder": str(folder), "devices": devices, **options}
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "programs" / "lightning_ddp.py", json.dumps(arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run([sys.executable, PROGRAMS / "lightning_ddp.py", json.dumps(arguments)])
     return [json.loads((folder / f"seen-{devices}-{rank}.json").read_text()) for rank in range(devices)]
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import BlockShuffling, ClassBalancedSampling, Streaming, scDataset
-from tests.data import make_adata, write_store
+from tests.support.data import make_adata, write_store
 
 PAGE = Path(__file__).parents[1] / "docs" / "migrate.md"
 N_OBS, BATCH = 240, 8

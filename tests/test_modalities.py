@@ -24,7 +24,7 @@ import dasksc
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import as_matrix
 from dasksc.storage.taken import TakenMatrix
-from tests.servers import serving
+from tests.support.servers import serving
 
 N = 60
 

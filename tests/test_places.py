@@ -29,9 +29,8 @@ from dasksc.errors import CorruptDataError, InputError, MissingPathError, Storag
 from dasksc.storage import fsspec_client
 from dasksc.storage.client import client_of
 from dasksc.storage.places import Place
-from tests.data import make_adata, write_store
-from tests.servers import SECRET, Bucket, azure_container, google_options, s3_bucket, serving
-from tests.test_remote import batches, same
+from tests.support.data import batches, make_adata, same, write_store
+from tests.support.servers import SECRET, Bucket, azure_container, google_options, s3_bucket, serving
 
 pytest.importorskip("obstore")
 

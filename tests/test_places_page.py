@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from make_atlas import make_atlas
 
-from tests.servers import SECRET, s3_bucket
-from tests.test_readme import ROOT, run_programs
+from tests.support.programs import ROOT, run_page
+from tests.support.servers import SECRET, s3_bucket
 
 pytest.importorskip("obstore")
 
@@ -21,7 +21,7 @@ def test_its_programs_run_from_top_to_bottom(tmp_path, monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.options["endpoint"])
         # The endpoint refuses nobody who has no key only if the object is public.
         bucket.client.put_object_acl(Bucket=bucket.name, Key="atlas.h5ad", ACL="public-read")
-        done = run_programs(ROOT / "docs" / "places.md", tmp_path)
+        done = run_page(ROOT / "docs" / "places.md", tmp_path)
     assert "torch.Size([64, 300])" in done.stdout
     assert "['atlas']" in done.stdout
     assert "True" in done.stdout

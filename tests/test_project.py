@@ -96,6 +96,7 @@ def public_names() -> Iterator[str]:
         "dasksc.tokens",
         "dasksc.experimental",
         "dasksc.integrations.data_module",
+        "dasksc.train",
     ]:
         module = importlib.import_module(module_name)
         for name in module.__all__:

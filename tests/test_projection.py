@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from data import write_store
 
 import dasksc
+from tests.support.data import write_store
 
 ROOT = Path(__file__).parent.parent
 N_OBS, N_VARS, FETCH = 6_000, 3_000, 1_024

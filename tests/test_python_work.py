@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dasksc
-from tests.data import make_adata, write_store
+from tests.support.data import make_adata, write_store
 
 N_BATCHES = 16
 

@@ -14,50 +14,20 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from make_atlas import make_atlas
 
-ROOT = Path(__file__).parent.parent
+from tests.support.programs import ROOT, blocks, run_page
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(page: Path, language: str) -> list[re.Match[str]]:
-    return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
-
-
-def run_programs(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the programs of a page as one, from top to bottom, in a folder with an atlas."""
-    make_atlas(folder / "atlas.h5ad", 2_000, 300)
-    text = page.read_text()
-    lines = re.sub(r"[^\n]", "", text).split("\n")  # as many lines, so that a traceback names the page's
-    assert blocks(page, "python")
-    for block in blocks(page, "python"):
-        first = text.count("\n", 0, block.start(2))
-        code = block[2].split("\n")
-        lines[first : first + len(code)] = code
-    program = folder / f"{page.stem}.py"
-    program.write_text("\n".join(lines))
-    done = subprocess.run(
-        [sys.executable, program.name],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    return done
 
 
 def test_its_programs_run_from_top_to_bottom(tmp_path):
-    done = run_programs(ROOT / "README.md", tmp_path)
+    done = run_page(ROOT / "README.md", tmp_path)
     assert "sparse_csr torch.Size([64, 100])" in done.stdout
     assert "watch at http" in done.stdout
 
 
 def test_the_programs_of_the_page_on_clusters_run(tmp_path):
-    done = run_programs(ROOT / "docs" / "cluster.md", tmp_path)
+    done = run_page(ROOT / "docs" / "cluster.md", tmp_path)
     assert "scheduler at tcp://127.0.0.1:" in done.stdout
     assert "2000 rows\n31 batches left" in done.stdout
     assert "<html" in (tmp_path / "epoch.html").read_text()
@@ -71,11 +41,11 @@ RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_programs_of_other_pages_run_too(page, tmp_path):
-    assert run_programs(page, tmp_path).stdout
+    assert run_page(page, tmp_path).stdout
 
 
 def test_the_programs_on_watching_run_and_show_figures(tmp_path):
-    done = run_programs(ROOT / "docs" / "watching.md", tmp_path)
+    done = run_page(ROOT / "docs" / "watching.md", tmp_path)
     assert "cells/s, waited" in done.stderr  # the progress bar
     assert re.search(r"^4 fetches took", done.stdout, re.MULTILINE)
     assert re.search(r"watch at http://\S+/loader$", done.stdout, re.MULTILINE)

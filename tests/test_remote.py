@@ -7,11 +7,9 @@ import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import dask
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from anndata import AnnData
@@ -26,8 +24,8 @@ from dasksc.storage import Matrix
 from dasksc.storage.places import Place
 from dasksc.storage.remote import AHEAD_BYTES, RemoteFile, in_order, parts_of
 from dasksc.storage.remote_hdf5 import BlockReader
-from tests.data import FORMATS, dense, make_adata, write_store
-from tests.servers import SECRET, Bucket, HTTPServer, relaying, s3_bucket, serving, touch_later
+from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
+from tests.support.servers import SECRET, Bucket, HTTPServer, relaying, s3_bucket, serving, touch_later
 
 pytest.importorskip("obstore")
 
@@ -58,17 +56,6 @@ def server(folder: Path) -> Iterator[HTTPServer]:
         yield server
 
 
-def same(remote: AnnData, local: AnnData) -> None:
-    pd.testing.assert_frame_equal(remote.obs, local.obs)
-    pd.testing.assert_frame_equal(remote.var, local.var)
-    np.testing.assert_array_equal(dense(remote.X.compute()), dense(local.X.compute()))
-    for name in ("layers", "obsm", "obsp"):
-        assert set(getattr(remote, name)) == set(getattr(local, name))
-        for key, array in getattr(local, name).items():
-            if not isinstance(array, pd.DataFrame):
-                np.testing.assert_array_equal(dense(getattr(remote, name)[key].compute()), dense(array.compute()))
-
-
 @pytest.mark.parametrize("name", [*NAMES, "dense.zarr3.zarr"])
 def test_an_atlas_on_s3_is_the_local_one(folder: Path, bucket: Bucket, name: str) -> None:
     remote = dasksc.open(f"s3://{bucket.name}/{name}", storage_options=bucket.options)
@@ -85,13 +72,6 @@ def test_an_atlas_on_a_web_server_is_the_local_one(folder: Path, server: HTTPSer
 @pytest.fixture
 def opened(server: HTTPServer) -> AnnData:
     return dasksc.open(f"{server.url}/csr.h5ad")
-
-
-def batches(data: AnnData, **options: Any) -> list[np.ndarray]:
-    dataset = dasksc.scDataset(
-        data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1, **options
-    )
-    return [batch.numpy().copy() for batch in dataset]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,8 +23,8 @@ import dasksc
 from dasksc.errors import InputError
 from dasksc.lazy import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, shared, to_dask
 from dasksc.storage import as_matrix
-from tests.data import LAYOUTS, dense, make_adata, make_values, write_store
-from tests.recorders import recorded_reads
+from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
+from tests.support.recorders import recorded_reads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,27 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
-from make_atlas import make_atlas
 
-from tests.programs.with_slurm import cluster, missing
+from tests.support.programs import ROOT, run
 
-ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "examples" / "slurm"
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 1_000, 300)
-
-
-@pytest.fixture(scope="module")
-def slurm():
-    if absent := missing():
-        pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
-    with cluster() as environment:
-        python = os.path.dirname(sys.executable)
-        yield environment | {"PATH": f"{python}{os.pathsep}{environment['PATH']}", "PYTHONPATH": str(ROOT)}
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(1_000, 300)
 
 
 def ask(environment: dict[str, str], *command: str) -> str:
@@ -103,17 +91,6 @@ def test_job_scripts_ask_for_what_their_command_uses():
 
 def test_dask_workers_that_slurm_starts_read_an_epoch(slurm, atlas, tmp_path):
     pytest.importorskip("dask_jobqueue")
-    done = subprocess.run(
-        [
-            *(sys.executable, SCRIPTS / "dask_workers.py", atlas, "--shared", tmp_path),
-            *("--jobs", "1", "--cores", "1", "--memory", "2GB"),
-        ],
-        cwd=tmp_path,
-        env=slurm | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert re.search(r"1000 cells from 1 Slurm jobs, [\d,]+ cells/s", done.stdout)
+    command = [sys.executable, SCRIPTS / "dask_workers.py", atlas, "--shared", tmp_path]
+    printed = run([*command, "--jobs", 1, "--cores", 1, "--memory", "2GB"], cwd=tmp_path, environment=slurm)
+    assert re.search(r"1000 cells from 1 Slurm jobs, [\d,]+ cells/s", printed)

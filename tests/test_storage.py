@@ -18,10 +18,10 @@ import pytest
 import scipy.sparse as sp
 import zarr
 from numpy.typing import NDArray
-from recorders import recorded_reads
 
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import Columns, Fetched, Matrix, as_matrix, open_matrix
+from tests.support.recorders import recorded_reads
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_files = pytest.mark.skipif(not SHARED.exists(), reason="the sample files are not on this machine")

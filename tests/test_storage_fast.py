@@ -25,7 +25,6 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from recorders import recorded_reads
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from dasksc.errors import CorruptDataError
@@ -33,6 +32,7 @@ from dasksc.storage import Fetched, hdf5_layout, open_matrix, zarr_layout
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.files import LocalFile, can_map
 from dasksc.storage.identity import FileIdentity
+from tests.support.recorders import recorded_reads
 
 DTYPES = ["float32", "float64", "int8", "uint16", "int64", "bool"]
 INDEX_DTYPES = ["int32", "int64", "uint16", "uint32"]

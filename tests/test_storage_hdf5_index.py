@@ -36,7 +36,7 @@ from dasksc.storage.places import Place
 from dasksc.storage.plain import PlainArray
 from dasksc.storage.remote import RemoteFile
 from dasksc.storage.remote_hdf5 import open_remote
-from tests.servers import serving
+from tests.support.servers import serving
 
 # Which versions of HDF5 a file is for: with those before 1.10 an index is a B-tree of version 1.
 OLD = ["earliest", ("earliest", "v108"), ("v108", "v108"), None]

@@ -19,8 +19,8 @@ import dasksc
 from dasksc.batch import Batch
 from dasksc.errors import InputError, MissingKeyError, MissingPathError
 from dasksc.tokens import CLS, IGNORED, MASK, PAD, RankTokens, ValueBins, Vocabulary, from_config
-from tests import twins
-from tests.data import make_adata, write_store
+from tests.support import twins
+from tests.support.data import make_adata, write_store
 
 N_GENES = 9
 GENES = [f"gene{i}" for i in range(N_GENES)]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import csv
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from make_atlas import make_atlas
 
 import dasksc
 from dasksc import InputError, MissingPathError
@@ -27,22 +23,17 @@ from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, lo
 from dasksc.train.parallel import _per_batch, checkpoint_activations
 from dasksc.train.report import plot
 from tests.programs import train_models
+from tests.support.training import checkpoints, losses, rows_of, train
 
 FRAGILE = "tests.programs.train_models:Fragile"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small matrices are slower on more, and sums come in another order."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 203, 40, n_types=5, n_plates=6, seed=1)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(203, 40, n_types=5, n_plates=6, seed=1)
 
 
 @pytest.fixture
@@ -62,28 +53,6 @@ def raw(atlas, tmp_path) -> dict[str, Any]:
             "logger": "csv",
         },
     }
-
-
-def train(raw: dict[str, Any], **changes: Any) -> Any:
-    """Train with changes that are named section__key."""
-    raw = copy.deepcopy(raw)
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        raw[section][key] = value
-    return fit(Config.of(raw), say=lambda line: None)
-
-
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in rows_of(folder) if "loss" in row]
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
 @pytest.fixture(scope="module")

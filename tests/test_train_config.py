@@ -14,62 +14,16 @@ from click.testing import CliRunner
 from torch import nn
 
 import dasksc
-from dasksc import InputError, MissingPathError, World, cli, train
+from dasksc import InputError, MissingPathError, World, cli
 from dasksc.train import Config
 from dasksc.train.config import Data, Fsdp, Open, Optimizer, Profile, Scheduler, Training, Validation
 from dasksc.train.launch import first_node, launch, local_rank_of, n_nodes_of, node_of, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
 from dasksc.train.parallel import Place, modules_to_shard, replicas_of, strategy_of, unused_of
-from tests import test_project
+from tests.support.training import GUIDE
 
 SMALL = {"data": {"path": "atlas.h5ad"}, "model": "vae"}
-
-# In the layout of the published guide, for eight GPUs.
-GUIDE = """
-data:
-  source: local
-  paths: [first.h5ad, second.h5ad]
-  gene_vocab: human_protein_coding
-  max_genes: 2048
-  num_workers: 4
-  streaming: true
-  streaming_chunk_size: 1024
-  streaming_shuffle_buffer: 8192
-tokenizer:
-  strategy: rank_value
-  max_genes: 2048
-  prepend_cls: true
-  masking: {mask_ratio: 0.15}
-model:
-  architecture: transformer_encoder
-  hidden_dim: 512
-  num_layers: 12
-  num_heads: 8
-  dropout: 0.1
-  max_seq_len: 2048
-training:
-  strategy: fsdp
-  num_gpus: 8
-  num_nodes: 2
-  batch_size: 32
-  gradient_accumulation: 4
-  max_epochs: 10
-  precision: bf16-mixed
-  gradient_clip: 1.0
-  optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01}
-  scheduler: {name: cosine_warmup, warmup_steps: 10000, total_steps: 100000}
-  fsdp:
-    sharding_strategy: FULL_SHARD
-    cpu_offload: false
-    activation_checkpointing: true
-    min_num_params: 1000000
-  logger: wandb
-  wandb_project: cells
-  log_every_n_steps: 50
-  checkpoint_dir: checkpoints
-  save_top_k: 3
-"""
 
 
 def refused(**sections: object) -> str:
@@ -696,9 +650,3 @@ def test_the_command_checks_a_configuration_and_tells_what_is_wrong(tmp_path):
     shown = CliRunner().invoke(cli.group, ["train", "--config", str(path), "--set", "training.sed=3"])
     assert isinstance(shown.exception, InputError)
     assert "did you mean 'seed'" in str(shown.exception)
-
-
-@pytest.mark.parametrize("name", ["Config", "Config.load", "Config.of", "Report", "fit", "load_model"])
-def test_docstrings_of_the_public_names_follow_numpydoc(name):
-    assert name.split(".")[0] in train.__all__
-    test_project.test_public_docstrings_follow_numpydoc(f"dasksc.train.{name}")

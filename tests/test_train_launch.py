@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from make_atlas import make_atlas
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -27,53 +26,29 @@ from dasksc.train.launch import launch, node_rank_of, telling_once
 from dasksc.train.loop import _Run
 from dasksc.train.parallel import Place
 from tests.programs.with_slurm import free_ports
-from tests.test_ddp import NO_GPU
-from tests.test_launchers import MPIRUN, mpirun, slurm
-from tests.test_train_config import GUIDE
-from tests.test_train_ranks import N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
+from tests.support.programs import MPIRUN, NO_GPU, ROOT, ended, run
+from tests.support.training import COMMAND, GUIDE, N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
 
-__all__ = ["mpirun", "slurm"]  # fixtures
-
-ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
-COMMAND = [sys.executable, "-m", "dasksc", "train"]
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 600, 200, n_types=5)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(600, 200, n_types=5)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("small") / "atlas.h5ad"
-    return make_atlas(path, N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
+@pytest.fixture(scope="session")
+def small(atlas_of) -> Path:
+    return atlas_of(N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
 
 
-def run(command: list[object], folder: Path, environment: dict[str, str] | None = None) -> str:
-    """Run a command to its end, without an environment on CPUs; return what it printed."""
-    done = ended(command, folder, environment)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
-
-
-def ended(
-    command: list[object], folder: Path, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*map(str, command)],
-        cwd=folder,
-        env={**(environment or {**os.environ, **NO_GPU}), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def train(command: list[object], folder: Path, environment: dict[str, str] | None = None) -> str:
+    return run(command, cwd=folder, environment=environment, OMP_NUM_THREADS="1")
 
 
 def refused(command: list[object], folder: Path) -> str:
     with pytest.raises(AssertionError) as error:
-        run(command, folder)
+        train(command, folder)
     return str(error.value)
 
 
@@ -95,7 +70,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_a_ru
     raw["training"]["resume_from"] = "auto"
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(raw))
     started = [*COMMAND, "--config", "c.yaml", "--nproc", 2, "--max-restarts", 1, "--json"]
-    report = json.loads(run(started, tmp_path))
+    report = json.loads(train(started, tmp_path))
     assert mark.exists()
     assert (report["world_size"], report["strategy"]) == (2, "fsdp")
     assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
@@ -131,7 +106,7 @@ def test_two_nodes_start_a_rank_each(atlas, tmp_path):
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
     config = write(tmp_path, atlas, num_gpus=2)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")} | NO_GPU
-    report = json.loads(run([*MPIRUN, *COMMAND, "--config", config, "--json"], tmp_path, environment))
+    report = json.loads(train([*MPIRUN, *COMMAND, "--config", config, "--json"], tmp_path, environment))
     assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
 
 
@@ -145,7 +120,7 @@ def test_a_configuration_for_two_nodes_is_refused_on_one(atlas, tmp_path):
 def test_srun_starts_the_ranks(atlas, tmp_path, slurm):
     config = write(tmp_path, atlas, num_gpus=2)
     command = ["srun", "-n", 2, *COMMAND, "--config", config, "--json"]
-    report = json.loads(run(command, tmp_path, slurm | NO_GPU))
+    report = json.loads(train(command, tmp_path, slurm | NO_GPU))
     assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
 
 
@@ -169,21 +144,25 @@ def test_a_file_of_the_guide_for_eight_gpus_runs_scaled_down_to_two_processes(at
         "training.logger": "csv",
     }
     sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-    report = json.loads(run([*COMMAND, "--config", "guide.yaml", "--json", *sets], tmp_path))
+    report = json.loads(train([*COMMAND, "--config", "guide.yaml", "--json", *sets], tmp_path))
     assert (report["world_size"], report["strategy"], report["n_steps"]) == (2, "fsdp", 2)
     assert report["n_cells"] == 2 * 2 * 4 * 32
 
 
 def test_an_error_that_all_ranks_make_is_one_line(atlas, tmp_path):
     config = write(tmp_path, atlas)
-    done = ended([*COMMAND, "--config", config, "--nproc", 2, "--set", "model.label=cell_typ"], tmp_path)
+    done = ended(
+        [*COMMAND, "--config", config, "--nproc", 2, "--set", "model.label=cell_typ"], cwd=tmp_path, OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert re.match("dasksc: .*'cell_typ'", line)
 
 
 def test_a_rank_that_is_killed_is_told_with_its_signal_in_one_line(small, tmp_path):
-    done = ended([*COMMAND, "--config", fragile(small, tmp_path, how="kill"), "--nproc", 2], tmp_path)
+    done = ended(
+        [*COMMAND, "--config", fragile(small, tmp_path, how="kill"), "--nproc", 2], cwd=tmp_path, OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 1
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("dasksc:"))
     assert line.startswith("dasksc: rank 1 was killed by SIGKILL")
@@ -191,7 +170,9 @@ def test_a_rank_that_is_killed_is_told_with_its_signal_in_one_line(small, tmp_pa
 
 
 def test_a_rank_that_fails_shows_its_traceback_once_and_those_it_leaves_show_none(small, tmp_path):
-    done = ended([*COMMAND, "--config", fragile(small, tmp_path, how="error"), "--nproc", 2], tmp_path)
+    done = ended(
+        [*COMMAND, "--config", fragile(small, tmp_path, how="error"), "--nproc", 2], cwd=tmp_path, OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 1
     assert "dasksc: rank 1 failed" in done.stderr
     assert done.stderr.count("RuntimeError: the power is gone") == done.stderr.count("Traceback") == 1

@@ -6,11 +6,8 @@ momentum; what differs is the order of sums.
 
 from __future__ import annotations
 
-import copy
-import csv
 import json
 from collections import Counter
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +15,32 @@ import anndata as ad
 import numpy as np
 import pytest
 import torch
-from make_atlas import make_atlas
 
 import dasksc
 from dasksc.train import load_model
 from dasksc.train.config import Validation
 from dasksc.train.data import split_rows
-from dasksc.train.models import MLPClassifier
-from tests.test_ddp import torchrun
+from tests.support.programs import torchrun
+from tests.support.training import (
+    EPOCHS,
+    N_CELLS,
+    N_GENES,
+    N_TYPES,
+    RTOL,
+    SHARE,
+    alone,
+    assert_same,
+    figures,
+    joined,
+    training,
+)
 
-N_CELLS, N_GENES, N_TYPES = 203, 40, 5
-RTOL = 1e-4
-EPOCHS = 2
-SHARE = 0.1
 ODD_SHARE = 0.084
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("atlas") / "atlas.h5ad"
-    return make_atlas(path, N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(N_CELLS, N_GENES, n_types=N_TYPES, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -50,77 +53,10 @@ def half_labelled(atlas, tmp_path_factory) -> Path:
     return path
 
 
-def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """A configuration; `changes` are named section__key."""
-    raw: dict[str, Any] = {
-        "data": {
-            "path": str(atlas),
-            "strategy": {"name": "BlockShuffling", "block_size": 4},
-            "validation": SHARE,
-            "batch_size": 8,
-            "fetch_factor": 4,
-        },
-        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16, "dropout": 0.0},
-        "training": {
-            "max_epochs": EPOCHS,
-            "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-            "checkpoint_dir": str(folder),
-            "log_every_n_steps": 1,
-            "logger": "csv",
-        },
-    }
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        raw[section][key] = value
-    return copy.deepcopy(raw)
-
-
-def figures(folder: Path, name: str = "loss") -> list[float]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
-
-
 def run(n_ranks: int, folder: Path, trainings: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainings.json").write_text(json.dumps(trainings))
     torchrun(n_ranks, "train_many.py", folder / "trainings.json")
-
-
-def alone(
-    atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None, share: float = SHARE
-) -> dict[str, list[float]]:
-    """The same training by a plain loop, whose batches are those of all ranks, one below the other."""
-    adata = dasksc.open(atlas)
-    rows, held_out = split_rows(adata, Validation(share=share))
-    strategy = dasksc.BlockShuffling(4, indices=rows)
-    options = {"batch_size": 8, "fetch_factor": 4, "seed": 0, "obs": ["cell_type"]}
-    ranks = [dasksc.scDataset(adata, strategy, rank=r, world_size=n_ranks, **options) for r in range(n_ranks)]
-    rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), rank=0, world_size=1, **options)
-    torch.manual_seed(0)
-    model = MLPClassifier("cell_type", N_GENES, N_TYPES, hidden_dim=16, dropout=0.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found: dict[str, list[float]] = {"loss": [], "accuracy": [], "gradient_norm": [], "validation_loss": []}
-    for _ in range(EPOCHS):
-        steps = list(zip(*ranks, strict=True))
-        for group in zip_longest(*[iter(steps)] * k):
-            parts = [batch for step in group if step is not None for batch in step]
-            outputs = model(joined(parts))
-            outputs["loss"].backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
-            optimizer.step()
-            optimizer.zero_grad()
-            values = {name: value.item() for name, value in outputs.items() if name != "n"}
-            values["gradient_norm"] = norm.item()
-            for name, value in values.items():
-                found[name].append(value)
-        with torch.no_grad():
-            found["validation_loss"].append(model(joined(list(rest)))["loss"].item())
-    return found
-
-
-def joined(parts: list[Any]) -> dict[str, Any]:
-    labels = torch.cat([part.obs["cell_type"] for part in parts])
-    return {"X": torch.cat([part.X for part in parts]), "obs": {"cell_type": labels}}
 
 
 PLAIN: dict[str, dict[str, Any]] = {
@@ -181,11 +117,6 @@ def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     trainings["odd"] = training(atlas, folder / "odd", **odd)
     run(2, folder, trainings)
     return folder
-
-
-def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> None:
-    for name in names:
-        np.testing.assert_allclose(figures(folder, name), expected[name], rtol=RTOL, err_msg=f"{folder.name}: {name}")
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
 import pytest
 import torch
-from make_atlas import make_atlas
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -22,24 +20,19 @@ from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Optimizer
 from dasksc.train.optim import hyperparameters_of, make_optimizer
 from dasksc.train.parallel import Place
-from tests.test_ddp import torchrun
-from tests.test_train import checkpoints, losses, rows_of, train
+from tests.support.programs import torchrun
+from tests.support.training import checkpoints, losses, rows_of, train
 
 HERE = "tests.test_train_resume"
 ALONE = Place(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), strategy="single")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def atlas(tmp_path_factory) -> Path:
-    return make_atlas(tmp_path_factory.mktemp("atlas") / "atlas.h5ad", 203, 40, n_types=5, seed=1)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(203, 40, n_types=5, seed=1)
 
 
 @pytest.fixture

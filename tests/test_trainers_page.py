@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,14 @@ from make_atlas import make_atlas
 
 from dasksc.train.config import Scheduler
 from dasksc.train.optim import factor_at
-from tests.test_ddp import NO_GPU
-from tests.test_readme import BLOCK, ROOT
+from tests.support.programs import ROOT, blocks, run
 
 PAGE = ROOT / "docs" / "trainers.md"
 LIBRARIES = ("torch", "torchdata", "lightning", "accelerate", "transformers", "scvi")
 
 
 def programs() -> list[str]:
-    return [block[2] for block in BLOCK.finditer(PAGE.read_text()) if block[1] == "python"]
+    return [block[2] for block in blocks(PAGE, "python")]
 
 
 def library_of(program: str) -> str:
@@ -42,18 +39,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(program: str, name: str, folder: Path) -> None:
+def run_text(program: str, name: str, folder: Path) -> None:
     (folder / name).write_text(program)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", name],
-        cwd=folder,
-        env=os.environ | NO_GPU | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run([sys.executable, "-W", "ignore", name], cwd=folder)
 
 
 def test_every_library_of_the_page_has_a_program():
@@ -68,7 +56,7 @@ def test_its_programs_run(library, folder):
         pytest.skip(f"{library} is not installed")
     common, plain, *rest = programs()
     of_library = [plain] if library == "torch" else [one for one in rest if library_of(one) == library]
-    run("".join([common, *of_library]), f"{library}_program.py", folder)
+    run_text("".join([common, *of_library]), f"{library}_program.py", folder)
 
 
 # --- What YAML says, told to Lightning ------------------------------------------------------------------
@@ -303,7 +291,7 @@ def test_the_module_of_the_page_is_sharded_clipped_over_all_ranks_and_warmed_up(
     common, *rest = programs()
     plain, sharded = (program for program in rest if "import lightning" in program or "from lightning" in program)
     program = common + plain.split("\ndata = ")[0] + sharded.split("\nbest = ")[0] + SHARDED
-    run(program, "sharded.py", folder)
+    run_text(program, "sharded.py", folder)
     seen = json.loads((folder / "seen.json").read_text())
     assert seen["recomputed"] == [True, True]
     assert all(n_here in (n // 2, -(-n // 2)) for n_here, n in seen["shards"])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tests.data import make_adata, write_store
-from tests.test_ddp import torchrun
+from tests.support import programs
+from tests.support.data import make_adata, write_store
+from tests.support.programs import torchrun
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -32,9 +31,7 @@ def run(folder: Path, path: Path, n_ranks: int, **options: object) -> list[dict[
     if n_ranks > 1:
         torchrun(n_ranks, PROGRAM.name, given)
     else:
-        environment = os.environ | {"PYTHONPATH": str(PROGRAM.parents[2])}
-        done = subprocess.run([sys.executable, PROGRAM, given], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        programs.run([sys.executable, PROGRAM, given])
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(n_ranks)]
 
 

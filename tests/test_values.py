@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.collection import AnnDataView, encode_column
 from dasksc.lazy import matrix_of
-from tests.data import (
+from tests.support.data import (
     FORMATS,
     LAYOUTS,
     SAMPLE_FILES,

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data import make_values
 
 import dasksc
 from dasksc import dataset as dataset_module
 from dasksc.storage import as_matrix, join
 from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.tasks import FetchedMatrices
+from tests.support.data import make_values
 
 N_OBS, N_VARS = 90, 11
 

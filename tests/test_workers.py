@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, Streaming, scDataset
-from tests.data import make_adata, write_store
+from tests.support.data import make_adata, write_store
 
 N_OBS = 203
 

@@ -18,10 +18,12 @@ import pytest
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+import dasksc
+
 FORMATS = ("h5ad", "zarr2", "zarr3")
 LAYOUTS = ("csr", "dense")
 
-SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "data"
+SAMPLES = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 SAMPLE_FILES = (
     "pbmc_5k_protein_v3.h5ad",
@@ -145,3 +147,23 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
 def dense(values: Any) -> NDArray[Any]:
     """Any matrix as an ndarray, for comparing values."""
     return values.toarray() if sp.issparse(values) else np.asarray(values)
+
+
+def same(one: ad.AnnData, other: ad.AnnData) -> None:
+    """Fail unless two opened atlases hold the same tables and values."""
+    pd.testing.assert_frame_equal(one.obs, other.obs)
+    pd.testing.assert_frame_equal(one.var, other.var)
+    np.testing.assert_array_equal(dense(one.X.compute()), dense(other.X.compute()))
+    for name in ("layers", "obsm", "obsp"):
+        assert set(getattr(one, name)) == set(getattr(other, name))
+        for key, array in getattr(other, name).items():
+            if not isinstance(array, pd.DataFrame):
+                np.testing.assert_array_equal(dense(getattr(one, name)[key].compute()), dense(array.compute()))
+
+
+def batches(data: Any, **options: Any) -> list[NDArray[Any]]:
+    """Read one epoch of shuffled batches of X on one rank."""
+    dataset = dasksc.scDataset(
+        data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1, **options
+    )
+    return [batch.numpy().copy() for batch in dataset]

@@ -1,0 +1,78 @@
+"""Programs in processes of their own: commands, ranks under torchrun, and the Python blocks of a page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from make_atlas import make_atlas
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "programs"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+# Ranks meet through gloo: a machine may have fewer GPUs than they are.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def ended(
+    command: Sequence[object],
+    *,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 240,
+    **changes: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, on CPUs unless an environment is given; `changes` are further variables."""
+    given = {**os.environ, **NO_GPU} if environment is None else environment
+    return subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={**given, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **changes},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def run(command: Sequence[object], **options: object) -> str:
+    """Run a command to its end as `ended` does; fail if it fails; return what it printed."""
+    done = ended(command, **options)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def torchrun(n_ranks: int, program: str, *arguments: object, **changes: str) -> str:
+    """Run one of `PROGRAMS` under torchrun to its end, on CPUs; return what it printed."""
+    command = [*TORCHRUN, "--standalone", f"--nproc_per_node={n_ranks}", PROGRAMS / program, *arguments]
+    return run(command, **changes)
+
+
+def blocks(page: Path, language: str) -> list[re.Match[str]]:
+    """Find the code blocks of a page in one language."""
+    return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
+
+
+def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the Python blocks of a page as one program, from top to bottom, in a folder with an atlas."""
+    if not (folder / "atlas.h5ad").exists():
+        make_atlas(folder / "atlas.h5ad", 2_000, 300)
+    text = page.read_text()
+    lines = re.sub(r"[^\n]", "", text).split("\n")  # as many lines, so that a traceback names the page's
+    assert blocks(page, "python")
+    for block in blocks(page, "python"):
+        first = text.count("\n", 0, block.start(2))
+        code = block[2].split("\n")
+        lines[first : first + len(code)] = code
+    program = folder / f"{page.stem}.py"
+    program.write_text("\n".join(lines))
+    done = ended([sys.executable, program.name], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return done

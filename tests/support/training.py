@@ -1,0 +1,164 @@
+"""Small trainings: their configurations, their figures, and the same training as a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import dasksc
+from dasksc.train import Config, fit
+from dasksc.train.config import Validation
+from dasksc.train.data import split_rows
+from dasksc.train.models import MLPClassifier
+
+N_CELLS, N_GENES, N_TYPES = 203, 40, 5
+RTOL = 1e-4
+EPOCHS = 2
+SHARE = 0.1
+COMMAND = [sys.executable, "-m", "dasksc", "train"]
+# In the layout of the published guide, for eight GPUs.
+GUIDE = """
+data:
+  source: local
+  paths: [first.h5ad, second.h5ad]
+  gene_vocab: human_protein_coding
+  max_genes: 2048
+  num_workers: 4
+  streaming: true
+  streaming_chunk_size: 1024
+  streaming_shuffle_buffer: 8192
+tokenizer:
+  strategy: rank_value
+  max_genes: 2048
+  prepend_cls: true
+  masking: {mask_ratio: 0.15}
+model:
+  architecture: transformer_encoder
+  hidden_dim: 512
+  num_layers: 12
+  num_heads: 8
+  dropout: 0.1
+  max_seq_len: 2048
+training:
+  strategy: fsdp
+  num_gpus: 8
+  num_nodes: 2
+  batch_size: 32
+  gradient_accumulation: 4
+  max_epochs: 10
+  precision: bf16-mixed
+  gradient_clip: 1.0
+  optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01}
+  scheduler: {name: cosine_warmup, warmup_steps: 10000, total_steps: 100000}
+  fsdp:
+    sharding_strategy: FULL_SHARD
+    cpu_offload: false
+    activation_checkpointing: true
+    min_num_params: 1000000
+  logger: wandb
+  wandb_project: cells
+  log_every_n_steps: 50
+  checkpoint_dir: checkpoints
+  save_top_k: 3
+"""
+
+
+def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration; `changes` are named section__key."""
+    raw: dict[str, Any] = {
+        "data": {
+            "path": str(atlas),
+            "strategy": {"name": "BlockShuffling", "block_size": 4},
+            "validation": SHARE,
+            "batch_size": 8,
+            "fetch_factor": 4,
+        },
+        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16, "dropout": 0.0},
+        "training": {
+            "max_epochs": EPOCHS,
+            "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+            "checkpoint_dir": str(folder),
+            "log_every_n_steps": 1,
+            "logger": "csv",
+        },
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        raw[section][key] = value
+    return copy.deepcopy(raw)
+
+
+def figures(folder: Path, name: str = "loss") -> list[float]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def alone(
+    atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None, share: float = SHARE
+) -> dict[str, list[float]]:
+    """The same training by a plain loop, whose batches are those of all ranks, one below the other."""
+    adata = dasksc.open(atlas)
+    rows, held_out = split_rows(adata, Validation(share=share))
+    strategy = dasksc.BlockShuffling(4, indices=rows)
+    options = {"batch_size": 8, "fetch_factor": 4, "seed": 0, "obs": ["cell_type"]}
+    ranks = [dasksc.scDataset(adata, strategy, rank=r, world_size=n_ranks, **options) for r in range(n_ranks)]
+    rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), rank=0, world_size=1, **options)
+    torch.manual_seed(0)
+    model = MLPClassifier("cell_type", N_GENES, N_TYPES, hidden_dim=16, dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: dict[str, list[float]] = {"loss": [], "accuracy": [], "gradient_norm": [], "validation_loss": []}
+    for _ in range(EPOCHS):
+        steps = list(zip(*ranks, strict=True))
+        for group in zip_longest(*[iter(steps)] * k):
+            parts = [batch for step in group if step is not None for batch in step]
+            outputs = model(joined(parts))
+            outputs["loss"].backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+            values = {name: value.item() for name, value in outputs.items() if name != "n"}
+            values["gradient_norm"] = norm.item()
+            for name, value in values.items():
+                found[name].append(value)
+        with torch.no_grad():
+            found["validation_loss"].append(model(joined(list(rest)))["loss"].item())
+    return found
+
+
+def joined(parts: list[Any]) -> dict[str, Any]:
+    labels = torch.cat([part.obs["cell_type"] for part in parts])
+    return {"X": torch.cat([part.X for part in parts]), "obs": {"cell_type": labels}}
+
+
+def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> None:
+    for name in names:
+        np.testing.assert_allclose(figures(folder, name), expected[name], rtol=RTOL, err_msg=f"{folder.name}: {name}")
+
+
+def train(raw: dict[str, Any], **changes: Any) -> Any:
+    """Train with changes that are named section__key."""
+    raw = copy.deepcopy(raw)
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        raw[section][key] = value
+    return fit(Config.of(raw), say=lambda line: None)
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in rows_of(folder) if "loss" in row]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
