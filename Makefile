@@ -1,9 +1,12 @@
 # A fresh clone needs python3 (3.11 or newer) and make; everything else goes into .venv.
 #
-#   make demo     train a classifier on a 100,000-cell atlas with two processes
-#   make test     run the tests
-#   make docs     build the site into .cache/site
-#   make check    all that CI does
+#   make demo           train a classifier on a 100,000-cell atlas with two processes
+#   make test           run the core tests
+#   make test-programs  run every program, example, launcher, trainer and benchmark
+#   make test-faults    run the tests of faults, memory and hostile files, and the property tests in breadth
+#   make test-all       run all three
+#   make docs           build the site into .cache/site
+#   make check          run all that CI does
 #
 # make PYTHON=python3.12 ... takes another Python.
 
@@ -16,9 +19,10 @@ ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
 # Many tests start ranks, workers and servers of their own.
 TEST_PROCESSES ?= 4
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
 FUZZ_SECONDS ?= 60
 
-.PHONY: env demo test check lint types bounds fuzz docs clean
+.PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs clean
 
 env: $(INSTALLED)
 
@@ -38,7 +42,16 @@ demo: $(INSTALLED) $(ATLAS)
 	$(BIN)/torchrun --standalone --nproc_per_node=2 examples/train_ddp.py $(ATLAS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m core $(PYTEST_ARGS)
+
+test-programs: $(INSTALLED)
+	$(PYTEST) -m programs $(PYTEST_ARGS)
+
+# Property tests run here once more, with more examples, drawn anew.
+test-faults: $(INSTALLED)
+	$(PYTEST) -m 'faults or hypothesis' --hypothesis-profile thorough $(PYTEST_ARGS)
+
+test-all: test test-programs test-faults
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -330,7 +331,12 @@ def _unless_gone() -> Iterator[None]:
         logger.warning("the other ranks cannot be told of the end of an iteration: %s", error)
 
 
-_ordinals: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+Ordinals = defaultdict[tuple[int, str], Iterator[int]]
+
+# Data sets that each rank of each group has made: through the store of the run, which torch may replace by another
+# object with the same notes, and through each store that was given.
+_ordinals: Ordinals = defaultdict(itertools.count)
+_ordinals_of_stores: weakref.WeakKeyDictionary[Any, Ordinals] = weakref.WeakKeyDictionary()
 
 
 class Agreement:
@@ -340,24 +346,40 @@ class Agreement:
     it must make the same ones in the same order; a data set for one rank alone takes ``rank=0,
     world_size=1`` and has none. Every call is one or two round trips to the store and waits for no other
     rank.
+
+    Parameters
+    ----------
+    world
+        Rank, world size and group of this process or thread.
+    store
+        Key-value store that all ranks share, a ``torch.distributed.Store``. By default that of the process group.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, store: Any = None) -> None:
         self._world = world
-        has_peers = world.world_size > 1 and self.is_possible()
-        self._ordinal = next(_ordinals[world.group]) if has_peers else None
+        self._given_store = store
+        ordinals = _ordinals if store is None else _ordinals_of_stores.setdefault(store, defaultdict(itertools.count))
+        has_peers = world.world_size > 1 and (store is not None or self.is_possible())
+        self._ordinal = next(ordinals[world.rank, world.group]) if has_peers else None
 
     @staticmethod
     def is_possible() -> bool:
         """Whether there is a store by now."""
         return _distributed() is not None or _jax() is not None
 
+    def _under(self, prefix: str) -> Any:
+        if self._given_store is None:
+            return shared_store(prefix)
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(prefix, self._given_store)
+
     def _store(self) -> Any:
         if self._ordinal is None:
             return None
         # A store can outlive the processes that torchrun restarts, and notes of those before are not of these.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return shared_store(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
+        return self._under(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
 
     def seed(self, proposed: int) -> int:
         """Return the seed that the first rank to ask proposed.
@@ -376,7 +398,7 @@ class Agreement:
                 "on a seed. Pass seed=, the same on every rank, or call torch.distributed.init_process_group first"
             )
         which = self._world.world_size if self._world.group else "all"
-        return int(shared_store(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
+        return int(self._under(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
 
     def begin(self, iteration: int, epoch: int, fingerprint: str) -> None:
         """Say which epoch of what this rank's n-th iteration reads; compare with who said so first.

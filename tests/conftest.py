@@ -11,7 +11,7 @@ from pathlib import Path
 
 import dask
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from make_atlas import make_atlas
 
 from dasksc import lazy
@@ -19,10 +19,12 @@ from tests.programs import with_slurm
 
 TIERS = {"core", "programs", "faults"}
 
-# How long an example takes says more of the machine than of the code.
-settings.register_profile("fast", deadline=None, max_examples=30)
-settings.register_profile("thorough", deadline=None, max_examples=200)
-settings.load_profile(os.environ.get("DASKSC_HYPOTHESIS", "fast"))
+# How long an example takes says more of the machine than of the code. `make test` tries the same few examples every
+# time; `make test-faults` tries more, and others every time (--hypothesis-profile=thorough).
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
+settings.register_profile("fast", max_examples=40, derandomize=True, **COMMON)
+settings.register_profile("thorough", max_examples=200, **COMMON)
+settings.load_profile("fast")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, which the tests' own programs would inherit.

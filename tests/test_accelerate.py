@@ -13,6 +13,8 @@ from tests.support.programs import torchrun
 
 pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.programs
+
 N_OBS = 60
 
 

@@ -17,6 +17,7 @@ from dasksc.progress import EpochStats, merged
 N_OBS = 103
 
 pytestmark = [
+    pytest.mark.core,
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]

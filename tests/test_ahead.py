@@ -14,6 +14,8 @@ import pytest
 
 from dasksc.ahead import _Crew, _dismiss_all, run_ahead
 
+pytestmark = pytest.mark.core
+
 
 def gather_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("dasksc-gather")]

@@ -18,6 +18,8 @@ from click.testing import CliRunner
 
 from dasksc import cli
 
+pytestmark = pytest.mark.programs
+
 TEXT = (Path(__file__).parents[1] / "docs" / "atlases.md").read_text()
 
 

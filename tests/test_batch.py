@@ -12,6 +12,8 @@ from torch.utils.data import default_collate, default_convert
 from dasksc import InputError
 from dasksc.batch import Batch
 
+pytestmark = pytest.mark.core
+
 
 def make_batch() -> Batch:
     X = torch.arange(12.0).reshape(4, 3)

@@ -14,6 +14,8 @@ import pytest
 
 import dasksc
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 CELLS, GENES = 1500, 200

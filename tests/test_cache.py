@@ -25,6 +25,8 @@ from tests.support.servers import HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.core
+
 LIMIT = 16 * BLOCK_BYTES
 
 

@@ -17,6 +17,8 @@ from click.testing import CliRunner
 
 from dasksc import InputError, cli
 
+pytestmark = pytest.mark.core
+
 
 def test_help_lists_every_subcommand_and_each_has_examples() -> None:
     runner = CliRunner()

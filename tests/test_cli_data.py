@@ -25,6 +25,8 @@ from dasksc.cli import bench
 from dasksc.cli._shared import aligned
 from tests.support.servers import SECRET, Bucket, s3_bucket, serving
 
+pytestmark = pytest.mark.core
+
 N, GENES = 300, 30
 
 

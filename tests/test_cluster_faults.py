@@ -33,6 +33,8 @@ from dasksc.window import schedulers as window_schedulers
 from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
 
+pytestmark = pytest.mark.faults
+
 WAIT_S = 60.0  # for what must happen soon; only a failing test waits so long
 
 

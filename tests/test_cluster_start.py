@@ -30,6 +30,8 @@ from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
 from tests.support.programs import torchrun
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).parents[1]
 NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it
 

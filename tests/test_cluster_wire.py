@@ -25,6 +25,8 @@ from dasksc.window import cluster as window_cluster
 from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from tests.support.data import make_adata, make_values, write_store
 
+pytestmark = pytest.mark.core
+
 ROWS = np.arange(5, 45, dtype=np.int64)
 
 

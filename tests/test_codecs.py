@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc as kernels
 from dasksc.storage import chunked, codecs, open_matrix
 from dasksc.storage.codecs import Blosc, Chain, Codec, Crc32c, Deflate, Zstd, blosc_getitem
+
+pytestmark = pytest.mark.core
 
 getitem = blosc_getitem()
 needs_blosc2 = pytest.mark.skipif(getitem is None, reason="blosc2 is not installed")
@@ -133,7 +135,6 @@ def decode_pieces(
 
 
 @needs_blosc2
-@settings(deadline=None, max_examples=50, derandomize=True)
 @given(
     cuts=st.lists(st.lists(st.integers(0, N), min_size=2, max_size=12, unique=True), min_size=1, max_size=3),
     block_bytes=st.sampled_from([2**12, 2**16, 2**20]),

@@ -38,7 +38,7 @@ from tests.support.data import (
 from tests.support.recorders import recorded_reads
 
 # What AnnData 0.13 asks of pandas 3 when it subsets.
-pytestmark = pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
 
 ALIGNED = ("layers", "obsm", "obsp", "varm", "varp")
 

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 import torch
 from anndata import AnnData
 from anndata.experimental import AnnCollection
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
@@ -27,11 +27,14 @@ from dasksc.storage import files
 
 GENES = np.array([f"gene{i}" for i in range(40)])
 PARTS = ["layers/twice", "obsm/pca", "obsm/table", "raw"]
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Observation names are not unique",
-    "ignore:.*is of .* and becomes",
-    "ignore:Only some AnnData objects have `.raw`",  # AnnData's own, where it makes what is expected
-)
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.filterwarnings(
+        "ignore:Observation names are not unique",
+        "ignore:.*is of .* and becomes",
+        "ignore:Only some AnnData objects have `.raw`",  # AnnData's own, where it makes what is expected
+    ),
+]
 
 
 def atlas(
@@ -119,7 +122,6 @@ def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False
         assert sp.issparse(lazy._meta) == sp.issparse(eager), name
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4, unique=True),
     sizes=st.lists(st.integers(0, 60), min_size=4, max_size=4),

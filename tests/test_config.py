@@ -12,6 +12,8 @@ import pytest
 
 from dasksc import config
 
+pytestmark = pytest.mark.core
+
 
 def run(script: str, **environment: str) -> list[str]:
     done = subprocess.run(

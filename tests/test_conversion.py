@@ -33,6 +33,8 @@ from dasksc.window import schedulers
 from tests.support.data import FORMATS, dense, make_adata, write_store
 from tests.support.servers import s3_bucket
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "programs" / "convert_kills.py"
 

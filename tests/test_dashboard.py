@@ -29,6 +29,8 @@ from dasksc.dashboard.page import LoaderPage
 from dasksc.errors import InputError
 from dasksc.window import reporting
 
+pytestmark = pytest.mark.core
+
 WAIT_S = 30.0  # for what must happen soon; only a failing test waits so long
 LABELS = {"key", "name", "worker", "host", "pid"}
 ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s"}

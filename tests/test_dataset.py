@@ -28,6 +28,8 @@ import dasksc
 from dasksc import Batch, BlockShuffling, BlockWeightedSampling, CorruptDataError, FetchError, Streaming, scDataset
 from tests.support.data import FORMATS, LAYOUTS, dense, make_adata, write_store
 
+pytestmark = pytest.mark.core
+
 N_OBS = 203
 ROOT = Path(__file__).parents[1]
 

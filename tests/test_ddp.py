@@ -10,6 +10,8 @@ import pytest
 from tests.support.data import make_adata, write_store
 from tests.support.programs import torchrun
 
+pytestmark = pytest.mark.core
+
 
 def test_three_ranks_train_over_rows_that_divide_by_nothing_and_cover_them(tmp_path):
     n_obs = 1009

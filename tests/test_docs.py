@@ -10,6 +10,8 @@ import pytest
 
 import dasksc.errors
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 

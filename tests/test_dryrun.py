@@ -15,6 +15,8 @@ from dasksc import BlockShuffling, ClassBalancedSampling, InputError, Streaming,
 from tests.support.data import make_adata, write_store
 from tests.support.recorders import recorded_reads
 
+pytestmark = pytest.mark.core
+
 N_OBS = 203
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.faults
+
 PROGRAM = Path(__file__).parent / "programs" / "ddp_elastic.py"
 ROOT = Path(__file__).parents[1]
 N_OBS = 203

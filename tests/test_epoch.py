@@ -16,6 +16,8 @@ import pytest
 
 from dasksc.epoch import EpochCounter
 
+pytestmark = pytest.mark.core
+
 
 def test_epochs_count_up_and_peeking_uses_none() -> None:
     counter = EpochCounter()

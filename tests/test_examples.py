@@ -17,6 +17,8 @@ import torch
 from tests.support import programs
 from tests.support.programs import ROOT
 
+pytestmark = pytest.mark.programs
+
 EXAMPLES = ROOT / "examples"
 TORCHRUN = (*programs.TORCHRUN[1:], "--standalone", "--nproc_per_node=2")
 

@@ -16,6 +16,8 @@ from dasksc.experimental import estimate_sample_size, suggest_parameters
 from dasksc.multiindexable import MultiIndexable
 from dasksc.transforms import adata_to_mindex, fetch_transform_adata
 
+pytestmark = pytest.mark.core
+
 GIB = 1024**3
 KEYS = {
     "num_workers",

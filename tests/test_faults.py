@@ -26,6 +26,7 @@ N_OBS = 203
 PATIENCE_S = 180
 
 pytestmark = [
+    pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
 

@@ -12,13 +12,15 @@ import pytest
 import scipy.sparse as sp
 from anndata import AnnData
 from anndata.experimental import AnnCollection
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.filtering import columns_of
 from tests.support.recorders import recorded_reads
+
+pytestmark = pytest.mark.core
 
 N = 120
 
@@ -252,7 +254,6 @@ ROWS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(indices=ROWS, per_entry=st.booleans(), kind=st.sampled_from(["streaming", "weighted", "balanced"]))
 def test_of_the_indices_of_a_strategy_those_are_kept_that_fit(indices: Any, per_entry: bool, kind: str) -> None:
     every = np.arange(N)

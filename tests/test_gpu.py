@@ -21,7 +21,7 @@ from dasksc.train import Config, fit
 from tests.support.programs import ROOT, TORCHRUN, run
 from tests.support.training import COMMAND, figures, training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("one_thread")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")

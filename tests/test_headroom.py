@@ -14,6 +14,8 @@ import pytest
 from dasksc.window import headroom
 from dasksc.window.headroom import Headroom
 
+pytestmark = pytest.mark.faults
+
 T = TypeVar("T")
 
 LIMIT = 1000

@@ -30,7 +30,11 @@ from tests.support.data import write_store
 from tests.support.servers import serving
 
 # Of formats that are to come.
-pytestmark = [pytest.mark.filterwarnings("ignore:Writing zarr v2"), pytest.mark.filterwarnings("ignore:Consolidated")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.filterwarnings("ignore:Writing zarr v2"),
+    pytest.mark.filterwarnings("ignore:Consolidated"),
+]
 
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
 BOMB_BYTES = 2**26

@@ -21,6 +21,8 @@ from dasksc import (
 from tests.support.data import make_adata, write_store
 from tests.support.recorders import recorded_reads
 
+pytestmark = pytest.mark.core
+
 N_OBS = 60
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.data import make_adata, write_store
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = Path(__file__).parent / "programs" / "jax_ranks.py"
 ROOT = Path(__file__).parents[1]
 

@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.core
+
 # Compiles one kernel for several types, in an order of its own, and checks what it computes.
 PROGRAM = """
 import sys

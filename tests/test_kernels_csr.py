@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dasksc.kernels import csr as kernels
 from dasksc.storage.matrix import Lookups
+
+pytestmark = pytest.mark.core
 
 N_VARS = 37
 
@@ -390,7 +392,6 @@ def test_every_kernel_keeps_within_its_arrays_when_bounds_are_checked() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=5), st.sampled_from(["int32", "int64"]))
 def test_places_are_found_to_ascend_as_scipy_finds_them(rows: list[list[int]], dtype: str) -> None:
     indices = np.array([column for row in rows for column in row], dtype=dtype)
@@ -406,7 +407,6 @@ def test_places_are_found_to_ascend_as_scipy_finds_them(rows: list[list[int]], d
     assert found == x.has_canonical_format == all(sorted(set(row)) == row for row in rows)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import draw
 from tests.support import twins
+
+pytestmark = pytest.mark.core
 
 ERROR = 1e-4
 SEGMENT_LEVELS = 6
@@ -114,7 +116,6 @@ def test_twin_of_sums_finds_the_first_wrong_weight(wrong: float, lookup: NDArray
 
 
 @given(st.lists(st.integers(-1, 5), max_size=60), st.booleans())
-@settings(deadline=None)
 def test_twin_of_counts(codes: list[int], some: bool) -> None:
     array = np.array(codes, dtype=np.int16)
     lookup = np.arange(0, len(codes), 2) if some else NO_LOOKUP
@@ -128,7 +129,6 @@ def test_twin_of_counts(codes: list[int], some: bool) -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, draw._COUNTED), st.floats(0, 1) | st.sampled_from([0.25, 0.5, 0.75]))
-@settings(deadline=None)
 def test_twin_of_small_binomials(key: int, n: int, p: float) -> None:
     heads = n if p == 1 else twins.heads(key, n, math.floor(p * 2**53))
     assert draw.binomial(np.uint64(key), n, p) == heads
@@ -296,7 +296,6 @@ def test_twin_of_selecting_by_key(kind: str, low: float, high: float) -> None:
 
 
 @given(st.lists(st.integers(), max_size=30, unique=True).map(len), st.data())
-@settings(deadline=None)
 def test_twin_of_leaving_out(n: int, data: st.DataObject) -> None:
     places = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else [], dtype=np.int64)
     values = np.arange(n, dtype=np.int32) + 100
@@ -305,7 +304,6 @@ def test_twin_of_leaving_out(n: int, data: st.DataObject) -> None:
 
 
 @given(codes=st.lists(st.integers(-1, 3), min_size=1, max_size=80), key=st.integers(0, 2**64 - 1), data=st.data())
-@settings(deadline=None)
 def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None:
     counts = [codes.count(c) for c in range(4)]
     quotas = [data.draw(st.integers(0, count)) for count in counts]

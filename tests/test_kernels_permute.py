@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import permute
 from tests.support import twins
+
+pytestmark = pytest.mark.core
 
 ERROR = 1e-4
 UINT64 = st.integers(0, 2**64 - 1)
@@ -66,7 +68,6 @@ def test_bits_are_those_of_splitmix64() -> None:
     assert int(permute.bits(np.uint64(1234567), 0)) == 6457827717110365317
 
 
-@settings(deadline=None)
 @given(UINT64, st.integers(0, 2**40))
 def test_twin_of_bits_and_streams(key: int, counter: int) -> None:
     assert int(permute.bits(np.uint64(key), counter)) == twins.bits(key, counter)
@@ -74,7 +75,6 @@ def test_twin_of_bits_and_streams(key: int, counter: int) -> None:
     assert int(permute.stream(np.uint64(key), counter)) == twins.stream(key, counter)
 
 
-@settings(deadline=None)
 @given(UINT64, st.integers(0, 2**40), st.integers(1, 2**32 - 1) | st.integers(1, 10))
 def test_twin_of_below(key: int, counter: int, n: int) -> None:
     value = int(permute.below(np.uint64(key), counter, n))
@@ -108,7 +108,6 @@ def test_bits_of_neighbouring_keys_and_counters_do_not_correlate() -> None:
 # --- Tables -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(UINT64, st.integers(0, 200))
 def test_twin_of_shuffle(key: int, n: int) -> None:
     out = np.empty(n, dtype=np.int64)
@@ -164,7 +163,6 @@ def test_the_network_is_a_permutation(n: int) -> None:
     np.testing.assert_array_equal(np.sort(network(n, 7)), np.arange(n))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**40), st.integers(0, 2**32), st.data())
 def test_twin_of_the_network(n: int, number: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, n - 1))
@@ -243,7 +241,6 @@ def test_networks_of_different_keys_agree_no_more_than_chance() -> None:
 # --- Dealing ----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     block_size=st.integers(1, 9),
     rank=st.integers(0, 3),

@@ -11,6 +11,8 @@ import scipy.sparse as sp
 
 from dasksc.lazy.known import owned, without_copies
 
+pytestmark = pytest.mark.core
+
 scanpy_utils = pytest.importorskip("scanpy._utils", reason="scanpy is not installed")
 scaled = scanpy_utils.axis_mul_or_truediv
 

@@ -19,6 +19,8 @@ from dasksc.train import Config
 from tests.programs.with_slurm import free_ports
 from tests.support.programs import ROOT, TORCHRUN, run
 
+pytestmark = pytest.mark.programs
+
 FOLDER = ROOT / "examples" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
 

@@ -18,6 +18,8 @@ from tests.programs.with_slurm import free_ports, missing
 from tests.support.data import make_adata, write_store
 from tests.support.programs import MPIRUN, ROOT, run, torchrun
 
+pytestmark = pytest.mark.programs
+
 LAUNCHED = ROOT / "tests" / "programs" / "launched.py"
 TRAIN = ROOT / "examples" / "train_ddp.py"
 

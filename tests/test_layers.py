@@ -12,6 +12,8 @@ import pytest
 
 import dasksc
 
+pytestmark = pytest.mark.core
+
 PACKAGE = Path(dasksc.__file__).parent
 
 # Lowest first: a room imports from rooms before it, never from one after it.

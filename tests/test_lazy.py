@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from dask.callbacks import Callback
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -24,6 +24,8 @@ from dasksc.errors import InputError
 from dasksc.lazy import DaskMatrix, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Fetched, Matrix, as_matrix, open_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
+
+pytestmark = pytest.mark.core
 
 N_OBS, N_VARS = 60, 17
 
@@ -206,7 +208,6 @@ def computed_array(kind: str) -> tuple[da.Array, NDArray[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["dense", "csr", "csr_array", "csc"])
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(rows=st.lists(st.integers(0, N_OBS - 1), max_size=40).map(sorted))
 def test_a_dask_matrix_gives_the_rows_of_the_computed_array(kind: str, rows: list[int]) -> None:
     array, values = computed_array(kind)

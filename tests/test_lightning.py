@@ -27,15 +27,18 @@ ROOT = Path(__file__).parents[1]
 N_OBS = 60
 TRAINING, HELD_OUT = np.arange(50), np.arange(50, N_OBS)
 
-pytestmark = pytest.mark.filterwarnings(
-    # Lightning warns of much: of programs that are installed, of few workers, of short epochs.
-    "ignore",
-    # What must not be there is a word against the loaders.
-    "error:.*(sampler|resum|shuffl|length|IterableDataset|zero)",
-    # But for these, which are true: the shuffling of training is turned off, and there is no validation set.
-    "ignore:You requested to overfit",
-    "ignore:Total length of `list` across ranks is zero",
-)
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.filterwarnings(
+        # Lightning warns of much: of programs that are installed, of few workers, of short epochs.
+        "ignore",
+        # What must not be there is a word against the loaders.
+        "error:.*(sampler|resum|shuffl|length|IterableDataset|zero)",
+        # But for these, which are true: the shuffling of training is turned off, and there is no validation set.
+        "ignore:You requested to overfit",
+        "ignore:Total length of `list` across ranks is zero",
+    ),
+]
 
 
 class Recorder(pl.LightningModule):

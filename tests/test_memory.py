@@ -15,6 +15,8 @@ import torch
 
 from dasksc.storage import memory
 
+pytestmark = pytest.mark.core
+
 SHAPE = (64, 1024)
 
 

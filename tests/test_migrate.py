@@ -21,6 +21,8 @@ import dasksc
 from dasksc import BlockShuffling, ClassBalancedSampling, Streaming, scDataset
 from tests.support.data import make_adata, write_store
 
+pytestmark = pytest.mark.programs
+
 PAGE = Path(__file__).parents[1] / "docs" / "migrate.md"
 N_OBS, BATCH = 240, 8
 

@@ -12,6 +12,8 @@ import dasksc
 from dasksc import mixing
 from dasksc.sampling import bind, encode_labels
 
+pytestmark = pytest.mark.core
+
 
 def plan_of(strategy: dasksc.SamplingStrategy, n: int, fetch_factor: int = 4) -> dasksc.EpochPlan:
     sampler = bind(strategy, range(n), n, lambda key: None)

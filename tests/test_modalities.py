@@ -17,7 +17,7 @@ import torch
 import zarr
 from anndata import AnnData
 from anndata.io import write_elem
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
@@ -25,6 +25,8 @@ from dasksc.errors import InputError, MissingKeyError, MissingPathError, Storage
 from dasksc.storage import as_matrix
 from dasksc.storage.taken import TakenMatrix
 from tests.support.servers import serving
+
+pytestmark = pytest.mark.core
 
 N = 60
 
@@ -215,7 +217,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         dasksc.scDataset(path, dasksc.Streaming(), 8, batch_transform=lambda batch: batch)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.integers(0, 19), max_size=30),
     wanted=st.lists(st.integers(0, 29), min_size=1, max_size=20),

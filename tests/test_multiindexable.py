@@ -11,6 +11,8 @@ import torch
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 
+pytestmark = pytest.mark.core
+
 N_ROWS = 12
 X = np.arange(N_ROWS * 3).reshape(N_ROWS, 3)
 FRAME = pd.DataFrame({"a": np.arange(N_ROWS), "b": list("abcdefghijkl")}, index=np.arange(N_ROWS)[::-1])

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 import dasksc
 
+pytestmark = pytest.mark.programs
+
 N_CELLS, N_RANKS, BATCH = 1_000, 4, 128
 Rows = list[list[int]]  # of each batch of an epoch
 

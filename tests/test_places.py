@@ -34,6 +34,8 @@ from tests.support.servers import SECRET, Bucket, azure_container, google_option
 
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.core
+
 # --- Several atlases behind a URL ---------------------------------------------------------------------
 
 

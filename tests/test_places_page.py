@@ -10,6 +10,8 @@ from tests.support.servers import SECRET, s3_bucket
 
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.programs
+
 
 def test_its_programs_run_from_top_to_bottom(tmp_path, monkeypatch):
     make_atlas(tmp_path / "uploaded.h5ad", 2_000, 300)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
@@ -19,6 +19,8 @@ from scipy import stats
 import dasksc
 from dasksc import EpochPlan
 from dasksc.sampling import BlockOrder, bind
+
+pytestmark = pytest.mark.core
 
 ERROR = 1e-4
 
@@ -109,7 +111,6 @@ SIZES = {
 }
 
 
-@settings(deadline=None, max_examples=400)
 @given(**SIZES)
 def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
     name: str, n: int, block_size: int, **sizes: Any
@@ -136,7 +137,6 @@ def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
         assert plan.n_dropped < plan.world_size * plan.batch_size + plan.world_size
 
 
-@settings(deadline=None, max_examples=200)
 @given(**SIZES)
 def test_what_is_promised_of_batches_is_what_is_yielded(name: str, n: int, block_size: int, **sizes: Any) -> None:
     ranks = ranks_of(plan_of(strategy_of(name, n, block_size), n, **sizes))
@@ -157,7 +157,6 @@ def test_what_is_promised_of_batches_is_what_is_yielded(name: str, n: int, block
             assert max(totals) - min(totals) <= 1
 
 
-@settings(deadline=None, max_examples=50)
 @given(**SIZES)
 def test_any_fetch_is_the_same_computed_alone_elsewhere(name: str, n: int, block_size: int, **sizes: Any) -> None:
     for rank in range(sizes["world_size"]):
@@ -176,7 +175,6 @@ def test_any_fetch_is_the_same_computed_alone_elsewhere(name: str, n: int, block
         np.testing.assert_array_equal(yielded_by(pickle.loads(pickle.dumps(here))), yielded_by(here))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     name=st.sampled_from(SHUFFLED),
     n=st.integers(8, 60),

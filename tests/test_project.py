@@ -18,6 +18,8 @@ from packaging.utils import canonicalize_name
 
 import dasksc
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -19,6 +19,8 @@ import scipy.sparse as sp
 import dasksc
 from tests.support.data import write_store
 
+pytestmark = pytest.mark.faults
+
 ROOT = Path(__file__).parent.parent
 N_OBS, N_VARS, FETCH = 6_000, 3_000, 1_024
 

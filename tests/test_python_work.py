@@ -14,6 +14,8 @@ import pytest
 import dasksc
 from tests.support.data import make_adata, write_store
 
+pytestmark = pytest.mark.core
+
 N_BATCHES = 16
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.programs import ROOT, blocks, run_page
 
+pytestmark = pytest.mark.programs
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -29,6 +29,8 @@ from tests.support.servers import SECRET, Bucket, HTTPServer, relaying, s3_bucke
 
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.core
+
 
 NAMES = ["csr.h5ad", "dense.h5ad", "csr.zarr2.zarr", "csr.zarr3.zarr"]
 

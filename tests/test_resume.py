@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -26,6 +26,8 @@ from dasksc import (
 )
 from dasksc.plan import EpochPlan, Stretch
 from dasksc.sampling import bind
+
+pytestmark = pytest.mark.core
 
 
 class Backwards(SamplingStrategy):
@@ -153,7 +155,6 @@ def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
     assert "epoch 5 begins at its start" in caplog.text
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_stretches_of_an_epoch_cover_it_exactly(data):
     n = data.draw(st.sampled_from([1, 2, 5, 50, 103]), label="n")
@@ -257,7 +258,6 @@ def rows_in(batches: list[list[list[int]]]) -> Counter[int]:
     return Counter(row for rank in batches for batch in rank for row in batch)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     strategy=st.sampled_from(STRATEGIES), drop_last=st.booleans(), equal_ranks=st.booleans(), world=RANKS, size=SIZES
 )
@@ -270,7 +270,6 @@ def test_from_every_step_the_same_ranks_read_the_rest_of_the_same_epoch(strategy
         assert [first + rest for first, rest in zip(head, tail, strict=True)] == unbroken
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     strategy=st.sampled_from(STRATEGIES),
     drop_last=st.booleans(),
@@ -299,7 +298,6 @@ def test_from_every_step_other_ranks_cover_the_rest_of_the_epoch(strategy, drop_
             assert n_dropped == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_an_epoch_can_be_stopped_three_times_and_gone_on_with_elsewhere(data):
     strategy = data.draw(st.sampled_from(STRATEGIES), label="strategy")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import scanpy as sc
 import scipy.sparse as sp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,6 +27,7 @@ from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_st
 from tests.support.recorders import recorded_reads
 
 pytestmark = [
+    pytest.mark.core,
     pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated"),
     pytest.mark.filterwarnings("ignore:Some cells have zero counts"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
@@ -155,7 +156,6 @@ def local(request: pytest.FixtureRequest) -> tuple[Any, NDArray[Any]]:
     return matrix_of(array), dense(same.compute(scheduler="synchronous"))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(draws=st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
 def test_rows_of_row_local_code_are_those_of_the_computed_array(
     local: tuple[Any, NDArray[Any]], draws: list[float]

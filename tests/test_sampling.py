@@ -14,7 +14,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
@@ -31,6 +31,8 @@ from dasksc import (
 )
 from dasksc.kernels import draw as draw_kernels
 from dasksc.sampling import BlockOrder, Purpose, Sampler, bind, epoch_keys
+
+pytestmark = pytest.mark.core
 
 ERROR = 1e-4
 
@@ -146,7 +148,6 @@ def test_draws_stand_in_storage_order_when_they_are_read_in_blocks() -> None:
         assert np.all(np.diff(rows_of(strategy, 1000)) >= 0)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     n=st.integers(1, 500),
     total_size=st.integers(1, 3000),
@@ -182,7 +183,6 @@ def test_ascending_rows_are_the_same_rows(block_size: int) -> None:
 # --- Without replacement ----------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
 @given(n=st.integers(1, 400), data=st.data())
 def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> None:
     weights = np.array(data.draw(st.lists(st.sampled_from([0.0, 5e-324, 1.0, 3.0, 1e300]), min_size=n, max_size=n)))

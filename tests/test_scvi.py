@@ -17,7 +17,7 @@ import scvi
 from dasksc.integrations.scvi import SCVIDataModule
 
 # scvi-tools, and what it imports, warn of much that is theirs.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]
 
 N_OBS, N_VARS = 300, 40
 

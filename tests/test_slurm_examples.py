@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.programs import ROOT, run
 
+pytestmark = pytest.mark.programs
+
 SCRIPTS = ROOT / "examples" / "slurm"
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 

@@ -10,11 +10,13 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import InputError, MissingKeyError
+
+pytestmark = pytest.mark.core
 
 FRACTIONS = st.lists(st.integers(1, 20), min_size=2, max_size=5).map(
     lambda parts: {f"part{i}": part / sum(parts) for i, part in enumerate(parts)}
@@ -32,7 +34,6 @@ def check_groups(parts: dict[str, np.ndarray], groups: np.ndarray) -> None:
     assert sum(map(len, seen)) == len(set().union(*seen))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(fractions=FRACTIONS, n=st.integers(150, 2000), n_classes=st.integers(1, 12), seed=st.integers(0, 2**64 - 1))
 def test_each_class_is_cut_less_than_a_row_from_its_fractions(
     fractions: Any, n: int, n_classes: int, seed: int
@@ -53,7 +54,6 @@ def test_each_class_is_cut_less_than_a_row_from_its_fractions(
     assert all(abs(len(plain[name]) - share * n) < 1 for name, share in fractions.items())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     fractions=FRACTIONS,
     n_donors=st.integers(6, 60),
@@ -74,7 +74,6 @@ def test_no_group_is_in_two_parts_and_none_is_over_by_more_than_the_largest(
     assert all(len(parts[name]) <= share * n + largest for name, share in fractions.items())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(n_donors=st.integers(20, 80), seed=st.integers(0, 2**64 - 1))
 def test_by_deals_values_and_not_rows(n_donors: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -23,6 +23,8 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.storage import Columns, Fetched, Matrix, as_matrix, open_matrix
 from tests.support.recorders import recorded_reads
 
+pytestmark = pytest.mark.core
+
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_files = pytest.mark.skipif(not SHARED.exists(), reason="the sample files are not on this machine")
 

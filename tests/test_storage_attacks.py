@@ -27,6 +27,8 @@ import dasksc.dataset
 from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.storage import open_matrix
 
+pytestmark = pytest.mark.faults
+
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
 
 

@@ -10,6 +10,8 @@ import pytest
 from dasksc.storage import clock
 from dasksc.storage.clock import Clock, Spent, decoding, read_from, reading
 
+pytestmark = pytest.mark.core
+
 
 class Hands:
     """A clock that moves when it is told to."""

@@ -22,7 +22,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
@@ -34,10 +34,10 @@ from dasksc.storage.files import LocalFile, can_map
 from dasksc.storage.identity import FileIdentity
 from tests.support.recorders import recorded_reads
 
+pytestmark = pytest.mark.core
+
 DTYPES = ["float32", "float64", "int8", "uint16", "int64", "bool"]
 INDEX_DTYPES = ["int32", "int64", "uint16", "uint32"]
-
-quickly = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @contextmanager
@@ -172,7 +172,6 @@ else:
     ]
 
 
-@quickly
 @given(
     random=randoms,
     filters=st.sampled_from(H5_FILTERS),
@@ -188,7 +187,6 @@ def test_any_chunked_hdf5_reads_as_through_h5py(
         check_same(path / "x.h5ad", random, seed=seed, use_mmap=use_mmap)
 
 
-@quickly
 @given(random=randoms, use_mmap=st.booleans(), seed=st.integers(0, 9))
 def test_any_contiguous_hdf5_reads_as_through_h5py(random: Random, use_mmap: bool, seed: int) -> None:
     with folder() as path:
@@ -208,7 +206,6 @@ V2_CODECS: list[dict[str, Any]] = [
 ]
 
 
-@quickly
 @given(
     random=randoms, codecs=st.sampled_from(V2_CODECS), chunk=st.sampled_from([1, 3, 16, 1000]), seed=st.integers(0, 9)
 )
@@ -232,7 +229,6 @@ V3_CODECS: list[dict[str, Any]] = [
 ]
 
 
-@quickly
 @given(
     random=randoms,
     codecs=st.sampled_from(V3_CODECS),

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
@@ -37,6 +37,8 @@ from dasksc.storage.plain import PlainArray
 from dasksc.storage.remote import RemoteFile
 from dasksc.storage.remote_hdf5 import open_remote
 from tests.support.servers import serving
+
+pytestmark = pytest.mark.core
 
 # Which versions of HDF5 a file is for: with those before 1.10 an index is a B-tree of version 1.
 OLD = ["earliest", ("earliest", "v108"), ("v108", "v108"), None]
@@ -267,7 +269,6 @@ def histories(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(history=histories())
 def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
     tmp_path_factory: pytest.TempPathFactory, history: dict[str, Any]

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from dasksc.storage.reach import Reached
 from dasksc.storage.runs import locate, merge
 
+pytestmark = pytest.mark.core
+
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dasksc.storage.arrays import BrokenRunError
@@ -18,6 +18,8 @@ from dasksc.storage.hdf5 import H5Array, H5File
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.sliced import SlicedArray
 from dasksc.storage.zarr import ZarrArray, ZarrFile
+
+pytestmark = pytest.mark.core
 
 N_ROWS, N_COLUMNS = 20_000, 25
 
@@ -47,7 +49,6 @@ def read(array: SlicedArray, starts: Any, stops: Any) -> tuple[list[np.ndarray],
     return [block[a : a + n] for a, n in zip(firsts, stops - starts, strict=True)], reached.held_bytes
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, N_ROWS), st.integers(0, 300)), min_size=1, max_size=60))
 def test_any_runs_are_read(array: SlicedArray, values: np.ndarray, runs: list[tuple[int, int]]) -> None:
     starts = np.sort([start for start, _ in runs])

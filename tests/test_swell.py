@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from dasksc.storage.swell import SWELLING, check_swelling
 
+pytestmark = pytest.mark.faults
+
 zstandard = pytest.importorskip("zstandard")
 
 

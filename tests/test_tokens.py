@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
@@ -22,12 +22,13 @@ from dasksc.tokens import CLS, IGNORED, MASK, PAD, RankTokens, ValueBins, Vocabu
 from tests.support import twins
 from tests.support.data import make_adata, write_store
 
+pytestmark = pytest.mark.core
+
 N_GENES = 9
 GENES = [f"gene{i}" for i in range(N_GENES)]
 # Few, so that many are equal; of both signs, and some that float32 rounds.
 VALUES = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 0.1, 1e-30, 1e30, -1.0, -2.5])
 CELLS = st.lists(st.lists(VALUES, min_size=N_GENES, max_size=N_GENES), min_size=0, max_size=6)
-ROUNDS = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def batch_of(cells: list[list[float]], layout: str) -> Batch:
@@ -96,7 +97,6 @@ def written(batch: Batch) -> list[list[tuple[int, float]]]:
     ]
 
 
-@ROUNDS
 @given(
     cells=CELLS,
     layout=st.sampled_from(["csr", "dense"]),
@@ -116,7 +116,6 @@ def test_ranked_tokens_are_those_of_the_reference(cells, layout, max_genes, medi
     assert set(made) == {"obs", "index", "input_ids", "values", "attention_mask"}
 
 
-@ROUNDS
 @given(cells=CELLS, layout=st.sampled_from(["csr", "dense"]), n_bins=st.integers(2, 12), prepend_cls=st.booleans())
 def test_bins_are_those_of_the_reference(cells, layout, n_bins, prepend_cls):
     tokens = ValueBins(GENES, n_bins=n_bins, max_genes=N_GENES, prepend_cls=prepend_cls)
@@ -125,7 +124,6 @@ def test_bins_are_those_of_the_reference(cells, layout, n_bins, prepend_cls):
     assert written(made) == [start + binned(cell, list(range(3, 3 + N_GENES)), n_bins) for cell in cells]
 
 
-@ROUNDS
 @given(cells=CELLS, max_genes=st.integers(1, 5), epoch=st.integers(0, 3), seed=st.integers(0, 2**64 - 1))
 def test_of_more_genes_than_fit_a_sample_is_binned(cells, max_genes, epoch, seed):
     tokens = ValueBins(GENES, n_bins=4, max_genes=max_genes, seed=seed).at_epoch(epoch)
@@ -138,7 +136,6 @@ def test_of_more_genes_than_fit_a_sample_is_binned(cells, max_genes, epoch, seed
     assert written(tokens(batch)) == expected
 
 
-@ROUNDS
 @given(
     cells=CELLS,
     ratio=st.sampled_from([0.01, 0.15, 0.5, 0.99]),
@@ -164,7 +161,6 @@ def test_masks_hide_what_the_labels_have(cells, ratio, epoch, prepend_cls, kind)
         assert torch.equal(made[shown], bare[shown])
 
 
-@ROUNDS
 @given(
     cells=CELLS,
     epoch=st.integers(0, 3),

@@ -15,6 +15,7 @@ StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").Statef
 N_OBS = 103
 
 pytestmark = [
+    pytest.mark.programs,
     # Of torchdata itself, with newer versions of torch.
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),
     # More workers than this machine has cores, and forks of a process with threads, are what is tested.

@@ -28,7 +28,7 @@ from tests.support.training import checkpoints, losses, rows_of, train
 FRAGILE = "tests.programs.train_models:Fragile"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="session")

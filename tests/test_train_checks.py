@@ -11,6 +11,8 @@ from dasksc import DaskscError, InputError
 from dasksc.train.checks import check
 from dasksc.train.config import Config
 
+pytestmark = pytest.mark.core
+
 CLASSIFIER = {"name": "mlp_classifier", "label": "cell_type"}
 TRANSFORMER = {"model": "transformer_encoder", "tokenizer": {"masking": {"mask_ratio": 0.15}}}
 

@@ -23,6 +23,8 @@ from dasksc.train.optim import factor_at, make_optimizer
 from dasksc.train.parallel import Place, modules_to_shard, replicas_of, strategy_of, unused_of
 from tests.support.training import GUIDE
 
+pytestmark = pytest.mark.core
+
 SMALL = {"data": {"path": "atlas.h5ad"}, "model": "vae"}
 
 

@@ -29,6 +29,8 @@ from tests.programs.with_slurm import free_ports
 from tests.support.programs import MPIRUN, NO_GPU, ROOT, ended, run
 from tests.support.training import COMMAND, GUIDE, N_CELLS, N_GENES, N_TYPES, alone, assert_same, training
 
+pytestmark = pytest.mark.programs
+
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
 
 

@@ -35,6 +35,8 @@ from tests.support.training import (
     training,
 )
 
+pytestmark = pytest.mark.programs
+
 ODD_SHARE = 0.084
 
 

@@ -27,7 +27,7 @@ HERE = "tests.test_train_resume"
 ALONE = Place(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), strategy="single")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="session")

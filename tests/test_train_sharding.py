@@ -16,6 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dasksc.train.config import Fsdp, Training
 from dasksc.train.parallel import Place, spread, strategy_of
 
+pytestmark = pytest.mark.core
+
 PLACE = Place(rank=0, world_size=4, local_world_size=4, device=torch.device("cpu"), strategy="fsdp")
 
 

@@ -17,6 +17,8 @@ from dasksc.train.config import Scheduler
 from dasksc.train.optim import factor_at
 from tests.support.programs import ROOT, blocks, run
 
+pytestmark = pytest.mark.programs
+
 PAGE = ROOT / "docs" / "trainers.md"
 LIBRARIES = ("torch", "torchdata", "lightning", "accelerate", "transformers", "scvi")
 

@@ -16,6 +16,8 @@ from tests.support.programs import torchrun
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = Path(__file__).parent / "programs" / "hf_trainer.py"
 N_TRAINING, N_OBS = 50, 60
 

@@ -15,6 +15,8 @@ import torch
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.transforms import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
+pytestmark = pytest.mark.core
+
 N_OBS, N_VARS = 20, 7
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
@@ -32,7 +32,7 @@ from tests.support.data import (
 )
 
 # What AnnData 0.13 asks of pandas 3 when it subsets.
-pytestmark = pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
 
 # As we open it, and as AnnData reads it.
 Opened = tuple[ad.AnnData, ad.AnnData]
@@ -87,16 +87,13 @@ def assert_rows_equal(opened: ad.AnnData, expected: ad.AnnData, draws: list[floa
 
 
 fractions = st.lists(st.floats(0, 1, exclude_max=True), max_size=30)
-examples = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@examples
 @given(draws=fractions)
 def test_any_rows_of_any_matrix_are_those_that_anndata_reads(written: Opened, draws: list[float]) -> None:
     assert_rows_equal(*written, draws)
 
 
-@examples
 @given(draws=fractions)
 def test_any_rows_of_a_real_file_are_those_that_anndata_reads(real: Opened, draws: list[float]) -> None:
     assert_rows_equal(*real, draws)

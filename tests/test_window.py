@@ -39,6 +39,8 @@ from dasksc.window import cluster as window_cluster
 from dasksc.window import local as window_local
 from dasksc.window import schedulers as window_schedulers
 
+pytestmark = pytest.mark.core
+
 WAIT_S = 20.0  # for what must happen soon; only a failing test waits so long
 
 

@@ -16,6 +16,8 @@ from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.tasks import FetchedMatrices
 from tests.support.data import make_values
 
+pytestmark = pytest.mark.core
+
 N_OBS, N_VARS = 90, 11
 
 

@@ -20,6 +20,7 @@ from tests.support.data import make_adata, write_store
 N_OBS = 203
 
 pytestmark = [
+    pytest.mark.core,
     # More workers than this machine has cores, and forks of a process with threads, are what is tested.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),

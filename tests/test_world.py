@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import threading
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 
 from dasksc import InputError, RankMismatchError, World
 from dasksc import world as world_module
+
+pytestmark = pytest.mark.core
 
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
@@ -157,13 +157,11 @@ def test_a_group_without_torch_distributed_is_refused():
 def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch):
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
-    monkeypatch.setattr(world_module, "shared_store", lambda prefix: dist.PrefixStore(prefix, store))
-    monkeypatch.setattr(world_module.Agreement, "is_possible", staticmethod(lambda: True))
 
     def agreement(attempt: int):
-        monkeypatch.setattr(world_module, "_ordinals", defaultdict(itertools.count))  # as in a new process
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        return world_module.Agreement(World(0, 2))
+        # Data sets are counted anew, as in a new process.
+        return world_module.Agreement(World(0, 2), dist.PrefixStore("run", store))
 
     first = agreement(0)
     first.begin(0, epoch=0, fingerprint="same")

@@ -1,0 +1,35 @@
+"""Ranks as threads of one process, which agree through a store in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from torch.distributed import HashStore, Store
+
+from dasksc import BlockShuffling, World, scDataset
+from dasksc.world import Agreement
+
+T = TypeVar("T")
+
+
+def on_ranks(world_size: int, act: Callable[[int, Store], T], store: Store | None = None) -> list[T | Exception]:
+    """Call `act` with each rank and one store, on a thread each; return what each returned or raised."""
+    shared = HashStore() if store is None else store
+    with ThreadPoolExecutor(world_size) as threads:
+        acts = [threads.submit(act, rank, shared) for rank in range(world_size)]
+        return [act.exception() or act.result() for act in acts]
+
+
+def rank_of(
+    rank: int, world_size: int, store: Store, data: Any = None, *, group: str = "", **options: Any
+) -> scDataset:
+    """Make the data set of a rank that agrees with others through `store`; 103 numbers, shuffled, by default."""
+    options = {"batch_size": 5, "fetch_factor": 2, "seed": 3, "scheduler": "synchronous", **options}
+    strategy = options.pop("strategy", BlockShuffling(4))
+    collection = np.arange(103) if data is None else data
+    dataset = scDataset(collection, strategy, rank=rank, world_size=world_size, **options)
+    dataset._agreement = Agreement(World(rank, world_size, group=group), store)
+    return dataset
