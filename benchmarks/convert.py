@@ -114,8 +114,7 @@ def write(name: str, spec: dict[str, Any], options: argparse.Namespace) -> dict[
             for key, value in memory_of(process.pid).items():
                 peaks[key] = max(peaks[key], value)
             time.sleep(_SAMPLES_S)
-    assert process.stdout is not None
-    printed = process.stdout.read().splitlines()
+    printed = process.communicate()[0].splitlines()
     if process.returncode:
         raise SystemExit(f"{name} failed:\n{log.read_text()[-3000:]}")
     return {**json.loads(printed[-1]), **peaks}

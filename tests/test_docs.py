@@ -10,7 +10,7 @@ import pytest
 
 import dasksc.errors
 
-pytestmark = pytest.mark.programs
+pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

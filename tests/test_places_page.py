@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from make_atlas import make_atlas
 
 from tests.support.programs import ROOT, run_page
 from tests.support.servers import SECRET, s3_bucket
@@ -13,17 +12,17 @@ pytest.importorskip("obstore")
 pytestmark = pytest.mark.programs
 
 
-def test_its_programs_run_from_top_to_bottom(tmp_path, monkeypatch):
-    make_atlas(tmp_path / "uploaded.h5ad", 2_000, 300)
+def test_its_programs_run_from_top_to_bottom(atlas_of, tmp_path, monkeypatch):
+    atlas = atlas_of(2_000, 300)
     with s3_bucket() as bucket:
-        bucket.put(tmp_path / "uploaded.h5ad", "atlas.h5ad")
+        bucket.put(atlas, "atlas.h5ad")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.options["endpoint"])
         # The endpoint refuses nobody who has no key only if the object is public.
         bucket.client.put_object_acl(Bucket=bucket.name, Key="atlas.h5ad", ACL="public-read")
-        done = run_page(ROOT / "docs" / "places.md", tmp_path)
+        done = run_page(ROOT / "docs" / "places.md", tmp_path, atlas)
     assert "torch.Size([64, 300])" in done.stdout
     assert "['atlas']" in done.stdout
     assert "True" in done.stdout

@@ -22,14 +22,19 @@ pytestmark = pytest.mark.programs
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_its_programs_run_from_top_to_bottom(tmp_path):
-    done = run_page(ROOT / "README.md", tmp_path)
+@pytest.fixture(scope="session")
+def atlas(atlas_of) -> Path:
+    return atlas_of(2_000, 300)
+
+
+def test_its_programs_run_from_top_to_bottom(tmp_path, atlas):
+    done = run_page(ROOT / "README.md", tmp_path, atlas)
     assert "sparse_csr torch.Size([64, 100])" in done.stdout
     assert "watch at http" in done.stdout
 
 
-def test_the_programs_of_the_page_on_clusters_run(tmp_path):
-    done = run_page(ROOT / "docs" / "cluster.md", tmp_path)
+def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
+    done = run_page(ROOT / "docs" / "cluster.md", tmp_path, atlas)
     assert "scheduler at tcp://127.0.0.1:" in done.stdout
     assert "2000 rows\n31 batches left" in done.stdout
     assert "<html" in (tmp_path / "epoch.html").read_text()
@@ -42,12 +47,12 @@ RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_programs_of_other_pages_run_too(page, tmp_path):
-    assert run_page(page, tmp_path).stdout
+def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
+    assert run_page(page, tmp_path, atlas).stdout
 
 
-def test_the_programs_on_watching_run_and_show_figures(tmp_path):
-    done = run_page(ROOT / "docs" / "watching.md", tmp_path)
+def test_the_programs_on_watching_run_and_show_figures(tmp_path, atlas):
+    done = run_page(ROOT / "docs" / "watching.md", tmp_path, atlas)
     assert "cells/s, waited" in done.stderr  # the progress bar
     assert re.search(r"^4 fetches took", done.stdout, re.MULTILINE)
     assert re.search(r"watch at http://\S+/loader$", done.stdout, re.MULTILINE)
