@@ -90,6 +90,17 @@ def test_files_name_no_place_on_somebodys_machine():
     assert found == []
 
 
+def test_no_test_module_imports_another():
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in tests
+        for match in re.finditer(r"^\s*(from|import) .*\btest_\w+.*$", path.read_text(), re.MULTILINE)
+    ]
+    assert len(tests) > 50
+    assert found == []
+
+
 def public_names() -> Iterator[str]:
     """Import names of what users meet: the public names, and the methods and properties of classes."""
     for module_name in [
