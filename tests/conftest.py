@@ -87,6 +87,12 @@ def atlas_of(shared_folder: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def training_atlas(atlas_of: Callable[..., Path]) -> Path:
+    """The atlas of small trainings: as many cells, genes and types as tests/support/training.py says."""
+    return atlas_of(203, 40, n_types=5, n_plates=6, seed=1)
+
+
+@pytest.fixture(scope="session")
 def mpirun() -> None:
     """Skip the test where Open MPI is not installed."""
     if shutil.which("mpirun") is None:

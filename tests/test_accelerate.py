@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
@@ -13,30 +12,34 @@ from tests.support.programs import torchrun
 
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.programs
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("accelerate")]
 
 N_OBS = 60
 
 
-def ranks(case: str, tmp_path: Path) -> list[dict[str, list[list[int]]]]:
-    path = write_store(make_adata(N_OBS), tmp_path, "h5ad")
-    torchrun(2, "accelerated.py", case, path, tmp_path)
-    return [json.loads((tmp_path / f"{case}-{rank}.json").read_text()) for rank in range(2)]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict[str, dict[str, list[list[int]]]]]:
+    """What each of two ranks read, by case."""
+    folder = tmp_path_factory.mktemp("accelerated")
+    torchrun(2, "accelerated.py", write_store(make_adata(N_OBS), folder, "h5ad"), folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_a_data_set_that_is_not_prepared_is_shared_once_and_its_state_saved_with_the_rest(tmp_path):
-    both = ranks("unprepared", tmp_path)
-    assert sorted(chain(*chain(*(rank["seen"] for rank in both)))) == list(range(N_OBS))
+def rows(both: list[dict[str, list[list[int]]]]) -> list[int]:
+    return sorted(chain(*chain(*(rank["seen"] for rank in both))))
+
+
+def test_a_data_set_that_is_not_prepared_is_shared_once_and_its_state_saved_with_the_rest(found):
+    both = [rank["unprepared"] for rank in found]
+    assert rows(both) == list(range(N_OBS))
     assert [len(rank["seen"]) for rank in both] == [4, 4]
     assert [rank["rest"] for rank in both] == [rank["seen"][2:] for rank in both]
 
 
-def test_preparing_the_data_set_itself_leaves_it_as_it_is(tmp_path):
-    both = ranks("prepared", tmp_path)
-    assert sorted(chain(*chain(*(rank["seen"] for rank in both)))) == list(range(N_OBS))
+def test_preparing_the_data_set_itself_leaves_it_as_it_is(found):
+    assert rows([rank["prepared"] for rank in found]) == list(range(N_OBS))
 
 
-def test_a_prepared_loader_loses_cells_as_the_documentation_warns(tmp_path):
+def test_a_prepared_loader_loses_cells_as_the_documentation_warns(found):
     # If this fails, Accelerate has learnt better: take the warning out of docs/trainers.md.
-    both = ranks("dispatched", tmp_path)
-    assert set(chain(*chain(*(rank["seen"] for rank in both)))) < set(range(N_OBS))
+    assert set(rows([rank["dispatched"] for rank in found])) < set(range(N_OBS))

@@ -23,7 +23,7 @@ from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, lo
 from dasksc.train.parallel import _per_batch, checkpoint_activations
 from dasksc.train.report import plot
 from tests.programs import train_models
-from tests.support.training import checkpoints, losses, rows_of, train
+from tests.support.training import checkpoints, losses, rows_of, small, train
 
 FRAGILE = "tests.programs.train_models:Fragile"
 
@@ -32,27 +32,13 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="session")
-def atlas(atlas_of) -> Path:
-    return atlas_of(203, 40, n_types=5, n_plates=6, seed=1)
+def atlas(training_atlas) -> Path:
+    return training_atlas
 
 
 @pytest.fixture
 def raw(atlas, tmp_path) -> dict[str, Any]:
-    return {
-        "data": {
-            "path": str(atlas),
-            "strategy": {"name": "block_shuffling", "block_size": 4},
-            "batch_size": 16,
-            "fetch_factor": 4,
-        },
-        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
-        "training": {
-            "max_epochs": 2,
-            "checkpoint_dir": str(tmp_path / "run"),
-            "log_every_n_steps": 1,
-            "logger": "csv",
-        },
-    }
+    return small(atlas, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +64,8 @@ def train_fragile(atlas: Path, folder: Path, *, at: int) -> Path:
     }
     if at:
         with pytest.raises(RuntimeError, match="the power is gone"):
-            fit(Config.of(raw), say=lambda line: None)
-    fit(Config.of(raw), say=lambda line: None)
+            train(raw)
+    train(raw)
     return folder / "run"
 
 
@@ -239,7 +225,7 @@ def test_a_run_ends_at_its_steps_or_epochs(raw, tmp_path):
 
 
 def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, atlas):
-    report = train(raw, training__max_epochs=15, data__validation=0.2, training__optimizer={"lr": 1e-2})
+    report = train(raw, plots=True, training__max_epochs=15, data__validation=0.2, training__optimizer={"lr": 1e-2})
     last_epoch = [row["accuracy"] for row in rows_of(tmp_path / "run") if row["epoch"] == 14 and "accuracy" in row]
     assert np.mean(last_epoch) > 0.65  # the largest of the five types has 44% of the cells
     model = load_model(report.model)
@@ -272,12 +258,10 @@ def test_data_parallel_on_one_process_is_the_same_training(raw, tmp_path):
     assert losses(tmp_path / "dp") == losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp"])
-def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, device, raw, tmp_path):
-    if (device == "cuda") != torch.cuda.is_available():
-        pytest.skip("there is no GPU here" if device == "cuda" else "there is a GPU, which is used")
+def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, raw):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     raw["training"] |= {"gradient_clip": 1.0, "gradient_accumulation": 2}
     raw["training"]["activation_checkpointing"] = strategy != "dp"
     raw["data"]["validation"] = 0.2
@@ -291,9 +275,18 @@ def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, d
     assert again.n_steps == 2 * report.n_steps
 
 
-@pytest.mark.parametrize("obs", [[], ["plate"]], ids=["x_alone", "batch"])
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+# Every precision with every strategy, and each of both with X alone and with a batch.
+@pytest.mark.parametrize(
+    ("precision", "strategy", "obs"),
+    [
+        ("bf16-mixed", "single", []),
+        ("bf16-mixed", "ddp", ["plate"]),
+        ("bf16-mixed", "fsdp", []),
+        ("16-mixed", "single", ["plate"]),
+        ("16-mixed", "ddp", []),
+        ("16-mixed", "fsdp", ["plate"]),
+    ],
+)
 def test_half_precision_is_not_that_of_the_counts(precision, strategy, obs, raw):
     raw["model"] = {"name": "tests.programs.train_models:Exact"}
     raw["data"]["obs"] = obs

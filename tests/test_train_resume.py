@@ -21,7 +21,7 @@ from dasksc.train.config import Optimizer
 from dasksc.train.optim import hyperparameters_of, make_optimizer
 from dasksc.train.parallel import Place
 from tests.support.programs import torchrun
-from tests.support.training import checkpoints, losses, rows_of, train
+from tests.support.training import checkpoints, losses, rows_of, small, train
 
 HERE = "tests.test_train_resume"
 ALONE = Place(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), strategy="single")
@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="session")
-def atlas(atlas_of) -> Path:
-    return atlas_of(203, 40, n_types=5, seed=1)
+def atlas(training_atlas) -> Path:
+    return training_atlas
 
 
 @pytest.fixture
@@ -43,18 +43,7 @@ def folder(tmp_path) -> Path:
 @pytest.fixture
 def raw(atlas, folder) -> dict[str, Any]:
     """A training of six steps, with a checkpoint every second one."""
-    return {
-        "data": {"path": str(atlas), "batch_size": 16, "fetch_factor": 4},
-        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
-        "training": {
-            "max_steps": 6,
-            "save_every": 2,
-            "save_top_k": -1,
-            "checkpoint_dir": str(folder),
-            "log_every_n_steps": 1,
-            "logger": "csv",
-        },
-    }
+    return small(atlas, folder, training__max_steps=6, training__save_every=2, training__save_top_k=-1)
 
 
 class Counting(torch.optim.SGD):
@@ -171,7 +160,7 @@ def test_going_on_from_the_latest_sets_nothing_aside(raw, folder, monkeypatch):
     assert not list(folder.glob("abandoned*"))
 
 
-def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -180,18 +169,18 @@ def test_the_best_are_chosen_without_those_of_the_abandoned_branch(tmp_path):
     kept = Checkpoints(folder=tmp_path, keep=1, mode="min", place=ALONE)
     everything = Checkpoints(folder=tmp_path, keep=-1, mode="min", place=ALONE)
     for step, value in [(1, 5.0), (2, 0.1), (4, 0.2)]:
-        everything.save(step, *small(), {}, value)
-    kept.save(3, *small(), {}, 3.0, branched_at=1)
+        everything.save(step, *linear(), {}, value)
+    kept.save(3, *linear(), {}, 3.0, branched_at=1)
     assert checkpoints(tmp_path) == [3]
-    kept.save(5, *small(), {}, 4.0)
+    kept.save(5, *linear(), {}, 4.0)
     assert checkpoints(tmp_path) == [3, 5]
     assert checkpoints(tmp_path / "abandoned-1") == [2, 4]
 
 
 def test_copies_under_other_names_are_neither_taken_nor_removed(tmp_path):
     kept = Checkpoints(folder=tmp_path, keep=0, mode="min", place=ALONE)
-    shutil.copytree(kept.save(9, *small(), {}, 0.1), tmp_path / "copy-of-step-00000009")
-    kept.save(10, *small(), {}, None)
+    shutil.copytree(kept.save(9, *linear(), {}, 0.1), tmp_path / "copy-of-step-00000009")
+    kept.save(10, *linear(), {}, None)
     assert [path.name for path in kept.all()] == ["step-00000010"]
     assert (tmp_path / "copy-of-step-00000009" / "state.json").exists()
 

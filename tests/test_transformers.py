@@ -16,51 +16,61 @@ from tests.support.programs import torchrun
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.programs
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("transformers")]
 
 PROGRAM = Path(__file__).parent / "programs" / "hf_trainer.py"
 N_TRAINING, N_OBS = 50, 60
+Seen = dict[str, list[list[int]]]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
-
-
-def run(folder: Path, path: Path, n_ranks: int, **options: object) -> list[dict[str, list[list[int]]]]:
-    """Train on some ranks; what each saw."""
-    given = json.dumps({"folder": str(folder), "path": str(path), **options})
+def run(folder: Path, n_ranks: int, trainings: dict[str, dict[str, object]]) -> dict[str, list[Seen]]:
+    """Train several times in one start of some ranks; what each of them saw, by the name of the training."""
+    path = write_store(make_adata(N_OBS), folder, "h5ad")
+    given = json.dumps([{"folder": str(folder / name), "path": str(path), **trainings[name]} for name in trainings])
     if n_ranks > 1:
         torchrun(n_ranks, PROGRAM.name, given)
     else:
         programs.run([sys.executable, PROGRAM, given])
-    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(n_ranks)]
+    return {
+        name: [json.loads((folder / name / f"seen-{rank}.json").read_text()) for rank in range(n_ranks)]
+        for name in trainings
+    }
 
 
-def test_one_process_reads_every_cell_once_an_epoch_and_goes_on_from_its_checkpoints(path, tmp_path):
-    (whole,) = run(tmp_path, path, 1)
-    batches = whole["train"]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, Seen]:
+    """What one process saw: unbroken, from some of its checkpoints, and of accumulated batches."""
+    folder = tmp_path_factory.mktemp("alone")
+    trainings: dict[str, dict[str, object]] = {"whole": {}}
+    trainings |= {f"from-{step}": {"checkpoint": str(folder / f"whole/checkpoint-{step}")} for step in (3, 7, 9)}
+    trainings["two"] = {"accumulate": 2}
+    trainings["two-from-2"] = {"accumulate": 2, "checkpoint": str(folder / "two/checkpoint-2")}
+    return {name: of_rank for name, (of_rank,) in run(folder, 1, trainings).items()}
+
+
+def test_one_process_reads_every_cell_once_an_epoch(alone):
+    batches = alone["whole"]["train"]
     assert len(batches) == 14
     assert batches[:7] != batches[7:]
     for epoch in (batches[:7], batches[7:]):
         assert sorted(chain(*epoch)) == list(range(N_TRAINING))
-    assert sorted(chain(*whole["eval"])) == list(range(N_TRAINING, N_OBS))
-    for step in (3, 7, 9):
-        (rest,) = run(tmp_path / "again", path, 1, checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert rest["train"] == batches[step:], step
+    assert sorted(chain(*alone["whole"]["eval"])) == list(range(N_TRAINING, N_OBS))
 
 
-def test_two_ranks_share_each_epoch_and_go_on_in_the_middle_of_one(path, tmp_path):
-    ranks = run(tmp_path, path, 2)
+@pytest.mark.parametrize("step", [3, 7, 9])
+def test_one_process_goes_on_from_its_checkpoints(step, alone):
+    assert alone[f"from-{step}"]["train"] == alone["whole"]["train"][step:]
+
+
+def test_accumulated_batches_are_not_read_twice_after_a_checkpoint(alone):
+    assert alone["two-from-2"]["train"] == alone["two"]["train"][4:]
+
+
+def test_two_ranks_share_each_epoch_and_go_on_in_the_middle_of_one(tmp_path):
+    again = {"checkpoint": str(tmp_path / "whole/checkpoint-2")}
+    ranks, rest = run(tmp_path, 2, {"whole": {}, "rest": again}).values()
     assert [len(rank["train"]) for rank in ranks] == [8, 8]
     for epoch in (slice(0, 4), slice(4, 8)):
         assert sorted(chain(*(chain(*rank["train"][epoch]) for rank in ranks))) == list(range(N_TRAINING))
     assert sorted(chain(*(chain(*rank["eval"]) for rank in ranks))) == list(range(N_TRAINING, N_OBS))
-    rest = run(tmp_path / "again", path, 2, checkpoint=str(tmp_path / "checkpoint-2"))
     assert [rank["train"] for rank in rest] == [rank["train"][2:] for rank in ranks]
-
-
-def test_accumulated_batches_are_not_read_twice_after_a_checkpoint(path, tmp_path):
-    (whole,) = run(tmp_path, path, 1, accumulate=2)
-    (rest,) = run(tmp_path / "again", path, 1, accumulate=2, checkpoint=str(tmp_path / "checkpoint-2"))
-    assert rest["train"] == whole["train"][4:]

@@ -1,4 +1,4 @@
-"""Under torchrun: read an epoch as Accelerate is told to; write which rows each rank saw, and after a resume."""
+"""Under torchrun: read an epoch in each way of telling Accelerate; write which rows each rank saw, also resumed."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from torch.utils.data import DataLoader
 import dasksc
 from dasksc.world import leave_group
 
-case, path, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-accelerator = Accelerator(cpu=True)
+path, folder = sys.argv[1], Path(sys.argv[2])
 
 
-def make() -> dasksc.scDataset:
-    """The data set, the same each time."""
-    return dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, obs=["cell_type"], seed=3)
-
-
-model = torch.nn.Linear(17, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-dataset = make()
-loader = DataLoader(dataset, batch_size=None) if case == "dispatched" else dataset
-if case == "unprepared":
-    model, optimizer = accelerator.prepare(model, optimizer)
-else:
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-accelerator.register_for_checkpointing(dataset)
-
-seen: list[list[int]] = []
-rest: list[list[int]] = []
-for i, batch in enumerate(loader):
-    batch = batch.to(accelerator.device)
-    # A step that waits for no other rank, as the wrong ways do not give every rank equally many batches.
-    seen.append(batch.index.tolist())
+def read(case: str) -> dict[str, list[list[int]]]:
+    """Read the epoch of a data set that is prepared or not, or of a loader around one that is."""
+    accelerator = Accelerator(cpu=True)
+    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, obs=["cell_type"], seed=3)
+    model = torch.nn.Linear(17, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loader = DataLoader(dataset, batch_size=None) if case == "dispatched" else dataset
     if case == "unprepared":
-        accelerator.backward(model(batch.X).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        if i == 1:
-            accelerator.save_state(str(folder / "saved"))
-if case == "unprepared":
-    accelerator.load_state(str(folder / "saved"))
-    rest = [batch.index.tolist() for batch in dataset]
-(folder / f"{case}-{accelerator.process_index}.json").write_text(json.dumps({"seen": seen, "rest": rest}))
-accelerator.wait_for_everyone()
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(dataset)
+    seen: list[list[int]] = []
+    rest: list[list[int]] = []
+    for i, batch in enumerate(loader):
+        batch = batch.to(accelerator.device)
+        # A step that waits for no other rank, as the wrong ways do not give every rank equally many batches.
+        seen.append(batch.index.tolist())
+        if case == "unprepared":
+            accelerator.backward(model(batch.X).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 1:
+                accelerator.save_state(str(folder / "saved"))
+    if case == "unprepared":
+        accelerator.load_state(str(folder / "saved"))
+        rest = [batch.index.tolist() for batch in dataset]
+    accelerator.wait_for_everyone()
+    return {"seen": seen, "rest": rest}
+
+
+found = {case: read(case) for case in ("unprepared", "prepared", "dispatched")}
+(folder / f"{Accelerator(cpu=True).process_index}.json").write_text(json.dumps(found))
 leave_group()

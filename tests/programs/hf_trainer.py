@@ -1,10 +1,11 @@
-"""Train with Hugging Face's Trainer; write which rows each rank saw."""
+"""Train with Hugging Face's Trainer, several times in one process; write which rows each rank saw each time."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +30,8 @@ class Model(torch.nn.Module):
         return {"loss": self.layer(X).mean(), "index": index}
 
 
-def main() -> None:
-    """Do what the JSON on the command line says."""
-    given = json.loads(sys.argv[1])
+def train(given: dict[str, Any]) -> None:
+    """Train once, in a folder of its own."""
     folder = Path(given["folder"])
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -54,8 +54,8 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=given.get("checkpoint"))
     trainer.evaluate()
     (folder / f"seen-{training.rank}.json").write_text(json.dumps(model.seen))
-    leave_group()
 
 
-if __name__ == "__main__":
-    main()
+for given in json.loads(sys.argv[1]):
+    train(given)
+leave_group()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import csv
 import sys
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -89,10 +91,36 @@ def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
             "logger": "csv",
         },
     }
+    return changed(raw, changes)
+
+
+def small(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration of one process, with dropout; two epochs of 13 steps, if `changes` say nothing else."""
+    raw: dict[str, Any] = {
+        "data": {
+            "path": str(atlas),
+            "strategy": {"name": "block_shuffling", "block_size": 4},
+            "batch_size": 16,
+            "fetch_factor": 4,
+        },
+        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
+        "training": {
+            "max_epochs": EPOCHS,
+            "checkpoint_dir": str(folder),
+            "log_every_n_steps": 1,
+            "logger": "csv",
+        },
+    }
+    return changed(raw, changes)
+
+
+def changed(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A copy with changes that are named section__key."""
+    raw = copy.deepcopy(raw)
     for name, value in changes.items():
         section, _, key = name.partition("__")
         raw[section][key] = value
-    return copy.deepcopy(raw)
+    return raw
 
 
 def figures(folder: Path, name: str = "loss") -> list[float]:
@@ -101,20 +129,26 @@ def figures(folder: Path, name: str = "loss") -> list[float]:
 
 
 def alone(
-    atlas: Path, n_ranks: int, *, k: int = 1, clip: float | None = None, share: float = SHARE
+    atlas: Path, n_ranks: int, *, then: int | None = None, k: int = 1, clip: float | None = None, share: float = SHARE
 ) -> dict[str, list[float]]:
-    """The same training by a plain loop, whose batches are those of all ranks, one below the other."""
+    """The same training by a plain loop, whose batches are those of all ranks, one below the other.
+
+    `then`: the ranks of the epochs after the first, if they are others.
+    """
     adata = dasksc.open(atlas)
     rows, held_out = split_rows(adata, Validation(share=share))
     strategy = dasksc.BlockShuffling(4, indices=rows)
     options = {"batch_size": 8, "fetch_factor": 4, "seed": 0, "obs": ["cell_type"]}
-    ranks = [dasksc.scDataset(adata, strategy, rank=r, world_size=n_ranks, **options) for r in range(n_ranks)]
     rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), rank=0, world_size=1, **options)
     torch.manual_seed(0)
     model = MLPClassifier("cell_type", N_GENES, N_TYPES, hidden_dim=16, dropout=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found: dict[str, list[float]] = {"loss": [], "accuracy": [], "gradient_norm": [], "validation_loss": []}
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
+        n_now = then if then and epoch else n_ranks
+        ranks = [dasksc.scDataset(adata, strategy, rank=r, world_size=n_now, **options) for r in range(n_now)]
+        for rank in ranks:
+            rank.set_epoch(epoch)
         steps = list(zip(*ranks, strict=True))
         for group in zip_longest(*[iter(steps)] * k):
             parts = [batch for step in group if step is not None for batch in step]
@@ -142,13 +176,10 @@ def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> 
         np.testing.assert_allclose(figures(folder, name), expected[name], rtol=RTOL, err_msg=f"{folder.name}: {name}")
 
 
-def train(raw: dict[str, Any], **changes: Any) -> Any:
-    """Train with changes that are named section__key."""
-    raw = copy.deepcopy(raw)
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        raw[section][key] = value
-    return fit(Config.of(raw), say=lambda line: None)
+def train(raw: dict[str, Any], *, plots: bool = False, **changes: Any) -> Any:
+    """Train with changes that are named section__key; without the figure, which takes longer than all the rest."""
+    with nullcontext() if plots else patch("dasksc.train.loop.plot"):
+        return fit(Config.of(changed(raw, changes)), say=lambda line: None)
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
