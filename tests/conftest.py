@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import dask
+import distributed
 import pytest
 from hypothesis import HealthCheck, settings
 from make_atlas import make_atlas
 
 from dasksc import lazy
 from tests.programs import with_slurm
+from tests.support.servers import Bucket, s3_endpoint
 
 TIERS = {"core", "programs", "faults"}
 
@@ -84,6 +88,60 @@ def atlas_of(shared_folder: Path) -> Callable[..., Path]:
         return path
 
     return made
+
+
+LOOPBACK = {"dashboard_address": "127.0.0.1:0", "worker_dashboard_address": "127.0.0.1:0"}
+
+
+@pytest.fixture(scope="session")
+def in_process_cluster() -> Iterator[distributed.LocalCluster]:
+    """A Dask cluster whose worker is four threads of this process."""
+    # The process holds all that the tests hold, which is no reason to pause the worker.
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=4, processes=False, memory_limit=0, **LOOPBACK
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def two_process_cluster() -> Iterator[distributed.LocalCluster]:
+    """A Dask cluster of two workers, which are processes of one thread."""
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", **LOOPBACK
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def in_process_client(in_process_cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
+    """A Client of the shared in-process cluster for one test; `as_current()` makes it the active one."""
+    with _client_of(in_process_cluster) as client:
+        yield client
+
+
+@pytest.fixture
+def two_process_client(two_process_cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
+    """A Client of the shared two-process cluster for one test; `as_current()` makes it the active one."""
+    with _client_of(two_process_cluster) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def _client_of(cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
+    """Connect to a shared cluster; afterwards, fail unless the test has left nothing there."""
+    with distributed.Client(cluster, set_as_default=False) as client:
+        yield client
+    scheduler, deadline = cluster.scheduler, time.monotonic() + 60
+    while scheduler.tasks or set(scheduler.worker_plugins) - {"shuffle"}:
+        assert time.monotonic() < deadline, f"left on the cluster: {[*scheduler.tasks, *scheduler.worker_plugins]}"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Callable[[str], Bucket]]:
+    """Make a bucket by name on an S3 endpoint on loopback, of which there is one."""
+    with s3_endpoint() as bucket_of:
+        yield bucket_of
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import dask
@@ -53,25 +53,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def in_process_client() -> Iterator[distributed.Client]:
-    with (
-        distributed.LocalCluster(n_workers=1, threads_per_worker=4, processes=False, dashboard_address=":0") as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        yield client
-
-
-@pytest.fixture(scope="module")
-def process_client() -> Iterator[distributed.Client]:
-    with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        yield client
-
-
-@pytest.fixture(params=["synchronous", "threads", "in_process_client", "process_client"])
+@pytest.fixture(params=["synchronous", "threads", "in_process_client", "two_process_client"])
 def any_scheduler(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param) if "client" in request.param else request.param
 
@@ -353,12 +335,12 @@ def test_an_interrupt_in_the_asking_thread_is_not_wrapped() -> None:
 
 
 def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
-    process_client: distributed.Client,
+    two_process_client: distributed.Client,
 ) -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match="pickle"):
-        Window(lambda k: lock, range(3), name="w", depth=2, scheduler=process_client)
-    assert eventually(lambda: nothing_is_left(process_client))
+        Window(lambda k: lock, range(3), name="w", depth=2, scheduler=two_process_client)
+    assert eventually(lambda: nothing_is_left(two_process_client))
 
 
 # Stopping early
@@ -462,10 +444,10 @@ def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedP
     prelude = (
         "import os, sys, threading, time\n"
         "from dasksc.window import Window\n"
-        "def cluster(processes):\n"
+        "def cluster(protocol):\n"
         "    import distributed\n"
-        "    return distributed.Client(n_workers=1, threads_per_worker=2, processes=processes,\n"
-        "                              dashboard_address=':0')\n"
+        "    return distributed.Client(n_workers=1, threads_per_worker=2, processes=False,\n"
+        "                              protocol=protocol, dashboard_address=None)\n"
         "def slow(k):\n"
         "    time.sleep(0.05)\n"
         "    return k\n"
@@ -505,7 +487,7 @@ def test_threads_without_work_end_and_a_window_that_was_left_open_goes_on(monkey
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("scheduler", ["'threads'", "'synchronous'", "cluster(processes=False)"])
+@pytest.mark.parametrize("scheduler", ["'threads'", "'synchronous'", "cluster('inproc')"])
 def test_ctrl_c_stops_everything_and_a_new_window_works(scheduler: str) -> None:
     done = run_script(
         f"""
@@ -539,9 +521,8 @@ if __name__ == "__main__":
     [
         ("'threads'", "window"),
         ("'threads'", "iterator in a generator"),
-        ("'synchronous'", "window"),
-        ("cluster(processes=False)", "window"),
-        ("cluster(processes=True)", "iterator in a generator"),
+        ("cluster('inproc')", "window"),
+        ("cluster('tcp')", "iterator in a generator"),
     ],
 )
 def test_the_interpreter_can_exit_in_the_middle_of_an_epoch(scheduler: str, keep: str) -> None:
@@ -570,14 +551,18 @@ def test_a_stuck_fetch_does_not_keep_the_interpreter_from_exiting() -> None:
         """
 import dasksc.window
 dasksc.window.EXIT_WAIT_S = 0.2
-window = Window(lambda k: time.sleep(3600), range(10), name="w", depth=2, scheduler="threads")
-time.sleep(0.1)
+begun = threading.Event()
+def stuck(k):
+    begun.set()
+    time.sleep(3600)
+window = Window(stuck, range(10), name="w", depth=2, scheduler="threads")
+assert begun.wait(20)
 """
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(("scheduler", "expected"), [("'threads'", "20"), ("cluster(processes=False)", "FetchError")])
+@pytest.mark.parametrize(("scheduler", "expected"), [("'threads'", "20"), ("cluster('inproc')", "FetchError")])
 def test_a_thread_that_outlives_the_main_thread_gets_all_or_an_error(scheduler: str, expected: str) -> None:
     # The executors that a Dask scheduler in this process needs end with the main thread; ours do not.
     done = run_script(
@@ -655,17 +640,17 @@ def test_a_forked_child_leaves_its_parents_window_alone(here: Any) -> None:
     assert [k for k, _ in window] == list(range(1, 50))
 
 
-def test_a_forked_child_connects_to_the_cluster_anew(process_client: distributed.Client) -> None:
-    address = process_client.scheduler.address
+def test_a_forked_child_connects_to_the_cluster_anew(two_process_client: distributed.Client) -> None:
+    address = two_process_client.scheduler.address
 
     def check() -> bool:
-        scheduler = resolve_scheduler(process_client)
-        assert scheduler.client is not process_client
+        scheduler = resolve_scheduler(two_process_client)
+        assert scheduler.client is not two_process_client
         assert resolve_scheduler(address).client is scheduler.client
-        values = list(Window(double, range(9), name="w", depth=4, scheduler=process_client))
+        values = list(Window(double, range(9), name="w", depth=4, scheduler=two_process_client))
         return values == [(k, 2 * k) for k in range(9)]
 
-    assert list(Window(double, range(3), name="w", depth=2, scheduler=process_client))
+    assert list(Window(double, range(3), name="w", depth=2, scheduler=two_process_client))
     assert in_forked_child(check)
 
 
@@ -838,31 +823,31 @@ class CountsPickling:
         return len(self.payload) + k
 
 
-def test_a_large_task_is_sent_once_and_not_with_every_fetch(process_client: distributed.Client) -> None:
+def test_a_large_task_is_sent_once_and_not_with_every_fetch(two_process_client: distributed.Client) -> None:
     CountsPickling.n_pickled = 0
     sent: list[int] = []
-    submit = process_client._send_to_scheduler
+    submit = two_process_client._send_to_scheduler
 
     def measure(message: dict[str, Any]) -> None:
         if message["op"] == "update-graph":
             sent.append(sum(len(frame) for frame in message["expr_ser"].frames))
         submit(message)
 
-    process_client._send_to_scheduler = measure
+    two_process_client._send_to_scheduler = measure
     try:
-        window = Window(CountsPickling(), range(12), name="w", depth=4, scheduler=process_client)
+        window = Window(CountsPickling(), range(12), name="w", depth=4, scheduler=two_process_client)
         assert [n - (12 << 20) for _, n in window] == list(range(12))
     finally:
-        del process_client._send_to_scheduler
+        del two_process_client._send_to_scheduler
     assert CountsPickling.n_pickled == 1
     assert len(sent) == 12
     assert max(sent) < 10_000
 
 
 def test_a_worker_that_leaves_while_the_task_is_sent_does_not_matter(
-    process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch
+    two_process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register = process_client.register_plugin
+    register = two_process_client.register_plugin
     failures = [OSError("a worker has closed its connection")]
 
     def fail_once(*args: Any, **kwargs: Any) -> Any:
@@ -870,46 +855,48 @@ def test_a_worker_that_leaves_while_the_task_is_sent_does_not_matter(
             raise failures.pop()
         return register(*args, **kwargs)
 
-    monkeypatch.setattr(process_client, "register_plugin", fail_once)
-    assert len(list(Window(double, range(4), name="w", depth=2, scheduler=process_client))) == 4
-    assert eventually(lambda: nothing_is_left(process_client))
+    monkeypatch.setattr(two_process_client, "register_plugin", fail_once)
+    assert len(list(Window(double, range(4), name="w", depth=2, scheduler=two_process_client))) == 4
+    assert eventually(lambda: nothing_is_left(two_process_client))
 
 
-def test_fetches_spread_over_all_workers(process_client: distributed.Client) -> None:
+def test_fetches_spread_over_all_workers(two_process_client: distributed.Client) -> None:
     def where(k: int) -> int:
         time.sleep(0.02)
         return os.getpid()
 
-    pids = [pid for _, pid in Window(where, range(20), name="w", depth=4, scheduler=process_client)]
+    pids = [pid for _, pid in Window(where, range(20), name="w", depth=4, scheduler=two_process_client)]
     assert len(set(pids)) == 2
 
 
 def test_results_pass_through_the_scheduler_where_workers_are_out_of_reach(
-    process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two_process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Unreachable:
         async def identity(self) -> None:
             raise OSError("no route to host")
 
-    addresses = set(process_client.scheduler_info()["workers"])
-    pool = process_client.rpc
-    monkeypatch.setattr(process_client, "rpc", lambda address: Unreachable() if address in addresses else pool(address))
+    addresses = set(two_process_client.scheduler_info()["workers"])
+    pool = two_process_client.rpc
+    monkeypatch.setattr(
+        two_process_client, "rpc", lambda address: Unreachable() if address in addresses else pool(address)
+    )
     monkeypatch.setattr(window_cluster, "_reachable", weakref.WeakKeyDictionary())
     with caplog.at_level(logging.WARNING, logger="dasksc"):
         for _ in range(2):
-            window = Window(double, range(6), name="w", depth=3, scheduler=process_client)
+            window = Window(double, range(6), name="w", depth=3, scheduler=two_process_client)
             assert list(window) == [(k, 2 * k) for k in range(6)]
     assert sum("cannot be reached" in message for message in caplog.messages) == len(addresses)
 
 
 def test_worker_processes_on_this_machine_are_pointed_out_once(
-    process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two_process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(window_cluster, "_advised", set())
     monkeypatch.setattr(window_cluster, "_asked", weakref.WeakKeyDictionary())
     with caplog.at_level(logging.WARNING, logger="dasksc"):
         for _ in range(2):
-            list(Window(double, range(2), name="w", depth=2, scheduler=process_client))
+            list(Window(double, range(2), name="w", depth=2, scheduler=two_process_client))
     assert sum("scheduler='threads'" in message for message in caplog.messages) == 1
 
 
@@ -934,13 +921,14 @@ def test_a_killed_worker_goes_unnoticed() -> None:
         assert eventually(lambda: nothing_is_left(client))
 
 
-@pytest.mark.parametrize("processes", [False, True])
-def test_a_cluster_that_goes_away_is_named_in_the_error(processes: bool) -> None:
+@pytest.mark.parametrize("protocol", ["inproc", "tcp"])
+def test_a_cluster_that_goes_away_is_named_in_the_error(protocol: str) -> None:
     with (
         distributed.LocalCluster(
             n_workers=1,
             threads_per_worker=1,
-            processes=processes,
+            processes=False,
+            protocol=protocol,
             dashboard_address=":0",
             silence_logs=logging.CRITICAL,
         ) as cluster,
@@ -986,8 +974,8 @@ def test_inside_a_task_of_a_worker_fetches_run_on_threads(in_process_client: dis
         assert in_process_client.submit(epoch, pure=False).result() == ("threads", 5)
 
 
-def test_one_client_serves_all_windows_of_an_address(process_client: distributed.Client) -> None:
-    address = process_client.scheduler.address
+def test_one_client_serves_all_windows_of_an_address(two_process_client: distributed.Client) -> None:
+    address = two_process_client.scheduler.address
     first = resolve_scheduler(address)
     assert first.client is not None
     assert first.client is resolve_scheduler(address).client
@@ -1048,11 +1036,11 @@ def test_the_threads_of_a_cluster_are_known_as_soon_as_its_workers_are_there() -
 
 
 def test_a_client_is_given_to_another_process_as_its_address(
-    process_client: distributed.Client, in_process_client: distributed.Client
+    two_process_client: distributed.Client, in_process_client: distributed.Client
 ) -> None:
-    address = process_client.scheduler.address
-    assert portable_scheduler(process_client) == address
-    assert portable_scheduler(Scheduler(kind="client", client=process_client)) == address
+    address = two_process_client.scheduler.address
+    assert portable_scheduler(two_process_client) == address
+    assert portable_scheduler(Scheduler(kind="client", client=two_process_client)) == address
     assert portable_scheduler(in_process_client) is None
     assert portable_scheduler("synchronous") == "synchronous"
     assert portable_scheduler(Scheduler(kind="threads")) == "threads"

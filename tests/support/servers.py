@@ -222,8 +222,8 @@ class Bucket:
 
 
 @contextlib.contextmanager
-def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
-    """An S3 endpoint on loopback, with one bucket."""
+def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
+    """An S3 endpoint on loopback: what makes a bucket there, by name."""
     import pytest
 
     pytest.importorskip("flask_cors")
@@ -237,22 +237,25 @@ def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
     server.start()
     try:
         host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
-        client = boto3.client(
-            "s3",
-            endpoint_url=endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="tester",
-            aws_secret_access_key=SECRET,
-        )
-        client.create_bucket(Bucket=name)
         options = {
-            "endpoint": endpoint,
+            "endpoint": f"http://{host}:{port}",
             "region": "us-east-1",
             "access_key_id": "tester",
             "secret_access_key": SECRET,
         }
-        yield Bucket(name=name, options=options, client=client)
+        client = boto3.client(
+            "s3",
+            endpoint_url=options["endpoint"],
+            region_name="us-east-1",
+            aws_access_key_id="tester",
+            aws_secret_access_key=SECRET,
+        )
+
+        def bucket_of(name: str) -> Bucket:
+            client.create_bucket(Bucket=name)
+            return Bucket(name=name, options=dict(options), client=client)
+
+        yield bucket_of
         # What it holds is the process's, not the server's.
         reset = http.client.HTTPConnection(host, port)
         reset.request("POST", "/moto-api/reset")
@@ -260,6 +263,13 @@ def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
         reset.close()
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
+    """An S3 endpoint of its own, with one bucket."""
+    with s3_endpoint() as bucket_of:
+        yield bucket_of(name)
 
 
 def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
