@@ -36,8 +36,15 @@ from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
 
-DTYPES = ["float32", "float64", "int8", "uint16", "int64", "bool"]
-INDEX_DTYPES = ["int32", "int64", "uint16", "uint32"]
+# Every type of values and every one of indices: each pair is a kernel to compile, and none looks at both.
+DTYPES = [
+    ("float32", "int32"),
+    ("float64", "int64"),
+    ("int8", "uint16"),
+    ("uint16", "uint32"),
+    ("int64", "int32"),
+    ("bool", "int64"),
+]
 
 
 @contextmanager
@@ -79,10 +86,9 @@ class Random:
 
 
 randoms = st.builds(
-    Random,
+    lambda shape, dtypes, seed: Random(shape=shape, dtype=dtypes[0], index_dtype=dtypes[1], seed=seed),
     shape=st.tuples(st.sampled_from([0, 1, 2, 7, 60]), st.sampled_from([0, 1, 5, 23])),
-    dtype=st.sampled_from(DTYPES),
-    index_dtype=st.sampled_from(INDEX_DTYPES),
+    dtypes=st.sampled_from(DTYPES),
     seed=st.integers(0, 100),
 )
 
@@ -426,8 +432,10 @@ def check_damaged(path: Path, **kwargs: Any) -> None:
         matrix.fetch(every).gather(every, out=np.empty(matrix.shape))
 
 
-@pytest.mark.parametrize("use_mmap", [True, False])
-@pytest.mark.parametrize("filters", [{}, {"compression": "gzip", "shuffle": True}])
+# Few of each, where bounds are checked too (`make bounds`); test_fuzz damages every layout in every way.
+@pytest.mark.parametrize(
+    ("filters", "use_mmap"), [({}, True), ({}, False), ({"compression": "gzip", "shuffle": True}, True)]
+)
 def test_flipped_bytes_in_h5ad_never_crash_a_reader(
     random: Random, filters: dict[str, Any], use_mmap: bool, tmp_path: Path
 ) -> None:
@@ -439,7 +447,7 @@ def test_flipped_bytes_in_h5ad_never_crash_a_reader(
             file[f"X/{name}"].id.chunk_iter(lambda chunk: places.append((chunk.byte_offset, chunk.size)))
     whole = path.read_bytes()
     rng = np.random.default_rng(0)
-    for _ in range(150):
+    for _ in range(40):
         damaged = bytearray(whole)
         for offset, size in rng.permutation(places)[:2].tolist():
             damaged[offset + int(rng.integers(size))] ^= int(rng.integers(1, 256))
@@ -447,15 +455,18 @@ def test_flipped_bytes_in_h5ad_never_crash_a_reader(
         check_damaged(path, use_mmap=use_mmap)
 
 
-@pytest.mark.parametrize("shard", [1, 3])
-@pytest.mark.parametrize("codec", [BloscCodec(cname="lz4"), ZstdCodec(), GzipCodec()], ids=["blosc", "zstd", "gzip"])
-def test_flipped_bytes_in_zarr_never_crash_a_reader(random: Random, shard: int, codec: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("codec", "shard"),
+    [(BloscCodec(cname="lz4"), 1), (BloscCodec(cname="lz4"), 3), (ZstdCodec(), 3), (GzipCodec(), 1)],
+    ids=["blosc", "blosc in shards", "zstd in shards", "gzip"],
+)
+def test_flipped_bytes_in_zarr_never_crash_a_reader(random: Random, codec: Any, shard: int, tmp_path: Path) -> None:
     path = tmp_path / "x.zarr"
     write_zarr(path, random, chunk=64, shard=shard, zarr_format=3, compressors=codec)
     files = [file for name in ("data", "indices", "indptr") for file in chunk_files(path, f"X/{name}")]
     wholes = {file: file.read_bytes() for file in files}
     rng = np.random.default_rng(0)
-    for _ in range(60):
+    for _ in range(25):
         file = files[rng.integers(len(files))]
         damaged = bytearray(wholes[file])
         damaged[rng.integers(len(damaged))] ^= int(rng.integers(1, 256))

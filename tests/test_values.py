@@ -20,10 +20,9 @@ import dasksc
 from dasksc.collection import AnnDataView, encode_column
 from dasksc.lazy import matrix_of
 from tests.support.data import (
-    FORMATS,
-    LAYOUTS,
     SAMPLE_FILES,
     SAMPLE_ZARRS,
+    STORES,
     dense,
     make_adata,
     sample,
@@ -46,9 +45,9 @@ def both(path: Path) -> Opened:
         return opened, ad.read_h5ad(path) if path.suffix == ".h5ad" else ad.read_zarr(path)
 
 
-@pytest.fixture(scope="module", params=[f"{format}-{layout}" for format in FORMATS for layout in LAYOUTS])
+@pytest.fixture(scope="module", params=STORES, ids="-".join)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    format, layout = request.param.split("-")
+    format, layout = request.param
     return both(write_store(make_adata(layout=layout), tmp_path_factory.mktemp("stores"), format))
 
 
@@ -86,22 +85,16 @@ def assert_rows_equal(opened: ad.AnnData, expected: ad.AnnData, draws: list[floa
         np.testing.assert_array_equal(out, dense(values)[rows][order], err_msg=name)
 
 
-fractions = st.lists(st.floats(0, 1, exclude_max=True), max_size=30)
-
-
-@given(draws=fractions)
+@given(draws=st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
 def test_any_rows_of_any_matrix_are_those_that_anndata_reads(written: Opened, draws: list[float]) -> None:
     assert_rows_equal(*written, draws)
 
 
-@given(draws=fractions)
-def test_any_rows_of_a_real_file_are_those_that_anndata_reads(real: Opened, draws: list[float]) -> None:
-    assert_rows_equal(*real, draws)
-
-
-def test_every_row_of_a_real_file_is_read(real: Opened) -> None:
+def test_every_row_of_a_real_file_and_scattered_ones_are_those_that_anndata_reads(real: Opened) -> None:
     n_obs = real[0].n_obs
     assert_rows_equal(*real, (np.arange(n_obs) / n_obs + 1e-9).tolist())
+    for n_rows in (0, 1, 7, 30):
+        assert_rows_equal(*real, np.random.default_rng(n_rows).random(n_rows).tolist())
 
 
 def assert_column_equal(column: pd.Series, array: np.ndarray, labels: list[Any] | None) -> None:

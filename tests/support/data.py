@@ -22,6 +22,8 @@ import dasksc
 
 FORMATS = ("h5ad", "zarr2", "zarr3")
 LAYOUTS = ("csr", "dense")
+# Every format, and X in every layout; the layers of `make_adata` are in both layouts whatever the format.
+STORES = (("h5ad", "csr"), ("zarr2", "dense"), ("zarr3", "csr"))
 
 SAMPLES = Path(__file__).resolve().parents[3] / "shared" / "data"
 

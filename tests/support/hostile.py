@@ -1,0 +1,347 @@
+"""Stores made to do harm: with pickles, bombs, shapes beyond any memory, and links that lead elsewhere."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import json
+import lzma
+import os
+import pickle
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numcodecs
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from anndata import AnnData
+
+import dasksc
+from tests.support.data import write_store
+from tests.support.servers import serving
+
+VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
+# Twice what a chunk may be whatever belongs there (swell.ROOM_BYTES).
+BOMB_BYTES = 2**26
+
+
+@contextlib.contextmanager
+def opener(folder: Path, place: str) -> Iterator[Callable[[str], AnnData]]:
+    """Open what is in a folder by its name: from the disk ("local"), or from a web server ("remote")."""
+    if place == "local":
+        yield lambda name: dasksc.open(folder / name)
+        return
+    pytest.importorskip("obstore")
+    with serving(folder) as server:
+        yield lambda name: dasksc.open(f"{server.url}/{name}")
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Fail if much memory was taken inside."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < BOMB_BYTES // 2, f"{peak} bytes"
+
+
+def small() -> AnnData:
+    """A dense atlas of 20 cells and 6 genes."""
+    obs = pd.DataFrame({"int8": np.arange(20, dtype=np.int8)}, index=[f"cell{i}" for i in range(20)])
+    return AnnData(X=VALUES[:20], obs=obs)
+
+
+def full() -> AnnData:
+    """A dense atlas that has an array of 20 or 6 numbers in every group whose arrays are read as a whole."""
+    adata = small()
+    adata.obs["n"] = np.arange(20.0)
+    adata.var["n"] = np.arange(6.0)
+    adata.varm["n"] = np.arange(12.0).reshape(6, 2)
+    adata.varp["n"] = np.arange(36.0).reshape(6, 6)
+    adata.obsm["n"] = pd.DataFrame({"n": np.arange(20.0)}, index=adata.obs_names)
+    adata.uns |= {"n": np.arange(20.0), "deep": {"n": np.arange(20.0)}}
+    return adata
+
+
+@cache
+def bomb_of(codec: str) -> tuple[Any, bytes]:
+    """A codec of Zarr, and few bytes that it decodes to `BOMB_BYTES`."""
+    zeros = bytes(BOMB_BYTES)
+    return {
+        "gzip": lambda: (numcodecs.GZip(), gzip.compress(zeros, 1)),
+        "zlib": lambda: (numcodecs.Zlib(), numcodecs.Zlib(1).encode(zeros)),
+        "zstd": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(zeros)),
+        "lz4": lambda: (numcodecs.LZ4(), numcodecs.LZ4().encode(zeros)),
+        "bz2": lambda: (numcodecs.BZ2(), bz2.compress(zeros, 9)),
+        "lzma": lambda: (numcodecs.LZMA(), lzma.compress(zeros, preset=0)),
+        "blosc": lambda: (numcodecs.Blosc(), numcodecs.Blosc(cname="zstd").encode(zeros)),
+    }[codec]()
+
+
+# --- Zarr -------------------------------------------------------------------------------------------------
+
+
+def array_at(path: Path, where: str) -> str:
+    """The name of an array; newer versions of AnnData store strings as a group with values."""
+    is_array = (path / where / ".zarray").exists() or (
+        (path / where / "zarr.json").exists() and not (path / where / "values").exists()
+    )
+    return where if is_array else f"{where}/values"
+
+
+def edited(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def recompressed(path: Path, where: str, **changes: Any) -> None:
+    """Change what an array of Zarr 2 says of itself."""
+    everything = json.loads((path / ".zmetadata").read_text())
+    everything["metadata"][f"{where}/.zarray"] |= changes
+    (path / ".zmetadata").write_text(json.dumps(everything))
+    edited(path / where / ".zarray", **changes)
+
+
+def overwritten(path: Path, where: str, content: bytes) -> None:
+    """Put bytes in the place of every chunk of an array of Zarr 2."""
+    for chunk in (path / where).glob("[0-9]*"):
+        chunk.write_bytes(content)
+
+
+class Unpickled:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def store_with_pickles(folder: Path, where: str, mark: Path) -> Path:
+    path = write_store(small(), folder, "zarr2")
+    where = array_at(path, where)
+    recompressed(path, where, filters=[{"id": "pickle", "protocol": 5}], compressor=None)
+    overwritten(path, where, pickle.dumps([Unpickled(mark)]))
+    return path
+
+
+def store_with_bombs(folder: Path, where: str, codec: str) -> Path:
+    """A store of Zarr 2, one array of which swells."""
+    compressor, bomb = bomb_of(codec)
+    path = write_store(full(), folder, "zarr2")
+    where = array_at(path, where)
+    recompressed(path, where, compressor=compressor.get_config())
+    overwritten(path, where, bomb)
+    return path
+
+
+ZARR3_CODECS = {"gzip": zarr.codecs.GzipCodec(), "zstd": zarr.codecs.ZstdCodec(), "blosc": zarr.codecs.BloscCodec()}
+
+
+def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path, np.ndarray, Callable[[], None]]:
+    """A store of Zarr 3 that is in order, the values of obs/n in it, and what makes these swell."""
+    path = write_store(full(), folder, "zarr3")
+    _, bomb = bomb_of(codec)
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        array = zarr.open_group(path)["obs/n"]
+        attributes, values = dict(array.attrs), array[:]
+        new = zarr.open_group(path).create_array(
+            "obs/n",
+            data=values,
+            chunks=(10,),
+            shards=(20,) if is_sharded else None,
+            compressors=ZARR3_CODECS[codec],
+            overwrite=True,
+        )
+        new.attrs.update(attributes)
+    zarr.consolidate_metadata(path)
+
+    def swell() -> None:
+        # Two chunks, then where they are and a checksum.
+        index = np.array([0, len(bomb), 0, len(bomb)], "<u8").tobytes()
+        ending = numcodecs.CRC32C(location="end").encode(index).tobytes() if is_sharded else b""
+        (path / "obs" / "n" / "c" / "0").write_bytes(bomb + ending)
+
+    return path, values, swell
+
+
+# --- HDF5 -------------------------------------------------------------------------------------------------
+
+
+H5_FILTERS = {"gzip": 1, "blosc": 32001, "zstd": 32015, "bz2": 307}
+# Arrays that are read as a whole.
+COLUMNS = ["obs/n", "obs/_index", "var/n", "uns/deep/n", "obsm/n/n", "varm/n"]
+READ_WHOLE = ["obs/n", "var/n", "varm/n", "varp/n", "obsm/n/n", "uns/n", "uns/deep/n"]
+
+
+def rechunked(file: h5py.File, name: str, *filters: int) -> h5py.Dataset:
+    """Replace a dataset by an empty one of a single chunk."""
+    attributes, dtype, shape = dict(file[name].attrs), file[name].dtype, file[name].shape
+    del file[name]
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_chunk(shape)
+    for number in filters:
+        plist.set_filter(number, h5py.h5z.FLAG_OPTIONAL, (5,))
+    type_ = h5py.h5t.py_create(dtype, logical=True)
+    dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), type_, h5py.h5s.create_simple(shape), plist))
+    dataset.attrs.update(attributes)
+    return dataset
+
+
+def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
+    """A file, one array of which swells."""
+    bomb = bomb_of("zlib" if codec == "gzip" else codec)[1]
+    path = write_store(full(), folder, "h5ad")
+    with h5py.File(path, "r+") as file:
+        where = where if isinstance(file[where], h5py.Dataset) else f"{where}/values"
+        rechunked(file, where, H5_FILTERS[codec]).id.write_direct_chunk((0,) * file[where].ndim, bomb)
+    return path
+
+
+def h5ad_whose_x_swells(folder: Path, codec: str) -> Path:
+    """A file whose X is read through h5py: floats of two bytes, or a filter that only HDF5 knows."""
+    path = write_store(small(), folder, "h5ad")
+    with h5py.File(path, "r+") as file:
+        attributes = dict(file["X"].attrs)
+        del file["X"]
+        file.create_dataset("X", (20, 6), np.float16 if codec == "gzip" else np.float32).attrs.update(attributes)
+        bomb = bomb_of("zlib" if codec == "gzip" else codec)[1]
+        rechunked(file, "X", H5_FILTERS[codec]).id.write_direct_chunk((0, 0), bomb)
+    return path
+
+
+def h5ad_whose_x_is_elsewhere(folder: Path, how: str) -> Path:
+    path = write_store(small(), folder, "h5ad")
+    outside = folder.parent / f"{folder.name}-outside.h5"
+    with h5py.File(outside, "w") as file:
+        file["X"] = VALUES[:20]
+    with h5py.File(path, "r+") as file:
+        del file["X"]
+        match how:
+            case "absolute":
+                file["X"] = h5py.ExternalLink(str(outside), "/X")
+            case "upwards":
+                file["X"] = h5py.ExternalLink(f"../{outside.name}", "/X")
+            case "virtual":
+                layout = h5py.VirtualLayout((20, 6), "f4")
+                layout[:] = h5py.VirtualSource(str(outside), "X", shape=(20, 6))
+                file.create_virtual_dataset("X", layout)
+            case "external":
+                file.create_dataset("X", (20, 6), "f4", external=[(str(outside), 0, 480)])
+    return path
+
+
+def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
+    path = write_store(full(), folder, "h5ad")
+    outside = folder.parent / f"{folder.name}-secret.h5"
+    with h5py.File(outside, "w") as file:
+        file["n"] = np.full(36, 42.0)
+    with h5py.File(path, "r+") as file, h5py.File(folder / "beside.h5", "w") as beside:
+        shape, attributes = file[where].shape, dict(file[where].attrs)
+        del file[where]
+        into, name = (beside, "n") if how == "beside" else (file, where)
+        if how == "virtual":
+            layout = h5py.VirtualLayout(shape, "f8")
+            layout[:] = h5py.VirtualSource(str(outside), "n", shape=shape)
+            into.create_virtual_dataset(name, layout)
+        else:
+            into.create_dataset(name, shape, "f8", external=[(str(outside), 0, 8 * int(np.prod(shape)))])
+        into[name].attrs.update(attributes)
+        if how == "beside":
+            file[where] = h5py.ExternalLink("beside.h5", "/n")
+    return path
+
+
+def h5ad_without_room(folder: Path, where: str, how: str) -> Path:
+    """A file that says of an array that it is far larger than the file."""
+    path = write_store(full(), folder, "h5ad")
+    length = {"obs": 20, "varm": 6}.get(where.partition("/")[0], 1)
+    with h5py.File(path, "r+") as file:
+        layout = {} if how == "contiguous" else {"chunks": (1, 2**22), "compression": "gzip"}
+        n_bytes = 2**28 if how == "many names of one chunk" else 2**31
+        dataset = file.create_dataset(where, (length, n_bytes // length), "i1", **layout)
+        dataset.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+        if how not in ("never written", "contiguous"):
+            dataset[0, : 2**22] = 0
+        if how == "many names of one chunk":
+            for i in range(6):
+                file[f"uns/again{i}"] = dataset
+    return path
+
+
+# --- Either -----------------------------------------------------------------------------------------------
+
+
+def store_of_shape(folder: Path, format: str, where: str, n: int) -> Path:
+    """A store that says of an array that it has `n` rows."""
+    path = write_store(small(), folder, format)
+    if format == "h5ad":
+        with h5py.File(path, "r+") as file:
+            where = where if isinstance(file[where], h5py.Dataset) else f"{where}/values"
+            old = file[where]
+            attributes, dtype, shape = dict(old.attrs), old.dtype, (n, *old.shape[1:])
+            del file[where]
+            new = file.create_dataset(where, shape, dtype, chunks=(1024, *shape[1:]))
+            for name, value in attributes.items():
+                new.attrs[name] = value
+        return path
+    where = array_at(path, where)
+    metadata = path / where / (".zarray" if format == "zarr2" else "zarr.json")
+    shape = [n, *json.loads(metadata.read_text())["shape"][1:]]
+    if format == "zarr2":
+        recompressed(path, where, shape=shape)
+    else:
+        edited(metadata, shape=shape)
+        document = json.loads((path / "zarr.json").read_text())
+        document["consolidated_metadata"]["metadata"][where]["shape"] = shape
+        (path / "zarr.json").write_text(json.dumps(document))
+    return path
+
+
+def store_with_a_column_called(folder: Path, format: str, name: str) -> Path:
+    path = write_store(small(), folder, format)
+    if format == "h5ad":
+        with h5py.File(path, "r+") as file:
+            file["obs"].attrs["column-order"] = [name]
+    else:
+        file = path / "obs" / (".zattrs" if format == "zarr2" else "zarr.json")
+        document = json.loads(file.read_text())
+        (document if format == "zarr2" else document["attributes"])["column-order"] = [name]
+        file.write_text(json.dumps(document))
+        zarr.consolidate_metadata(path)
+    return path
+
+
+def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
+    """A store with ten arrays of 128 MiB that were never written, in one group."""
+    path = write_store(full(), folder, format)
+    length = 20 if where in ("obs", "obsm") else 6
+    attributes = {"encoding-type": "string-array" if where == "obsm" else "array", "encoding-version": "0.2.0"}
+    shape = (length, 2**27 // length // 8)
+    if format == "h5ad":
+        with h5py.File(path, "r+") as file:
+            for i in range(10):
+                file[where].create_dataset(f"many{i}", shape, "f8", chunks=(1, 1024)).attrs.update(attributes)
+    else:
+        group = zarr.open_group(path, mode="r+", use_consolidated=False)
+        for i in range(10):
+            group[where].create_array(f"many{i}", shape=shape, chunks=(1, 1024), dtype="f8").attrs.update(attributes)
+        zarr.consolidate_metadata(path)
+    return path
+
+
+def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this machine have `n_bytes` of memory."""
+    real = os.sysconf
+    pages = {"SC_PHYS_PAGES": n_bytes // real("SC_PAGE_SIZE")}
+    monkeypatch.setattr(os, "sysconf", lambda name: pages.get(name) or real(name))
