@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +18,13 @@ from dasksc.storage import Cache
 from dasksc.storage import cache as module
 from dasksc.storage.cache import BLOCK_BYTES
 from dasksc.storage.client import ObjectIdentity
+from tests.support.cached import LIMIT, Object, cache_in, files
 from tests.support.data import dense, make_adata, write_store
 from tests.support.servers import HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
 pytestmark = pytest.mark.core
-
-LIMIT = 16 * BLOCK_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -40,33 +37,6 @@ def server(tmp_path: Path) -> Iterator[HTTPServer]:
     (tmp_path / "served").mkdir()
     with serving(tmp_path / "served") as server:
         yield server
-
-
-class Object:
-    """Bytes that differ from each other, and what was asked for of them."""
-
-    def __init__(self, n_bytes: int, *, name: str = "object", etag: str | None = '"1"') -> None:
-        self.data = np.random.default_rng(len(name)).bytes(n_bytes)
-        self.identity = ObjectIdentity(path=f"s3://bucket/{name}", size=n_bytes, etag=etag, modified="2026-01-01")
-        self.requests: list[tuple[int, int]] = []
-
-    def request(self, start: int, stop: int) -> memoryview:
-        self.requests.append((start, stop))
-        return memoryview(self.data)[start:stop]
-
-    def read(self, cache: Cache, start: int, stop: int) -> None:
-        got = cache.read(self.identity, start, stop, request=self.request)
-        assert bytes(got) == self.data[start:stop]
-
-
-def cache_in(folder: Path, limit: int = LIMIT) -> Cache:
-    cache = Cache.of({"path": folder / "cache", "limit": limit})
-    assert cache is not None
-    return cache
-
-
-def files(folder: Path) -> list[Path]:
-    return [path for path in (folder / "cache").rglob("*") if path.is_file()]
 
 
 def test_what_was_read_is_not_requested_again(tmp_path: Path) -> None:
@@ -170,43 +140,19 @@ def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCapt
     assert "cannot be kept in the cache" in caplog.text
 
 
-def _read_for_ever(folder: Path, started: Any, seed: int) -> None:
-    cache, rng = cache_in(folder), np.random.default_rng(seed)
-    things = [Object(BLOCK_BYTES // 8, name=f"object{number}") for number in range(200)]
-    started.set()
-    while True:
-        things[rng.integers(200)].read(cache, 0, BLOCK_BYTES // 8)
-
-
-def test_processes_that_share_a_cache_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    rng = np.random.default_rng(0)
-    for round_ in range(5):
-        started = [context.Event() for _ in range(2)]
-        workers = [
-            context.Process(target=_read_for_ever, args=(tmp_path, event, 10 * round_ + number))
-            for number, event in enumerate(started)
-        ]
-        for worker in workers:
-            worker.start()
-        for event in started:
-            assert event.wait(60)
-        time.sleep(rng.random() * 0.3)
-        for worker in workers:
-            # A wrong value would have ended it by itself.
-            assert worker.is_alive()
-            os.kill(worker.pid, signal.SIGKILL)
-            worker.join()
-    names = {path.name for path in files(tmp_path)}
-    assert any(not name.startswith("new-") for name in names)
-    for path in files(tmp_path):
-        if path.name.startswith("new-"):
-            os.utime(path, (0, 0))
+def test_what_a_killed_process_had_begun_to_write_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    Object(1000).read(cache_in(tmp_path), 0, 10)
+    (kept,) = files(tmp_path)
+    begun, left = kept.with_name("new-1-begun"), kept.with_name("new-2-left")
+    for path in (begun, left):
+        path.write_bytes(bytes(1000))
+    os.utime(left, (0, 0))
     module._written.clear()
-    for number in range(200):
-        Object(BLOCK_BYTES // 8, name=f"object{number}").read(cache_in(tmp_path), 0, BLOCK_BYTES // 8)
-    assert not [path for path in files(tmp_path) if path.name.startswith("new-")]
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= LIMIT
+    Object(1000, name="another").read(cache_in(tmp_path), 0, 10)
+    names = {path.name for path in files(tmp_path)}
+    assert len(names) == 3
+    assert begun.name in names
+    assert left.name not in names
 
 
 @pytest.mark.parametrize(

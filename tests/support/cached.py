@@ -1,0 +1,40 @@
+"""Objects of a store that say what was asked for of them, and a cache for their blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dasksc.storage import Cache
+from dasksc.storage.cache import BLOCK_BYTES
+from dasksc.storage.client import ObjectIdentity
+
+LIMIT = 16 * BLOCK_BYTES
+
+
+class Object:
+    """Bytes that differ from each other, and what was asked for of them."""
+
+    def __init__(self, n_bytes: int, *, name: str = "object", etag: str | None = '"1"') -> None:
+        self.data = np.random.default_rng(len(name)).bytes(n_bytes)
+        self.identity = ObjectIdentity(path=f"s3://bucket/{name}", size=n_bytes, etag=etag, modified="2026-01-01")
+        self.requests: list[tuple[int, int]] = []
+
+    def request(self, start: int, stop: int) -> memoryview:
+        self.requests.append((start, stop))
+        return memoryview(self.data)[start:stop]
+
+    def read(self, cache: Cache, start: int, stop: int) -> None:
+        got = cache.read(self.identity, start, stop, request=self.request)
+        assert bytes(got) == self.data[start:stop]
+
+
+def cache_in(folder: Path, limit: int = LIMIT) -> Cache:
+    cache = Cache.of({"path": folder / "cache", "limit": limit})
+    assert cache is not None
+    return cache
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "cache").rglob("*") if path.is_file()]
