@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -368,28 +365,6 @@ def test_stitched_runs_equal_those_of_the_array_the_extents_stand_for() -> None:
     extents = np.searchsorted(firsts, starts, side="right") - 1
     kernels.stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out)
     np.testing.assert_array_equal(out, twin)
-
-
-@pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is the run with checked bounds")
-def test_every_kernel_keeps_within_its_arrays_when_bounds_are_checked() -> None:
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            __file__,
-            "-k",
-            "float32 or repeated or stitched or squeezing",
-        ],
-        env=os.environ | {"NUMBA_BOUNDSCHECK": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=5), st.sampled_from(["int32", "int64"]))

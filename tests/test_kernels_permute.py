@@ -6,9 +6,6 @@ perfect generator would have failed one of them.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, permutations
 from typing import Any
@@ -294,15 +291,3 @@ def test_kernels_give_the_same_in_many_threads_at_once() -> None:
     for i in range(64):
         np.testing.assert_array_equal(tables[i], expected[i % 8][0])
         np.testing.assert_array_equal(networks[i], expected[i % 8][1])
-
-
-@pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is the run with checked bounds")
-def test_kernels_keep_within_their_arrays_when_bounds_are_checked() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "twin or permutation"],
-        env=os.environ | {"NUMBA_BOUNDSCHECK": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

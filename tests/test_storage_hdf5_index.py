@@ -313,7 +313,7 @@ def test_flipped_bytes_in_an_index_change_what_hdf5_finds_or_are_refused(shallow
     nodes = [at for level in (0, 1) for at in nodes_of(whole, level)[:2]]
     rng = np.random.default_rng(0)
     before, n_refused, n_changed = ours(shallow), 0, 0
-    for number in range(400):
+    for number in range(150):
         damaged = bytearray(whole)
         # Half of them where it counts: in the first records.
         length = (NODE_BYTES, HEADER_BYTES + 3 * RECORD_BYTES)[number % 2]
@@ -332,8 +332,8 @@ def test_flipped_bytes_in_an_index_change_what_hdf5_finds_or_are_refused(shallow
         n_changed += not all(
             np.array_equal(getattr(table, name), getattr(before, name)) for name in ("offsets", "sizes", "skipped")
         )
-    assert n_refused > 100
-    assert n_changed > 20
+    assert n_refused > 35
+    assert n_changed > 7
 
 
 def put(data: bytearray, at: int, layout: str, *values: Any) -> None:
