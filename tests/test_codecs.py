@@ -249,7 +249,14 @@ def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
 
 
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:
-    matrix = sp.random(400, n_vars, density=min(0.5, 2000 / n_vars), format="csr", dtype=np.float32, random_state=0)
+    # As many columns of each row, ascending, with the last one of all.
+    n_rows, n_columns = 400, min(n_vars // 2, 2000)
+    step = n_vars // n_columns
+    rng = np.random.default_rng(0)
+    indices = np.arange(n_columns) * step + rng.integers(0, step, (n_rows, n_columns))
+    indices[:, -1] = n_vars - 1
+    data = rng.random(indices.size, dtype=np.float32)
+    matrix = sp.csr_matrix((data, indices.ravel(), np.arange(n_rows + 1) * n_columns), shape=(n_rows, n_vars))
     group = zarr.open_group(path, mode="w", zarr_format=3).create_group("X")
     group.attrs.update({"encoding-type": "csr_matrix", "shape": list(matrix.shape)})
     for name, values in (("data", matrix.data), ("indices", matrix.indices.astype(dtype)), ("indptr", matrix.indptr)):

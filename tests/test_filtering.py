@@ -246,12 +246,17 @@ def test_only_columns_that_are_named_are_read(path: Path) -> None:
     assert not reads.of("score")
 
 
-ROWS = st.one_of(
-    st.none(),
-    st.lists(st.integers(0, N - 1), min_size=40, max_size=90),
-    st.just(slice(10, 90)),
-    st.lists(st.booleans(), min_size=N, max_size=N).map(lambda mask: np.array([True] * 60 + mask[60:])),
-)
+def some_rows(seed: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, N, rng.integers(40, 90)).tolist()
+
+
+def mask(seed: int) -> np.ndarray:
+    return (np.arange(N) < 60) | (np.random.default_rng(seed).random(N) < 0.5)
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+ROWS = st.one_of(st.none(), SEEDS.map(some_rows), st.just(slice(10, 90)), SEEDS.map(mask))
 
 
 @given(indices=ROWS, per_entry=st.booleans(), kind=st.sampled_from(["streaming", "weighted", "balanced"]))
@@ -266,7 +271,7 @@ def test_of_the_indices_of_a_strategy_those_are_kept_that_fit(indices: Any, per_
         "weighted": dasksc.BlockWeightedSampling(4, indices, weights=(values > 0).astype(float), total_size=400),
         "balanced": dasksc.ClassBalancedSampling(np.where(values > 0, values, -1), 4, indices, total_size=400),
     }[kind]
-    dataset = dasksc.scDataset(atlas(), strategy, 16, filter="n_genes > 400", seed=0)
+    dataset = dasksc.scDataset(atlas(), strategy, 64, filter="n_genes > 400", seed=0)
     kept = chosen[fits[chosen]]
     got = rows_read(dataset)
     if kind == "streaming":

@@ -109,8 +109,8 @@ def check_batches(dataset: dasksc.scDataset, mod: dict[str, AnnData], order: lis
     assert sorted(seen) == COMMON
 
 
-@pytest.mark.parametrize("kind", ["dict", "paths", "h5mu", "zarr"])
-@pytest.mark.parametrize("layout", ["dense", "csr"])
+# Every way in which modalities come, and both layouts in which batches do.
+@pytest.mark.parametrize(("kind", "layout"), [("dict", "dense"), ("paths", "csr"), ("h5mu", "dense"), ("zarr", "csr")])
 def test_each_batch_holds_the_same_cells_of_every_modality(tmp_path: Path, kind: str, layout: Any) -> None:
     data = store(tmp_path, kind)
     opened = dasksc.Modalities(data)
