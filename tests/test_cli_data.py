@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,9 @@ from anndata.io import write_elem
 
 import dasksc
 from dasksc import cli, description
-from dasksc.cli import bench
+from dasksc.cli import _loaders, bench
 from dasksc.cli._shared import aligned
-from tests.support.servers import SECRET, Bucket, s3_bucket, serving
+from tests.support.servers import SECRET, Bucket, serving
 
 pytestmark = pytest.mark.core
 
@@ -260,8 +263,28 @@ def small(*more: str) -> Sequence[str]:
     ]
 
 
-def test_bench_ranks_what_is_installed_and_says_why_the_rest_is_not_measured(folder: Path, tmp_path: Path) -> None:
+def measured_here(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure a loader as its process does, without starting one."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
+        patched.setattr(sys, "argv", ["_loaders", name, json.dumps(spec)])
+        _loaders.main()
+    return json.loads(printed.getvalue())
+
+
+@pytest.fixture
+def bench_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_measured", measured_here)
+
+
+def test_bench_ranks_what_is_installed_and_says_why_the_rest_is_not_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
+    of_its_own = bench._measured
+    monkeypatch.setattr(
+        bench, "_measured", lambda name, spec: (of_its_own if name == "dasksc" else measured_here)(name, spec)
+    )
     plot = tmp_path / "rates.png"
     report = run_json("bench", folder / "plain.h5ad", *small("--plot", str(plot), "--layout", "csr"))
     results = {one["name"]: one for one in report["results"]}
@@ -374,6 +397,7 @@ def test_what_was_measured_is_printed_also_where_drawing_fails(
     assert "100%" in failed.stdout or json.loads(failed.stdout)["results"][0]["rows_per_s"] == 5
 
 
+@pytest.mark.usefixtures("bench_here")
 def test_bench_says_of_urls_what_cannot_read_them(folder: Path) -> None:
     pytest.importorskip("obstore")
     with serving(folder) as server:
@@ -399,6 +423,7 @@ def cite(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("bench_here")
 def test_check_and_bench_take_several_modalities(cite: Path) -> None:
     n_obs = run_json("info", cite, "--seconds", 0)["n_obs"]
     assert n_obs == N - 40
@@ -428,18 +453,19 @@ def test_what_no_command_does_with_several_modalities_is_told_without_python(cit
 
 
 @pytest.fixture(scope="module")
-def bucket(folder: Path) -> Iterator[Bucket]:
+def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
     pytest.importorskip("obstore")
-    with s3_bucket() as bucket:
-        for name in ("plain.h5ad", "gzip.h5ad"):
-            bucket.put(folder / name, f"plates/{name}")
-        yield bucket
+    bucket = s3("commands")
+    for name in ("plain.h5ad", "gzip.h5ad"):
+        bucket.put(folder / name, f"plates/{name}")
+    return bucket
 
 
 def flags(bucket: Bucket) -> list[str]:
     return [part for name, value in bucket.options.items() for part in ("--storage-option", f"{name}={value}")]
 
 
+@pytest.mark.usefixtures("bench_here")
 def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
     bucket: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +493,7 @@ def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
     assert "has no value" in run("check", one, "--storage-option", "region", exit_code=2).stderr
 
 
+@pytest.mark.usefixtures("bench_here")
 def test_what_a_command_may_not_read_is_told_with_the_options_of_commands(folder: Path) -> None:
     pytest.importorskip("obstore")
     with serving(folder) as server:

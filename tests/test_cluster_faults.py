@@ -32,6 +32,7 @@ from dasksc.window import cluster as window_cluster
 from dasksc.window import schedulers as window_schedulers
 from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
+from tests.support.programs import PROGRAMS, TORCHRUN, run
 
 pytestmark = pytest.mark.faults
 
@@ -597,3 +598,13 @@ def test_a_scheduler_that_restarts_is_an_error_and_then_goes_on(processes: DaskP
     data.load_state_dict(data.state_dict())
     batches += data  # at the same address
     assert identical(batches, epoch_of(atlas))
+
+
+def test_ranks_that_torchrun_restarts_share_a_new_cluster(tmp_path: Path) -> None:
+    """The store of torchrun's agent outlives the ranks, and with it the address of a scheduler that is gone."""
+    path = write_store(make_adata(n_obs=101), tmp_path, "h5ad")
+    program = [PROGRAMS / "restarted_cluster.py", path, tmp_path]
+    run([*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=2", *program])
+    ranks = [(tmp_path / f"read-2-{rank}").read_text().split() for rank in range(2)]
+    assert len({address for _, address in ranks}) == 1
+    assert sum(int(n_rows) for n_rows, _ in ranks) >= 101

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import pickle
-import re
 import shutil
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +18,15 @@ import dask
 import distributed
 import psutil
 import pytest
-from distributed.security import Security
 
 import dasksc
 from dasksc.window import resolve_scheduler, start
 from dasksc.window import schedulers as window_schedulers
-from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
-from tests.support.programs import torchrun
+from tests.support.programs import PROGRAMS, ROOT, torchrun
 
 pytestmark = pytest.mark.core
 
-ROOT = Path(__file__).parents[1]
 NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it
 
 
@@ -71,12 +65,11 @@ def test_one_process_gets_threads_and_serialises_nothing(atlas: Path) -> None:
         distributed.default_client()
 
 
-def test_worker_processes_listen_on_loopback_only(atlas: Path) -> None:
+def test_worker_processes_listen_on_loopback_only() -> None:
     with dasksc.start_cluster(2, threads_per_worker=1, processes=True) as cluster:
         assert cluster.address.startswith("tcp://127.0.0.1:")
         assert len(cluster.client.nthreads()) == 2
         assert listening() == {"127.0.0.1"}
-        assert rows_of_epoch(atlas) == rows_of_epoch(atlas, scheduler="threads")
 
 
 def test_modules_to_preload_reach_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,87 +80,24 @@ def test_modules_to_preload_reach_the_scheduler(tmp_path: Path, monkeypatch: pyt
         assert cluster.cluster.scheduler.greeting == "hello"
 
 
-# Certificates
-
-
-@pytest.fixture
-def encrypted() -> Iterator[dasksc.StartedCluster]:
-    pytest.importorskip("cryptography")
-    with dasksc.start_cluster(1, threads_per_worker=1, processes=True, host=NOT_LOOPBACK) as cluster:
-        yield cluster
-
-
-def test_off_loopback_connections_are_encrypted_and_the_epoch_is_the_same(
-    encrypted: dasksc.StartedCluster, atlas: Path
-) -> None:
-    assert encrypted.address.startswith(f"tls://{NOT_LOOPBACK}:")
-    assert all(address.startswith("tls://") for address in encrypted.client.nthreads())
-    assert listening() <= {NOT_LOOPBACK, "127.0.0.1"}
-    assert rows_of_epoch(atlas) == rows_of_epoch(atlas, scheduler="threads")
-
-
-@pytest.mark.parametrize("has", ["no certificate", "another certificate", "no encryption"])
-def test_a_client_without_the_certificates_is_refused(encrypted: dasksc.StartedCluster, has: str) -> None:
-    address = encrypted.address
-    options: dict[str, Any] = {"timeout": 2, "set_as_default": False}
-    if has == "another certificate":
-        options["security"] = Security.temporary()
-    elif has == "no encryption":
-        address = address.replace("tls://", "tcp://")
-    with pytest.raises((OSError, TypeError, ValueError)), distributed.Client(address, **options) as client:
-        client.submit(os.getpid).result()
-    # It must not be collected, and close itself, in the thread of the next one while that is starting.
-    gc.collect()
-    with distributed.Client(address.replace("tcp:", "tls:"), security=encrypted.client.security) as client:
-        assert client.submit(os.getpid).result() > 0
-
-
-def test_certificates_never_lie_where_others_can_read_them(encrypted: dasksc.StartedCluster) -> None:
-    security = encrypted.client.security
-    for name in ("tls_client_key", "tls_scheduler_key", "tls_worker_key"):
-        assert getattr(security, name).startswith("-----BEGIN")  # held in memory, not a path
-    # Neither a command line nor an environment, which other users may see, has them.
-    for process in psutil.Process().children(recursive=True):
-        assert "PRIVATE KEY" not in " ".join(process.cmdline())
-        assert not any("PRIVATE KEY" in value for value in process.environ().values())
-
-
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_child_has_the_certificates(encrypted: dasksc.StartedCluster, atlas: Path, start: str) -> None:
-    import torch.utils.data
-
-    dataset = dasksc.scDataset(atlas, dasksc.Streaming(), batch_size=8, scheduler=encrypted.client, seed=0)
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=1, multiprocessing_context=start, timeout=60
-    )
-    assert sum(len(batch) for batch in loader) == 101
-    assert b"PRIVATE KEY" not in pickle.dumps(dataset)
-
-
-def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def temporary() -> Security:
-        raise ImportError("no cryptography")
-
-    monkeypatch.setattr(Security, "temporary", temporary)
-    with pytest.raises(dasksc.InputError, match=re.escape("pip install dasksc[cluster]")):
-        dasksc.start_cluster(host=NOT_LOOPBACK)
-
-
 # Several ranks
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", NOT_LOOPBACK])
-def test_the_ranks_of_torchrun_share_what_rank_0_starts(atlas: Path, tmp_path: Path, host: str) -> None:
-    if host == NOT_LOOPBACK:
-        pytest.importorskip("cryptography")
-    torchrun(3, "shared_cluster.py", atlas, tmp_path / "seen.json", host)
-    ranks = json.loads((tmp_path / "seen.json").read_text())
-    assert [rank["starts"] for rank in ranks] == [True, False, False]
-    assert len({rank["address"] for rank in ranks}) == 1
-    assert ranks[0]["address"].startswith(f"{'tcp' if host == '127.0.0.1' else 'tls'}://{host}:")
-    times_seen = Counter(row for rank in ranks for row in rank["rows"])
-    assert set(times_seen) == set(range(101))
-    assert len({len(rank["rows"]) for rank in ranks}) == 1
+@pytest.mark.skipif(find_spec("cryptography") is None, reason="without cryptography there is no TLS")
+def test_the_ranks_of_torchrun_share_what_rank_0_starts_and_are_told_why_it_could_not(
+    atlas: Path, tmp_path: Path
+) -> None:
+    torchrun(2, "shared_cluster.py", atlas, tmp_path / "seen.json", "port", "dashboard", "127.0.0.1", NOT_LOOPBACK)
+    *wrong, plain, encrypted = zip(*json.loads((tmp_path / "seen.json").read_text()), strict=True)
+    for (mine, told), expected in zip(wrong, ["InputError: port=-5", "RuntimeError: Cluster failed"], strict=True):
+        assert mine.startswith(expected)
+        assert told.startswith("StartError: rank 0 could not start the Dask cluster")
+    for ranks, kind in ((plain, "tcp://127.0.0.1:"), (encrypted, f"tls://{NOT_LOOPBACK}:")):
+        assert [rank["starts"] for rank in ranks] == [True, False]
+        assert len({rank["address"] for rank in ranks}) == 1
+        assert ranks[0]["address"].startswith(kind)
+        assert {row for rank in ranks for row in rank["rows"]} == set(range(101))
+        assert len({len(rank["rows"]) for rank in ranks}) == 1
 
 
 @pytest.fixture
@@ -207,14 +137,12 @@ def test_ranks_on_two_machines_share_an_encrypted_cluster(
 ) -> None:
     pytest.importorskip("cryptography")
     host = two_machines[0][1]
-    nodes = [
+    settled = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    settled |= {"MASTER_ADDR": host, "MASTER_PORT": "29500"}
+    ranks = [
         subprocess.Popen(
-            [
-                *(*enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
-                *(f"--node_rank={i}", f"--master_addr={host}", "--master_port=29500"),
-                *(str(ROOT / "tests/programs/shared_cluster.py"), str(atlas), str(tmp_path / "seen.json"), host),
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            [*enter, sys.executable, PROGRAMS / "shared_cluster.py", atlas, tmp_path / "seen.json", host],
+            env={**os.environ, **settled, "RANK": str(i), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -222,42 +150,15 @@ def test_ranks_on_two_machines_share_an_encrypted_cluster(
         for i, (enter, _) in enumerate(two_machines)
     ]
     try:
-        printed = [node.communicate(timeout=180)[0] for node in nodes]
+        printed = [rank.communicate(timeout=180)[0] for rank in ranks]
     finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)[-4000:]
-    ranks = json.loads((tmp_path / "seen.json").read_text())
-    assert [rank["starts"] for rank in ranks] == [True, False]
-    assert {rank["address"].rpartition(":")[0] for rank in ranks} == {f"tls://{host}"}
-    assert {row for rank in ranks for row in rank["rows"]} == set(range(101))
-
-
-@pytest.mark.parametrize("how", ["port", "dashboard"])
-def test_ranks_are_told_why_rank_0_could_not_start(how: str) -> None:
-    printed = torchrun(2, "shared_cluster.py", "fail", how)
-    assert "rank 0: " in printed
-    (told,) = [line for line in printed.splitlines() if line.startswith("rank 1: ")]
-    assert "StartError: rank 0 could not start the Dask cluster" in told
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_ranks_that_torchrun_restarts_share_a_new_cluster(atlas: Path, tmp_path: Path, killed: int) -> None:
-    """The store of torchrun's agent outlives the ranks, and with it the address of a scheduler that is gone."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    command += [str(ROOT / "tests/programs/restarted_cluster.py"), str(atlas), str(tmp_path), str(killed)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [(tmp_path / f"read-1-{rank}").read_text().split() for rank in range(2)]
-    assert len({address for _, address in ranks}) == 1
-    assert sum(int(n_rows) for n_rows, _ in ranks) >= 101
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)[-4000:]
+    seen = [rank for (rank,) in json.loads((tmp_path / "seen.json").read_text())]
+    assert [rank["starts"] for rank in seen] == [True, False]
+    assert {rank["address"].rpartition(":")[0] for rank in seen} == {f"tls://{host}"}
+    assert {row for rank in seen for row in rank["rows"]} == set(range(101))
 
 
 def _store_on_loopback() -> Any:
@@ -443,13 +344,13 @@ def test_a_host_name_that_leads_to_loopback_is_told_of_if_all_ranks_are_here(
 # One that is there already
 
 
-@pytest.fixture(scope="module")
-def scheduler_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with DaskProcesses(tmp_path_factory.mktemp("scheduler")) as processes:
-        processes.start_scheduler()
-        processes.start_worker()
-        yield processes.file
-        window_schedulers._close_clients()
+@pytest.fixture
+def scheduler_file(two_process_client: distributed.Client, tmp_path: Path) -> Iterator[Path]:
+    # As `dask scheduler --scheduler-file` writes it.
+    path = tmp_path / "scheduler.json"
+    path.write_text(json.dumps(two_process_client.cluster.scheduler.identity(n_workers=0)))
+    yield path
+    window_schedulers._close_clients()
 
 
 def test_a_scheduler_file_names_the_scheduler(scheduler_file: Path, atlas: Path) -> None:
@@ -485,12 +386,11 @@ def test_the_environment_names_the_scheduler(scheduler_file: Path, by: str) -> N
     assert done.stdout == f"Dask scheduler at {address}\n"
 
 
-def test_an_active_client_goes_before_the_configuration(scheduler_file: Path) -> None:
-    with (
-        dask.config.set({"scheduler-file": str(scheduler_file)}),
-        distributed.Client(n_workers=1, processes=False, dashboard_address=":0") as client,
-    ):
-        assert resolve_scheduler().client is client
+def test_an_active_client_goes_before_the_configuration(
+    scheduler_file: Path, in_process_client: distributed.Client
+) -> None:
+    with dask.config.set({"scheduler-file": str(scheduler_file)}), in_process_client.as_current():
+        assert resolve_scheduler().client is in_process_client
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "not json"])

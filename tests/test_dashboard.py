@@ -50,6 +50,7 @@ def atlas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# One for each test, and cheap: what a page adds to its scheduler stays there.
 @pytest.fixture
 def cluster() -> Iterator[distributed.LocalCluster]:
     with (
@@ -129,12 +130,14 @@ def test_what_a_rank_reports_is_what_its_stats_say(cluster, client, atlas):
 def test_recent_figures_are_those_between_reports(cluster, client, atlas):
     dashboard.install(client)
     for i, _ in enumerate(dataset(atlas, client)):
-        if i == 10:
-            time.sleep(1.0)  # training; nothing is waited for
+        if i == 10:  # training pauses: no rows come, and nothing is waited for
+
+            def pausing() -> bool:
+                (report,) = loaders(cluster) or [{"n_batches": 0}]
+                return report["n_batches"] == 11 and report["recent"][-1][0] == 0 and report["recent"][-1][1] < 0.1
+
+            assert eventually(pausing)
             (report,) = loaders(cluster)
-    rate, waited = report["recent"][-1]
-    assert rate == 0
-    assert waited < 0.1
     assert all(0 <= waited <= 1 for _, waited in report["recent"])
 
 
@@ -262,19 +265,19 @@ def test_a_scheduler_of_the_command_line_preloads_the_page(tmp_path, atlas):
             port = client.scheduler_info()["services"]["dashboard"]
             page = f"http://127.0.0.1:{port}/some/where/loader"
             assert "No rank has reported yet" in served(page)
-            command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, "--no-nanny"]
-            command += ["--nthreads", "1", "--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
-            worker = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, cwd=tmp_path)
+
+            async def started() -> distributed.Worker:
+                return await distributed.Worker(client.scheduler.address, nthreads=1, dashboard=False)
+
+            worker = client.sync(started)
             try:
-                client.wait_for_workers(1, timeout=WAIT_S)
                 data = dataset(atlas, client)
                 list(data)
                 (report,) = json.loads(served(f"{page}.json"))["loaders"]
                 assert report["n_rows"] == data.stats()["n_rows"] == 2_000
                 assert 0 < report["read_s"] < report["fetch_s"]
             finally:
-                worker.terminate()
-                worker.wait()
+                client.sync(worker.close)
     finally:
         process.terminate()
         process.wait()
@@ -289,7 +292,9 @@ def test_dataloader_workers_are_rows_of_their_own_and_go_when_they_end(atlas):
     ):
         dashboard.install(client)
         data = dataset(atlas, client)
-        loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+        )
         batches = iter(loader)
         n_rows = len(next(batches))  # the workers wait until more is taken
         assert eventually(lambda: len(loaders(cluster)) == 2)
@@ -397,19 +402,19 @@ def test_the_scheduler_serves_the_reports_to_prometheus(cluster, client, atlas):
     assert found["dasksc_fetches_total"] >= stats["n_fetched"]  # the workers are in this process
 
 
-def test_workers_serve_what_their_fetches_do_to_prometheus(atlas):
+def test_workers_serve_what_their_fetches_do_to_prometheus(atlas, two_process_client):
     pytest.importorskip("prometheus_client")
-    with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        data = dataset(atlas, client)
-        list(data)
-        ports = [worker["services"]["dashboard"] for worker in client.scheduler_info()["workers"].values()]
-        found = [metrics(served(f"http://127.0.0.1:{port}/metrics")) for port in ports]
-    assert sum(of["dasksc_fetches_total"] for of in found) == data.stats()["n_fetched"]
-    assert sum(of["dasksc_fetched_rows_total"] for of in found) == 2_000
-    assert all(of["dasksc_fetch_seconds_total"] > 0 for of in found)
+    workers = two_process_client.scheduler_info()["workers"].values()
+
+    def found() -> list[dict[str, float]]:
+        return [metrics(served(f"http://127.0.0.1:{one['services']['dashboard']}/metrics")) for one in workers]
+
+    before, data = found(), dataset(atlas, two_process_client)
+    list(data)
+    more = [{name: n - of.get(name, 0) for name, n in after.items()} for of, after in zip(before, found(), strict=True)]
+    assert sum(of["dasksc_fetches_total"] for of in more) == data.stats()["n_fetched"]
+    assert sum(of["dasksc_fetched_rows_total"] for of in more) == 2_000
+    assert all(of["dasksc_fetch_seconds_total"] > 0 for of in more)
 
 
 def test_without_prometheus_nothing_is_exported(monkeypatch):

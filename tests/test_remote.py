@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from anndata import AnnData
-from distributed import Client, LocalCluster
+from distributed import Client
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ from dasksc.storage.places import Place
 from dasksc.storage.remote import AHEAD_BYTES, RemoteFile, in_order, parts_of
 from dasksc.storage.remote_hdf5 import BlockReader
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
-from tests.support.servers import SECRET, Bucket, HTTPServer, relaying, s3_bucket, serving, touch_later
+from tests.support.servers import SECRET, Bucket, HTTPServer, relaying, serving, touch_later
 
 pytest.importorskip("obstore")
 
@@ -45,11 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bucket(folder: Path) -> Iterator[Bucket]:
-    with s3_bucket() as bucket:
-        for name in [*NAMES, "dense.zarr3.zarr"]:
-            bucket.put(folder / name)
-        yield bucket
+def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
+    bucket = s3("remote")
+    for name in [*NAMES, "dense.zarr3.zarr"]:
+        bucket.put(folder / name)
+    return bucket
 
 
 @pytest.fixture
@@ -58,7 +58,8 @@ def server(folder: Path) -> Iterator[HTTPServer]:
         yield server
 
 
-@pytest.mark.parametrize("name", [*NAMES, "dense.zarr3.zarr"])
+# Each format and each layout; every pair of them is read from a web server.
+@pytest.mark.parametrize("name", ["csr.h5ad", "dense.h5ad", "csr.zarr2.zarr", "dense.zarr3.zarr"])
 def test_an_atlas_on_s3_is_the_local_one(folder: Path, bucket: Bucket, name: str) -> None:
     remote = dasksc.open(f"s3://{bucket.name}/{name}", storage_options=bucket.options)
     same(remote, dasksc.open(folder / name))
@@ -176,8 +177,11 @@ def test_a_server_without_ranges_is_refused(server: HTTPServer) -> None:
         dasksc.open(f"{server.url}/csr.h5ad")
 
 
-@pytest.mark.parametrize("etags", [True, False], ids=["etags", "dates"])
-@pytest.mark.parametrize("name", NAMES)
+# Pairwise: files and stores, and what tells that they are others.
+@pytest.mark.parametrize(
+    ("name", "etags"),
+    [("csr.h5ad", True), ("dense.h5ad", False), ("csr.zarr2.zarr", True), ("csr.zarr3.zarr", False)],
+)
 def test_an_object_that_was_replaced_is_refused(tmp_path: Path, name: str, etags: bool) -> None:
     layout, _, format = name.removesuffix(".zarr").partition(".")
     path = write_store(make_adata(200, 30, layout=layout), tmp_path, format, name=layout)
@@ -223,12 +227,13 @@ def test_tokens_in_urls_are_sent_and_not_shown(server: HTTPServer) -> None:
     assert server.url in matrix_of(data.X).label
 
 
-@pytest.mark.parametrize(("how", "name"), [("fork", "csr.h5ad"), ("fork", "csr.zarr3.zarr"), ("spawn", "csr.h5ad")])
-def test_dataloader_workers_read_for_themselves(server: HTTPServer, name: str, how: str) -> None:
+# What is pickled for workers that are spawned, Dask's in processes get below.
+@pytest.mark.parametrize("name", ["csr.h5ad", "csr.zarr3.zarr"])
+def test_forked_dataloader_workers_read_for_themselves(server: HTTPServer, name: str) -> None:
     data = dasksc.open(f"{server.url}/{name}")
     expected = batches(data)
     dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=how)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
     for one, other in zip(loader, expected, strict=True):
         np.testing.assert_array_equal(one.numpy(), other)
 
@@ -243,22 +248,19 @@ def test_a_forked_worker_is_told_what_went_wrong(server: HTTPServer) -> None:
         list(loader)
 
 
-def test_dask_workers_read_for_themselves(bucket: Bucket) -> None:
+def test_dask_workers_read_for_themselves(bucket: Bucket, in_process_client: Client) -> None:
     data = dasksc.open(f"s3://{bucket.name}/csr.h5ad", storage_options=bucket.options)
     expected = batches(data)
-    with Client(n_workers=1, threads_per_worker=2, dashboard_address=":0", processes=False):
+    with in_process_client.as_current():
         for one, other in zip(batches(data), expected, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-def test_dask_workers_in_processes_read_for_themselves(bucket: Bucket, tmp_path: Path) -> None:
+def test_dask_workers_in_processes_read_for_themselves(bucket: Bucket, two_process_client: Client) -> None:
+    client = two_process_client
     data = dasksc.open(f"s3://{bucket.name}/csr.h5ad", storage_options=bucket.options)
     expected = batches(data)
-    with (
-        dask.config.set({"temporary-directory": str(tmp_path)}),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True) as cluster,
-        Client(cluster) as client,
-    ):
+    with client.as_current():
         for one, other in zip(batches(data), expected, strict=True):
             np.testing.assert_array_equal(one, other)
         logs = [client.get_scheduler_logs(), client.get_worker_logs(), client.story(), repr(data), str(data.X.dask)]

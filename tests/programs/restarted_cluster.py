@@ -1,4 +1,4 @@
-"""Under torchrun: a rank is killed once while ranks read through the cluster they share; write who got how far."""
+"""Under torchrun: ranks read through the cluster they share, of which each is killed once; write who got how far."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import dasksc
 from dasksc.world import leave_group
 
 
-def main(path: str, folder: str, killed: str) -> None:
+def main(path: str, folder: str) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     # The store is torchrun's. Gloo would keep the addresses of its own peers there, and dial those that are gone.
     store, rank, n_ranks = next(rendezvous("env://"))
     dist.init_process_group("fake", store=store, rank=rank, world_size=n_ranks)
 
     def meet() -> None:
-        store.set(f"here/{rank}", "")
-        store.wait([f"here/{other}" for other in range(n_ranks)])
+        store.set(f"here/{attempt}/{rank}", "")
+        store.wait([f"here/{attempt}/{other}" for other in range(n_ranks)])
 
     with dasksc.start_cluster(1, threads_per_worker=1, processes=False) as cluster:
         n_rows = 0
@@ -31,9 +31,9 @@ def main(path: str, folder: str, killed: str) -> None:
             dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, obs=["int64"], seed=0)
         ):
             n_rows += len(batch.index)
-            if (attempt, i) == (0, 2):
+            if attempt < n_ranks and i == 2:
                 meet()  # both have the address by now
-                if rank == int(killed):
+                if rank == attempt:
                     os.kill(os.getpid(), signal.SIGKILL)
     (Path(folder) / f"read-{attempt}-{rank}").write_text(f"{n_rows} {cluster.address}")
     leave_group()

@@ -1,0 +1,80 @@
+"""Converted stores: what they hold, whether that is all of the source, and inputs that make many parts."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from numpy.typing import NDArray
+
+from dasksc import conversion
+from dasksc.conversion import shards, writing
+from tests.support.data import dense, make_adata
+
+
+def read(path: Path) -> ad.AnnData:
+    """The store as plain AnnData reads it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ad.read_zarr(path)
+
+
+def order_of(written: ad.AnnData, source: ad.AnnData) -> NDArray[np.int64]:
+    """Which row of the source each row is: each once."""
+    order = source.obs_names.get_indexer(written.obs_names)
+    assert sorted(order) == list(range(source.n_obs))
+    return order
+
+
+def same(written: ad.AnnData, source: ad.AnnData) -> None:
+    """All that is written is the source's, in the order of `written`."""
+    order = order_of(written, source)
+    assert np.array_equal(dense(written.X), dense(source.X)[order])
+    for name, layer in source.layers.items():
+        if name is not None:
+            assert np.array_equal(dense(written.layers[name]), dense(layer)[order]), name
+    assert set(written.obsm) == set(source.obsm)
+    for name, array in source.obsm.items():
+        if isinstance(array, pd.DataFrame):
+            pd.testing.assert_frame_equal(written.obsm[name], array.iloc[order], check_dtype=False)
+        else:
+            assert np.array_equal(dense(written.obsm[name]), dense(array)[order]), name
+    pd.testing.assert_frame_equal(
+        written.obs.astype(object), source.obs.iloc[order].astype(object), check_dtype=False, check_categorical=False
+    )
+    for name in source.obs:
+        if isinstance(source.obs[name].dtype, pd.CategoricalDtype):
+            assert list(written.obs[name].cat.categories) == list(source.obs[name].cat.categories)
+            assert written.obs[name].cat.ordered == source.obs[name].cat.ordered
+    pd.testing.assert_frame_equal(written.var, source.var, check_dtype=False)
+    assert set(written.varm) == set(source.varm)
+    assert dict(written.uns) == dict(source.uns)
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(store)): file.read_bytes() for file in sorted(store.rglob("*")) if file.is_file()}
+
+
+def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, shards and tasks so small that a few cells make many."""
+    monkeypatch.setattr(writing, "_CHUNK_VALUES", 64)
+    monkeypatch.setattr(writing, "_INDPTR_CHUNK", 8)
+    monkeypatch.setattr(writing, "_DENSE_CHUNK_BYTES", 200)
+    monkeypatch.setattr(conversion, "_SCAN_ROWS", 7)
+    monkeypatch.setattr(conversion, "_PIECE_VALUES", 40)
+    # Of the loss of power no test knows, and each call waits for the disk.
+    monkeypatch.setattr(shards, "sync", lambda file: None)
+
+
+def write_gzipped(folder: Path) -> Path:
+    """Write an atlas that is converted by way of runs, in a moment."""
+    path = folder / "atlas.h5ad"
+    source = make_adata(600, 40)
+    small = ad.AnnData(X=source.X, obs=source.obs[["cell_type", "float32"]], var=source.var[[]])
+    small.obsm["X_pca"] = source.obsm["X_pca"]
+    small.write_h5ad(path, compression="gzip")
+    return path

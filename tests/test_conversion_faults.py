@@ -1,0 +1,142 @@
+"""Conversions that are killed at many moments, meet a full disk, or have little memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+import dasksc
+from dasksc.errors import StorageError
+from tests.support.conversions import contents, make_parts_small, read, same, write_gzipped
+from tests.support.programs import PROGRAMS, ROOT
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    make_parts_small(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def gzipped(tmp_path_factory):
+    return write_gzipped(tmp_path_factory.mktemp("input"))
+
+
+@pytest.mark.parametrize("how", ["steps", "moments"])
+def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "convert_kills.py"), str(gzipped), str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["n_kills"] >= 20
+    stores = sorted(tmp_path.glob("*.zarr"))
+    whole = contents(stores[0])
+    assert [store.name for store in stores if contents(store) != whole] == []
+    # A kill after the last step may leave the lock of a conversion that is done.
+    assert [file for folder in tmp_path.glob("*.partial") for file in os.listdir(folder) if file != "lock"] == []
+    same(read(stores[-1]), ad.read_h5ad(gzipped))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 192 KiB, and what gives it another size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options: str) -> subprocess.CompletedProcess[str]:
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount to make a small file system with")
+    if (done := mount("size=192k")).returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    try:
+        yield folder, lambda size: mount(f"remount,size={size}")
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzipped, tmp_path):
+    disk, resize = small_disk
+    before = gzipped.read_bytes()
+    out = disk / "out.zarr"
+    with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as told:
+        dasksc.convert(gzipped, out)
+    assert told.value.errno == errno.ENOSPC
+    assert "run the same again to go on" in str(told.value)
+    assert shutil.disk_usage(disk).free < 2**14
+    assert gzipped.read_bytes() == before
+    assert not out.exists()
+    for place in (disk / "out.zarr.partial", disk / "out.zarr.partial" / "store"):
+        with pytest.raises(StorageError):
+            dasksc.open(place)
+    assert resize("64m").returncode == 0
+    dasksc.convert(gzipped, out, verify=True)
+    dasksc.convert(gzipped, tmp_path / "elsewhere.zarr")
+    assert contents(out) == contents(tmp_path / "elsewhere.zarr")
+    assert os.listdir(disk) == ["out.zarr"]
+
+
+MEMORY_PROGRAM = """
+import sys, threading
+from pathlib import Path
+import numpy as np
+import dasksc
+from _machine import rss_anon_bytes
+
+tiny, source, folder, limit = *map(Path, sys.argv[1:4]), int(sys.argv[4])
+dasksc.convert(tiny, folder / "tiny.zarr", verify=True)
+before = rss_anon_bytes()
+peak, stop = before, threading.Event()
+
+def watch():
+    global peak
+    while not stop.wait(0.002):
+        peak = max(peak, rss_anon_bytes())
+
+thread = threading.Thread(target=watch)
+thread.start()
+dasksc.convert(source, folder / "out.zarr", verify=True, memory_limit=limit)
+stop.set()
+thread.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells anonymous memory from mapped pages")
+def test_memory_stays_within_the_limit_whatever_the_size_of_the_input(tmp_path):
+    limit = 40_000_000
+    X = sp.random(6_000, 3_000, density=0.4, format="csr", dtype=np.float32, random_state=0)
+    names = np.arange(6_000).astype(str)
+    source = ad.AnnData(X=X, obs=pd.DataFrame(index=names), var=pd.DataFrame(index=names[:3_000]))
+    source.write_h5ad(tmp_path / "atlas.h5ad", compression="gzip", compression_opts=1)
+    source[:100].write_h5ad(tmp_path / "tiny.h5ad", compression="gzip")
+    paths = [tmp_path / "tiny.h5ad", tmp_path / "atlas.h5ad", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM, *map(str, paths), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])},
+    )
+    assert done.returncode == 0, done.stderr
+    n_bytes = X.nnz * 8
+    # The interpreter and the tables take a little as well; what is not bounded would hold the matrix.
+    assert int(done.stdout.splitlines()[-1]) < limit * 1.25 < n_bytes
