@@ -144,9 +144,7 @@ def test_closing_ends_the_threads_and_drops_what_has_not_begun() -> None:
 
     results = run_ahead(iter([job] * 500), is_ready=lambda: True, n_ahead=500, n_threads=2)
     next(results)
-    start = time.perf_counter()
     results.close()  # type: ignore[attr-defined]
-    assert time.perf_counter() - start < 2
     assert begun < 100
     assert not gather_threads()
 
@@ -171,14 +169,17 @@ def test_an_error_that_nobody_takes_holds_nothing() -> None:
     held = Held()
     seen = weakref.ref(held)
 
+    has_begun = threading.Event()
+
     def fail(held: Held = held) -> None:
+        has_begun.set()
         raise OSError("nobody takes this")
 
     gc.disable()
     try:
         results = run_ahead(iter([lambda: None, fail]), is_ready=lambda: True, n_ahead=2, n_threads=1)
         next(results)
-        time.sleep(0.1)
+        assert has_begun.wait(30)
         results.close()  # type: ignore[attr-defined]
         fail.__defaults__ = None
         del results, fail, held

@@ -69,6 +69,9 @@ def identical(batches: list[torch.Tensor], expected: list[torch.Tensor]) -> bool
     )
 
 
+OVER_TCP = {"processes": False, "protocol": "tcp"}  # within this process, but nothing else tells them from processes
+
+
 def local(n_workers: int, *, processes: bool = True, **options: Any) -> distributed.LocalCluster:
     return distributed.LocalCluster(
         n_workers=n_workers,
@@ -132,7 +135,7 @@ def test_ten_killed_workers_go_unnoticed(atlas: Path) -> None:
 
 
 def test_a_cluster_without_workers_is_told_and_waited_for(atlas: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with local(0) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+    with local(0, **OVER_TCP) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         told = "Fetch 0 waits: the Dask cluster of tcp://"
 
         def help_when_told() -> None:
@@ -146,9 +149,9 @@ def test_a_cluster_without_workers_is_told_and_waited_for(atlas: Path, caplog: p
     assert caplog.text.count(told) == 1
 
 
-@pytest.mark.parametrize("processes", [True, False])
+@pytest.mark.parametrize("protocol", ["tcp", "inproc"])
 def test_workers_that_are_all_paused_are_told_and_waited_for(
-    processes: bool, atlas: Path, caplog: pytest.LogCaptureFixture
+    protocol: str, atlas: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = "has 1 paused at their memory limit"
 
@@ -158,7 +161,7 @@ def test_workers_that_are_all_paused_are_told_and_waited_for(
     memory = {"monitor-interval": "1h", "terminate": False}
     with (
         dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
-        local(1, processes=processes) as cluster,
+        local(1, processes=False, protocol=protocol) as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
     ):
         client.run(pause, is_paused=True)
@@ -175,7 +178,7 @@ def test_workers_that_are_all_paused_are_told_and_waited_for(
 
 
 def test_a_worker_that_joins_works_too_and_goes_unnoticed(atlas: Path) -> None:
-    with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+    with local(1, **OVER_TCP) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         batches = []
         for i, batch in enumerate(dataset(atlas, client, prefetch=8)):
             batches.append(batch)
@@ -340,7 +343,7 @@ def test_a_worker_that_is_slow_is_not_taken_for_frozen(
     monkeypatch.setattr(window_cluster, "_STUCK_S", 0.2)
     mark = tmp_path / "mark"
     with (
-        local(2) as cluster,
+        local(2, **OVER_TCP) as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
         Window(Slow(mark), range(4), name="slow", depth=2, scheduler=client) as window,
     ):
@@ -369,16 +372,23 @@ def test_silence_is_told_by_the_clock_of_the_scheduler() -> None:
     assert known.silent(many, asked_at=start) == {}
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, tmp_path: Path) -> None:
-    n_obs, n_in_row, limit = 27_000, 3_500, 700 * 2**20
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    n_obs, n_in_row = 27_000, 3_500
     indptr = np.arange(n_obs + 1) * n_in_row
     indices = np.tile(np.arange(0, 2 * n_in_row, 2, dtype=np.int32), n_obs)
     values = np.tile(np.linspace(0, 1, n_in_row, dtype=np.float32), n_obs)
-    path = tmp_path / "large.h5ad"
+    path = tmp_path_factory.mktemp("large") / "large.h5ad"
     ad.AnnData(sp.csr_matrix((values, indices, indptr), shape=(n_obs, 2 * n_in_row))).write_h5ad(path)
+    yield path
+    path.unlink()
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, large: Path) -> None:
+    limit = 700 * 2**20
     # Mapped pages count as a process's, and each worker maps all of the file.
-    assert path.stat().st_size > limit
+    assert large.stat().st_size > limit
 
     def peak(dask_worker: Any) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -391,7 +401,7 @@ def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap:
     with local(2, memory_limit=limit) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         pids = set(client.run(os.getpid).values())
         data = dasksc.scDataset(
-            path,
+            large,
             dasksc.BlockShuffling(64),
             batch_size=64,
             fetch_factor=64,
@@ -429,22 +439,23 @@ def busy(client: distributed.Client) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("ends", ["epoch", "break"])
-def test_nothing_is_left_on_scheduler_and_workers(atlas: Path, ends: str) -> None:
-    with local(2) as cluster, distributed.Client(cluster, set_as_default=False) as client:
-        for i, _ in enumerate(dataset(atlas, client)):
-            if ends == "break" and i == 30:
-                break
-        assert eventually(lambda: nothing_is_left(client))
+def test_nothing_is_left_on_scheduler_and_workers(
+    atlas: Path, ends: str, two_process_client: distributed.Client
+) -> None:
+    for i, _ in enumerate(dataset(atlas, two_process_client)):
+        if ends == "break" and i == 30:
+            break
+    assert eventually(lambda: nothing_is_left(two_process_client))
 
 
 # Schedulers
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "dataset._scheduler.close()"])
-def test_a_rank_that_ends_without_a_word_leaves_nothing_on_the_cluster(
-    end: str, processes: DaskProcesses, atlas: Path
-) -> None:
-    program = f"""
+def test_a_rank_that_ends_without_a_word_leaves_nothing_on_the_cluster(processes: DaskProcesses, atlas: Path) -> None:
+    with distributed.Client(processes.address, set_as_default=False) as client:
+        client.wait_for_workers(1, timeout=WAIT_S)
+        for end in ("os.kill(os.getpid(), 9)", "dataset._scheduler.close()"):
+            program = f"""
 import os, dasksc, distributed
 client = distributed.Client({processes.address!r})
 dataset = dasksc.scDataset({str(atlas)!r}, dasksc.BlockShuffling(5), 10, 2, seed=0, scheduler=client)
@@ -453,16 +464,14 @@ for i, batch in enumerate(dataset):
         print("in the epoch", flush=True)
         {end}
 """
-    with distributed.Client(processes.address, set_as_default=False) as client:
-        client.wait_for_workers(1, timeout=WAIT_S)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=3 * WAIT_S)
-        assert done.returncode != 0
-        assert done.stdout == "in the epoch\n"
-        assert eventually(lambda: nothing_is_left(client))
-        on_workers = client.run(lambda dask_worker: list(dask_worker.plugins))
-        assert all(not name.startswith("dasksc") for names in on_workers.values() for name in names)
-        on_scheduler = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.plugins))
-        assert not [name for name in on_scheduler if name.startswith("dasksc-Client")]
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=3 * WAIT_S)
+            assert done.returncode != 0
+            assert done.stdout == "in the epoch\n"
+            assert eventually(lambda: nothing_is_left(client))
+            on_workers = client.run(lambda dask_worker: list(dask_worker.plugins))
+            assert all(not name.startswith("dasksc") for names in on_workers.values() for name in names)
+            on_scheduler = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.plugins))
+            assert not [name for name in on_scheduler if name.startswith("dasksc-Client")]
 
 
 # A finder that knows of no dasksc, given to `dask worker` as a preload.
@@ -505,7 +514,7 @@ def test_a_worker_without_dasksc_is_named_and_others_work(atlas: Path, tmp_path:
 
 
 def test_tasks_that_a_restart_drops_are_said_to_be(atlas: Path) -> None:
-    with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+    with local(1, **OVER_TCP) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         batches = iter(dataset(atlas, client))
         next(batches)
         client.restart()
@@ -564,7 +573,7 @@ def read_until_lost(
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_lost_scheduler_is_named_in_time_and_another_goes_on(
-    processes: DaskProcesses, atlas: Path, tmp_path: Path, how: str
+    processes: DaskProcesses, atlas: Path, two_process_client: distributed.Client, how: str
 ) -> None:
     timeout_s = 4.0
     number = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[how]
@@ -575,10 +584,9 @@ def test_a_lost_scheduler_is_named_in_time_and_another_goes_on(
         assert processes.address in str(error)
         assert "load_state_dict" in str(error)
         state = data.state_dict()
-        with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
-            resumed = dataset(atlas, client)
-            resumed.load_state_dict(state)
-            batches += resumed
+        resumed = dataset(atlas, two_process_client)
+        resumed.load_state_dict(state)
+        batches += resumed
         assert identical(batches, epoch_of(atlas))
         processes.scheduler.send_signal(signal.SIGCONT)
 
