@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import runpy
 import sys
 from collections import Counter
 from itertools import chain, islice
@@ -16,11 +16,12 @@ import pytest
 import dasksc
 from tests.programs.with_slurm import free_ports, missing
 from tests.support.data import make_adata, write_store
-from tests.support.programs import MPIRUN, ROOT, run, torchrun
+from tests.support.programs import MPIRUN, PROGRAMS, ROOT, run, torchrun
 
 pytestmark = pytest.mark.programs
 
-LAUNCHED = ROOT / "tests" / "programs" / "launched.py"
+on_slurm = pytest.mark.xdist_group("slurm")
+LAUNCHED = PROGRAMS / "launched.py"
 TRAIN = ROOT / "examples" / "train_ddp.py"
 
 
@@ -58,6 +59,7 @@ def test_ddp_trains_under_mpirun(mpirun, atlas):
     assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", printed)
 
 
+@on_slurm
 def test_srun_starts_ranks_that_share_an_epoch(slurm, tmp_path):
     ranks = launched(tmp_path, ["srun", "-n", 2, sys.executable], slurm)
     assert [rank["source"] for rank in ranks] == ["SLURM_PROCID/SLURM_NTASKS"] * 2
@@ -65,6 +67,7 @@ def test_srun_starts_ranks_that_share_an_epoch(slurm, tmp_path):
     assert [rank["local_world_size"] for rank in ranks] == [2, 2]
 
 
+@on_slurm
 def test_srun_of_one_torchrun_a_node_counts_torchruns_ranks(slurm, tmp_path):
     (port,) = free_ports(1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
@@ -74,20 +77,17 @@ def test_srun_of_one_torchrun_a_node_counts_torchruns_ranks(slurm, tmp_path):
     assert [rank["local_world_size"] for rank in ranks] == [2] * 4
 
 
-def test_ddp_trains_under_srun(slurm, atlas):
-    printed = start(["srun", "-n", 2, sys.executable, TRAIN, atlas, "--batch-size", 32], slurm)
-    assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", printed)
-
-
+@on_slurm
 def test_one_task_of_an_sbatch_script_is_no_rank(slurm, tmp_path):
     (alone,) = launched(tmp_path, ["srun", "-n", 1, sys.executable], slurm)
     assert alone["source"] == "default"
 
 
+@on_slurm
 def test_the_cluster_takes_its_daemons_with_it():
     if absent := missing():
         pytest.skip(f"no Slurm here: {', '.join(absent)}")
-    script = ROOT / "tests" / "programs" / "with_slurm.py"
+    script = PROGRAMS / "with_slurm.py"
     print_folder = "import os; print(os.path.dirname(os.environ['SLURM_CONF']))"
     folder = start([sys.executable, script, "srun", "-n", 1, sys.executable, "-c", print_folder]).strip()
     assert "slurm-" in folder
@@ -134,12 +134,16 @@ def test_a_loader_repeated_without_a_word_reads_new_epochs(real, recwarn):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path):
+def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path, monkeypatch):
     # Horovod itself has no wheels; what is faked is its module, and what horovodrun sets is set here.
-    program = ROOT / "tests" / "programs" / "horovod_program.py"
+    program = PROGRAMS / "horovod_program.py"
+    monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path)])
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)  # taken out again in the end
     for rank in range(2):
         told = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank)}
-        start([sys.executable, program, tmp_path], os.environ | told | {"HOROVOD_LOCAL_SIZE": "2"})
+        for name, value in {**told, "HOROVOD_LOCAL_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        runpy.run_path(str(program), run_name="__main__")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for epoch in range(2):
         assert sorted(chain(*(rank[epoch] for rank in ranks))) == list(range(104))

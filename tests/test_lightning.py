@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dasksc.integrations.lightning import scDataModule
 
-ROOT = Path(__file__).parents[1]
 N_OBS = 60
 TRAINING, HELD_OUT = np.arange(50), np.arange(50, N_OBS)
 
@@ -256,24 +254,20 @@ def test_labels_can_be_had_before_there_is_a_trainer(path, tmp_path):
     assert sorted(chain(*model.seen["train"])) == TRAINING.tolist()
 
 
-def ddp(folder: Path, path: Path, devices: int, **options: object) -> list[list[list[int]]]:
-    """Train in processes that Lightning starts; the batches of each rank."""
-    arguments = {"path": str(path), "folder": str(folder), "devices": devices, **options}
-    run([sys.executable, PROGRAMS / "lightning_ddp.py", json.dumps(arguments)])
-    return [json.loads((folder / f"seen-{devices}-{rank}.json").read_text()) for rank in range(devices)]
-
-
 def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path, tmp_path):
-    whole = ddp(tmp_path, path, 2, max_epochs=2, save_every=1)
+    run([sys.executable, PROGRAMS / "lightning_ddp.py", path, tmp_path])
+    whole, rest = (
+        [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in ("whole", "rest")
+    )
     assert [len(rank["train"]) for rank in whole] == [8, 8]
     for epoch in range(2):
         rows = [*chain(*(chain(*rank["train"][4 * epoch : 4 * epoch + 4]) for rank in whole))]
         assert sorted(rows) == TRAINING.tolist()
     # Held-out cells: once each over both ranks, after each epoch.
     assert Counter(chain(*(chain(*rank["validate"]) for rank in whole))) == dict.fromkeys(HELD_OUT.tolist(), 2)
-    rest = ddp(tmp_path, path, 2, max_epochs=2, ckpt_path=str(tmp_path / "step=3.ckpt"))
     assert [rank["train"] for rank in rest] == [rank["train"][3:] for rank in whole]
-    (alone,) = ddp(tmp_path, path, 1, max_epochs=2, ckpt_path=str(tmp_path / "step=2.ckpt"))
-    seen = [*chain(*(chain(*rank["train"][:2]) for rank in whole)), *chain(*alone["train"][:-7])]
+    alone = Recorder()
+    trainer(tmp_path).fit(alone, module(path, seed=None), ckpt_path=tmp_path / "whole" / "step=2.ckpt")
+    seen = [*chain(*(chain(*rank["train"][:2]) for rank in whole)), *chain(*alone.seen["train"][:-7])]
     assert sorted(seen) == TRAINING.tolist()
-    assert sorted(chain(*alone["train"][-7:])) == TRAINING.tolist()
+    assert sorted(chain(*alone.seen["train"][-7:])) == TRAINING.tolist()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.programs import ROOT, run
 
-pytestmark = pytest.mark.programs
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("slurm")]
 
 SCRIPTS = ROOT / "examples" / "slurm"
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")

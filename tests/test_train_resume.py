@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +22,19 @@ from dasksc.train.config import Optimizer
 from dasksc.train.optim import hyperparameters_of, make_optimizer
 from dasksc.train.parallel import Place
 from tests.support.programs import torchrun
-from tests.support.training import checkpoints, losses, rows_of, small, train
+from tests.support.training import (
+    RTOL,
+    alone,
+    assert_same,
+    changed,
+    checkpoints,
+    figures,
+    losses,
+    rows_of,
+    small,
+    train,
+    training,
+)
 
 HERE = "tests.test_train_resume"
 ALONE = Place(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), strategy="single")
@@ -259,35 +272,61 @@ def test_hyperparameters_are_what_constructors_take():
     assert "n_steps" not in names
 
 
-def test_two_ranks_go_on_from_an_older_step_with_the_arguments_of_the_new_run(atlas, tmp_path):
+# --- Two ranks ----------------------------------------------------------------------------------------
+
+SHARDED: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"training__fsdp": {"min_num_params": 300}}}
+two_ranks_group = pytest.mark.xdist_group("train_resume")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(atlas, tmp_path_factory) -> Path:
+    """The folder of trainings of two ranks under torchrun that stop and go on, all in one start."""
+    folder = tmp_path_factory.mktemp("two")
     trainings: dict[str, Any] = {}
-    for name, section in {"ddp": {}, "fsdp": {"fsdp": {"min_num_params": 300}}}.items():
-        folder = tmp_path / name
-        raw = {
-            "data": {"path": str(atlas), "batch_size": 8, "fetch_factor": 4},
-            "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
-            "training": {"save_every": 2, "save_top_k": -1, "checkpoint_dir": str(folder), "logger": "csv", **section},
-        }
-        changes: dict[str, Any] = {
+    for name, section in SHARDED.items():
+        stopped = training(atlas, folder / f"{name}-epochs", training__max_steps=5, **section)
+        trainings[f"{name}-stopped"] = stopped
+        trainings[f"{name}-epoch"] = changed(
+            stopped, {"training__max_steps": None, "training__max_epochs": 1, "training__resume_from": "auto"}
+        )
+        branches = small(atlas, folder / name, training__save_every=2, training__save_top_k=-1, **section)
+        optimizer = {"weight_decay": 0.0}
+        changes: dict[str, dict[str, Any]] = {
             "first": {"max_steps": 6, "optimizer": {"weight_decay": 0.5, "betas": [0.5, 0.9]}},
-            "branch": {"max_steps": 5, "resume_from": str(folder / "step-00000002")},
-            "again": {"max_steps": 7, "resume_from": "auto"},
+            "branch": {"max_steps": 5, "optimizer": optimizer, "resume_from": str(folder / name / "step-00000002")},
+            "again": {"max_steps": 7, "optimizer": optimizer, "resume_from": "auto"},
         }
-        for step, change in changes.items():
-            options = {"optimizer": {"weight_decay": 0.0}} | change
-            trainings[f"{name}_{step}"] = {**raw, "training": raw["training"] | options}
-        wide = {**raw["model"], "hidden_dim": 32}
-        trainings[f"{name}_wide"] = {**raw, "model": wide, "training": raw["training"] | {"resume_from": "auto"}}
-    (tmp_path / "trainings.json").write_text(json.dumps(trainings))
-    torchrun(2, "train_many.py", tmp_path / "trainings.json")
-    assert {path.stem for path in tmp_path.glob("*.error")} == {"ddp_wide", "fsdp_wide"}
-    for name in ("ddp", "fsdp"):
-        assert "hidden_dim=16 there and 32 here" in (tmp_path / f"{name}_wide.error").read_text()
-        assert checkpoints(tmp_path / name) == [2, 4, 5, 6, 7]
-        assert checkpoints(tmp_path / name / "abandoned-1") == [4, 6]
-        expected = {"weight_decay": 0.0, "betas": (0.9, 0.999)}
-        assert saved(tmp_path / name / "step-00000004", *expected) == expected
-        assert saved(tmp_path / name / "step-00000007", *expected) == expected
+        for step, options in changes.items():
+            trainings[f"{name}-{step}"] = {**branches, "training": branches["training"] | options}
+        trainings[f"{name}-wide"] = changed(trainings[f"{name}-again"], {"model__hidden_dim": 32})
+    (folder / "trainings.json").write_text(json.dumps(trainings))
+    torchrun(2, "train_many.py", folder / "trainings.json")
+    return folder
+
+
+@two_ranks_group
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_run_that_two_ranks_stop_and_resume_and_one_ends_has_the_losses_of_a_plain_loop(name, two_ranks, atlas):
+    raw = json.loads((two_ranks / "trainings.json").read_text())[f"{name}-epoch"]
+    report = train(raw, training__max_epochs=2)
+    assert (report.strategy, report.world_size) == ({"ddp": "single"}.get(name, name), 1)
+    expected = alone(atlas, 2, then=1)
+    assert_same(two_ranks / f"{name}-epochs", expected, "loss")
+    # The first is of where it was stopped.
+    found = figures(two_ranks / f"{name}-epochs", "validation_loss")[1:]
+    np.testing.assert_allclose(found, expected["validation_loss"], rtol=RTOL)
+
+
+@two_ranks_group
+@pytest.mark.parametrize("name", SHARDED)
+def test_two_ranks_go_on_from_an_older_step_with_the_arguments_of_the_new_run(name, two_ranks):
+    assert {path.stem for path in two_ranks.glob("*.error")} == {"ddp-wide", "fsdp-wide"}
+    assert "hidden_dim=16 there and 32 here" in (two_ranks / f"{name}-wide.error").read_text()
+    assert checkpoints(two_ranks / name) == [2, 4, 5, 6, 7]
+    assert checkpoints(two_ranks / name / "abandoned-1") == [4, 6]
+    expected = {"weight_decay": 0.0, "betas": (0.9, 0.999)}
+    assert saved(two_ranks / name / "step-00000004", *expected) == expected
+    assert saved(two_ranks / name / "step-00000007", *expected) == expected
 
 
 # --- What does not fit --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Train with Lightning's ddp on CPU processes that it starts itself; write which rows each rank saw."""
+"""Train with Lightning's ddp on CPU processes that it starts itself, and go on; write which rows each rank saw."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ class Recorder(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-def main() -> None:
-    """Do what the JSON on the command line says."""
-    given = json.loads(sys.argv[1])
-    folder, devices = Path(given["folder"]), given["devices"]
+def train(folder: Path, path: str, name: str, ckpt_path: str | None = None) -> None:
+    """Train two epochs on two devices, from a checkpoint if one is given."""
     data = scDataModule(
-        given["path"],
+        path,
         8,
         train=dasksc.BlockShuffling(4, indices=np.arange(50)),
         validate=dasksc.Streaming(indices=np.arange(50, 60)),
         fetch_factor=2,
         obs=["cell_type"],
     )
-    callbacks = []
-    if "save_every" in given:
-        callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=given["save_every"], save_top_k=-1)]
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=devices,
-        strategy="ddp" if devices > 1 else "auto",
-        max_epochs=given["max_epochs"],
-        callbacks=callbacks,
+        devices=2,
+        strategy="ddp",
+        max_epochs=2,
+        callbacks=[ModelCheckpoint(folder / name, "{step}", every_n_train_steps=1, save_top_k=-1)],
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         num_sanity_val_steps=0,
     )
     model = Recorder()
-    trainer.fit(model, data, ckpt_path=given.get("ckpt_path"))
-    (folder / f"seen-{devices}-{trainer.global_rank}.json").write_text(json.dumps(model.seen))
+    trainer.fit(model, data, ckpt_path=ckpt_path)
+    (folder / f"{name}-{trainer.global_rank}.json").write_text(json.dumps(model.seen))
+
+
+def main(path: str, folder: str) -> None:
+    """Train unbroken, and then from the third step of that."""
+    train(Path(folder), path, "whole")
+    train(Path(folder), path, "rest", ckpt_path=f"{folder}/whole/step=3.ckpt")
     leave_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

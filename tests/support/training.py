@@ -6,6 +6,7 @@ import copy
 import csv
 import sys
 from contextlib import nullcontext
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def figures(folder: Path, name: str = "loss") -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
+@cache
 def alone(
     atlas: Path, n_ranks: int, *, then: int | None = None, k: int = 1, clip: float | None = None, share: float = SHARE
 ) -> dict[str, list[float]]:
