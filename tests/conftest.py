@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
@@ -33,6 +34,14 @@ settings.load_profile("fast")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, which the tests' own programs would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of a tier that is not run: those of trainers take longer to import than many tests."""
+    if config.option.markexpr not in TIERS or not collection_path.name.startswith("test_"):
+        return None
+    declared = re.search(r"^pytestmark = .*?pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE | re.DOTALL)
+    return True if declared is not None and declared[1] in TIERS - {config.option.markexpr} else None
 
 
 @pytest.hookimpl(tryfirst=True)
