@@ -21,6 +21,8 @@ PYTEST_ARGS ?=
 # Many tests start ranks, workers and servers of their own.
 TEST_PROCESSES ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
+# Compiled files are kept, whatever the environment says: tests start some hundred programs.
+export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 60
 CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
