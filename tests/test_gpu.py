@@ -17,9 +17,8 @@ import torch
 import yaml
 
 import dasksc
-from dasksc.train import Config, fit
 from tests.support.programs import ROOT, TORCHRUN, run
-from tests.support.training import COMMAND, figures, training
+from tests.support.training import COMMAND, figures, train, training
 
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("one_thread")]
 
@@ -28,8 +27,8 @@ needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
 
 
 @pytest.fixture(scope="session")
-def atlas(atlas_of) -> Path:
-    return atlas_of(203, 40, n_types=5, seed=1)
+def atlas(training_atlas) -> Path:
+    return training_atlas
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])
@@ -90,11 +89,11 @@ def configured(atlas: Path, folder: Path, name: str) -> dict[str, Any]:
 def test_trainings_in_half_precision_end_and_go_on(name, precision, atlas, tmp_path):
     raw = configured(atlas, tmp_path / "run", name)
     raw["training"] |= {"precision": precision, "resume_from": "auto"}
-    report = fit(Config.of(raw), say=lambda line: None)
+    report = train(raw)
     assert report.device == DEVICE
     assert np.isfinite(figures(tmp_path / "run")).any()
     raw["training"]["max_epochs"] = 2
-    assert fit(Config.of(raw), say=lambda line: None).n_steps == 2 * report.n_steps
+    assert train(raw).n_steps == 2 * report.n_steps
 
 
 @needs_gpu

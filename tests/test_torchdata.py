@@ -81,14 +81,12 @@ def test_a_state_of_an_epochs_end_begins_the_next(num_workers, persistent):
     assert [rows(after), rows(after)] == epochs[1:]
 
 
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
-def test_workers_that_share_no_memory_go_on_as_well(start):
-    options = {"multiprocessing_context": start, "persistent_workers": True}
-    epochs = unbroken(2, **options)
-    before = loader(2, **options)
+def test_workers_that_share_no_memory_go_on_as_well():
+    epochs = unbroken(2)
+    before = loader(2, multiprocessing_context="spawn")
     head = rows(islice(iter(before), 8))
     state = copy.deepcopy(before.state_dict())
-    after = loader(2, **options)
+    after = loader(2, multiprocessing_context="forkserver", persistent_workers=True)
     after.load_state_dict(state)
     assert [head + rows(after), rows(after)] == epochs[:2]
 
