@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def submit(slurm, script: str, folder: Path, *arguments: object, nodes: int = 1,
     options = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", f"--output={folder}/job.out"]
     # Asked for here: `sbatch --wait` looks at most every half a minute.
     command = ["sbatch", "--parsable", *options, f"--chdir={ROOT}", str(folder / script), *map(str, arguments)]
-    job = ask(slurm | more, *command)
+    path = os.pathsep.join([str(Path(sys.executable).parent), slurm["PATH"]])  # scripts run the python that is found
+    job = ask(slurm | {"PATH": path, **more}, *command)
     end = time.monotonic() + 240
     while (state := ask(slurm, "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")) in UNFINISHED:
         assert time.monotonic() < end, f"job {job} is still {state}"
