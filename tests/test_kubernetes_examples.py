@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from make_atlas import make_atlas
 
 from dasksc.dashboard import install
 from dasksc.train import Config
@@ -118,11 +117,10 @@ def test_the_training_from_a_yaml_file_is_a_config_map_and_a_pytorch_job_that_mo
     assert not {"num_gpus", "num_nodes"} & config["training"].keys()
 
 
-def test_the_command_of_the_training_trains_in_the_environment_that_the_operator_makes(tmp_path):
+def test_the_command_of_the_training_trains_in_the_environment_that_the_operator_makes(atlas_of, tmp_path):
     given, _ = read_training()
     config = Config.of(yaml.safe_load(given["data"]["train.yaml"])).model_dump()
-    make_atlas(tmp_path / "atlas.h5ad", 1_000, 300)
-    config["data"]["path"], config["training"]["checkpoint_dir"] = str(tmp_path / "atlas.h5ad"), str(tmp_path / "run")
+    config["data"]["path"], config["training"]["checkpoint_dir"] = str(atlas_of(1_000, 300)), str(tmp_path / "run")
     config["training"]["max_steps"] = 4
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
     *command, _ = pods()["training"]["containers"][0]["command"]
