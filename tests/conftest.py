@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dask
-import distributed
 import pytest
 from hypothesis import HealthCheck, settings
 from make_atlas import make_atlas
@@ -21,6 +21,9 @@ from make_atlas import make_atlas
 from dasksc import lazy
 from tests.programs import with_slurm
 from tests.support.servers import Bucket, s3_endpoint
+
+if TYPE_CHECKING:
+    import distributed
 
 TIERS = {"core", "programs", "faults"}
 
@@ -105,6 +108,9 @@ LOOPBACK = {"dashboard_address": "127.0.0.1:0", "worker_dashboard_address": "127
 @pytest.fixture(scope="session")
 def in_process_cluster() -> Iterator[distributed.LocalCluster]:
     """A Dask cluster whose worker is four threads of this process."""
+    # Imported before the tests are, it would keep what it logs from caplog.
+    import distributed
+
     # The process holds all that the tests hold, which is no reason to pause the worker.
     with distributed.LocalCluster(
         n_workers=1, threads_per_worker=4, processes=False, memory_limit=0, **LOOPBACK
@@ -115,6 +121,8 @@ def in_process_cluster() -> Iterator[distributed.LocalCluster]:
 @pytest.fixture(scope="session")
 def two_process_cluster() -> Iterator[distributed.LocalCluster]:
     """A Dask cluster of two workers, which are processes of one thread."""
+    import distributed
+
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", **LOOPBACK
     ) as cluster:
@@ -138,6 +146,8 @@ def two_process_client(two_process_cluster: distributed.LocalCluster) -> Iterato
 @contextlib.contextmanager
 def _client_of(cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
     """Connect to a shared cluster; afterwards, fail unless the test has left nothing there."""
+    import distributed
+
     with distributed.Client(cluster, set_as_default=False) as client:
         yield client
     scheduler, deadline = cluster.scheduler, time.monotonic() + 60
