@@ -517,7 +517,7 @@ def test_tasks_that_a_restart_drops_are_said_to_be(atlas: Path) -> None:
     with local(1, **OVER_TCP) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         batches = iter(dataset(atlas, client))
         next(batches)
-        client.restart()
+        client.restart(wait_for_workers=False)
         with pytest.raises(FetchError, match=r"has dropped its tasks: client.restart\(\) was called"):
             list(batches)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch.utils.data
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, FetchError, Streaming, scDataset
@@ -22,6 +25,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+@pytest.fixture(autouse=True)
+def _workers_end_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A loader waits 5 s for a worker whose epoch failed, which looks as seldom whether it is to end."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
+    yield
+    gc.collect()  # the loader, which the error held
 
 
 def rows_of_batch(one: scDataset, i: int) -> list[int]:
