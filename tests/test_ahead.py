@@ -192,19 +192,24 @@ def test_an_error_that_nobody_takes_holds_nothing() -> None:
 def test_the_interpreter_can_exit_while_jobs_run(where: str) -> None:
     script = f"""
 import threading, time
-from dasksc.ahead import _dismiss_all, run_ahead
+from dasksc.ahead import _Crew, run_ahead
 
-results = run_ahead(iter([lambda: time.sleep(0.001)] * 300), is_ready=lambda: True, n_ahead=10, n_threads=2)
+begun = threading.Event()
+def job():
+    begun.set()
+    time.sleep(0.001)
+
+results = run_ahead(iter([job] * 300), is_ready=lambda: True, n_ahead=10, n_threads=2)
 if {where!r} == "main":
     next(results)
 else:
     def consume():
-        if {where!r} == "late":
-            threading.main_thread().join()
-            time.sleep(0.2)
+        while {where!r} == "late" and not _Crew.exiting:
+            time.sleep(0.001)
         print(len(list(results)), flush=True)
     threading.Thread(target=consume).start()
-    time.sleep(0.05)
+    if {where!r} == "thread":
+        begun.wait()
 print("main ends", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -463,7 +463,6 @@ def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedP
         if interrupt:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            time.sleep(0.1)
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
@@ -498,12 +497,13 @@ if __name__ == "__main__":
     def wait(k):
         if k < 3:
             return k
+        if k == 3:
+            print("ready", flush=True)
         stuck.wait(1.0)
         return k
     try:
-        for k, _ in Window(wait, range(50), name="w", depth=4, scheduler=scheduler):
-            if k == 2:
-                print("ready", flush=True)
+        for _ in Window(wait, range(50), name="w", depth=4, scheduler=scheduler):
+            pass
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     left = [t for t in set(threading.enumerate()) - before if t.name.startswith("dasksc")]
