@@ -51,7 +51,7 @@ test: $(INSTALLED)
 test-programs: $(INSTALLED)
 	$(PYTEST) -m programs $(PYTEST_ARGS)
 
-# Property tests run here once more, with more examples, drawn anew.
+# Property tests run here once more, with more examples.
 test-faults: $(INSTALLED)
 	$(PYTEST) -m 'faults or hypothesis' --hypothesis-profile thorough $(PYTEST_ARGS)
 

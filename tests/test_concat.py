@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:Observation names are not unique",
         "ignore:.*is of .* and becomes",
+        "ignore:The behavior of DataFrame concatenation with empty",  # pandas', of AnnData's way to join
         "ignore:Only some AnnData objects have `.raw`",  # AnnData's own, where it makes what is expected
     ),
 ]

@@ -22,7 +22,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
@@ -219,7 +219,12 @@ def test_any_zarr_v2_reads_as_through_zarr_python(
     random: Random, codecs: dict[str, Any], chunk: int, seed: int
 ) -> None:
     with folder() as path:
-        write_zarr(path / "x.zarr", random, chunk=chunk, zarr_format=2, **codecs)
+        try:
+            write_zarr(path / "x.zarr", random, chunk=chunk, zarr_format=2, **codecs)
+        except ValueError as error:  # Numcodecs shuffles whole elements only
+            if "Shuffle buffer" not in str(error):
+                raise
+            reject()
         check_same(path / "x.zarr", random, seed=seed)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import dasksc
@@ -288,7 +288,10 @@ def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
             "X", shape, "i2", chunks=chunks, maxshape=(None,) * len(shape), compression=history["compression"]
         )
         for resized in [shape, *history["resized"]]:
-            dataset.resize(resized)
+            try:
+                dataset.resize(resized)
+            except RuntimeError:  # HDF5 itself reads a chunk with the filter that its mask leaves out
+                reject()
             grid = [-(-n // length) for n, length in zip(resized, chunks, strict=True)]
             for _ in range(history["n_written"] if all(grid) else 0):
                 at = tuple(int(rng.integers(n)) * length for n, length in zip(grid, chunks, strict=True))
