@@ -370,9 +370,9 @@ class Agreement:
     def _under(self, prefix: str) -> Any:
         if self._given_store is None:
             return shared_store(prefix)
-        from torch.distributed import PrefixStore
+        import torch.distributed as distributed
 
-        return PrefixStore(prefix, self._given_store)
+        return distributed.PrefixStore(prefix, self._given_store)  # type: ignore[attr-defined]
 
     def _store(self) -> Any:
         if self._ordinal is None:
