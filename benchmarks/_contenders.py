@@ -28,7 +28,7 @@ def dasksc_loader(spec: Spec, *, scheduler: str) -> Epoch:
     if scheduler == "client":
         from distributed import Client
 
-        client = Client(processes=False, dashboard_address=None)
+        client = Client(processes=False, dashboard_address=":0")
     dataset = _dasksc_dataset(spec, scheduler=client or scheduler)
     return lambda: iter(dataset)
 

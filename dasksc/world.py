@@ -331,12 +331,12 @@ def _unless_gone() -> Iterator[None]:
         logger.warning("the other ranks cannot be told of the end of an iteration: %s", error)
 
 
-Ordinals = defaultdict[tuple[int, str], Iterator[int]]
+_Ordinals = defaultdict[tuple[int, str], Iterator[int]]
 
 # Data sets that each rank of each group has made: through the store of the run, which torch may replace by another
 # object with the same notes, and through each store that was given.
-_ordinals: Ordinals = defaultdict(itertools.count)
-_ordinals_of_stores: weakref.WeakKeyDictionary[Any, Ordinals] = weakref.WeakKeyDictionary()
+_ordinals: _Ordinals = defaultdict(itertools.count)
+_ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKeyDictionary()
 
 
 class Agreement:

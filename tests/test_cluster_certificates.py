@@ -16,28 +16,15 @@ import pytest
 from distributed.security import Security
 
 import dasksc
+from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch
 from tests.support.data import make_adata, write_store
 
 pytestmark = [pytest.mark.core, pytest.mark.xdist_group("encrypted cluster")]
-
-NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it
 
 
 @pytest.fixture(scope="module")
 def atlas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_store(make_adata(n_obs=101), tmp_path_factory.mktemp("atlas"), "h5ad")
-
-
-def rows_of_epoch(path: Path, **options: Any) -> list[int]:
-    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, obs=["int64"], seed=0, **options)
-    return [row for batch in dataset for row in batch.index.tolist()]
-
-
-def listening() -> set[str]:
-    """The addresses at which this process and its children listen."""
-    this = psutil.Process()
-    sockets = [socket for one in [this, *this.children(recursive=True)] for socket in one.net_connections("inet")]
-    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture(scope="module")

@@ -16,35 +16,21 @@ from typing import Any
 
 import dask
 import distributed
-import psutil
 import pytest
 
 import dasksc
 from dasksc.window import resolve_scheduler, start
 from dasksc.window import schedulers as window_schedulers
+from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch
 from tests.support.data import make_adata, write_store
 from tests.support.programs import PROGRAMS, ROOT, torchrun
 
 pytestmark = pytest.mark.core
 
-NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it
-
 
 @pytest.fixture
 def atlas(tmp_path: Path) -> Path:
     return write_store(make_adata(n_obs=101), tmp_path, "h5ad")
-
-
-def rows_of_epoch(path: Path, **options: Any) -> list[int]:
-    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, obs=["int64"], seed=0, **options)
-    return [row for batch in dataset for row in batch.index.tolist()]
-
-
-def listening() -> set[str]:
-    """The addresses at which this process and its children listen."""
-    this = psutil.Process()
-    sockets = [socket for one in [this, *this.children(recursive=True)] for socket in one.net_connections("inet")]
-    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 # One process

@@ -447,7 +447,7 @@ def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedP
         "def cluster(protocol):\n"
         "    import distributed\n"
         "    return distributed.Client(n_workers=1, threads_per_worker=2, processes=False,\n"
-        "                              protocol=protocol, dashboard_address=None)\n"
+        '                              protocol=protocol, dashboard_address=":0")\n'
         "def slow(k):\n"
         "    time.sleep(0.05)\n"
         "    return k\n"

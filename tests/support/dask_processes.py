@@ -1,4 +1,4 @@
-"""A scheduler and workers in processes of their own, as `dask scheduler` and `dask worker` start them."""
+"""Dask clusters of tests: where they listen, an epoch read through one, and schedulers and workers as processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+import dasksc
+
+NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it
 START_S = 60.0
+
+
+def rows_of_epoch(path: Path, **options: Any) -> list[int]:
+    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, obs=["int64"], seed=0, **options)
+    return [row for batch in dataset for row in batch.index.tolist()]
+
+
+def listening() -> set[str]:
+    """The addresses at which this process and its children listen."""
+    this = psutil.Process()
+    sockets = [socket for one in [this, *this.children(recursive=True)] for socket in one.net_connections("inet")]
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 class DaskProcesses:

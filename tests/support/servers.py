@@ -265,13 +265,6 @@ def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
         server.stop()
 
 
-@contextlib.contextmanager
-def s3_bucket(name: str = "atlases") -> Iterator[Bucket]:
-    """An S3 endpoint of its own, with one bucket."""
-    with s3_endpoint() as bucket_of:
-        yield bucket_of(name)
-
-
 def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
     """Let the endpoint of a bucket speak as Google's, whose XML is the same; what is below a prefix becomes public."""
     for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
