@@ -18,9 +18,9 @@ INSTALLED := $(VENV)/.installed
 DEMO_CELLS ?= 100000
 ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
-# Many tests start ranks, workers and servers of their own.
-TEST_PROCESSES ?= 4
-PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
+# Many tests wait for ranks, workers and servers of their own: three keep two cores busy.
+TEST_PROCESSES ?= 3
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
 # Compiled files are kept, whatever the environment says: tests start some hundred programs.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 60

@@ -100,6 +100,7 @@ def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
         memory_limit=limit,
         genes=spec.get("genes"),
         layout=spec["layout"],
+        mmap=spec.get("mmap", "auto"),
         scheduler=scheduler,
         rank=spec.get("rank", 0),
         world_size=spec.get("world_size", 1),

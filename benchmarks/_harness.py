@@ -128,6 +128,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
             epoch = build(spec)
             print(json.dumps({}), file=answers)
             continue
+        before = _read_bytes()
         result = measure(
             epoch,
             # A fetch chosen by the memory limit may be half an epoch: whole epochs are measured then.
@@ -141,8 +142,18 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
             "rows_per_s": result.rows_per_s,
             "cores": result.cpu_s / result.elapsed_s,
             "checksum": result.checksum,
+            "read_bytes": _read_bytes() - before,
         }
         print(json.dumps(answer), file=answers)
+
+
+def _read_bytes() -> int:
+    """Return what this process has read from disks, in bytes; 0 where the system does not tell."""
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields["read_bytes"])
 
 
 def _total(batch: Any) -> float:
@@ -174,11 +185,12 @@ class Contender:
         log: Path,
         label: str | None = None,
         drop: Callable[[], dict[str, Any]] | None = None,
+        enter: Callable[[], None] | None = None,
     ) -> None:
         """Start the loader `name`.
 
         Before each measurement `drop` is called, to empty the page cache; what it returns becomes part of
-        the answer.
+        the answer. `enter` is called in the new process before anything else, to move it into a control group.
         """
         self.name = label or name
         self._log = log
@@ -192,6 +204,7 @@ class Contender:
                 stderr=stderr,
                 text=True,
                 env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+                preexec_fn=enter,
             )
         self.cold_start = self._read()
         self.cold_start["total_s"] = time.perf_counter() - started
@@ -275,6 +288,8 @@ class Together:
         return {
             "rows_per_s": sum(answer["rows_per_s"] for answer in answers),
             "cores": sum(answer["cores"] for answer in answers),
+            "read_bytes": sum(answer["read_bytes"] for answer in answers),
+            "n_rows": sum(answer["n_rows"] for answer in answers),
         }
 
     def _each(self, do: Callable[[Contender], Any]) -> list[Any]:

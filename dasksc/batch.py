@@ -114,6 +114,8 @@ class BatchMaker:
     ----------
     obs
         Encoded columns by name, each of shape (n_obs,).
+    codes
+        Names of those that are codes of labels, which batches have as int64 whatever they are held in.
     layout
         Of X and the layers; obsm is always dense.
     dtype
@@ -129,6 +131,7 @@ class BatchMaker:
     """
 
     obs: Mapping[str, NDArray[Any]]
+    codes: frozenset[str]
     layout: Layout
     dtype: np.dtype[Any] | None
     columns: Mapping[str, Columns]
@@ -143,7 +146,10 @@ class BatchMaker:
         if self.only_x:
             return self._tensor("X", fetched.parts["X"], positions)
         index = rows[positions]
-        obs = {name: torch.from_numpy(column[index]) for name, column in self.obs.items()}
+        obs = {
+            name: torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False))
+            for name, column in self.obs.items()
+        }
         batch = Batch()
         if self.modalities:
             batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)

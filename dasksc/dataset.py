@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import math
 import os
 import secrets
 import socket
@@ -27,17 +26,19 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import collection as collections
-from dasksc import config, filtering, lazy
+from dasksc import config, filtering, lazy, process_memory
 from dasksc.ahead import run_ahead
 from dasksc.batch import Batch, BatchMaker, torch_dtype
 from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError
+from dasksc.memory_model import LONGER_ROWS, NOMINAL_THREADS, PLAN_ROW_BYTES, MemoryModel, Way
 from dasksc.modalities import Modalities, is_modalities
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan import EpochPlan, FetchPlan, Stretch
 from dasksc.progress import EpochStats, line_of, merged, progress_bar
+from dasksc.reading import Reading
 from dasksc.sampling import Sampler, SamplingStrategy, bind, restricted
-from dasksc.storage import Columns, FetchCost, Layout, Matrix, memory
+from dasksc.storage import Columns, FetchCost, Layout, Matrix, UseMmap, mapping, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.parts import Assembled, PartNumbers, part_of
@@ -57,20 +58,8 @@ logger = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
 
-# Fetches hold rows of all lengths, whose mean is near that of all rows; yet weights may favour long ones.
-_LONGER_ROWS = 1.1
-# Row number and position of a row in a plan.
-_PLAN_ROW_BYTES = 16
-_MAX_FETCH_FACTOR = 4096
-# Threads for which fetch_factor=None finds the size of a fetch, whatever the machine.
-_NOMINAL_THREADS = 2
-# A fetch that holds more than this is read in several tasks.
-_PART_BYTES = 2**25
-_MAX_PARTS = 64
 _AHEAD_BYTES = 2**24
 _TOGETHER_BYTES = 2**23
-# Threads, what they and the allocator keep at hand, tasks.
-_PROCESS_BYTES = 2**24
 
 # Of a batch in which something went wrong.
 _ROWS_TOLD = 16
@@ -207,7 +196,7 @@ class scDataset(IterableDataset[Any]):
         scheduler: Scheduler | Client | str | None = None,
         prefetch: int | None = None,
         memory_limit: int | str | None = None,
-        mmap: bool = True,
+        mmap: UseMmap = "auto",
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
         progress: bool = False,
@@ -297,10 +286,11 @@ class scDataset(IterableDataset[Any]):
         layout: Layout,
         dtype: Any,
         options: dict[str, Any],
-        mmap: bool,
+        mmap: UseMmap,
         filtered_by: list[str],
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
+        with_names: Callable[[], AnnData] | None = None
         if is_modalities(data):
             self._adopt_modalities(data, names, genes, layout, dtype, mmap)
             return
@@ -308,20 +298,25 @@ class scDataset(IterableDataset[Any]):
             self._name = collections.stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
             label_key = getattr(self.strategy, "label_key", None)
             wanted = [*names["obs"], *filtered_by, *([] if label_key is None else [label_key])]
-            # Hooks see every column; without them only what is asked for is read.
-            data = collections.open(data, obs=None if self._hooked else wanted, mmap=mmap)
+            # Hooks see every column; without them only what is asked for is read, names when somebody looks at obs.
+            if self._hooked:
+                data = collections.open(data, mmap=mmap)
+            else:
+                with_names = functools.partial(collections.open, data, obs=wanted, mmap=mmap)
+                data = with_names(names=False)
         elif isinstance(data, AnnData):
             if data.filename is not None:
                 self._name = Path(data.filename).stem
             if not mmap and not data.isbacked and isinstance(data.X, da.Array):
                 raise InputError("mmap=False comes too late for an AnnData that is open; give it to dasksc.open")
-            data = collections.open(data, mmap=mmap)
+            with_names = None if self._hooked else functools.partial(collections.open, data, mmap=mmap)
+            data = collections.open(data, mmap=mmap, names=self._hooked)
         is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
         if options and (self._hooked or not is_ours):
             why = "hooks say what is yielded" if self._hooked else f"a {type(data).__name__} is read by indexing"
             raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be used here: {why}")
         if isinstance(data, AnnData):
-            self.collection: Any = collections.AnnDataView(data)
+            self.collection: Any = collections.AnnDataView(data, with_names)
             self._n_obs = int(data.n_obs)
             if data.X is None and not self._hooked:
                 raise InputError(f"{self._name} has no X to yield")
@@ -354,6 +349,7 @@ class scDataset(IterableDataset[Any]):
         self._matrices = _matrices(arrays)
         self._maker = BatchMaker(
             obs=encoded,
+            codes=frozenset(self.categories),
             layout=layout,
             dtype=None if dtype is None else _value_dtype(dtype),
             columns=_for_each(columns, arrays),
@@ -362,7 +358,7 @@ class scDataset(IterableDataset[Any]):
         )
 
     def _adopt_modalities(
-        self, data: Any, names: dict[str, list[str]], genes: Any, layout: Layout, dtype: Any, mmap: bool
+        self, data: Any, names: dict[str, list[str]], genes: Any, layout: Layout, dtype: Any, mmap: UseMmap
     ) -> None:
         """Read each matrix of each modality, all by the same rows."""
         if self._hooked:
@@ -394,6 +390,7 @@ class scDataset(IterableDataset[Any]):
         self._matrices = _matrices(arrays)
         self._maker = BatchMaker(
             obs=self._encoded(data.obs, names["obs"]),
+            codes=frozenset(self.categories),
             layout=layout,
             dtype=None if dtype is None else _value_dtype(dtype),
             columns=columns,
@@ -403,22 +400,28 @@ class scDataset(IterableDataset[Any]):
         )
 
     def _encoded(self, obs: Any, names: list[str]) -> dict[str, NDArray[Any]]:
-        """Return obs columns as numbers, and keep the labels that they stand for."""
+        """Return obs columns as numbers, codes as narrow as they are, and keep the labels that they stand for."""
         encoded = {}
         for name in names:
-            encoded[name], labels = collections.encode_column(obs[collections.known("obs", name, obs)])
+            column = obs[collections.known("obs", name, obs)]
+            encoded[name], labels = collections.encode_column(column, narrow=True)
             if labels is not None:
                 self.categories[name] = labels
         return encoded
 
     def _labels_of(self, key: str) -> Any:
-        obs = getattr(self.collection, "obs", None)
+        obs = self._table_of_rows()
         if obs is None:
             raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
         return obs[collections.known("obs", key, obs)]
 
+    def _table_of_rows(self) -> Any:
+        """Return what the collection has of obs, None if it has none."""
+        collection = self.collection
+        return getattr(collection, "table" if isinstance(collection, collections.AnnDataView) else "obs", None)
+
     def _rows_where(self, expression: str) -> NDArray[np.bool_]:
-        obs = getattr(self.collection, "obs", None)
+        obs = self._table_of_rows()
         if obs is None:
             raise InputError(f"filter={expression!r} is over obs, and this collection has none; give indices= instead")
         return filtering.holds(expression, obs)
@@ -455,44 +458,46 @@ class scDataset(IterableDataset[Any]):
         Rows are taken to be up to a tenth longer than the average one. On a cluster it grows with the workers that
         join, as far as ``memory_limit`` allows.
         """
-        return None if self._matrices is None else self._projection(self._depth(), self.fetch_factor)
+        return None if self._matrices is None else self._way().demand.anonymous
 
-    def _projection(self, depth: int, fetch_factor: int, n_threads: int | None = None) -> int:
-        """Memory with `depth` parts of fetches in flight."""
-        if n_threads is None:
-            n_threads = 0 if self._fetches_travel else self._n_threads
-        return self._needed(fetch_factor, self._held_row_bytes, depth=depth, n_threads=n_threads)
+    @property
+    def projected_pages(self) -> int | None:
+        """Pages of files that iterating needs in the page cache at the same time, in bytes; None as above.
+
+        Of mapped files, those of all fetches in flight, of others those being read. They are no memory of this process,
+        yet a control group, such as that of a Slurm job or a container, counts them.
+        """
+        return None if self._matrices is None else self._way().demand.pages
 
     @property
     def _fetches_travel(self) -> bool:
         """Whether other processes fetch, and what they read is sent here."""
         return not resolve_scheduler(self._scheduler).in_process
 
-    @property
-    def _held_row_bytes(self) -> float:
-        """What a fetched row holds here: nothing of what is mapped, unless another process has sent it."""
-        travel = self._fetches_travel
-        return sum(max(cost.row, cost.held) if travel else cost.held for cost in self._costs)
-
     @functools.cached_property
-    def _costs(self) -> list[FetchCost]:
-        return [matrix.cost for matrix in cast(dict[str, Matrix], self._matrices).values()]
+    def _costs(self) -> dict[str, Any]:
+        """What a `MemoryModel` is given of the matrices: costs by name, mapped and read, and which must be mapped."""
 
-    def _needed(self, fetch_factor: int, row_bytes: float, *, depth: int, n_threads: int) -> int:
-        """Memory if a fetched row holds `row_bytes`."""
-        costs = self._costs
-        rows = self.batch_size * fetch_factor
-        n_parts = _n_parts(rows * row_bytes)
-        held = _LONGER_ROWS * row_bytes + _PLAN_ROW_BYTES
-        working = _LONGER_ROWS * max(cost.working for cost in costs)
-        fetches = (1 + depth / n_parts) * rows * held
-        reading = min(depth, n_threads) * (rows * working / n_parts + max(cost.fixed for cost in costs))
-        kept = sum(cost.kept for cost in costs)
-        return int(_PROCESS_BYTES + kept + fetches + reading + self._batches_bytes())
+        def costs() -> dict[str, FetchCost]:
+            return {name: matrix.cost for name, matrix in cast(dict[str, Matrix], self._matrices).items()}
 
-    def _batches_bytes(self) -> float:
-        """Memory of the batches that are gathered ahead, being handed over, and being used."""
-        return (3 + self._batches_ahead()) * self._batch_bytes()
+        with mapping(True):
+            mapped = costs()
+        with mapping(False):
+            forced = frozenset(name for name, cost in costs().items() if cost == mapped[name])
+        with mapping(False, is_strict=True):
+            return {"mapped": mapped, "read": costs(), "forced": forced}
+
+    def _model(self, fetch_factor: int) -> MemoryModel:
+        return MemoryModel(
+            **self._costs,
+            batch_size=self.batch_size,
+            fetch_factor=fetch_factor,
+            batch_bytes=self._batch_bytes(),
+            n_batches=3 + self._batches_ahead(),
+            run_rows=float(getattr(self.strategy, "block_size", 1)),
+            travels=self._fetches_travel,
+        )
 
     def _batches_ahead(self) -> int:
         """Batches to gather ahead: no more than stay in the caches of the cores until they are used."""
@@ -500,13 +505,13 @@ class scDataset(IterableDataset[Any]):
 
     def _batch_bytes(self) -> float:
         maker, matrices = cast(BatchMaker, self._maker), cast(dict[str, Matrix], self._matrices)
-        row_bytes = _PLAN_ROW_BYTES + 8.0 * len(maker.obs)
+        row_bytes = PLAN_ROW_BYTES + 8.0 * len(maker.obs)
         for name, matrix in matrices.items():
             itemsize = int(torch_dtype(matrix.dtype if maker.dtype is None else maker.dtype).itemsize)
             is_obsm = _is_obsm(name)
             dense = itemsize * len(maker.columns.get(name, range(matrix.shape[1])))
             # Values may be converted to a wider type, and columns from two bytes to four.
-            row_bytes += dense if is_obsm or maker.layout == "dense" else 2 * _LONGER_ROWS * matrix.cost.row
+            row_bytes += dense if is_obsm or maker.layout == "dense" else 2 * LONGER_ROWS * matrix.cost.row
         return self.batch_size * row_bytes
 
     @property
@@ -521,10 +526,11 @@ class scDataset(IterableDataset[Any]):
             return max(1, n_of_cluster // world.world_size)
         n_threads = default_threads(local_world_size=world.local_world_size)
         if self._matrices is not None and self._prefetch is not None:
-            depth = self._prefetch * self._n_parts
+            model = self._model(self.fetch_factor)
+            depth = self._prefetch * model.n_parts
             while (
-                n_threads > _NOMINAL_THREADS
-                and self._projection(depth, self.fetch_factor, n_threads) > self._memory_limit
+                n_threads > NOMINAL_THREADS
+                and model.demand(depth=depth, n_threads=n_threads, unmapped=()).anonymous > self._memory_limit
             ):
                 n_threads -= 1
         return n_threads
@@ -532,24 +538,47 @@ class scDataset(IterableDataset[Any]):
     @property
     def _n_parts(self) -> int:
         """Tasks of a fetch."""
-        if self._matrices is None:
-            return 1
-        return _n_parts(self.fetch_size * self._held_row_bytes)
+        return 1 if self._matrices is None else self._model(self.fetch_factor).n_parts
 
     def _depth(self, n_threads: int | None = None) -> int:
         """Parts of fetches in flight beyond the fetch being yielded, if `n_threads` fetch."""
-        n_parts = self._n_parts
-        if self._prefetch is not None:
-            return self._prefetch * n_parts
+        if self._matrices is not None:
+            return self._way(n_threads).depth
+        return self._prefetch if self._prefetch is not None else 2 * (n_threads or self._n_threads)
+
+    def _way(self, n_threads: int | None = None) -> Way:
+        """Return how fetches are read here and now, and how many at a time, if `n_threads` fetch."""
         if n_threads is None:
             n_threads = self._n_threads
-        # Results are handed over in order: a thread that is done early needs another one to go on with.
-        depth = n_parts - 1 + 2 * n_threads
-        if self._matrices is not None:
-            n_here = 0 if self._fetches_travel else n_threads
-            while depth > 1 and self._projection(depth, self.fetch_factor, n_here) > self._memory_share():
-                depth -= 1
-        return depth
+        model, prefetch = self._model(self.fetch_factor), self._prefetch
+        limit = process_memory.memory_limit()
+        worker = get_worker_info()
+        local_world_size = World.detect(*self._given_world).local_world_size
+        available = process_memory.share_of(
+            limit,
+            n_processes=local_world_size * (1 if worker is None else worker.num_workers),
+            own=process_memory.own_bytes(),
+            reused=memory.kept_bytes(),
+        )
+        mappable_bytes = sum(model.read[name].row for name in model.mappable) * self._n_obs
+        return model.way(
+            # Results are handed over in order: a thread that is done early needs another one to go on with.
+            depth=model.n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * model.n_parts,
+            n_threads=0 if model.travels else n_threads,
+            limit=self._memory_share(),
+            available=available,
+            is_fixed=prefetch is not None,
+            may_map=limit.address_bytes is None or 2 * mappable_bytes < limit.address_bytes,
+        )
+
+    def _job_bytes(self) -> int:
+        """Return what a process needs to read at full speed, in bytes, with page cache, code and what it holds now."""
+        model, n_threads = self._model(self.fetch_factor), self._n_threads
+        depth = self._prefetch * model.n_parts if self._prefetch else model.n_parts - 1 + 2 * n_threads
+        demand = model.everything(depth=depth, n_threads=0 if model.travels else n_threads)
+        # Batches that are held now were counted, too.
+        held = max(0, process_memory.own_bytes() - memory.kept_bytes())
+        return held + process_memory.CODE_BYTES + demand.total
 
     def _current_depth(self, scheduler: Scheduler) -> Callable[[], int]:
         """Return what says how much may be in flight, for a window: workers of a cluster come and go."""
@@ -575,7 +604,7 @@ class scDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if worker is None or worker.id > 0 or self._matrices is None:
             return
-        needed = self._projection(self._depth(), self.fetch_factor)
+        needed = self._way().demand.anonymous
         if needed > self._memory_share():
             logger.warning(
                 "%d DataLoader workers need %s of memory each, together more than memory_limit (%s). Use fewer "
@@ -590,35 +619,29 @@ class scDataset(IterableDataset[Any]):
         """Refuse sizes whose projection is beyond the limit, with what would fit."""
         if self._matrices is None:
             return
-        limit, factor = self._memory_limit, self.fetch_factor
-        depth = self._prefetch * self._n_parts if self._prefetch else 1
-        needed = self._projection(depth, factor)
-        if needed <= limit:
+        limit, n_threads = self._memory_limit, 0 if self._fetches_travel else self._n_threads
+
+        def needed(factor: int) -> int:
+            model = self._model(factor)
+            depth = self._prefetch * model.n_parts if self._prefetch else 1
+            return model.demand(depth=depth, n_threads=n_threads, unmapped=()).anonymous
+
+        factor = self.fetch_factor
+        if needed(factor) <= limit:
             return
-        while factor > 1 and self._projection(depth, factor) > limit:
+        while factor > 1 and needed(factor) > limit:
             factor //= 2
-        fits = self._projection(depth, factor) <= limit
         raise InputError(
             f"fetches of {self.batch_size} x {self.fetch_factor} rows, {self._prefetch or 'few'} in flight, and their "
-            f"batches need {format_bytes(needed)} of memory ({needed} bytes), but memory_limit is "
-            f"{format_bytes(limit)} ({limit} bytes). Lower fetch_factor, batch_size or prefetch, or raise the limit: "
-            f"{'' if fits else 'not even '}fetch_factor={factor} fits"
+            f"batches need {format_bytes(needed(self.fetch_factor))} of memory ({needed(self.fetch_factor)} bytes), "
+            f"but memory_limit is {format_bytes(limit)} ({limit} bytes). Lower fetch_factor, batch_size or prefetch, "
+            f"or raise the limit: {'' if needed(factor) <= limit else 'not even '}fetch_factor={factor} fits"
         )
 
     def _fitting_fetch_factor(self) -> int:
         if self._matrices is None:
             raise InputError("fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size")
-        # As if nothing were mapped, and with a number of threads that does not depend on the machine.
-        row_bytes = sum(max(cost.row, cost.held) for cost in self._costs)
-        n_threads = _NOMINAL_THREADS
-
-        def fits(factor: int) -> bool:
-            n_parts = _n_parts(self.batch_size * factor * row_bytes)
-            depth = self._prefetch * n_parts if self._prefetch else n_parts - 1 + 2 * n_threads
-            return self._needed(factor, row_bytes, depth=depth, n_threads=n_threads) <= self._memory_limit
-
-        # The largest that fits. One more part makes a fetch need less again, so halving intervals could miss it.
-        return next((factor for factor in range(_MAX_FETCH_FACTOR, 1, -1) if fits(factor)), 1)
+        return self._model(1).fitting_fetch_factor(self._memory_limit, prefetch=self._prefetch)
 
     def __len__(self) -> int:
         """Batches this rank yields in a whole epoch."""
@@ -900,11 +923,6 @@ class scDataset(IterableDataset[Any]):
             return self._gathered(plan, ks, n_skipped, key, n_threads)
         return self._indexed(plan, ks, n_skipped, key, n_threads)
 
-    def _expected_bytes(self, n_parts: int) -> int | None:
-        if self._matrices is None:
-            return None
-        return int(self.fetch_size / n_parts * self._held_row_bytes)
-
     def _describe(self, plan: EpochPlan, plans: dict[int, FetchPlan], n_parts: int) -> Callable[[int], str]:
         labels = [matrix.label for matrix in (self._matrices or {}).values()] or [self._name]
 
@@ -919,7 +937,14 @@ class scDataset(IterableDataset[Any]):
         return describe
 
     def _window(
-        self, task: Callable[[Any], Any], plan: EpochPlan, ks: range, key: str, n_threads: int, in_process: bool
+        self,
+        task: Callable[[Any], Any],
+        plan: EpochPlan,
+        ks: range,
+        key: str,
+        n_threads: int,
+        in_process: bool,
+        reading: Reading | None = None,
     ) -> tuple[Window[Any], dict[int, FetchPlan]]:
         """Start fetching. The plans of fetches in flight are kept beside it, to make their batches by."""
         plans: dict[int, FetchPlan] = {}
@@ -935,7 +960,9 @@ class scDataset(IterableDataset[Any]):
 
         scheduler = resolve_scheduler(self._scheduler)
         depth: int | Callable[[], int]
-        if scheduler.client is None:
+        if reading is not None:
+            depth = reading.depth
+        elif scheduler.client is None:
             depth = self._depth()
         elif in_process:
             scheduler, depth = resolve_scheduler("threads"), self._depth(n_threads)
@@ -951,10 +978,15 @@ class scDataset(IterableDataset[Any]):
             argument=rows_of,
             describe=self._describe(plan, plans, n_parts),
             n_threads=n_threads,
-            expected_bytes=self._expected_bytes(n_parts),
+            expected_bytes=None if self._matrices is None else self._part_bytes(reading),
         )
         self._stats.fetches = window.figures
         return window, plans
+
+    def _part_bytes(self, reading: Reading | None) -> int:
+        """Return what a part of a fetch holds in this process, in bytes."""
+        model = self._model(self.fetch_factor)
+        return int(self.fetch_size / model.n_parts * model.held_row_bytes(() if reading is None else reading.unmapped))
 
     def _loader(self) -> dict[str, str | int | None]:
         """Return what tells this loader from others on the loader page."""
@@ -972,7 +1004,8 @@ class scDataset(IterableDataset[Any]):
     ) -> Generator[Any, None, None]:
         """Batches gathered straight from fetched matrices."""
         maker = cast(BatchMaker, self._maker)
-        task = FetchMatrices(cast(dict[str, Matrix], self._matrices))
+        reading = None if self._fetches_travel else Reading(self._way, self._name, self._job_bytes)
+        task = FetchMatrices(cast(dict[str, Matrix], self._matrices), reading)
         n_ahead = self._batches_ahead()
         # Handing a batch over costs as much as gathering a small one: some are made in one go.
         n_together = max(1, min(int(_TOGETHER_BYTES / self._batch_bytes()), n_ahead // 2, self.fetch_factor))
@@ -1007,7 +1040,7 @@ class scDataset(IterableDataset[Any]):
             # What an epoch used is at hand for the next one.
             self._recycling = memory.Recycling()
         stats, loader = self._stats, self._loader()
-        window, plans = self._window(task, plan, ks, key, n_threads, in_process=False)
+        window, plans = self._window(task, plan, ks, key, n_threads, in_process=False, reading=reading)
         # Entered at once, since Ctrl-C before that would leave it open; closed before its last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
             fetches = Assembled(window, self._n_parts)
@@ -1168,10 +1201,6 @@ class scDataset(IterableDataset[Any]):
             f"scDataset({self._name}, {self._n_obs} rows, {self.strategy!r}, batch_size={self.batch_size}, "
             f"fetch_factor={self.fetch_factor})"
         )
-
-
-def _n_parts(fetch_bytes: float) -> int:
-    return min(_MAX_PARTS, max(1, math.ceil(fetch_bytes / _PART_BYTES)))
 
 
 def _n_batches(plan: EpochPlan, ks: range) -> int:

@@ -245,7 +245,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
         modalities = tuple(Modality(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items())
         has_x = all(part.X is not None for part in opened.mod.values())
     else:
-        opened = data if isinstance(data, AnnData) else collection.open(data, join=join)
+        opened = data if isinstance(data, AnnData) else collection.open(data, names=False, join=join)
         modalities, has_x = (), opened.X is not None
     stored = [_stored(part) for part in parts[:_MAX_FILES]]
     matrices = _alike([matrix for one in stored for matrix in one.matrices])

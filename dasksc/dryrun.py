@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dasksc.dataset import scDataset
 from dasksc.errors import InputError
 from dasksc.plan import EpochPlan
+from dasksc.process_memory import to_ask_for
 from dasksc.sampling import encode_labels
 from dasksc.storage import is_url
 from dasksc.world import World
@@ -114,6 +115,11 @@ class Check:
     process_bytes, prefetched_bytes
         Memory that one reading process needs at most, and that of batches the DataLoader holds ready; None where
         rows have no known size.
+    pages_bytes
+        Pages of files that one reading process needs in the page cache at the same time.
+    job_bytes
+        What a rank needs in a job whose memory is limited: all of the above, the interpreter and the libraries, but
+        no model.
     warnings
         What could be better, and how.
     """
@@ -136,6 +142,8 @@ class Check:
     prefetch_factor: int
     process_bytes: int | None
     prefetched_bytes: int | None
+    pages_bytes: int | None
+    job_bytes: int | None
     warnings: tuple[str, ...]
 
     @property
@@ -174,6 +182,11 @@ class Check:
             more = f" and {rest} more" if rest else ""
             yield f"  {self.label_key or 'classes'}: {', '.join(shown)}{more}"
         yield f"  memory   {self._memory()}"
+        if self.job_bytes is not None:
+            yield (
+                f"           this run needs {format_bytes(self.job_bytes)} a rank, beside its model; ask for "
+                f"{format_bytes(to_ask_for(self.job_bytes))}"
+            )
         for warning in self.warnings:
             yield f"  warning: {warning}"
 
@@ -181,7 +194,8 @@ class Check:
         if self.rank_bytes is None or self.process_bytes is None or self.prefetched_bytes is None:
             return "unknown: rows that are read by indexing have no known size"
         if not self.num_workers:
-            return f"{format_bytes(self.rank_bytes)} a rank at most"
+            pages = format_bytes(self.pages_bytes or 0)
+            return f"{format_bytes(self.rank_bytes)} a rank at most, and {pages} of page cache"
         return (
             f"{format_bytes(self.rank_bytes)} a rank at most: {self.num_workers} workers x "
             f"{format_bytes(self.process_bytes)}, and {format_bytes(self.prefetched_bytes)} of batches they "
@@ -243,6 +257,8 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         process_bytes=dataset.projected_bytes,
+        pages_bytes=dataset.projected_pages,
+        job_bytes=max(1, num_workers) * dataset._job_bytes() if known else None,
         prefetched_bytes=int(num_workers * prefetch_factor * dataset._batch_bytes()) if known else None,
         warnings=(*_of_sizes(dataset, plan, ranks), *_of_loader(loader, plan), *_of_mixing(plan, name, labels)),
     )

@@ -12,6 +12,7 @@ from dask.sizeof import sizeof
 
 from dasksc.dataset import scDataset
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
+from dasksc.process_memory import memory_limit
 from dasksc.sampling import BlockShuffling
 
 __all__ = ["estimate_sample_size", "suggest_parameters"]
@@ -241,11 +242,8 @@ def _memory_bytes(data: Any) -> int:
 
 def _memory_of_machine() -> tuple[int, int]:
     """Return the available and the total memory in bytes, a cgroup's limit honoured."""
-    import psutil
-    from distributed.system import MEMORY_LIMIT
-
-    memory = psutil.virtual_memory()
-    return min(int(memory.available), int(MEMORY_LIMIT)), min(int(memory.total), int(MEMORY_LIMIT))
+    limit = memory_limit()
+    return limit.n_bytes - limit.held, limit.n_bytes
 
 
 def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:

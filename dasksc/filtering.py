@@ -90,7 +90,7 @@ def obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
         # The obs of a MuData has cells, too, that some modality lacks.
         data = Modalities(data, obs=columns)
     obs = data if isinstance(data, pd.DataFrame) else getattr(data, "obs", None)
-    return obs if isinstance(obs, pd.DataFrame) else collection.open(data, obs=columns).obs
+    return obs if isinstance(obs, pd.DataFrame) else collection.open(data, obs=columns, names=False).obs
 
 
 def columns_of(expression: str) -> list[str]:

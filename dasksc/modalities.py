@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dasksc import collection
 from dasksc.errors import InputError
 from dasksc.lazy import matrix_of, to_dask
+from dasksc.storage import UseMmap
 from dasksc.storage.taken import TakenMatrix
 
 __all__ = ["Modalities", "is_modalities"]
@@ -70,7 +71,7 @@ class Modalities:
         data: Any,
         *,
         obs: Sequence[str] | None = None,
-        mmap: bool = True,
+        mmap: UseMmap = "auto",
         raw: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,

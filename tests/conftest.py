@@ -30,7 +30,7 @@ TIERS = {"core", "programs", "faults"}
 # How long an example takes says more of the machine than of the code. `make test` tries a few examples and
 # `make test-faults` more (--hypothesis-profile=thorough): the same every time, so that a failure is due to a change.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
-settings.register_profile("fast", max_examples=40, derandomize=True, **COMMON)
+settings.register_profile("fast", max_examples=25, derandomize=True, **COMMON)
 settings.register_profile("thorough", max_examples=100, derandomize=True, **COMMON)
 settings.load_profile("fast")
 

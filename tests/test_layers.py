@@ -20,6 +20,7 @@ PACKAGE = Path(dasksc.__file__).parent
 ROOMS = [
     "errors",
     "config",
+    "process_memory",
     "kernels",
     "multiindexable",
     "world",
@@ -29,6 +30,8 @@ ROOMS = [
     "plan",
     "progress",
     "storage",
+    "memory_model",
+    "reading",
     "lazy",
     "concat",
     "parts",
@@ -73,6 +76,7 @@ LIBRARIES = {
     "dask": (
         {
             "config",
+            "reading",
             "lazy",
             "concat",
             "collection",

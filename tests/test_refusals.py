@@ -395,7 +395,7 @@ def test_a_container_has_less_memory_than_its_machine(tmp_path: Path, monkeypatc
     with h5py.File(path, "r+") as file:
         file["uns/large"] = np.ones(2**18)
     monkeypatch.setattr(collection, "_ROOM_BYTES", 2**20)
-    monkeypatch.setattr("distributed.system.MEMORY_LIMIT", 2**20)
+    memory_of(2**20, monkeypatch)
     with pytest.raises(StorageError, match="and this machine 1048576 bytes of memory"):
         dasksc.open(path)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc import dataset as dataset_module
+from dasksc import memory_model
 from dasksc.storage import as_matrix, join
 from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.tasks import FetchedMatrices
@@ -122,7 +122,7 @@ def test_batches_do_not_depend_on_the_parts(tmp_path: Any, scheduler: str, monke
     anndata.AnnData(X=values).write_h5ad(path, compression="gzip")
 
     def epoch(part_bytes: int) -> tuple[int, list[Any]]:
-        monkeypatch.setattr(dataset_module, "_PART_BYTES", part_bytes)
+        monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
         dataset = dasksc.scDataset(
             path, dasksc.BlockShuffling(4), 8, 3, scheduler=scheduler, rank=0, world_size=1, seed=0
         )

@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 from itertools import islice
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -138,28 +137,6 @@ def test_more_workers_than_fetches_leave_some_idle(path):
     batches = rows(loader)
     assert len(batches) == len(loader) == len(one)
     assert sorted(row for batch in batches for row in batch) == list(range(N_OBS))
-
-
-def anonymous_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
-
-
-def test_many_epochs_of_short_lived_workers_are_all_different_and_keep_nothing(path):
-    one = dataset(path, batch_size=4)
-    loader = DataLoader(one, batch_size=None, num_workers=2)
-    epochs, n_files, held = set(), [], []
-    for _ in range(30):
-        batches = rows(loader)
-        assert sorted(row for batch in batches for row in batch) == list(range(N_OBS))
-        epochs.add(tuple(batches))
-        n_files.append(len(os.listdir("/proc/self/fd")))
-        held.append(anonymous_bytes())
-    assert len(epochs) == 30
-    # Workers that are just ending may still hold pipes; what is kept is there ever after.
-    assert min(n_files[20:]) <= min(n_files[5:15])
-    # What one epoch keeps would be there fifteen times: 3 MiB are 200 KiB an epoch, a worker's pipes and queues.
-    assert min(held[20:]) - min(held[5:15]) < 3 * 2**20
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

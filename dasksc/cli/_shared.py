@@ -118,7 +118,7 @@ def opened(
     with cached_in(cache):
         if of_several is None:
             how: Any = "outer" if join == "outer" else "inner"
-            return dasksc.open(data_of(paths), join=how, storage_options=storage_options)
+            return dasksc.open(data_of(paths), names=False, join=how, storage_options=storage_options)
         named = shown(of_several) if is_url(of_several) else of_several
         if len(paths) > 1:
             raise dasksc.InputError(

@@ -30,6 +30,7 @@ from dasksc.conversion.workplace import Workplace, appearing
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, StorageError
 from dasksc.lazy import DaskMatrix, leaves_of, matrix_of
+from dasksc.process_memory import memory_limit
 from dasksc.storage import Matrix, Place, StackedMatrix, is_url
 from dasksc.window import Scheduler, resolve_scheduler
 
@@ -486,9 +487,7 @@ def _plan(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Rec
 
 def _needs_runs(matrix: Matrix) -> bool:
     """Whether rows here and there are read much more slowly than rows in order."""
-    from distributed.system import MEMORY_LIMIT  # of the machine, or the container
-
-    if matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > MEMORY_LIMIT / 2:
+    if matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > memory_limit().n_bytes / 2:
         return True
     # Each row here and there would be a request of its own.
     return any(is_url(leaf.label) for leaf in _leaves_of(matrix))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dasksc.storage.cache import Cache
 from dasksc.storage.client import shown
 from dasksc.storage.fetched import join
+from dasksc.storage.files import UseMmap, mapping
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix, open_place
 from dasksc.storage.places import HDF5_ENDINGS, Place, is_url
@@ -22,9 +23,11 @@ __all__ = [
     "Matrix",
     "Place",
     "StackedMatrix",
+    "UseMmap",
     "as_matrix",
     "is_url",
     "join",
+    "mapping",
     "open_matrix",
     "open_place",
     "shown",

@@ -18,7 +18,7 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage import clock, memory
 from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
-from dasksc.storage.files import LocalFile
+from dasksc.storage.files import LocalFile, UseMmap, maps
 from dasksc.storage.reach import Reached
 from dasksc.storage.remote import RemoteFile
 from dasksc.storage.runs import cut, locate, merge
@@ -97,7 +97,7 @@ class TableChunks:
         offsets: NDArray[np.int64],
         sizes: NDArray[np.int64],
         skipped: NDArray[np.uint32],
-        use_mmap: bool,
+        use_mmap: UseMmap,
     ) -> None:
         if (offsets + sizes).max(initial=0) > file.identity.size:
             raise CorruptDataError(
@@ -131,7 +131,7 @@ class TableChunks:
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Return all chunks at once; see `ChunkSource.mapped`."""
-        if not self._use_mmap or (self._skipped is not None and self._skipped[numbers].any()):
+        if not maps(self._use_mmap) or (self._skipped is not None and self._skipped[numbers].any()):
             return None
         assert isinstance(self._file, LocalFile)
         sizes = self._sizes[numbers].astype(np.int64)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,10 @@ from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.runs import merge
 
-__all__ = ["LocalFile", "can_map", "let_go_of_pages", "read_at"]
+__all__ = ["LocalFile", "UseMmap", "can_map", "let_go_of_pages", "mapping", "maps", "read_at"]
+
+UseMmap: TypeAlias = bool | Literal["auto"]
+"""Whether files are mapped: always, never, or unless `mapping` says otherwise in the thread that reads."""
 
 # Ranges closer than this are asked of the disk as one: it reads the gap in less time than another request takes.
 _ADVICE_GAP_BYTES = 32 * 2**10
@@ -133,7 +138,7 @@ class LocalFile:
             self.read(offset, view)
             yield
 
-    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: bool) -> Iterator[Any]:
+    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
         """Yield the bytes of each range, mapped or read, valid until the next is asked for.
 
         Neighbours are read together.
@@ -141,7 +146,7 @@ class LocalFile:
         order = np.argsort(offsets, kind="stable")
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
-        if use_mmap and places:
+        if maps(use_mmap) and places:
             if max(stop for _, stop in places) > self.identity.size:
                 raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes")
             memory = self.mapped().data
@@ -179,6 +184,33 @@ class LocalFile:
                 if oldest is not None:
                     oldest._descriptors.pop("r", None)
         return descriptor
+
+
+class _Thread(threading.local):
+    is_allowed = True
+    is_strict = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def mapping(is_allowed: bool, *, is_strict: bool = False) -> Iterator[None]:
+    """Have arrays that are free to choose (``use_mmap="auto"``) map their files, or not, in this thread.
+
+    `is_strict` forbids it to those, too, that were opened to be mapped always: what would they cost?
+    """
+    before = _thread.is_allowed, _thread.is_strict
+    _thread.is_allowed, _thread.is_strict = is_allowed, is_strict
+    try:
+        yield
+    finally:
+        _thread.is_allowed, _thread.is_strict = before
+
+
+def maps(use_mmap: UseMmap) -> bool:
+    """Return whether an array that was opened with `use_mmap` maps its file now."""
+    return _thread.is_allowed if use_mmap == "auto" or (use_mmap and _thread.is_strict) else use_mmap
 
 
 def read_at(number: int, offset: int, into: memoryview) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
-from dasksc.storage.files import LocalFile
+from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5_index import chunk_table
 from dasksc.storage.hdf5_links import check_item
 from dasksc.storage.plain import Extents, PlainArray
@@ -24,7 +24,7 @@ __all__ = ["direct_array"]
 _EDGES_TRIED = 8
 
 
-def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: bool) -> StoredArray:
+def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap) -> StoredArray:
     """Return a dataset as an array that is read without HDF5.
 
     Parameters
@@ -81,7 +81,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
                 offsets=table.offsets,
                 sizes=table.sizes,
                 skipped=table.skipped,
-                use_mmap=use_mmap and file.can_map,
+                use_mmap=use_mmap if file.can_map else False,
             ),
             fill=fill[0],
         )
@@ -102,7 +102,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         file=file,
         extents=Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride),
         fill=fill[0],
-        use_mmap=use_mmap and file.can_map,
+        use_mmap=use_mmap if file.can_map else False,
     )
 
 

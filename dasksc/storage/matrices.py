@@ -16,6 +16,7 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
 from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.fetched import CSRFetched, DenseFetched
+from dasksc.storage.files import mapping
 from dasksc.storage.matrix import FetchCost, Layout
 
 __all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_csr"]
@@ -121,7 +122,9 @@ class CSRMatrix:
                 if n_pointers * self._indptr.dtype.itemsize <= _INDPTR_KEPT_BYTES:
                     indptr = self._kept_indptr = _read_whole(self._indptr)
             pairs = np.empty((len(rows), 2), dtype=np.int64)
-            reached = indptr.reach(rows, rows + 2)
+            # Eight bytes a row: pages of it stay, whatever becomes of those of the rows.
+            with mapping(True):
+                reached = indptr.reach(rows, rows + 2)
         except BrokenRunError as error:
             raise broken(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
         kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Recycling", "empty"]
+__all__ = ["Recycling", "empty", "kept_bytes"]
 
 # The allocator has smaller pieces at hand anyway.
 _SMALL_BYTES = 2**16
@@ -69,6 +69,12 @@ class _Pool:
         root = np.frombuffer(buffer.data, dtype=dtype, count=n)
         weakref.finalize(root, self._returned.append, buffer).atexit = False
         return root
+
+    def kept_bytes(self) -> int:
+        """Return the size of all that is used or at hand."""
+        with self._lock:
+            self._drain()
+            return self._used_bytes + self._idle_bytes
 
     def _drain(self) -> None:
         """Take back what nobody holds any more, and give it back when the last user has left."""
@@ -127,3 +133,8 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     if n * dtype.itemsize < _SMALL_BYTES:
         return np.empty(shape, dtype=dtype)
     return _pool.take(n, dtype).reshape(shape)
+
+
+def kept_bytes() -> int:
+    """Return how much memory is used by arrays of `empty`, or at hand for them, in bytes."""
+    return _pool.kept_bytes()

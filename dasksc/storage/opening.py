@@ -17,7 +17,7 @@ from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyE
 from dasksc.storage import hdf5_layout, remote_zarr, zarr_layout
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError
 from dasksc.storage.cache import Cache
-from dasksc.storage.files import LocalFile
+from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import H5Array, H5File
 from dasksc.storage.hdf5_links import check_item, check_path
 from dasksc.storage.identity import FileIdentity
@@ -33,7 +33,7 @@ logger = logging.getLogger("dasksc.storage")
 
 
 def open_matrix(
-    path: str | os.PathLike[str] | Place, key: str, *, use_mmap: bool = True, cache: Cache | None = None
+    path: str | os.PathLike[str] | Place, key: str, *, use_mmap: UseMmap = "auto", cache: Cache | None = None
 ) -> Matrix:
     """Open one matrix of an AnnData file; no element of it is read.
 
@@ -44,7 +44,8 @@ def open_matrix(
     key
         Where the matrix is: ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"``, ``"raw/X"``.
     use_mmap
-        Map uncompressed files of this machine into memory. It is the fastest way, but a file that is
+        Map uncompressed files of this machine into memory: always, never, or (``"auto"``) unless
+        `dasksc.storage.mapping` forbids it in the thread that reads. It is the fastest way, but a file that is
         truncated while it is being read kills the process.
     cache
         Where blocks of what is behind a URL are kept on this machine.
@@ -157,7 +158,7 @@ def _hdf5_bytes(path: str | Place, cache: Cache | None) -> LocalFile | RemoteFil
     return LocalFile(FileIdentity.of(path))
 
 
-def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: bool) -> Matrix:
+def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: UseMmap) -> Matrix:
     path = data.path
     file = H5File(data)
     root = file.open()
@@ -183,7 +184,7 @@ def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: bool) -> Mat
     )
 
 
-def _hdf5_array(file: H5File, name: str, *, use_mmap: bool) -> StoredArray:
+def _hdf5_array(file: H5File, name: str, *, use_mmap: UseMmap) -> StoredArray:
     """Return an array that is read without HDF5 if its layout is known, otherwise through h5py."""
     array = H5Array(file, name)
     try:
@@ -193,7 +194,7 @@ def _hdf5_array(file: H5File, name: str, *, use_mmap: bool) -> StoredArray:
         return array
 
 
-def _open_zarr(path: str | Place, key: str, *, use_mmap: bool, cache: Cache | None) -> Matrix:
+def _open_zarr(path: str | Place, key: str, *, use_mmap: UseMmap, cache: Cache | None) -> Matrix:
     file = ZarrFile(path)
     root = file.root()
     if key not in root:
@@ -208,7 +209,7 @@ def _open_zarr(path: str | Place, key: str, *, use_mmap: bool, cache: Cache | No
     )
 
 
-def _zarr_array(file: ZarrFile, name: str, *, use_mmap: bool, cache: Cache | None) -> StoredArray:
+def _zarr_array(file: ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | None) -> StoredArray:
     """Return an array that is read without zarr-python if its layout is known, otherwise through it."""
     array = ZarrArray(file, name)
     try:

@@ -13,7 +13,7 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import BrokenRunError, row_bytes
 from dasksc.storage.clock import reading
-from dasksc.storage.files import LocalFile
+from dasksc.storage.files import LocalFile, UseMmap, maps
 from dasksc.storage.reach import Reached
 from dasksc.storage.remote import RemoteFile
 from dasksc.storage.runs import locate, merge
@@ -81,7 +81,7 @@ class PlainArray:
         file: LocalFile | RemoteFile,
         extents: Extents,
         fill: np.generic,
-        use_mmap: bool,
+        use_mmap: UseMmap,
     ) -> None:
         self.label = label
         self.shape = shape
@@ -101,18 +101,18 @@ class PlainArray:
     @property
     def working_bytes(self) -> int:
         """What is read ahead, where it is not mapped."""
-        return 0 if self._use_mmap else self._file.working_bytes
+        return 0 if maps(self._use_mmap) else self._file.working_bytes
 
     def held_share(self, run: float) -> float:
         """Return 1 for what is read; of what is mapped, runs that cross extents are copied."""
         n_ends = max(len(self._extents.firsts) - 1, 0)
-        return min(1.0, run * n_ends / max(1, self.shape[0])) if self._use_mmap else 1.0
+        return min(1.0, run * n_ends / max(1, self.shape[0])) if maps(self._use_mmap) else 1.0
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         """Address runs inside the map, after asking for the pages they lie in, or read them."""
         with reading():
             self._file.check()
-            return self._reach_mapped(starts, stops) if self._use_mmap else self._reach_read(starts, stops)
+            return self._reach_mapped(starts, stops) if maps(self._use_mmap) else self._reach_read(starts, stops)
 
     def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         firsts, extents = self._extents.firsts, self._extents.offsets

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dasksc import config
 from dasksc.storage.cache import BLOCK_BYTES, Cache
 from dasksc.storage.client import ObjectIdentity
+from dasksc.storage.files import UseMmap
 from dasksc.storage.places import Place
 
 __all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
@@ -158,7 +159,7 @@ class RemoteFile:
             return self._request(start, stop)
         return self._cache.read(self.identity, start, stop, request=self._request)
 
-    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: bool) -> Iterator[Any]:
+    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
         """Yield the bytes of each range; neighbours are read together, and all of them ahead."""
         # A cache would go on with what was there when the object was opened.
         checks = [] if self._cache is None else [(self._verify, 0)]

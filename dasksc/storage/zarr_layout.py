@@ -20,7 +20,7 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.codecs import Chain, Codec, Crc32c, codec_of_config
-from dasksc.storage.files import LocalFile, can_map, read_at
+from dasksc.storage.files import LocalFile, UseMmap, can_map, maps, read_at
 from dasksc.storage.identity import FileIdentity
 
 __all__ = ["METADATA", "Layout", "direct_array", "index_bytes", "index_places", "layout_of"]
@@ -39,7 +39,7 @@ METADATA = ("zarr.json", ".zarray")
 _NOTHING = MappedChunks(at=np.zeros(1, dtype=np.uint64), sizes=np.zeros(1, dtype=np.int64), owner=None)
 
 
-def direct_array(directory: str, *, label: str, use_mmap: bool) -> StoredArray:
+def direct_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArray:
     """Return a Zarr array as one that is read without zarr-python.
 
     Parameters
@@ -64,7 +64,7 @@ def direct_array(directory: str, *, label: str, use_mmap: bool) -> StoredArray:
                 layout = layout_of(name, file.read())
             keys = Keys.now(directory, layout, metadata=identity)
             source: ChunkSource
-            use_mmap = use_mmap and can_map(directory)
+            use_mmap = use_mmap if can_map(directory) else False
             if layout.shard_shape is None:
                 source = FileChunks(keys, grid=_grid(layout.shape, layout.chunk_shape), use_mmap=use_mmap)
             else:
@@ -343,7 +343,7 @@ class FileChunks:
         Whether the files may be mapped.
     """
 
-    def __init__(self, keys: Keys, *, grid: tuple[int, ...], use_mmap: bool) -> None:
+    def __init__(self, keys: Keys, *, grid: tuple[int, ...], use_mmap: UseMmap) -> None:
         self._keys = keys
         self._grid = grid
         self._use_mmap = use_mmap
@@ -375,7 +375,7 @@ class FileChunks:
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Yield the chunks one by one; see `ChunkSource.mapped`."""
-        return self._mapped(numbers) if self._use_mmap else None
+        return self._mapped(numbers) if maps(self._use_mmap) else None
 
     def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
         for at in _unravel(numbers, self._grid):
@@ -421,7 +421,7 @@ class ShardChunks:
         Whether the files may be mapped.
     """
 
-    def __init__(self, keys: Keys, *, layout: Layout, use_mmap: bool) -> None:
+    def __init__(self, keys: Keys, *, layout: Layout, use_mmap: UseMmap) -> None:
         self._keys = keys
         self._grid = _grid(layout.shape, layout.chunk_shape)
         self._per_shard = layout.per_shard
@@ -452,7 +452,7 @@ class ShardChunks:
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Yield the chunks shard by shard; see `ChunkSource.mapped`."""
-        return self._mapped(numbers) if self._use_mmap else None
+        return self._mapped(numbers) if maps(self._use_mmap) else None
 
     def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
         for file, offsets, sizes in self._places(numbers):

@@ -186,7 +186,7 @@ class Data(_Section):
     scheduler: str | None = None
     prefetch: _Positive | None = None
     memory_limit: int | str | None = None
-    mmap: bool = True
+    mmap: bool | Literal["auto"] = "auto"
     progress: bool = False
     seed: int | None = None
     num_workers: _Count = 0

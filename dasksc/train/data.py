@@ -169,7 +169,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     needed = [name for name in (*obs, options.get("label_key"), weights, *_columns(data)) if isinstance(name, str)]
     # A filter may name any column.
     columns = list(dict.fromkeys(needed)) if data.filter is None else None
-    adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, **data.open.model_dump())
+    names = data.open.index_unique is not None
+    adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
     if isinstance(weights, str):
         options["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
     held_out = None
@@ -217,7 +218,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         held = adata
         if data.validation.path is not None:
             columns = obs if data.filter is None else None
-            held = dasksc.open(data.validation.path, obs=columns, mmap=data.mmap, **data.open.model_dump())
+            held = dasksc.open(data.validation.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
             if data.filter is not None:
                 held_out = dasksc.rows_where(held, data.filter)  # before labels change
             common |= {"genes": _same_genes(held, adata, common["genes"]), "filter": None}

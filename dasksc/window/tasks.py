@@ -9,7 +9,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.storage import Fetched, Matrix
+from dasksc.reading import Reading
+from dasksc.storage import Fetched, Matrix, mapping
 from dasksc.storage.clock import Clock, Spent
 from dasksc.window import metrics
 
@@ -38,15 +39,28 @@ class FetchedMatrices:
 
 @dataclass(frozen=True, slots=True)
 class FetchMatrices:
-    """The task of a fetch: called with its rows, pure, and pickled once for a cluster."""
+    """The task of a fetch: called with its rows, pure, and pickled once for a cluster.
+
+    Parameters
+    ----------
+    matrices
+        What to fetch, by name.
+    reading
+        Says of which of them files are not to be mapped; None: all are mapped that may be. Does not pickle.
+    """
 
     matrices: Mapping[str, Matrix]
+    reading: Reading | None = None
 
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
         """Fetch `rows`, ascending row numbers, of every matrix."""
         start = perf_counter()
         with Clock() as spent:
-            parts = {name: matrix.fetch(rows) for name, matrix in self.matrices.items()}
+            parts = {name: self._fetch(name, matrix, rows) for name, matrix in self.matrices.items()}
         fetched = FetchedMatrices(parts, spent)
         metrics.count(n_rows=len(rows), n_bytes=fetched.nbytes, fetch_s=perf_counter() - start, spent=spent)
         return fetched
+
+    def _fetch(self, name: str, matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
+        with mapping(self.reading is None or name not in self.reading.unmapped):
+            return matrix.fetch(rows)

@@ -24,6 +24,7 @@ import zarr
 from anndata import AnnData
 
 import dasksc
+from dasksc import collection, process_memory
 from tests.support.data import write_store
 from tests.support.servers import serving
 
@@ -341,7 +342,6 @@ def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
 
 
 def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this machine have `n_bytes` of memory."""
-    real = os.sysconf
-    pages = {"SC_PHYS_PAGES": n_bytes // real("SC_PAGE_SIZE")}
-    monkeypatch.setattr(os, "sysconf", lambda name: pages.get(name) or real(name))
+    """Let this process have `n_bytes` of memory."""
+    limit = process_memory.Limit(n_bytes=n_bytes, held=0, source="a test")
+    monkeypatch.setattr(collection, "memory_limit", lambda: limit)

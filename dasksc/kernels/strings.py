@@ -1,0 +1,97 @@
+"""Strings of variable length, found where HDF5 keeps them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dasksc.kernels.compiled import kernel
+
+__all__ = ["copy_strings", "locate_strings"]
+
+_COLLECTION_HEADER_BYTES = 16
+_OBJECT_HEADER_BYTES = 16
+_SIGNATURE = 0x4C4F4347  # "GCOL"
+
+
+@kernel
+def _number(data, at, n_bytes):
+    value = np.int64(0)
+    for i in range(n_bytes):
+        value |= np.int64(data[at + i]) << np.int64(8 * i)
+    return value
+
+
+@kernel
+def locate_strings(references, data, starts, sizes):
+    """Find where each string lies in a file; return the first that cannot be found, or -1.
+
+    Global heap collections are searched from where the string before was found, since strings are written in order.
+
+    Parameters
+    ----------
+    references
+        Length, address of the heap collection and number in it, as stored, shape (n, 16), uint8.
+    data
+        The file, uint8.
+    starts, sizes
+        Byte at which each string begins, and its length up to the first NUL, shape (n,), int64; written.
+    """
+    last_collection = np.int64(-1)
+    end = position = np.int64(0)
+    for i in range(len(references)):
+        length = _number(references[i], 0, 4)
+        collection = _number(references[i], 4, 8)
+        wanted = _number(references[i], 12, 4)
+        starts[i] = sizes[i] = 0
+        if length == 0:
+            continue
+        if collection != last_collection:
+            if collection <= 0 or collection > len(data) - _COLLECTION_HEADER_BYTES:
+                return i
+            size = _number(data, collection + 8, 8)
+            if _number(data, collection, 4) != _SIGNATURE or size < 0 or size > len(data) - collection:
+                return i
+            last_collection, end = collection, collection + size
+            position = collection + _COLLECTION_HEADER_BYTES
+        first = position
+        has_wrapped = False
+        while True:
+            is_end = position + _OBJECT_HEADER_BYTES > end
+            number = np.int64(0) if is_end else _number(data, position, 2)
+            if is_end or number == 0:  # free space is last
+                if has_wrapped:
+                    return i
+                has_wrapped = True
+                position = collection + _COLLECTION_HEADER_BYTES
+                continue
+            n_bytes = _number(data, position + 8, 8)
+            after = position + _OBJECT_HEADER_BYTES + (n_bytes + 7) // 8 * 8
+            if n_bytes < 0 or n_bytes > len(data) or after > end:
+                return i
+            if number == wanted:
+                if length > n_bytes:
+                    return i
+                begin = position + _OBJECT_HEADER_BYTES
+                stop = begin
+                while stop < begin + length and data[stop] != 0:
+                    stop += 1
+                starts[i], sizes[i] = begin, stop - begin
+                break
+            position = after
+            if has_wrapped and position >= first:
+                return i
+    return -1
+
+
+@kernel
+def copy_strings(data, starts, sizes, out):
+    """Write strings one after the other into `out`, uint8; return whether all of it is ASCII."""
+    at = 0
+    every = np.uint8(0)
+    for i in range(len(starts)):
+        for k in range(sizes[i]):
+            byte = data[starts[i] + k]
+            every |= byte
+            out[at] = byte
+            at += 1
+    return every < 128

@@ -1,0 +1,237 @@
+"""How much memory an epoch takes, and what follows from that: how files are read, and how much is in flight.
+
+Pure: costs, sizes and limits go in. Which rows a fetch holds, and in which order, is not decided here, so that every
+machine yields the same batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from dasksc.storage import FetchCost
+
+__all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "MemoryModel", "Way"]
+
+# Fetches hold rows of all lengths, whose mean is near that of all rows; yet weights may favour long ones.
+LONGER_ROWS = 1.1
+# Number of a row and its position in a plan.
+PLAN_ROW_BYTES = 16
+# A fetch that holds more than this is read in several tasks.
+_PART_BYTES = 2**25
+_MAX_PARTS = 64
+# Threads, what they and the allocator keep at hand, tasks.
+_PROCESS_BYTES = 2**24
+_PAGE_BYTES = 2**12
+# The kernel drops pages before their turn where the page cache holds little more than is needed of it.
+_PAGES_SHARE = 0.5
+# Threads for which the size of a fetch is found, whatever the machine.
+NOMINAL_THREADS = 2
+_MAX_FETCH_FACTOR = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Memory that iterating takes at most, in bytes.
+
+    Parameters
+    ----------
+    anonymous
+        Memory of the process itself.
+    pages
+        Pages of files in the page cache that are needed at the same time; a control group counts them, too.
+    """
+
+    anonymous: int
+    pages: int
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.anonymous + self.pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How an epoch is read.
+
+    Parameters
+    ----------
+    unmapped
+        Names of the matrices whose files are read into memory, though they could be mapped.
+    depth
+        Parts of fetches in flight beyond the fetch being yielded.
+    demand
+        What that takes.
+    fits
+        Whether it fits what the process may use.
+    """
+
+    unmapped: frozenset[str]
+    depth: int
+    demand: Demand
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """The memory of one rank's iteration.
+
+    Parameters
+    ----------
+    mapped, read
+        Cost of a fetched row of each matrix, by name: if files that may be mapped are, and if none is.
+    batch_size, fetch_factor
+        Rows of a batch, batches of a fetch.
+    batch_bytes
+        Size of a batch of tensors.
+    n_batches
+        Batches held at once: gathered ahead, handed over and in use.
+    run_rows
+        Rows that lie side by side, on average; where they begin and end, whole pages are needed.
+    travels
+        Whether other processes fetch, and send what they read.
+    forced
+        Names of the matrices whose files are mapped in any case.
+    """
+
+    mapped: Mapping[str, FetchCost]
+    read: Mapping[str, FetchCost]
+    batch_size: int
+    fetch_factor: int
+    batch_bytes: float
+    n_batches: int
+    run_rows: float = 1.0
+    travels: bool = False
+    forced: frozenset[str] = frozenset()
+
+    @property
+    def mappable(self) -> frozenset[str]:
+        """Names of the matrices of which something can be mapped."""
+        return frozenset(name for name, cost in self.read.items() if cost.held > self.mapped[name].held)
+
+    @property
+    def n_parts(self) -> int:
+        """Tasks of a fetch: the same however it is read."""
+        return _n_parts(self.batch_size * self.fetch_factor * self._held(self.mappable))
+
+    def held_row_bytes(self, unmapped: Collection[str]) -> float:
+        """Return the anonymous memory of a fetched row, in bytes."""
+        return self._held(unmapped)
+
+    def demand(self, *, depth: int, n_threads: int, unmapped: Collection[str]) -> Demand:
+        """Return what iterating takes.
+
+        Parameters
+        ----------
+        depth
+            Parts of fetches in flight beyond the fetch being yielded.
+        n_threads
+            Threads of this process that fetch.
+        unmapped
+            Names of the matrices that are read though they could be mapped.
+        """
+        rows, n_parts = self.batch_size * self.fetch_factor, self.n_parts
+        n_fetches = 1 + depth / n_parts
+        anonymous = self._anonymous(
+            rows, self._held(unmapped), n_parts=n_parts, depth=depth, n_threads=n_threads, batches=self._batches_bytes
+        )
+        pages = 0.0
+        if not self.travels:
+            n_reading = min(depth, n_threads) / n_parts
+            for name in self.mappable:
+                row = self.read[name].held - self.mapped[name].held
+                # A file that is read passes through the page cache, and what is mapped stays there.
+                pages += (n_reading * row) if name in unmapped else n_fetches * (row + 2 * _PAGE_BYTES / self.run_rows)
+        return Demand(anonymous=anonymous, pages=int(LONGER_ROWS * rows * pages))
+
+    def way(
+        self, *, depth: int, n_threads: int, limit: int, available: int, is_fixed: bool = False, may_map: bool = True
+    ) -> Way:
+        """Return how to read an epoch.
+
+        Files are mapped where their pages will stay, read otherwise: first those of the largest matrix. As much is in
+        flight as fits, at most `depth`. Where nothing fits, as little as possible is, mapped.
+
+        Parameters
+        ----------
+        depth
+            Parts of fetches that all threads can use.
+        n_threads
+            Threads of this process that fetch.
+        limit
+            Anonymous memory that was promised, in bytes.
+        available
+            Memory that the process may use, pages included, in bytes.
+        is_fixed
+            Whether `depth` was asked for and is not to be lowered.
+        may_map
+            Whether the process has address space for maps.
+        """
+        by_size = sorted(self.mappable - self.forced, key=lambda name: self.mapped[name].held - self.read[name].held)
+        orders = [frozenset(by_size[:n]) for n in range(0 if may_map else len(by_size), len(by_size) + 1)]
+        depths = [depth] if is_fixed else range(depth, 0, -1)
+        # Everything in flight that can be used, if need be read; then less, read rather than mapped.
+        tried = [(depth, unmapped) for unmapped in orders]
+        tried += [(n, unmapped) for unmapped in reversed(orders) for n in depths[1:]]
+        for n, unmapped in tried:
+            demand = self.demand(depth=n, n_threads=n_threads, unmapped=unmapped)
+            if demand.anonymous <= limit and self._stays(demand, unmapped, available):
+                return Way(unmapped=unmapped, depth=n, demand=demand, fits=True)
+        # Pages that do not fit are read again and again; for memory that does not, the process is ended.
+        demand = self.demand(depth=depths[-1], n_threads=n_threads, unmapped=orders[0])
+        return Way(unmapped=orders[0], depth=depths[-1], demand=demand, fits=False)
+
+    def everything(self, *, depth: int, n_threads: int) -> Demand:
+        """Return what iterating takes at full speed where no file is mapped: what a job should have."""
+        return self.demand(depth=depth, n_threads=n_threads, unmapped=self.mappable)
+
+    def _stays(self, demand: Demand, unmapped: Collection[str], available: int) -> bool:
+        is_mapped = not self.mappable <= frozenset(unmapped)
+        return demand.pages <= (available - demand.anonymous) * (_PAGES_SHARE if is_mapped else 1.0)
+
+    def fitting_fetch_factor(self, limit: int, *, prefetch: int | None) -> int:
+        """Return the most batches of a fetch for which everything fits `limit`.
+
+        As if nothing were mapped, and with a number of threads that does not depend on the machine.
+        """
+        row_bytes = sum(max(cost.row, cost.held) for cost in self.read.values())
+        n_threads = NOMINAL_THREADS
+
+        def fits(factor: int) -> bool:
+            rows = self.batch_size * factor
+            n_parts = _n_parts(rows * row_bytes)
+            depth = prefetch * n_parts if prefetch else n_parts - 1 + 2 * n_threads
+            batches = self._batches_bytes
+            return (
+                self._anonymous(rows, row_bytes, n_parts=n_parts, depth=depth, n_threads=n_threads, batches=batches)
+                <= limit
+            )
+
+        # The largest that fits. One more part makes a fetch need less again, so halving intervals could miss it.
+        return next((factor for factor in range(_MAX_FETCH_FACTOR, 1, -1) if fits(factor)), 1)
+
+    @property
+    def _batches_bytes(self) -> float:
+        return self.n_batches * self.batch_bytes
+
+    def _held(self, unmapped: Collection[str]) -> float:
+        costs = [self.read[name] if name in unmapped else cost for name, cost in self.mapped.items()]
+        return sum(max(cost.row, cost.held) if self.travels else cost.held for cost in costs)
+
+    def _anonymous(
+        self, rows: int, row_bytes: float, *, n_parts: int, depth: int, n_threads: int, batches: float
+    ) -> int:
+        """Return anonymous memory if a fetched row holds `row_bytes`."""
+        costs = self.read.values()
+        held = LONGER_ROWS * row_bytes + PLAN_ROW_BYTES
+        working = LONGER_ROWS * max(cost.working for cost in costs)
+        fetches = (1 + depth / n_parts) * rows * held
+        reading = min(depth, n_threads) * (rows * working / n_parts + max(cost.fixed for cost in costs))
+        kept = sum(cost.kept for cost in costs)
+        return int(_PROCESS_BYTES + kept + fetches + reading + batches)
+
+
+def _n_parts(fetch_bytes: float) -> int:
+    return min(_MAX_PARTS, max(1, math.ceil(fetch_bytes / _PART_BYTES)))

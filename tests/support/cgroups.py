@@ -1,0 +1,96 @@
+"""Control groups with a memory limit, for tests and benchmarks of what memory-limited jobs see."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_numbers = itertools.count()
+
+
+class NoCgroupError(RuntimeError):
+    """No control group can be made here; the message says why."""
+
+
+class Cgroup:
+    """A control group, version 1 or 2.
+
+    Parameters
+    ----------
+    path
+        Its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def limit(self, n_bytes: int) -> None:
+        """Limit its memory, page cache included; nothing is swapped out."""
+        names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.max", "memory.swap.max")
+        # A limit without swap cannot be below that with it, so the order depends on which way it goes.
+        for name in (*names, *names[:2]):
+            if (self.path / name).exists():
+                with contextlib.suppress(OSError):
+                    (self.path / name).write_text("0" if name == "memory.swap.max" else str(n_bytes))
+
+    def enter(self) -> None:
+        """Move the calling process into it: give this to `subprocess.Popen` as ``preexec_fn``."""
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def n_killed(self) -> int:
+        """Return how many of its processes the kernel has ended for want of memory."""
+        for name in ("memory.oom_control", "memory.events"):
+            if (self.path / name).exists():
+                fields = dict(line.split() for line in (self.path / name).read_text().splitlines())
+                return int(fields["oom_kill"])
+        raise RuntimeError(f"{self.path} does not count what was killed")
+
+
+@contextlib.contextmanager
+def memory_cgroup(n_bytes: int) -> Iterator[Cgroup]:
+    """Make a control group with a memory limit; it is removed once its processes have ended.
+
+    Raises
+    ------
+    NoCgroupError
+        If this process may not make one.
+    """
+    cgroup = Cgroup(_root() / f"dasksc-{os.getpid()}-{next(_numbers)}")
+    try:
+        cgroup.path.mkdir()
+    except OSError as error:
+        raise NoCgroupError(f"no control group can be made in {cgroup.path.parent}: {error}") from error
+    try:
+        cgroup.limit(n_bytes)
+        if not any(
+            (cgroup.path / name).exists() and (cgroup.path / name).read_text().strip() == str(n_bytes)
+            for name in ("memory.limit_in_bytes", "memory.max")
+        ):
+            raise NoCgroupError(f"{cgroup.path} takes no memory limit")
+        yield cgroup
+    finally:
+        deadline = time.monotonic() + 30
+        while cgroup.path.exists():
+            try:
+                cgroup.path.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+
+def _root() -> Path:
+    """Return the folder in which groups with a memory limit are made."""
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for mount in mounts:
+        kind, options = mount[mount.index("-") + 1], mount[mount.index("-") + 3].split(",")
+        at = Path(mount[4])
+        if kind == "cgroup" and "memory" in options:
+            return at
+        if kind == "cgroup2" and "memory" in (at / "cgroup.subtree_control").read_text().split():
+            return at
+    raise NoCgroupError("no file system of control groups with a memory controller is mounted")

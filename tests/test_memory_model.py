@@ -1,0 +1,121 @@
+"""The memory model: pure, so every case is made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dasksc.memory_model import MemoryModel
+from dasksc.storage import FetchCost
+
+pytestmark = pytest.mark.core
+
+MIB = 2**20
+ROW = 11_600.0
+# An uncompressed X of 1,450 values in a row, and a compressed layer.
+MAPPED = {"X": FetchCost(row=ROW, held=32), "layers/raw": FetchCost(row=400, held=400, fixed=MIB)}
+READ = {"X": FetchCost(row=ROW, held=ROW), "layers/raw": FetchCost(row=400, held=400, fixed=MIB)}
+
+
+def model(**changes: object) -> MemoryModel:
+    made = MemoryModel(
+        mapped=MAPPED, read=READ, batch_size=64, fetch_factor=256, batch_bytes=5e6, n_batches=6, run_rows=64.0
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def way(available: int, *, limit: int = 2**31, depth: int = 9, **options: bool):
+    return model().way(depth=depth, n_threads=2, limit=limit, available=available, **options)
+
+
+def test_pages_of_mapped_fetches_count_until_their_batches_are_made() -> None:
+    one = model()
+    assert one.mappable == {"X"}
+    mapped = one.demand(depth=one.n_parts, n_threads=2, unmapped=())
+    assert mapped.pages == pytest.approx(1.1 * 2 * 64 * 256 * ROW, rel=0.05)
+    read = one.demand(depth=one.n_parts, n_threads=2, unmapped={"X"})
+    assert read.anonymous - mapped.anonymous == pytest.approx(mapped.pages, rel=0.05)
+    # What is being read passes through the page cache.
+    assert read.pages == pytest.approx(1.1 * 2 / one.n_parts * 64 * 256 * ROW, rel=0.01)
+    assert read.total == read.anonymous + read.pages
+
+
+def test_rows_by_themselves_need_more_pages() -> None:
+    pages = [model(run_rows=n).demand(depth=9, n_threads=2, unmapped=()).pages for n in (1.0, 64.0)]
+    assert pages[0] > 1.5 * pages[1]
+
+
+@pytest.mark.parametrize(
+    ("mib", "unmapped", "depth", "fits"),
+    [(4096, set(), 9, True), (1024, {"X"}, 9, True), (500, {"X"}, range(1, 9), True), (100, set(), 1, False)],
+)
+def test_less_memory_is_read_then_less_at_a_time_and_at_last_does_not_fit(mib, unmapped, depth, fits) -> None:
+    found = way(mib * MIB)
+    assert found.unmapped == unmapped
+    assert found.depth in depth if isinstance(depth, range) else found.depth == depth
+    assert found.fits is fits
+
+
+def test_what_was_promised_holds_whatever_the_machine_has() -> None:
+    assert way(2**40, limit=300 * MIB).unmapped == set()
+    assert way(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
+    # Less memory than fetches hold: mapped, as far as the pages of few of them stay.
+    poor = way(600 * MIB, limit=100 * MIB)
+    assert (poor.unmapped, poor.fits) == (set(), True)
+    assert poor.depth < 9
+    assert not way(600 * MIB, limit=30 * MIB).fits
+
+
+def test_a_prefetch_that_was_asked_for_is_kept() -> None:
+    assert way(500 * MIB, is_fixed=True).depth == 9
+    assert not way(500 * MIB, is_fixed=True).fits
+
+
+def test_without_address_space_nothing_is_mapped() -> None:
+    assert way(2**40, may_map=False).unmapped == {"X"}
+
+
+def test_what_other_processes_read_is_held_here_and_not_mapped() -> None:
+    travelling = model(travels=True)
+    demand = travelling.demand(depth=9, n_threads=0, unmapped=())
+    assert demand.pages == 0
+    assert demand.anonymous > model().demand(depth=9, n_threads=0, unmapped=()).anonymous
+
+
+def test_the_size_of_a_fetch_depends_on_the_limit_given_only() -> None:
+    factors = [model(fetch_factor=1).fitting_fetch_factor(gib * 2**30, prefetch=None) for gib in (1, 2, 4)]
+    assert factors == sorted(factors)
+    assert factors == [
+        model(mapped=READ, fetch_factor=1).fitting_fetch_factor(gib * 2**30, prefetch=None) for gib in (1, 2, 4)
+    ]
+    assert model(fetch_factor=1).fitting_fetch_factor(1, prefetch=2) == 1
+
+
+@given(
+    available=st.integers(0, 2**34),
+    more=st.integers(0, 2**34),
+    depth=st.integers(1, 30),
+    n_threads=st.integers(0, 8),
+    row=st.floats(1, 1e6),
+    factor=st.integers(1, 512),
+)
+def test_more_memory_never_reads_less_at_a_time_in_the_same_way(available, more, depth, n_threads, row, factor) -> None:
+    one = model(
+        mapped={"X": FetchCost(row=row, held=32)}, read={"X": FetchCost(row=row, held=row + 32)}, fetch_factor=factor
+    )
+    less, greater = (
+        one.way(depth=depth, n_threads=n_threads, limit=2**40, available=n) for n in (available, available + more)
+    )
+    for found, n in ((less, available), (greater, available + more)):
+        assert 1 <= found.depth <= depth
+        if found.fits:
+            assert found.demand.total <= n
+    assert greater.fits or not less.fits
+    if less.unmapped == greater.unmapped and less.fits:
+        assert greater.depth >= less.depth
+    # What stays when it is mapped is not read where there is more room.
+    if less.fits and not less.unmapped and less.depth == depth:
+        assert not greater.unmapped

@@ -1,0 +1,99 @@
+"""Epochs in control groups whose memory the atlas does not fit, and what each row costs where there are many."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cgroups import Cgroup, NoCgroupError, memory_cgroup
+from tests.support.programs import PROGRAMS, ROOT
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("out of core")]
+
+MIB = 2**20
+N_OBS = 30_000  # 350 MB
+FETCH = {"fetch_factor": 64}  # 47 MB
+
+
+@pytest.fixture(scope="module")
+def atlas(atlas_of: Callable[..., Path]) -> Path:
+    return atlas_of(N_OBS, 20_000)
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Callable[[int], Cgroup]]:
+    with ExitStack() as stack:
+
+        def make(n_bytes: int) -> Cgroup:
+            try:
+                return stack.enter_context(memory_cgroup(n_bytes))
+            except NoCgroupError as error:
+                pytest.skip(str(error))
+
+        yield make
+
+
+def forget(path: Path) -> None:
+    """Drop a file from the page cache: pages that other processes have read are not charged to a group."""
+    os.sync()
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def epoch(
+    path: Path, group: Cgroup | None = None, *, meanwhile: Callable[[], None] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Read an epoch in a process of its own; call `meanwhile` after its first batches."""
+    forget(path)
+    with subprocess.Popen(
+        [sys.executable, PROGRAMS / "limited_epoch.py", path, json.dumps(FETCH | options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=None if group is None else group.enter,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            if meanwhile is not None:
+                meanwhile()
+            printed, _ = process.communicate("\n", timeout=200)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
+    atlas: Path, cgroup: Callable[[int], Cgroup]
+) -> None:
+    expected = epoch(atlas)
+    assert expected["is_mapped"]
+    assert expected["n_rows"] == N_OBS
+    small = cgroup(640 * MIB)
+    limited = epoch(atlas, small)
+    assert small.n_killed() == 0
+    assert not limited["is_mapped"]
+    assert limited["digest"] == expected["digest"]
+    # Pages at both ends of a block of rows are read for each of two blocks.
+    assert limited["read"] <= 1.2 * atlas.stat().st_size
+
+
+def test_a_limit_that_is_lowered_while_an_epoch_runs_is_survived(atlas: Path, cgroup: Callable[[int], Cgroup]) -> None:
+    group = cgroup(4096 * MIB)
+    lowered = epoch(atlas, group, meanwhile=lambda: group.limit(640 * MIB))
+    assert group.n_killed() == 0
+    assert not lowered["is_mapped"]
+    assert lowered["n_rows"] == N_OBS
+    assert lowered["digest"] == epoch(atlas, mmap=False)["digest"]

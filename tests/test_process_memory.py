@@ -1,0 +1,132 @@
+"""The limits on the memory of a process, found in files made up for the test."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dasksc import process_memory
+from dasksc.process_memory import CODE_BYTES, Limit, memory_limit, own_bytes, share_of, to_ask_for
+
+pytestmark = pytest.mark.core
+
+GIB = 2**30
+NO_LIMIT = 9223372036854771712  # as version 1 says it
+
+
+def machine(root: Path, *, total: int = 64 * GIB, available: int = 48 * GIB) -> None:
+    write(root / "proc/meminfo", f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def version_1(root: Path, groups: dict[str, int], *, own: str, shown: str = "/") -> None:
+    write(root / "proc/self/cgroup", f"5:cpu:/elsewhere\n4:memory:{own}\n0::/\n")
+    write(root / "proc/self/mountinfo", f"35 31 0:32 {shown} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n")
+    for group, limit in groups.items():
+        folder = root / "sys/fs/cgroup/memory" / group
+        write(folder / "memory.limit_in_bytes", f"{limit}\n")
+        write(folder / "memory.stat", "cache 100\nrss 1\ntotal_rss 3000\ntotal_shmem 7\ntotal_cache 900\n")
+
+
+def version_2(root: Path, groups: dict[str, dict[str, str]], *, own: str) -> None:
+    write(root / "proc/self/cgroup", f"0::{own}\n")
+    write(root / "proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n")
+    for group, limits in groups.items():
+        for name, limit in limits.items():
+            write(root / "sys/fs/cgroup" / group / name, f"{limit}\n")
+        write(root / "sys/fs/cgroup" / group / "memory.stat", "anon 5000\nfile 900\nshmem 11\nslab_unreclaimable 2\n")
+
+
+def test_without_control_groups_the_machine_sets_the_limit(tmp_path: Path) -> None:
+    machine(tmp_path)
+    limit = memory_limit(tmp_path)
+    assert (limit.n_bytes, limit.held, limit.source) == (64 * GIB, 16 * GIB, "the memory of the machine")
+
+
+@pytest.mark.parametrize("narrowest", ["", "slurm", "slurm/job_7", "slurm/job_7/step_0"])
+def test_of_version_1_every_ancestor_counts(tmp_path: Path, narrowest: str) -> None:
+    machine(tmp_path)
+    groups = dict.fromkeys(["", "slurm", "slurm/job_7", "slurm/job_7/step_0"], NO_LIMIT)
+    version_1(tmp_path, groups | {"slurm": 8 * GIB} | {narrowest: 2 * GIB}, own="/slurm/job_7/step_0")
+    limit = memory_limit(tmp_path)
+    assert limit.n_bytes == 2 * GIB
+    assert limit.held == 3007
+    assert limit.source.endswith(os.path.join("memory", narrowest, "memory.limit_in_bytes"))
+
+
+def test_in_a_container_the_mount_shows_the_group_as_its_root(tmp_path: Path) -> None:
+    machine(tmp_path)
+    version_1(tmp_path, {"": 4 * GIB}, own="/docker/abc", shown="/docker/abc")
+    assert memory_limit(tmp_path).n_bytes == 4 * GIB
+
+
+@pytest.mark.parametrize(("name", "other"), [("memory.max", "memory.high"), ("memory.high", "memory.max")])
+def test_of_version_2_the_narrower_of_both_limits_of_every_ancestor_counts(
+    tmp_path: Path, name: str, other: str
+) -> None:
+    machine(tmp_path)
+    groups = {"kubepods": {name: str(3 * GIB), other: "max"}, "kubepods/pod": {name: "max", other: str(5 * GIB)}}
+    version_2(tmp_path, groups, own="/kubepods/pod")
+    limit = memory_limit(tmp_path)
+    assert (limit.n_bytes, limit.held) == (3 * GIB, 5013)
+    assert limit.source.endswith(f"kubepods/{name}")
+
+
+def test_what_leaves_least_is_the_limit(tmp_path: Path) -> None:
+    machine(tmp_path, total=8 * GIB, available=GIB)
+    version_1(tmp_path, {"": 2 * GIB}, own="/")
+    assert memory_limit(tmp_path).source == "the memory of the machine"
+
+
+def test_an_address_space_limit_is_told(tmp_path: Path) -> None:
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
+        "from dasksc.process_memory import memory_limit\n"
+        "print(memory_limit().address_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) < 2**36
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        machine(tmp_path)
+        assert memory_limit(tmp_path).address_bytes is None
+
+
+def test_ranks_share_what_other_programs_leave() -> None:
+    limit = Limit(n_bytes=8 * GIB, held=4 * GIB, source="a test")
+    alone = share_of(limit, n_processes=1, own=4 * GIB)
+    assert alone == 4 * GIB - CODE_BYTES
+    # Two ranks that hold 2 GiB each have 2 GiB more each; with a launcher of 1 GiB, half of that less.
+    assert share_of(limit, n_processes=2, own=2 * GIB) == 2 * GIB - CODE_BYTES
+    assert share_of(limit, n_processes=2, own=3 * GIB // 2) == (8 - 1) * GIB // 2 - 3 * GIB // 2 - CODE_BYTES
+    # Buffers that are used again are no loss; and there is never less than nothing.
+    assert share_of(limit, n_processes=1, own=4 * GIB, reused=GIB) == 5 * GIB - CODE_BYTES
+    assert share_of(limit, n_processes=64, own=GIB) == 0
+
+
+def test_a_job_asks_for_somewhat_more_than_it_needs() -> None:
+    assert to_ask_for(700 * 2**20) == GIB
+    assert to_ask_for(900 * 2**20) == 3 * GIB // 2
+    assert all(to_ask_for(n) >= 1.2 * n for n in (1, 2**29, 2**33))
+
+
+def test_this_process_has_limits_and_memory() -> None:
+    limit = memory_limit()
+    assert 0 <= limit.held < limit.n_bytes
+    before = own_bytes()
+    held = bytearray(os.urandom(2**20) * 64)
+    assert own_bytes() - before >= 0.9 * len(held)
+
+
+def test_a_system_without_proc_is_asked_through_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "_address_bytes", lambda root: None)
+    assert memory_limit(tmp_path).n_bytes == pytest.approx(memory_limit().n_bytes, rel=1)
+    assert own_bytes(tmp_path) > 2**20

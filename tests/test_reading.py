@@ -1,0 +1,148 @@
+"""How files are read changes nothing about batches; what decides it, and when."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc import process_memory, reading
+from dasksc.memory_model import Demand, Way
+from dasksc.reading import Reading
+from tests.support.data import LAYOUTS, make_adata, write_store
+
+pytestmark = pytest.mark.core
+
+N_OBS = 203
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(make_adata(n_obs=N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad", request.param)
+
+
+def of_memory(n_bytes: int) -> process_memory.Limit:
+    return process_memory.Limit(n_bytes=process_memory.CODE_BYTES + n_bytes, held=0, source="a test")
+
+
+def epoch(path: Path, strategy: Any, **options: Any) -> list[dict[str, Any]]:
+    settings = {"batch_size": 8, "fetch_factor": 3, "seed": 0, "rank": 0, "world_size": 1, **options}
+    dataset = dasksc.scDataset(path, strategy, obs=["int64"], layers=["counts"], **settings)
+    return [{"X": b.X.clone(), "counts": b.layers["counts"].clone(), "index": b.index} for b in dataset]
+
+
+STRATEGIES = {
+    "streaming": lambda block: dasksc.Streaming(),
+    "shuffled": lambda block: dasksc.BlockShuffling(block),
+    "weighted": lambda block: dasksc.BlockWeightedSampling(block, weights=np.arange(N_OBS), total_size=150),
+}
+
+
+@given(
+    mib=st.sampled_from([0, 20, 2**20]),
+    mmap=st.sampled_from([True, False, "auto"]),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    block=st.integers(1, 16),
+    fetch_factor=st.integers(1, 9),
+    scheduler=st.sampled_from(["threads", "synchronous"]),
+)
+def test_the_way_of_reading_changes_no_batch(path, mib, mmap, strategy, block, fetch_factor, scheduler) -> None:
+    options = {"fetch_factor": fetch_factor, "scheduler": scheduler}
+    expected = epoch(path, STRATEGIES[strategy](block), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_memory, "memory_limit", lambda: of_memory(mib * MIB))
+        patch.setattr(process_memory, "own_bytes", lambda: 0)
+        found = epoch(path, STRATEGIES[strategy](block), mmap=mmap, **options)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(one[name].equal(other[name]) for name in one)
+
+
+def way(*unmapped: str, depth: int = 4, fits: bool = True) -> Way:
+    return Way(unmapped=frozenset(unmapped), depth=depth, demand=Demand(anonymous=1, pages=1), fits=fits)
+
+
+@pytest.fixture
+def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_LOOK_S", -1.0)
+
+
+@pytest.mark.usefixtures("looks_always")
+def test_less_memory_is_followed_at_once_and_more_in_the_next_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="dasksc.dataset")
+    ways = iter([way(), way(depth=3), way(), way("X"), way("X", depth=2), way(), way(fits=False, depth=1)])
+    one = Reading(lambda: next(ways), "atlas", lambda: 700 * MIB)
+    assert (one.unmapped, caplog.messages) == (frozenset(), [])
+    assert [one.depth() for _ in range(2)] == [3, 3]
+    assert (one.depth(), one.unmapped) == (4, {"X"})
+    assert (one.depth(), one.unmapped) == (2, {"X"})
+    assert (one.depth(), one.unmapped) == (2, {"X"})  # mapped again only when an epoch begins
+    assert len([message for message in caplog.messages if "rather than mapped (X)" in message]) == 1
+    assert one.depth() == 1
+    assert "Ask for 1.00 GiB a rank" in caplog.messages[-1]
+    assert "700.00 MiB" in caplog.messages[-1]
+
+
+def test_the_limits_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_LOOK_S", 1e9)
+    ways = iter([way()])
+    one = Reading(lambda: next(ways), "atlas", lambda: 0)
+    assert {one.depth() for _ in range(100)} == {4}
+
+
+def test_what_is_forced_is_done_whatever_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(2**40))
+    sizes = {
+        mmap: dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, mmap=mmap, rank=0, world_size=1).projected_pages
+        for mmap in (True, False, "auto")
+    }
+    assert sizes[True] == sizes["auto"] > sizes[False] == 0
+    with pytest.raises(dasksc.InputError, match="mmap='yes'"):
+        dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, mmap="yes")
+
+
+def test_the_size_of_a_fetch_does_not_depend_on_the_container(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen() -> int:
+        return dasksc.scDataset(path, dasksc.Streaming(), 8, fetch_factor=None, rank=0, world_size=1).fetch_factor
+
+    expected = chosen()
+    monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(0))
+    assert chosen() == expected
+
+
+def test_opening_for_batches_reads_no_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = h5py.Dataset.__getitem__
+
+    def noted(dataset: h5py.Dataset, *arguments: Any) -> Any:
+        read.append(dataset.name)
+        return real(dataset, *arguments)
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", noted)
+    monkeypatch.setattr("dasksc.collection.read_strings", lambda stored, path: read.append(stored.name))
+    dataset = dasksc.scDataset(
+        path,
+        dasksc.ClassBalancedSampling(label_key="cell_type"),
+        8,
+        obs=["int64"],
+        filter="int8 >= 0 or int8 < 0",
+        seed=0,
+    )
+    next(iter(dataset))
+    assert dasksc.check(dataset)
+    assert dasksc.split(path, stratify="cell_type")
+    assert dasksc.open(path, names=False).obs.index.equals(dasksc.open(path, names=False).obs.index)
+    assert read
+    assert not [name for name in read if name.startswith("/obs/_index")]
+    # They are there when somebody asks.
+    names = dataset.collection.obs.index
+    assert names.equals(dasksc.open(path).obs_names)
+    assert dataset.collection[[3, 1]].obs_names.tolist() == [names[3], names[1]]

@@ -1,0 +1,36 @@
+"""What DataLoader workers that come and go leave behind in the process of the loop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from dasksc import BlockShuffling, scDataset
+
+pytestmark = pytest.mark.faults
+
+
+def anonymous_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def test_many_epochs_of_short_lived_workers_are_all_different_and_keep_nothing(atlas_of):
+    n_obs = 101
+    one = scDataset(atlas_of(n_obs, 40), BlockShuffling(4), 4, 2, seed=5, obs=["cell_type"])
+    loader = DataLoader(one, batch_size=None, num_workers=2)
+    epochs, n_files, held = set(), [], []
+    for _ in range(30):
+        batches = [tuple(batch.index.tolist()) for batch in loader]
+        assert sorted(row for batch in batches for row in batch) == list(range(n_obs))
+        epochs.add(tuple(batches))
+        n_files.append(len(os.listdir("/proc/self/fd")))
+        held.append(anonymous_bytes())
+    assert len(epochs) == 30
+    # Workers that are just ending may still hold pipes; what is kept is there ever after.
+    assert min(n_files[20:]) <= min(n_files[5:15])
+    # What one epoch keeps would be there fifteen times: 3 MiB are 200 KiB an epoch, a worker's pipes and queues.
+    assert min(held[20:]) - min(held[5:15]) < 3 * 2**20
