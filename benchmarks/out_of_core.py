@@ -125,7 +125,8 @@ def rows_of(options: argparse.Namespace, path: Path, layout: str) -> list[dict[s
                 measured[label].append(answer)
                 print(
                     f"round {i + 1}/{options.rounds}  {layout:5s} {label:24s} {answer['rows_per_s']:10,.0f} cells/s  "
-                    f"{answer['read_bytes'] / max(answer['n_rows'], 1) / 1024:8.1f} KiB read a cell",
+                    f"{answer['read_bytes'] / max(answer['n_rows'], 1) / 1024:8.1f} KiB read a cell  "
+                    f"{answer['cores']:.2f} cores",
                     flush=True,
                 )
         for label, answers in measured.items():

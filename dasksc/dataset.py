@@ -491,6 +491,7 @@ class scDataset(IterableDataset[Any]):
     def _model(self, fetch_factor: int) -> MemoryModel:
         return MemoryModel(
             **self._costs,
+            n_obs=self._n_obs,
             batch_size=self.batch_size,
             fetch_factor=fetch_factor,
             batch_bytes=self._batch_bytes(),
@@ -554,9 +555,10 @@ class scDataset(IterableDataset[Any]):
         limit = process_memory.memory_limit()
         worker = get_worker_info()
         local_world_size = World.detect(*self._given_world).local_world_size
+        n_processes = local_world_size * (1 if worker is None else worker.num_workers)
         available = process_memory.share_of(
             limit,
-            n_processes=local_world_size * (1 if worker is None else worker.num_workers),
+            n_processes=n_processes,
             own=process_memory.own_bytes(),
             reused=memory.kept_bytes(),
         )
@@ -567,6 +569,7 @@ class scDataset(IterableDataset[Any]):
             n_threads=0 if model.travels else n_threads,
             limit=self._memory_share(),
             available=available,
+            n_sharing=n_processes,
             is_fixed=prefetch is not None,
             may_map=limit.address_bytes is None or 2 * mappable_bytes < limit.address_bytes,
         )

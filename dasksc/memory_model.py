@@ -24,6 +24,8 @@ _MAX_PARTS = 64
 # Threads, what they and the allocator keep at hand, tasks.
 _PROCESS_BYTES = 2**24
 _PAGE_BYTES = 2**12
+# What of the memory that is left a mapped file may fill to stay in the page cache.
+_CACHED_SHARE = 0.9
 # The kernel drops pages before their turn where the page cache holds little more than is needed of it.
 _PAGES_SHARE = 0.5
 # Threads for which the size of a fetch is found, whatever the machine.
@@ -80,6 +82,8 @@ class MemoryModel:
 
     Parameters
     ----------
+    n_obs
+        Rows of each matrix.
     mapped, read
         Cost of a fetched row of each matrix, by name: if files that may be mapped are, and if none is.
     batch_size, fetch_factor
@@ -96,6 +100,7 @@ class MemoryModel:
         Names of the matrices whose files are mapped in any case.
     """
 
+    n_obs: int
     mapped: Mapping[str, FetchCost]
     read: Mapping[str, FetchCost]
     batch_size: int
@@ -147,12 +152,22 @@ class MemoryModel:
         return Demand(anonymous=anonymous, pages=int(LONGER_ROWS * rows * pages))
 
     def way(
-        self, *, depth: int, n_threads: int, limit: int, available: int, is_fixed: bool = False, may_map: bool = True
+        self,
+        *,
+        depth: int,
+        n_threads: int,
+        limit: int,
+        available: int,
+        n_sharing: int = 1,
+        is_fixed: bool = False,
+        may_map: bool = True,
     ) -> Way:
         """Return how to read an epoch.
 
-        Files are mapped where their pages will stay, read otherwise: first those of the largest matrix. As much is in
-        flight as fits, at most `depth`. Where nothing fits, as little as possible is, mapped.
+        Files are mapped that stay in the page cache as a whole, so that later epochs find them there; the largest are
+        read first. What does not stay is read from the disk in every epoch, which is quicker into memory of the process
+        than through maps: the kernel drops mapped pages before their turn. As much is in flight as fits, at most
+        `depth`. Where nothing fits, as little as possible is, mapped.
 
         Parameters
         ----------
@@ -164,32 +179,43 @@ class MemoryModel:
             Anonymous memory that was promised, in bytes.
         available
             Memory that the process may use, pages included, in bytes.
+        n_sharing
+            Processes that share the page cache and read the same files.
         is_fixed
             Whether `depth` was asked for and is not to be lowered.
         may_map
             Whether the process has address space for maps.
         """
-        by_size = sorted(self.mappable - self.forced, key=lambda name: self.mapped[name].held - self.read[name].held)
-        orders = [frozenset(by_size[:n]) for n in range(0 if may_map else len(by_size), len(by_size) + 1)]
+        by_size = sorted(self.mappable - self.forced, key=self._file_bytes)
+        # Read are the largest matrices first.
+        orders = [
+            frozenset(by_size[len(by_size) - n :]) for n in range(0 if may_map else len(by_size), len(by_size) + 1)
+        ]
         depths = [depth] if is_fixed else range(depth, 0, -1)
-        # Everything in flight that can be used, if need be read; then less, read rather than mapped.
-        tried = [(depth, unmapped) for unmapped in orders]
-        tried += [(n, unmapped) for unmapped in reversed(orders) for n in depths[1:]]
+        tried = [(n, unmapped) for unmapped in orders[:-1] for n in depths[:1]]
+        tried += [(n, orders[-1]) for n in depths]
         for n, unmapped in tried:
             demand = self.demand(depth=n, n_threads=n_threads, unmapped=unmapped)
-            if demand.anonymous <= limit and self._stays(demand, unmapped, available):
+            mapped = sum(map(self._file_bytes, self.mappable - unmapped - self.forced)) / n_sharing
+            needed = demand.anonymous + max(demand.pages, mapped / _CACHED_SHARE)
+            if demand.anonymous <= limit and needed <= available:
                 return Way(unmapped=unmapped, depth=n, demand=demand, fits=True)
         # Pages that do not fit are read again and again; for memory that does not, the process is ended.
-        demand = self.demand(depth=depths[-1], n_threads=n_threads, unmapped=orders[0])
-        return Way(unmapped=orders[0], depth=depths[-1], demand=demand, fits=False)
+        demands = [(n, self.demand(depth=n, n_threads=n_threads, unmapped=orders[0])) for n in depths]
+        n, demand = next(
+            (one for one in demands if one[1].anonymous <= limit and one[1].total <= _PAGES_SHARE * available),
+            demands[-1],
+        )
+        fits = demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
+        return Way(unmapped=orders[0], depth=n, demand=demand, fits=fits)
 
     def everything(self, *, depth: int, n_threads: int) -> Demand:
         """Return what iterating takes at full speed where no file is mapped: what a job should have."""
         return self.demand(depth=depth, n_threads=n_threads, unmapped=self.mappable)
 
-    def _stays(self, demand: Demand, unmapped: Collection[str], available: int) -> bool:
-        is_mapped = not self.mappable <= frozenset(unmapped)
-        return demand.pages <= (available - demand.anonymous) * (_PAGES_SHARE if is_mapped else 1.0)
+    def _file_bytes(self, name: str) -> float:
+        """Return how large the files of a matrix are, as far as they can be mapped."""
+        return self.n_obs * (self.read[name].held - self.mapped[name].held)
 
     def fitting_fetch_factor(self, limit: int, *, prefetch: int | None) -> int:
         """Return the most batches of a fetch for which everything fits `limit`.

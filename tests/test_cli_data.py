@@ -186,6 +186,7 @@ def test_several_files_a_pattern_and_a_directory_are_one_atlas(folder: Path, joi
 
 def test_an_anndata_in_memory_is_described_too() -> None:
     found = dasksc.describe(atlas(0), seconds=0.01)
+    assert "cells/s" in repr(found)
     assert (found.n_obs, found.matrices, len(found.rates)) == (N, (), 4)
     with pytest.raises(dasksc.InputError, match="negative"):
         dasksc.describe(atlas(0), seconds=-1)

@@ -22,7 +22,14 @@ READ = {"X": FetchCost(row=ROW, held=ROW), "layers/raw": FetchCost(row=400, held
 
 def model(**changes: object) -> MemoryModel:
     made = MemoryModel(
-        mapped=MAPPED, read=READ, batch_size=64, fetch_factor=256, batch_bytes=5e6, n_batches=6, run_rows=64.0
+        n_obs=200_000,
+        mapped=MAPPED,
+        read=READ,
+        batch_size=64,
+        fetch_factor=256,
+        batch_bytes=5e6,
+        n_batches=6,
+        run_rows=64.0,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 

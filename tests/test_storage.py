@@ -519,3 +519,19 @@ def test_a_gather_that_does_not_fit_is_refused(h5ad: Path) -> None:
 def test_columns_that_repeat_or_leave_the_matrix_are_refused(positions: list[int]) -> None:
     with pytest.raises(InputError):
         Columns(positions=np.array(positions), n_vars=3)
+
+
+def test_what_anndata_wrote_before_0_7_is_found(tmp_path: Path) -> None:
+    """One table with a field for each array of obsm, and raw beside the others, with a dot."""
+    path, rows = tmp_path / "old.h5ad", np.arange(30, dtype=np.float32).reshape(10, 3)
+    records = np.zeros(10, dtype=[("X_pca", np.float32, (3,)), ("name", "S4")])
+    records["X_pca"] = rows
+    with h5py.File(path, "w") as file:
+        file["obsm"] = records
+        file["raw.X"] = rows
+    check_matrix(open_matrix(path, "obsm/X_pca"), rows)
+    check_matrix(open_matrix(path, "raw/X"), rows)
+    with pytest.raises(InputError, match="S4"):
+        open_matrix(path, "obsm/name")
+    with pytest.raises(MissingKeyError, match="raw/X, obsm/X_pca, obsm/name"):
+        open_matrix(path, "X")

@@ -6,6 +6,7 @@ Neither way uses a shared file position, so a file opened before a fork is read 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
+from dasksc.storage import memory
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.runs import merge
 
@@ -37,6 +39,9 @@ _READ_BYTES = 2**18
 # ranges, spread over all of them, are cached, the few that may not be are left to page faults.
 _SAMPLED = 32
 
+# Shorter ranges than this keep no disk busy one by one: the kernel is asked for all of them ahead.
+_SHORT_BYTES = 2**16
+_PAGE_BYTES = 2**12
 # Of many files those opened first are closed again, before a process may open no more (1,024 on most systems).
 _MOST_OPEN = 128
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -68,6 +73,7 @@ class LocalFile:
 
     # What `ranges` reads into, which is little.
     working_bytes = 0
+    _can_read_past_cache = hasattr(os, "O_DIRECT")
 
     @property
     def path(self) -> str:
@@ -85,7 +91,7 @@ class LocalFile:
 
     def close(self) -> None:
         """Let the file go until it is next read; maps stay."""
-        self._descriptors.pop("r", None)
+        self._descriptors.clear()
 
     def mapped(self) -> NDArray[np.uint8]:
         """Return the bytes of the file, shape (size,), read when they are touched."""
@@ -138,6 +144,43 @@ class LocalFile:
             self.read(offset, view)
             yield
 
+    def read_past_cache(
+        self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
+        """Read byte ranges, ascending and disjoint, from the disk straight into memory of this process.
+
+        The page cache neither keeps nor loses anything by it, and no byte is copied.
+
+        Returns
+        -------
+        tuple or None
+            Memory, and where in it each range begins. None where buffered reads do better or are all there is: the
+            file is cached, ranges are short, or the file system has no direct reads.
+        """
+        if not self._can_read_past_cache or sizes.mean() < _SHORT_BYTES:
+            return None
+        if _seem_cached(self._descriptor().number, offsets):
+            return None
+        starts, stops = merge(offsets, offsets + sizes, gap=_PAGE_BYTES, chunk=1)
+        starts, stops = starts // _PAGE_BYTES * _PAGE_BYTES, -(-stops // _PAGE_BYTES) * _PAGE_BYTES
+        ends = np.cumsum(stops - starts)
+        block = memory.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
+        block = block[-block.ctypes.data % _PAGE_BYTES :][: int(ends[-1])]
+        begins = ends - (stops - starts)
+        try:
+            descriptor = self._descriptor(direct=True)
+            for start, begin, end in zip(starts.tolist(), begins.tolist(), ends.tolist(), strict=True):
+                n = read_at(descriptor.number, start, block.data[begin:end])
+                if start + n < min(start + end - begin, self.identity.size):
+                    raise CorruptDataError(f"{self.path} ends at byte {start + n}, where more belongs")
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._can_read_past_cache = False
+            return None
+        which = np.searchsorted(starts, offsets, side="right") - 1
+        return block, begins[which] + offsets - starts[which]
+
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
         """Yield the bytes of each range, mapped or read, valid until the next is asked for.
 
@@ -166,23 +209,26 @@ class LocalFile:
                 yield buffer[begin - start : stop - start]
             first = after
 
-    def _descriptor(self) -> _Descriptor:
+    def _descriptor(self, *, direct: bool = False) -> _Descriptor:
         """Return the open file, which whoever uses its number must hold on to: it may be closed for others' sake."""
-        descriptor = self._descriptors.get("r")
+        mode = "direct" if direct else "r"
+        descriptor = self._descriptors.get(mode)
         if descriptor is None:
             try:
-                descriptor = _Descriptor(self.path)
+                descriptor = _Descriptor(self.path, os.O_DIRECT if direct else 0)
             except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    raise
                 raise StorageError(f"{self.path} cannot be opened: {error}") from error
             self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
             # Of threads that race here the first wins, at once and without a lock that a fork could inherit:
             # to replace a descriptor would close it, and its number may name another file by then.
-            descriptor = self._descriptors.setdefault("r", descriptor)
+            descriptor = self._descriptors.setdefault(mode, descriptor)
             _opened.append(weakref.ref(self))
             while len(_opened) > _MOST_OPEN:
                 oldest = _opened.popleft()()
                 if oldest is not None:
-                    oldest._descriptors.pop("r", None)
+                    oldest.close()
         return descriptor
 
 
@@ -241,8 +287,8 @@ def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:
 class _Descriptor:
     """An open file descriptor that closes when it is dropped."""
 
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: str, flags: int = 0) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         weakref.finalize(self, os.close, self.number)
 
 

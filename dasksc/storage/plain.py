@@ -157,6 +157,21 @@ class PlainArray:
 
     def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
+        if self._use_mmap == "auto" and len(self._extents.firsts) == 1 and self._extents.offsets[0] >= 0:
+            assert isinstance(self._file, LocalFile)
+            first, sizes = self._extents.offsets[0], (run_stops - run_starts) * self._row_bytes
+            found = self._file.read_past_cache(first + run_starts * self._row_bytes, sizes) if len(sizes) else None
+            if found is not None:
+                block, begins = found
+                which = np.searchsorted(run_starts, starts, side="right") - 1
+                return Reached.inside(
+                    (block,),
+                    dtype=self.dtype,
+                    which=0,
+                    offsets=begins[which] + (starts - run_starts[which]) * self._row_bytes,
+                    sizes=(stops - starts) * self._row_bytes,
+                    held_bytes=block.nbytes,
+                )
         block = memory.empty(int((run_stops - run_starts).sum()) * self._row_bytes, np.uint8)
         pieces = self._ranges(run_starts, run_stops)
         ends = np.cumsum([size for _, size in pieces], dtype=np.int64).tolist()
