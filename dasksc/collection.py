@@ -113,6 +113,7 @@ _reach: ContextVar[_Reach] = ContextVar("reach", default=_HERE)
 # A chunk is decoded as a whole: how much larger than its array it may be. Tables and uns may take as much of memory
 # whatever is stored for them.
 _ROOM_BYTES = 2**30
+_FEW_NAMES = 100_000
 
 
 def open(
@@ -229,7 +230,7 @@ def open(
                 remedy = "index_unique='-' adds the key of its atlas to each"
     if not names:
         _number_rows(result)
-    elif not result.obs_names.is_unique:
+    elif _repeat(result.obs_names):
         is_path = isinstance(data, str | os.PathLike)
         what = quoted(data) if is_path else "the AnnData given" if parts is None else f"{len(parts)} atlases"
         logger.warning("obs_names repeat in %s; %s", what, remedy)
@@ -305,6 +306,15 @@ def _told(
         _may_lack.reset(tokens[1])
         _reach.reset(tokens[2])
         _has_names.reset(tokens[3])
+
+
+def _repeat(names: pd.Index[Any]) -> bool:
+    """Return whether names repeat; hashes are quicker to sort than names are to look up."""
+    if len(names) < _FEW_NAMES:
+        return not names.is_unique
+    hashes = np.fromiter(map(hash, names.to_numpy()), dtype=np.int64, count=len(names))
+    hashes.sort()
+    return bool((hashes[1:] == hashes[:-1]).any()) and not names.is_unique
 
 
 def _nameless(n: int) -> pd.Index[Any]:

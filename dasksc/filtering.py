@@ -41,6 +41,8 @@ _METHODS = ("isna", "notna", "isin", "between")
 _STRING_METHODS = {"startswith": 1, "endswith": 1, "contains": 3}
 # A string, in which a backtick is a character like any other, or a name in backticks.
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|`([^`]+)`""")
+# Rows that are looked at together.
+_PIECE_ROWS = 2**20
 
 
 def rows_where(
@@ -107,12 +109,22 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
         {safe_name: _values(obs[collection.known("obs", name, obs.columns)]) for safe_name, name in names.items()},
         copy=False,
     )
-    try:
-        asked, answered = _with_answers(safe, table)
-        result = answered.eval(asked, engine="python")
-    except Exception as error:
-        dtypes = ", ".join(f"{name} is {obs[name].dtype}" for name in names.values())
-        raise InputError(f"the filter {expression!r} cannot be evaluated ({dtypes}): {error}") from error
+    found = np.empty(len(table), dtype=bool)
+    # Every row by itself, so that what pandas makes on the way is as large as a piece.
+    for start in range(0, max(len(table), 1), _PIECE_ROWS):
+        piece = slice(start, start + _PIECE_ROWS)
+        try:
+            asked, answered = _with_answers(safe, table.iloc[piece])
+            result = answered.eval(asked, engine="python")
+        except Exception as error:
+            dtypes = ", ".join(f"{name} is {obs[name].dtype}" for name in names.values())
+            raise InputError(f"the filter {expression!r} cannot be evaluated ({dtypes}): {error}") from error
+        found[piece] = _answers(result, expression)
+    return found
+
+
+def _answers(result: Any, expression: str) -> NDArray[np.bool_]:
+    """Return true or false for each row, false where that is unknown."""
     if not isinstance(result, pd.Series) or not pd.api.types.is_bool_dtype(result.dtype):
         found = result.dtype if isinstance(result, pd.Series) else type(result).__name__
         raise InputError(

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
+from dasksc import filtering
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.filtering import columns_of
 from tests.support.recorders import recorded_reads
@@ -304,3 +305,26 @@ def test_a_state_of_another_filter_does_not_fit() -> None:
     )
     with pytest.raises(InputError, match="strategy"):
         second.load_state_dict(first.state_dict())
+
+
+def test_pieces_of_a_table_say_what_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    obs = pd.DataFrame(
+        {
+            "n": rng.integers(0, 9, 103).astype(float),
+            "kind": pd.Categorical(rng.choice(["a", "b", "c"], 103)),
+            "flag": rng.choice(np.array([True, False, None], dtype=object), 103),
+            "text": rng.choice(np.array(["x1", "y2", None], dtype=object), 103),
+        }
+    )
+    obs.loc[:20, "flag"] = None
+    expressions = [
+        "n > 3 and kind == 'b'",
+        "not flag",
+        "not text.str.startswith('x')",
+        "text.isna() or not flag",
+    ]
+    expected = [filtering.holds(expression, obs) for expression in expressions]
+    monkeypatch.setattr(filtering, "_PIECE_ROWS", 10)
+    for expression, whole in zip(expressions, expected, strict=True):
+        assert np.array_equal(filtering.holds(expression, obs), whole)
