@@ -957,7 +957,8 @@ def _read_table(
         table = table.set_index(table.columns[0])
     else:
         _check_table(stored, path)
-        if {"_index", "column-order"} <= set(stored.attrs) and stored.attrs.get("encoding-version") != "0.1.0":
+        version = stored.attrs.get("encoding-version")
+        if version == "0.2.0" or (columns is not None and version != "0.1.0"):
             return _read_columns(stored, columns, path, has_names=has_names)
         table = read_elem(stored)
     return table if has_names else table.set_axis(_nameless(len(table)))

@@ -524,3 +524,30 @@ def test_convert_measures_both_ways_and_leaves_nothing_behind(work, tmp_path):
         assert ("ratio" in row) == (PEER_PYTHON is not None)
     assert report["runs"]["dasksc"][0]["rss_bytes"] >= report["runs"]["dasksc"][0]["anon_bytes"] > 1e6
     assert not list(work.glob("converted*"))
+
+
+def test_opening_measures_each_work_in_a_process_of_its_own(tmp_path, capsys):
+    opening = importlib.import_module("opening")
+    report = opening.main(
+        ["--cells", "5000", "--rounds", "1", "--work", str(tmp_path), "--works", "block-shuffled batch", "dasksc.open"]
+    )
+    assert [row["work"] for row in report["rows"]] == ["block-shuffled batch", "dasksc.open"]
+    assert all(row["seconds"][0] > 0 and row["bytes"][0] >= 0 for row in report["rows"])
+    assert "| 5,000 cells |" in capsys.readouterr().out
+    adata = dasksc.open(tmp_path / "names-5000.h5ad")
+    assert adata.shape == (5000, 2000)
+    assert adata.X.compute().sum() == 50
+    assert adata.obs_names[-1] == "AAACCTGAG000004999-1"
+
+
+def test_out_of_core_compares_limits_with_none(work, capsys):
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), *SIZES]
+    out_of_core = importlib.import_module("out_of_core")
+    report = out_of_core.main([*sizes, "--rounds", "1", "--limits", "1GiB", "--layouts", "csr", "--no-peer"])
+    rows = {row["label"]: row for row in report["rows"]}
+    if any("skipped" in row for row in rows.values()):
+        pytest.skip(next(row["skipped"] for row in rows.values() if "skipped" in row))
+    assert list(rows) == ["dasksc", "dasksc 1GiB"]
+    assert rows["dasksc 1GiB"]["n_killed"] == 0
+    assert all(row["rows_per_s"][0] > 0 and row["wanted_bytes_per_row"] > 0 for row in rows.values())
+    assert "| csr | dasksc 1GiB |" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import anndata as ad
 import dask.array as da
 import numpy as np
@@ -217,4 +219,5 @@ def test_the_report_reads_like_one(path):
     assert lines[5] == "  padded   1 rows over all ranks; dropped 0"
     assert lines[6].startswith("  cell_type: ")
     assert lines[7].startswith("  memory   ")
-    assert len(lines) == 8
+    assert re.fullmatch(r" +this run needs \d+\.\d+ .iB a rank, beside its model; ask for \d+\.\d+ .iB", lines[8])
+    assert len(lines) == 9
