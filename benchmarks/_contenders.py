@@ -50,9 +50,10 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
         def __init__(self, task: Any, ks: Any, *, depth: int, argument: Any, n_threads: int, **_: Any) -> None:
             self.scheduler = module.resolve_scheduler("threads")
             self._pool = ThreadPoolExecutor(n_threads)
-            self._ks, self._depth, self._run = iter(ks), depth, lambda k: task(argument(k))
+            self._ks, self._run = iter(ks), lambda k: task(argument(k))
+            self._depth = depth() if callable(depth) else depth
             self._pending: list[Any] = []
-            self._fill(depth)
+            self._fill(self._depth)
 
         def _fill(self, depth: int) -> None:
             while len(self._pending) < depth and (k := next(self._ks, None)) is not None:

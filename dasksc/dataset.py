@@ -528,7 +528,7 @@ class scDataset(IterableDataset[Any]):
         n_threads = default_threads(local_world_size=world.local_world_size)
         if self._matrices is not None and self._prefetch is not None:
             model = self._model(self.fetch_factor)
-            depth = self._prefetch * model.n_parts
+            depth = model.depth((), prefetch=self._prefetch, n_threads=n_threads)
             while (
                 n_threads > NOMINAL_THREADS
                 and model.demand(depth=depth, n_threads=n_threads, unmapped=()).anonymous > self._memory_limit
@@ -539,7 +539,7 @@ class scDataset(IterableDataset[Any]):
     @property
     def _n_parts(self) -> int:
         """Tasks of a fetch."""
-        return 1 if self._matrices is None else self._model(self.fetch_factor).n_parts
+        return 1 if self._matrices is None else self._way().n_parts
 
     def _depth(self, n_threads: int | None = None) -> int:
         """Parts of fetches in flight beyond the fetch being yielded, if `n_threads` fetch."""
@@ -547,11 +547,11 @@ class scDataset(IterableDataset[Any]):
             return self._way(n_threads).depth
         return self._prefetch if self._prefetch is not None else 2 * (n_threads or self._n_threads)
 
-    def _way(self, n_threads: int | None = None) -> Way:
-        """Return how fetches are read here and now, and how many at a time, if `n_threads` fetch."""
+    def _way(self, n_threads: int | None = None, n_parts: int | None = None) -> Way:
+        """Return how fetches are read here and now, and how many at a time, if `n_threads` fetch `n_parts` of each."""
         if n_threads is None:
             n_threads = self._n_threads
-        model, prefetch = self._model(self.fetch_factor), self._prefetch
+        model = dataclasses.replace(self._model(self.fetch_factor), parted=n_parts)
         limit = process_memory.memory_limit()
         worker = get_worker_info()
         local_world_size = World.detect(*self._given_world).local_world_size
@@ -564,21 +564,17 @@ class scDataset(IterableDataset[Any]):
         )
         mappable_bytes = sum(model.read[name].row for name in model.mappable) * self._n_obs
         return model.way(
-            # Results are handed over in order: a thread that is done early needs another one to go on with.
-            depth=model.n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * model.n_parts,
-            n_threads=0 if model.travels else n_threads,
+            prefetch=self._prefetch,
+            n_threads=n_threads,
             limit=self._memory_share(),
             available=available,
             n_sharing=n_processes,
-            is_fixed=prefetch is not None,
             may_map=limit.address_bytes is None or 2 * mappable_bytes < limit.address_bytes,
         )
 
     def _job_bytes(self) -> int:
         """Return what a process needs to read at full speed, in bytes, with page cache, code and what it holds now."""
-        model, n_threads = self._model(self.fetch_factor), self._n_threads
-        depth = self._prefetch * model.n_parts if self._prefetch else model.n_parts - 1 + 2 * n_threads
-        demand = model.everything(depth=depth, n_threads=0 if model.travels else n_threads)
+        demand = self._model(self.fetch_factor).everything(prefetch=self._prefetch, n_threads=self._n_threads)
         # Batches that are held now were counted, too.
         held = max(0, process_memory.own_bytes() - memory.kept_bytes())
         return held + process_memory.CODE_BYTES + demand.total
@@ -626,7 +622,7 @@ class scDataset(IterableDataset[Any]):
 
         def needed(factor: int) -> int:
             model = self._model(factor)
-            depth = self._prefetch * model.n_parts if self._prefetch else 1
+            depth = self._prefetch * model.n_parts(()) if self._prefetch else 1
             return model.demand(depth=depth, n_threads=n_threads, unmapped=()).anonymous
 
         factor = self.fetch_factor
@@ -952,7 +948,7 @@ class scDataset(IterableDataset[Any]):
         """Start fetching. The plans of fetches in flight are kept beside it, to make their batches by."""
         plans: dict[int, FetchPlan] = {}
         planning = threading.Lock()
-        n_parts = self._n_parts
+        n_parts = self._parts_of(reading)
 
         def rows_of(i: int) -> NDArray[np.int64]:
             k, part = divmod(i, n_parts)
@@ -988,8 +984,11 @@ class scDataset(IterableDataset[Any]):
 
     def _part_bytes(self, reading: Reading | None) -> int:
         """Return what a part of a fetch holds in this process, in bytes."""
-        model = self._model(self.fetch_factor)
-        return int(self.fetch_size / model.n_parts * model.held_row_bytes(() if reading is None else reading.unmapped))
+        model, unmapped = self._model(self.fetch_factor), () if reading is None else reading.unmapped
+        return int(self.fetch_size / self._parts_of(reading) * model.held_row_bytes(unmapped))
+
+    def _parts_of(self, reading: Reading | None) -> int:
+        return self._n_parts if reading is None else reading.n_parts
 
     def _loader(self) -> dict[str, str | int | None]:
         """Return what tells this loader from others on the loader page."""
@@ -1046,7 +1045,7 @@ class scDataset(IterableDataset[Any]):
         window, plans = self._window(task, plan, ks, key, n_threads, in_process=False, reading=reading)
         # Entered at once, since Ctrl-C before that would leave it open; closed before its last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
-            fetches = Assembled(window, self._n_parts)
+            fetches = Assembled(window, self._parts_of(reading))
             synchronous = window.scheduler.kind == "synchronous"
             for made, gather_s, error in run_ahead(
                 jobs(),

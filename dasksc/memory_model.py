@@ -64,6 +64,8 @@ class Way:
         Names of the matrices whose files are read into memory, though they could be mapped.
     depth
         Parts of fetches in flight beyond the fetch being yielded.
+    n_parts
+        Tasks of a fetch.
     demand
         What that takes.
     fits
@@ -72,6 +74,7 @@ class Way:
 
     unmapped: frozenset[str]
     depth: int
+    n_parts: int
     demand: Demand
     fits: bool
 
@@ -98,6 +101,8 @@ class MemoryModel:
         Whether other processes fetch, and send what they read.
     forced
         Names of the matrices whose files are mapped in any case.
+    parted
+        Tasks of a fetch, where that is settled; None: as many as suit what is held.
     """
 
     n_obs: int
@@ -110,16 +115,22 @@ class MemoryModel:
     run_rows: float = 1.0
     travels: bool = False
     forced: frozenset[str] = frozenset()
+    parted: int | None = None
 
     @property
     def mappable(self) -> frozenset[str]:
         """Names of the matrices of which something can be mapped."""
         return frozenset(name for name, cost in self.read.items() if cost.held > self.mapped[name].held)
 
-    @property
-    def n_parts(self) -> int:
-        """Tasks of a fetch: the same however it is read."""
-        return _n_parts(self.batch_size * self.fetch_factor * self._held(self.mappable))
+    def n_parts(self, unmapped: Collection[str]) -> int:
+        """Return the tasks of a fetch: one where little is held, as of mapped files."""
+        return self.parted or _n_parts(self.batch_size * self.fetch_factor * self._held(unmapped))
+
+    def depth(self, unmapped: Collection[str], *, prefetch: int | None, n_threads: int) -> int:
+        """Return how many parts of fetches to have in flight beyond the fetch being yielded, if memory allows."""
+        n_parts = self.n_parts(unmapped)
+        # Results are handed over in order: a thread that is done early needs another one to go on with.
+        return n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * n_parts
 
     def held_row_bytes(self, unmapped: Collection[str]) -> float:
         """Return the anonymous memory of a fetched row, in bytes."""
@@ -137,7 +148,7 @@ class MemoryModel:
         unmapped
             Names of the matrices that are read though they could be mapped.
         """
-        rows, n_parts = self.batch_size * self.fetch_factor, self.n_parts
+        rows, n_parts = self.batch_size * self.fetch_factor, self.n_parts(unmapped)
         n_fetches = 1 + depth / n_parts
         anonymous = self._anonymous(
             rows, self._held(unmapped), n_parts=n_parts, depth=depth, n_threads=n_threads, batches=self._batches_bytes
@@ -154,64 +165,62 @@ class MemoryModel:
     def way(
         self,
         *,
-        depth: int,
+        prefetch: int | None,
         n_threads: int,
         limit: int,
         available: int,
         n_sharing: int = 1,
-        is_fixed: bool = False,
         may_map: bool = True,
     ) -> Way:
         """Return how to read an epoch.
 
         Files are mapped that stay in the page cache as a whole, so that later epochs find them there; the largest are
         read first. What does not stay is read from the disk in every epoch, which is quicker into memory of the process
-        than through maps: the kernel drops mapped pages before their turn. As much is in flight as fits, at most
-        `depth`. Where nothing fits, as little as possible is, mapped.
+        than through maps: the kernel drops mapped pages before their turn. As much is in flight as fits, at most what
+        `depth` returns. Where nothing fits, as little as possible is, mapped.
 
         Parameters
         ----------
-        depth
-            Parts of fetches that all threads can use.
+        prefetch
+            Fetches in flight that were asked for, which are not lowered; None: as many as the threads can use.
         n_threads
-            Threads of this process that fetch.
+            Threads that fetch, here or where fetches travel from.
         limit
             Anonymous memory that was promised, in bytes.
         available
             Memory that the process may use, pages included, in bytes.
         n_sharing
             Processes that share the page cache and read the same files.
-        is_fixed
-            Whether `depth` was asked for and is not to be lowered.
         may_map
             Whether the process has address space for maps.
         """
+        n_here = 0 if self.travels else n_threads
         by_size = sorted(self.mappable - self.forced, key=self._file_bytes)
         # Read are the largest matrices first.
         orders = [
             frozenset(by_size[len(by_size) - n :]) for n in range(0 if may_map else len(by_size), len(by_size) + 1)
         ]
-        depths = [depth] if is_fixed else range(depth, 0, -1)
-        tried = [(n, unmapped) for unmapped in orders[:-1] for n in depths[:1]]
-        tried += [(n, orders[-1]) for n in depths]
+        full = [self.depth(unmapped, prefetch=prefetch, n_threads=n_threads) for unmapped in orders]
+        tried = list(zip(full, orders, strict=True))
+        if prefetch is None:
+            tried += [(n, orders[-1]) for n in range(full[-1] - 1, 0, -1)]
         for n, unmapped in tried:
-            demand = self.demand(depth=n, n_threads=n_threads, unmapped=unmapped)
+            demand = self.demand(depth=n, n_threads=n_here, unmapped=unmapped)
             mapped = sum(map(self._file_bytes, self.mappable - unmapped - self.forced)) / n_sharing
             needed = demand.anonymous + max(demand.pages, mapped / _CACHED_SHARE)
             if demand.anonymous <= limit and needed <= available:
-                return Way(unmapped=unmapped, depth=n, demand=demand, fits=True)
+                return Way(unmapped=unmapped, depth=n, n_parts=self.n_parts(unmapped), demand=demand, fits=True)
         # Pages that do not fit are read again and again; for memory that does not, the process is ended.
-        demands = [(n, self.demand(depth=n, n_threads=n_threads, unmapped=orders[0])) for n in depths]
-        n, demand = next(
-            (one for one in demands if one[1].anonymous <= limit and one[1].total <= _PAGES_SHARE * available),
-            demands[-1],
-        )
+        depths = range(full[0], 0, -1) if prefetch is None else [full[0]]
+        demands = [(n, self.demand(depth=n, n_threads=n_here, unmapped=orders[0])) for n in depths]
+        n, demand = next((one for one in demands if one[1].total <= _PAGES_SHARE * available), demands[-1])
         fits = demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
-        return Way(unmapped=orders[0], depth=n, demand=demand, fits=fits)
+        return Way(unmapped=orders[0], depth=n, n_parts=self.n_parts(orders[0]), demand=demand, fits=fits)
 
-    def everything(self, *, depth: int, n_threads: int) -> Demand:
+    def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:
         """Return what iterating takes at full speed where no file is mapped: what a job should have."""
-        return self.demand(depth=depth, n_threads=n_threads, unmapped=self.mappable)
+        depth = self.depth(self.mappable, prefetch=prefetch, n_threads=n_threads)
+        return self.demand(depth=depth, n_threads=0 if self.travels else n_threads, unmapped=self.mappable)
 
     def _file_bytes(self, name: str) -> float:
         """Return how large the files of a matrix are, as far as they can be mapped."""

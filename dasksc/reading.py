@@ -26,14 +26,14 @@ class Reading:
     Parameters
     ----------
     decide
-        Returns the way for what memory is available now.
+        Returns the way for what memory is available now; called with ``n_parts=`` once that is settled.
     name
         What is read, for the log.
     needed_bytes
         Returns what the process needs to read at full speed, for a warning where it has less.
     """
 
-    def __init__(self, decide: Callable[[], Way], name: str, needed_bytes: Callable[[], int]) -> None:
+    def __init__(self, decide: Callable[..., Way], name: str, needed_bytes: Callable[[], int]) -> None:
         self._decide = decide
         self._name = name
         self._needed_bytes = needed_bytes
@@ -46,6 +46,11 @@ class Reading:
             self._warn()
 
     @property
+    def n_parts(self) -> int:
+        """Tasks of a fetch, the same throughout an epoch."""
+        return self._way.n_parts
+
+    @property
     def unmapped(self) -> frozenset[str]:
         """Names of the matrices whose files are read rather than mapped."""
         return self._way.unmapped
@@ -55,7 +60,7 @@ class Reading:
         with self._lock:
             if monotonic() - self._looked > _LOOK_S:
                 self._looked = monotonic()
-                before, now = self._way, self._decide()
+                before, now = self._way, self._decide(n_parts=self._way.n_parts)
                 # Back and forth would read what is mapped already; more memory is used in the next epoch.
                 if now.depth < before.depth or not now.unmapped <= before.unmapped:
                     self._way = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,19 +35,19 @@ def model(**changes: object) -> MemoryModel:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def way(available: int, *, limit: int = 2**31, depth: int = 9, **options: bool):
-    return model().way(depth=depth, n_threads=2, limit=limit, available=available, **options)
+def way(available: int, *, limit: int = 2**31, **options: Any):
+    return model().way(n_threads=2, limit=limit, available=available, **{"prefetch": None, **options})
 
 
 def test_pages_of_mapped_fetches_count_until_their_batches_are_made() -> None:
     one = model()
     assert one.mappable == {"X"}
-    mapped = one.demand(depth=one.n_parts, n_threads=2, unmapped=())
+    mapped = one.demand(depth=one.n_parts(()), n_threads=2, unmapped=())
     assert mapped.pages == pytest.approx(1.1 * 2 * 64 * 256 * ROW, rel=0.05)
-    read = one.demand(depth=one.n_parts, n_threads=2, unmapped={"X"})
+    read = one.demand(depth=one.n_parts({"X"}), n_threads=2, unmapped={"X"})
     assert read.anonymous - mapped.anonymous == pytest.approx(mapped.pages, rel=0.05)
     # What is being read passes through the page cache.
-    assert read.pages == pytest.approx(1.1 * 2 / one.n_parts * 64 * 256 * ROW, rel=0.01)
+    assert read.pages == pytest.approx(1.1 * 2 / one.n_parts({"X"}) * 64 * 256 * ROW, rel=0.01)
     assert read.total == read.anonymous + read.pages
 
 
@@ -57,7 +58,7 @@ def test_rows_by_themselves_need_more_pages() -> None:
 
 @pytest.mark.parametrize(
     ("mib", "unmapped", "depth", "fits"),
-    [(4096, set(), 9, True), (1024, {"X"}, 9, True), (500, {"X"}, range(1, 9), True), (100, set(), 1, False)],
+    [(4096, set(), 4, True), (1024, {"X"}, 9, True), (500, {"X"}, range(1, 9), True), (100, set(), 1, False)],
 )
 def test_less_memory_is_read_then_less_at_a_time_and_at_last_does_not_fit(mib, unmapped, depth, fits) -> None:
     found = way(mib * MIB)
@@ -70,15 +71,16 @@ def test_what_was_promised_holds_whatever_the_machine_has() -> None:
     assert way(2**40, limit=300 * MIB).unmapped == set()
     assert way(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
     # Less memory than fetches hold: mapped, as far as the pages of few of them stay.
-    poor = way(600 * MIB, limit=100 * MIB)
+    poor = way(1500 * MIB, limit=100 * MIB)
     assert (poor.unmapped, poor.fits) == (set(), True)
-    assert poor.depth < 9
+    assert poor.depth < 4
     assert not way(600 * MIB, limit=30 * MIB).fits
 
 
 def test_a_prefetch_that_was_asked_for_is_kept() -> None:
-    assert way(500 * MIB, is_fixed=True).depth == 9
-    assert not way(500 * MIB, is_fixed=True).fits
+    assert way(500 * MIB, prefetch=3).depth == 3
+    assert not way(500 * MIB, prefetch=3).fits
+    assert way(2**40, prefetch=3, may_map=False).depth == 3 * model().n_parts({"X"})
 
 
 def test_without_address_space_nothing_is_mapped() -> None:
@@ -104,25 +106,33 @@ def test_the_size_of_a_fetch_depends_on_the_limit_given_only() -> None:
 @given(
     available=st.integers(0, 2**34),
     more=st.integers(0, 2**34),
-    depth=st.integers(1, 30),
-    n_threads=st.integers(0, 8),
+    prefetch=st.none() | st.integers(1, 5),
+    n_threads=st.integers(1, 8),
     row=st.floats(1, 1e6),
     factor=st.integers(1, 512),
 )
-def test_more_memory_never_reads_less_at_a_time_in_the_same_way(available, more, depth, n_threads, row, factor) -> None:
+def test_more_memory_never_reads_less_at_a_time_in_the_same_way(
+    available, more, prefetch, n_threads, row, factor
+) -> None:
     one = model(
         mapped={"X": FetchCost(row=row, held=32)}, read={"X": FetchCost(row=row, held=row + 32)}, fetch_factor=factor
     )
     less, greater = (
-        one.way(depth=depth, n_threads=n_threads, limit=2**40, available=n) for n in (available, available + more)
+        one.way(prefetch=prefetch, n_threads=n_threads, limit=2**40, available=n) for n in (available, available + more)
     )
     for found, n in ((less, available), (greater, available + more)):
-        assert 1 <= found.depth <= depth
+        assert 1 <= found.depth <= one.depth(found.unmapped, prefetch=prefetch, n_threads=n_threads)
+        assert found.n_parts == one.n_parts(found.unmapped)
         if found.fits:
             assert found.demand.total <= n
     assert greater.fits or not less.fits
     if less.unmapped == greater.unmapped and less.fits:
         assert greater.depth >= less.depth
-    # What stays when it is mapped is not read where there is more room.
-    if less.fits and not less.unmapped and less.depth == depth:
-        assert not greater.unmapped
+
+
+def test_the_parts_of_a_fetch_can_be_settled() -> None:
+    settled = model(parted=1)
+    assert settled.n_parts({"X"}) == 1
+    found = settled.way(prefetch=None, n_threads=2, limit=2**31, available=2**30)
+    assert (found.n_parts, found.unmapped) == (1, {"X"})
+    assert found.demand.total <= 2**30

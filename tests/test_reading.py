@@ -67,7 +67,7 @@ def test_the_way_of_reading_changes_no_batch(path, mib, mmap, strategy, block, f
 
 
 def way(*unmapped: str, depth: int = 4, fits: bool = True) -> Way:
-    return Way(unmapped=frozenset(unmapped), depth=depth, demand=Demand(anonymous=1, pages=1), fits=fits)
+    return Way(unmapped=frozenset(unmapped), depth=depth, n_parts=1, demand=Demand(anonymous=1, pages=1), fits=fits)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_less_memory_is_followed_at_once_and_more_in_the_next_epoch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="dasksc.dataset")
     ways = iter([way(), way(depth=3), way(), way("X"), way("X", depth=2), way(), way(fits=False, depth=1)])
-    one = Reading(lambda: next(ways), "atlas", lambda: 700 * MIB)
+    one = Reading(lambda **_: next(ways), "atlas", lambda: 700 * MIB)
     assert (one.unmapped, caplog.messages) == (frozenset(), [])
     assert [one.depth() for _ in range(2)] == [3, 3]
     assert (one.depth(), one.unmapped) == (4, {"X"})
@@ -94,7 +94,7 @@ def test_less_memory_is_followed_at_once_and_more_in_the_next_epoch(caplog: pyte
 def test_the_limits_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_LOOK_S", 1e9)
     ways = iter([way()])
-    one = Reading(lambda: next(ways), "atlas", lambda: 0)
+    one = Reading(lambda **_: next(ways), "atlas", lambda: 0)
     assert {one.depth() for _ in range(100)} == {4}
 
 
