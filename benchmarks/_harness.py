@@ -253,6 +253,10 @@ class Contender:
         return json.loads(line)
 
 
+# What the answers of ranks are added up by.
+_ADDED = ("rows_per_s", "cores", "n_rows", "read_bytes")
+
+
 class Together:
     """Contenders that measure at the same moment, as the ranks of one job; their rates are added."""
 
@@ -285,12 +289,7 @@ class Together:
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
         """Let them measure once, at the same moment."""
         answers = self._each(lambda one: one.run(seconds=seconds, consume=consume))
-        return {
-            "rows_per_s": sum(answer["rows_per_s"] for answer in answers),
-            "cores": sum(answer["cores"] for answer in answers),
-            "read_bytes": sum(answer["read_bytes"] for answer in answers),
-            "n_rows": sum(answer["n_rows"] for answer in answers),
-        }
+        return {key: sum(answer[key] for answer in answers) for key in _ADDED if key in answers[0]}
 
     def _each(self, do: Callable[[Contender], Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self._contenders)) as threads:
