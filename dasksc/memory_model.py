@@ -213,9 +213,14 @@ class MemoryModel:
         # Pages that do not fit are read again and again; for memory that does not, the process is ended.
         depths = range(full[0], 0, -1) if prefetch is None else [full[0]]
         demands = [(n, self.demand(depth=n, n_threads=n_here, unmapped=orders[0])) for n in depths]
-        n, demand = next((one for one in demands if one[1].total <= _PAGES_SHARE * available), demands[-1])
-        fits = demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
+        n, demand = next((one for one in demands if self._is_bearable(one[1], limit, available)), demands[-1])
+        fits = self._is_bearable(demand, limit, available)
         return Way(unmapped=orders[0], depth=n, n_parts=self.n_parts(orders[0]), demand=demand, fits=fits)
+
+    @staticmethod
+    def _is_bearable(demand: Demand, limit: int, available: int) -> bool:
+        """Return whether files may be mapped that are larger than the page cache: pages in flight stay there."""
+        return demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
 
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:
         """Return what iterating takes at full speed where no file is mapped: what a job should have."""
