@@ -151,8 +151,8 @@ def open(
     mmap
         Whether uncompressed files of this machine are mapped into memory. Mapping is the fastest way to read them
         where their pages stay in memory; a file that is truncated while it is read ends the process, where
-        ``mmap=False`` raises an error. ``"auto"`` maps them unless the pages of an epoch's fetches do not fit the
-        memory that the process may use (see `scDataset`).
+        ``mmap=False`` raises an error. ``"auto"`` maps them unless they are too large to stay in the page cache,
+        as the memory that the process may use allows; that is decided when an epoch begins.
     names
         Whether the names of cells are read. Without them obs has a `pandas.RangeIndex`, and opening takes time and
         memory for the columns read only: 10^8 names are 10 GB. Copies that AnnData makes number the cells, as strings.
@@ -234,6 +234,8 @@ def open(
         is_path = isinstance(data, str | os.PathLike)
         what = quoted(data) if is_path else "the AnnData given" if parts is None else f"{len(parts)} atlases"
         logger.warning("obs_names repeat in %s; %s", what, remedy)
+    if not result.var_names.is_unique:
+        logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return result
 
 

@@ -124,17 +124,13 @@ class MemoryModel:
 
     def n_parts(self, unmapped: Collection[str]) -> int:
         """Return the tasks of a fetch: one where little is held, as of mapped files."""
-        return self.parted or _n_parts(self.batch_size * self.fetch_factor * self._held(unmapped))
+        return self.parted or _n_parts(self.batch_size * self.fetch_factor * self.held_row_bytes(unmapped))
 
     def depth(self, unmapped: Collection[str], *, prefetch: int | None, n_threads: int) -> int:
         """Return how many parts of fetches to have in flight beyond the fetch being yielded, if memory allows."""
         n_parts = self.n_parts(unmapped)
         # Results are handed over in order: a thread that is done early needs another one to go on with.
         return n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * n_parts
-
-    def held_row_bytes(self, unmapped: Collection[str]) -> float:
-        """Return the anonymous memory of a fetched row, in bytes."""
-        return self._held(unmapped)
 
     def demand(self, *, depth: int, n_threads: int, unmapped: Collection[str]) -> Demand:
         """Return what iterating takes.
@@ -151,7 +147,12 @@ class MemoryModel:
         rows, n_parts = self.batch_size * self.fetch_factor, self.n_parts(unmapped)
         n_fetches = 1 + depth / n_parts
         anonymous = self._anonymous(
-            rows, self._held(unmapped), n_parts=n_parts, depth=depth, n_threads=n_threads, batches=self._batches_bytes
+            rows,
+            self.held_row_bytes(unmapped),
+            n_parts=n_parts,
+            depth=depth,
+            n_threads=n_threads,
+            batches=self._batches_bytes,
         )
         pages = 0.0
         if not self.travels:
@@ -256,7 +257,8 @@ class MemoryModel:
     def _batches_bytes(self) -> float:
         return self.n_batches * self.batch_bytes
 
-    def _held(self, unmapped: Collection[str]) -> float:
+    def held_row_bytes(self, unmapped: Collection[str]) -> float:
+        """Return the anonymous memory of a fetched row, in bytes."""
         costs = [self.read[name] if name in unmapped else cost for name, cost in self.mapped.items()]
         return sum(max(cost.row, cost.held) if self.travels else cost.held for cost in costs)
 

@@ -45,7 +45,7 @@ def memory_limit(root: Path = Path("/")) -> Limit:
     """Return the narrowest limit on the memory of this process.
 
     Looks at the control groups (versions 1 and 2) of the process and all their ancestors, at ``RLIMIT_AS`` and at
-    the memory of the machine; takes a tenth of a millisecond.
+    the memory of the machine; takes about a millisecond.
 
     Parameters
     ----------

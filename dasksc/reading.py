@@ -16,7 +16,7 @@ __all__ = ["Reading"]
 
 logger = logging.getLogger("dasksc.dataset")
 
-# A look at the limits takes a fraction of a millisecond.
+# A look at the limits takes about a millisecond.
 _LOOK_S = 0.5
 
 
@@ -72,8 +72,8 @@ class Reading:
 
     def _tell(self) -> None:
         logger.info(
-            "%s is read into memory rather than mapped (%s): mapped, the pages of its fetches would not stay in the "
-            "page cache. It takes %s of memory and %s of page cache",
+            "%s is read into memory rather than mapped (%s): its files would not stay in the page cache. That takes %s "
+            "of memory and %s of page cache",
             self._name,
             ", ".join(sorted(self._way.unmapped)),
             format_bytes(self._way.demand.anonymous),

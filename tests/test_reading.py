@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc import process_memory, reading
+from dasksc.errors import CorruptDataError
 from dasksc.memory_model import Demand, Way
 from dasksc.reading import Reading
+from dasksc.storage.files import LocalFile
+from dasksc.storage.identity import FileIdentity
 from tests.support.data import LAYOUTS, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -146,3 +150,23 @@ def test_opening_for_batches_reads_no_names(path: Path, monkeypatch: pytest.Monk
     names = dataset.collection.obs.index
     assert names.equals(dasksc.open(path).obs_names)
     assert dataset.collection[[3, 1]].obs_names.tolist() == [names[3], names[1]]
+
+
+def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "odd"
+    whole = np.random.default_rng(0).integers(0, 256, 3 * 2**20 + 777).astype(np.uint8)
+    with path.open("wb") as written:
+        written.write(whole.tobytes())
+        os.fsync(written.fileno())
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file = LocalFile(FileIdentity.of(str(path)))
+    offsets, sizes = np.array([5, 2**20 + 3, 3 * 2**20 - 9]), np.array([2**19, 2**19 + 1, 786])
+    found = file.read_past_cache(offsets, sizes)
+    if found is None:
+        pytest.skip("this file system has no direct reads, or keeps all files in memory")
+    block, begins = found
+    for begin, offset, size in zip(begins, offsets, sizes, strict=True):
+        assert np.array_equal(block[begin : begin + size], whole[offset : offset + size])
+    os.truncate(path, 2**21)
+    with pytest.raises(CorruptDataError, match="ends at byte"):
+        file.read_past_cache(offsets, sizes)

@@ -170,8 +170,10 @@ class LocalFile:
         try:
             descriptor = self._descriptor(direct=True)
             for start, begin, end in zip(starts.tolist(), begins.tolist(), ends.tolist(), strict=True):
-                n = read_at(descriptor.number, start, block.data[begin:end])
-                if start + n < min(start + end - begin, self.identity.size):
+                # A direct read may not begin where the file ends, in the middle of a page.
+                enough = min(end - begin, self.identity.size - start)
+                n = read_at(descriptor.number, start, block.data[begin:end], enough=enough)
+                if n < enough:
                     raise CorruptDataError(f"{self.path} ends at byte {start + n}, where more belongs")
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -259,10 +261,10 @@ def maps(use_mmap: UseMmap) -> bool:
     return _thread.is_allowed if use_mmap == "auto" or (use_mmap and _thread.is_strict) else use_mmap
 
 
-def read_at(number: int, offset: int, into: memoryview) -> int:
-    """Fill `into` from byte `offset` of an open file; return how many bytes there were."""
+def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = None) -> int:
+    """Fill `into` from byte `offset` of an open file, at least `enough` of it; return how many bytes there were."""
     done = 0
-    while done < len(into):
+    while done < (len(into) if enough is None else enough):
         n = os.preadv(number, [into[done:]], offset + done)
         if n == 0:
             break
