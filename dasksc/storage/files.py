@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage import memory
 from dasksc.storage.identity import FileIdentity
+from dasksc.storage.pools import ThreadsOfProcess
 from dasksc.storage.runs import merge
 
 __all__ = ["LocalFile", "UseMmap", "can_map", "let_go_of_pages", "mapping", "maps", "read_at"]
@@ -44,6 +45,8 @@ _SHORT_BYTES = 2**16
 _PAGE_BYTES = 2**12
 # Of many files those opened first are closed again, before a process may open no more (1,024 on most systems).
 _MOST_OPEN = 128
+# Direct reads at a time: a disk reaches its full rate only with several requests.
+_direct_readers = ThreadsOfProcess(lambda: 8, "dasksc-direct-read")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -167,18 +170,24 @@ class LocalFile:
         block = memory.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
         block = block[-block.ctypes.data % _PAGE_BYTES :][: int(ends[-1])]
         begins = ends - (stops - starts)
+
+        def fill(start: int, begin: int, end: int) -> None:
+            # A direct read may not begin where the file ends, in the middle of a page.
+            enough = min(end - begin, self.identity.size - start)
+            n = read_at(descriptor.number, start, block.data[begin:end], enough=enough)
+            if n < enough:
+                raise CorruptDataError(f"{self.path} ends at byte {start + n}, where more belongs")
+
         try:
             descriptor = self._descriptor(direct=True)
-            for start, begin, end in zip(starts.tolist(), begins.tolist(), ends.tolist(), strict=True):
-                # A direct read may not begin where the file ends, in the middle of a page.
-                enough = min(end - begin, self.identity.size - start)
-                n = read_at(descriptor.number, start, block.data[begin:end], enough=enough)
-                if n < enough:
-                    raise CorruptDataError(f"{self.path} ends at byte {start + n}, where more belongs")
+            for _ in _direct_readers().map(fill, starts.tolist(), begins.tolist(), ends.tolist()):
+                pass
+        except StorageError:
+            raise
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._can_read_past_cache = False
+            # Whatever else it is, buffered reads meet it again, and say which rows are concerned.
+            if error.errno == errno.EINVAL:
+                self._can_read_past_cache = False
             return None
         which = np.searchsorted(starts, offsets, side="right") - 1
         return block, begins[which] + offsets - starts[which]

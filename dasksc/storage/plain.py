@@ -46,6 +46,29 @@ class Extents:
         return cls(firsts=firsts[keep], offsets=offsets[keep])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Places:
+    """Where rows lie in memory.
+
+    Parameters
+    ----------
+    source
+        Bytes of the map of a file, or read from it.
+    is_mapped
+        Which of the two.
+    firsts, ends
+        Rows ``[firsts[i], ends[i])`` of each place, ascending.
+    offsets
+        Byte of `source` at which each place starts; -1 where nothing was ever written.
+    """
+
+    source: NDArray[np.uint8]
+    is_mapped: bool
+    firsts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
 class PlainArray:
     """An uncompressed array in one file.
 
@@ -115,21 +138,31 @@ class PlainArray:
             return self._reach_mapped(starts, stops) if maps(self._use_mmap) else self._reach_read(starts, stops)
 
     def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        firsts, extents = self._extents.firsts, self._extents.offsets
+        assert isinstance(self._file, LocalFile)
+        firsts = self._extents.firsts
+        places = _Places(
+            source=self._file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8),
+            is_mapped=True,
+            firsts=firsts,
+            ends=np.append(firsts[1:], self.shape[0]),
+            offsets=self._extents.offsets,
+        )
+        return self._reach_in(places, starts, stops)
+
+    def _reach_in(self, places: _Places, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+        """Address runs inside memory; copy those that cross from one place to the next."""
         sizes = (stops - starts) * self._row_bytes
         filled = sizes > 0
-        which = np.searchsorted(firsts, starts, side="right") - 1
-        ends = np.append(firsts[1:], self.shape[0])
+        which = np.searchsorted(places.firsts, starts, side="right") - 1
         offsets = np.zeros(len(starts), dtype=np.int64)
         inside = filled.copy()
-        inside[filled] = (stops[filled] <= ends[which[filled]]) & (extents[which[filled]] >= 0)
+        inside[filled] = (stops[filled] <= places.ends[which[filled]]) & (places.offsets[which[filled]] >= 0)
         within = which[inside]
-        offsets[inside] = extents[within] + (starts[inside] - firsts[within]) * self._row_bytes
-        assert isinstance(self._file, LocalFile)
-        source = self._file.mapped() if filled.any() else np.empty(0, dtype=np.uint8)
+        offsets[inside] = places.offsets[within] + (starts[inside] - places.firsts[within]) * self._row_bytes
         crossing = np.flatnonzero(filled & ~inside)
         copies = np.empty(int(sizes[crossing].sum()), dtype=np.uint8)
-        if inside.any():
+        if places.is_mapped and inside.any():
+            assert isinstance(self._file, LocalFile)
             order = np.argsort(offsets[inside], kind="stable")
             self._file.advise(offsets[inside][order], sizes[inside][order])
         if len(crossing):
@@ -138,57 +171,48 @@ class PlainArray:
                 starts[crossing],
                 stops[crossing],
                 which[crossing],
-                firsts,
-                ends,
-                extents,
+                places.firsts,
+                places.ends,
+                places.offsets,
                 self._row_bytes,
-                source,
+                places.source,
                 self._fill,
                 copies,
             )
         return Reached.inside(
-            (source, copies),
+            (places.source, copies),
             dtype=self.dtype,
             which=(filled & ~inside).astype(np.int64),
             offsets=offsets,
             sizes=sizes,
-            held_bytes=copies.nbytes,
+            held_bytes=copies.nbytes + (0 if places.is_mapped else places.source.nbytes),
         )
 
     def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
-        if self._use_mmap == "auto" and len(self._extents.firsts) == 1 and self._extents.offsets[0] >= 0:
-            assert isinstance(self._file, LocalFile)
-            first, sizes = self._extents.offsets[0], (run_stops - run_starts) * self._row_bytes
-            found = self._file.read_past_cache(first + run_starts * self._row_bytes, sizes) if len(sizes) else None
-            if found is not None:
-                block, begins = found
-                which = np.searchsorted(run_starts, starts, side="right") - 1
-                return Reached.inside(
-                    (block,),
-                    dtype=self.dtype,
-                    which=0,
-                    offsets=begins[which] + (starts - run_starts[which]) * self._row_bytes,
-                    sizes=(stops - starts) * self._row_bytes,
-                    held_bytes=block.nbytes,
-                )
-        block = memory.empty(int((run_stops - run_starts).sum()) * self._row_bytes, np.uint8)
-        pieces = self._ranges(run_starts, run_stops)
-        ends = np.cumsum([size for _, size in pieces], dtype=np.int64).tolist()
-        views = [block.data[end - size : end] for (_, size), end in zip(pieces, ends, strict=True)]
-        written = [(offset, view) for (offset, _), view in zip(pieces, views, strict=True) if offset >= 0]
-        filling = self._file.read_into([offset for offset, _ in written], [view for _, view in written])
-        at = 0
-        for offset, size in pieces:
-            if offset >= 0:
+        begins, offsets, sizes = self._pieces(run_starts, run_stops)
+        if self._use_mmap == "auto" and len(sizes):
+            places = self._read_past_cache(begins, offsets, sizes)
+            if places is not None:
+                return self._reach_in(places, starts, stops)
+        written = offsets >= 0
+        order = np.argsort(offsets[written], kind="stable")
+        self._file.advise(offsets[written][order], sizes[written][order])
+        block = memory.empty(int(sizes.sum()), np.uint8)
+        ats = (np.cumsum(sizes) - sizes).tolist()
+        views = [block.data[at : at + size] for at, size in zip(ats, sizes.tolist(), strict=True)]
+        filling = self._file.read_into(
+            offsets[written].tolist(), [view for view, is_there in zip(views, written, strict=True) if is_there]
+        )
+        for view, begin, is_there in zip(views, begins.tolist(), written.tolist(), strict=True):
+            if is_there:
                 try:
                     next(filling)
                 except OSError as error:
-                    run = np.searchsorted(np.cumsum(run_stops - run_starts) * self._row_bytes, at, side="right")
+                    run = np.searchsorted(run_starts, begin, side="right") - 1
                     raise BrokenRunError(self.label, int(run_starts[run]), int(run_stops[run]), str(error)) from error
             else:
-                block[at : at + size] = np.tile(self._fill, size // len(self._fill))
-            at += size
+                np.asarray(view)[:] = np.tile(self._fill, len(view) // len(self._fill))
         return Reached.inside(
             (block,),
             dtype=self.dtype,
@@ -198,8 +222,27 @@ class PlainArray:
             held_bytes=block.nbytes,
         )
 
-    def _ranges(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Return offset (-1 where nothing was written) and size in bytes of the runs, cut at extents."""
+    def _read_past_cache(
+        self, begins: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> _Places | None:
+        """Read the pieces of runs with `LocalFile.read_past_cache`; None where that is not the way."""
+        assert isinstance(self._file, LocalFile)
+        written = np.flatnonzero(offsets >= 0)
+        order = written[np.argsort(offsets[written], kind="stable")]
+        found = self._file.read_past_cache(offsets[order], sizes[order]) if len(order) else None
+        if found is None:
+            return None
+        source, ats = found
+        in_source = np.full(len(offsets), -1)
+        in_source[order] = ats
+        return _Places(
+            source=source, is_mapped=False, firsts=begins, ends=begins + sizes // self._row_bytes, offsets=in_source
+        )
+
+    def _pieces(
+        self, starts: NDArray[np.int64], stops: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Cut runs at extents; return first row, offset (-1 where nothing was written) and size in bytes of each."""
         firsts, offsets = self._extents.firsts, self._extents.offsets
         begins = np.union1d(starts, firsts)
         run = np.searchsorted(starts, begins, side="right") - 1
@@ -209,8 +252,4 @@ class PlainArray:
         extent = np.searchsorted(firsts, begins, side="right") - 1
         ends = np.minimum(np.append(firsts[1:], self.shape[0])[extent], stops[run])
         at = np.where(offsets[extent] < 0, -1, offsets[extent] + (begins - firsts[extent]) * self._row_bytes)
-        sizes = (ends - begins) * self._row_bytes
-        written = at >= 0
-        order = np.argsort(at[written], kind="stable")
-        self._file.advise(at[written][order], sizes[written][order])
-        return list(zip(at.tolist(), sizes.tolist(), strict=True))
+        return begins, at, (ends - begins) * self._row_bytes

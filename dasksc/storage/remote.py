@@ -7,10 +7,9 @@ made by threads that do nothing else, far enough ahead to fill the link, and dec
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from dasksc.storage.cache import BLOCK_BYTES, Cache
 from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.files import UseMmap
 from dasksc.storage.places import Place
+from dasksc.storage.pools import ThreadsOfProcess
 
 __all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
 
@@ -72,16 +72,7 @@ def parts_of(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block
     return parts
 
 
-_pool: tuple[int, ThreadPoolExecutor] | None = None
-
-
-def _threads() -> ThreadPoolExecutor:
-    """Return the threads that make requests in this process."""
-    global _pool
-    if _pool is None or _pool[0] != os.getpid():
-        # A race between threads makes two pools, which is harmless. Idle threads are not started.
-        _pool = os.getpid(), ThreadPoolExecutor(int(config.get("requests")), thread_name_prefix="dasksc-request")
-    return _pool[1]
+_threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
 
 
 def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:

@@ -1,0 +1,33 @@
+"""Threads that wait for disks and servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["ThreadsOfProcess"]
+
+
+class ThreadsOfProcess:
+    """A thread pool that every process makes for itself when it first needs it: a fork copies no threads.
+
+    Parameters
+    ----------
+    count
+        Returns the number of threads, called once in each process.
+    name
+        Prefix of the names of the threads.
+    """
+
+    def __init__(self, count: Callable[[], int], name: str) -> None:
+        self._count = count
+        self._name = name
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+
+    def __call__(self) -> ThreadPoolExecutor:
+        """Return the pool of this process."""
+        if self._pool is None or self._pool[0] != os.getpid():
+            # A race between threads makes two pools, which is harmless. Idle threads are not started.
+            self._pool = os.getpid(), ThreadPoolExecutor(self._count(), thread_name_prefix=self._name)
+        return self._pool[1]
