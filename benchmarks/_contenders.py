@@ -5,8 +5,8 @@ peer's interpreter has no dasksc, and the cold start includes the import) and re
 starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``spec["layout"]`` says.
 
 A spec may also hold ``cores`` (of those there are, the process is kept on these), ``rank`` and
-``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by, ``genes`` to keep, and how several
-files are to be joined (``join``).
+``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by, ``genes`` to keep, how several
+files are to be joined (``join``), and the memory limit of Dask workers (``worker_memory``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ def dasksc_loader(spec: Spec, *, scheduler: str) -> Epoch:
         from distributed import Client
 
         client = Client(processes=False, dashboard_address=":0")
+    elif scheduler == "workers":
+        from distributed import Client, LocalCluster
+
+        cluster = LocalCluster(
+            n_workers=2, threads_per_worker=1, memory_limit=spec["worker_memory"], dashboard_address=":0"
+        )
+        client = Client(cluster)
     dataset = _dasksc_dataset(spec, scheduler=client or scheduler)
     return lambda: iter(dataset)
 
@@ -111,6 +118,16 @@ def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
     return dataset
 
 
+def pread_loader(spec: Spec) -> Epoch:
+    """Read the ranges that dasksc's plan needs and nothing else: what the disk can give, at ``spec["depth"]``."""
+    from pathlib import Path
+
+    from _ranges import pread_loop
+
+    dataset = _dasksc_dataset(spec, scheduler="threads")
+    return pread_loop(Path(spec["path"]), dataset.plan(0), depth=spec["depth"])
+
+
 def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
     """Read a backed matrix by sorted rows, and densify each batch or each whole fetch."""
     import torch
@@ -190,7 +207,9 @@ CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
     "dasksc threads": partial(dasksc_loader, scheduler="threads"),
     "dasksc synchronous": partial(dasksc_loader, scheduler="synchronous"),
     "dasksc client": partial(dasksc_loader, scheduler="client"),
+    "dasksc workers": partial(dasksc_loader, scheduler="workers"),
     "dasksc without Dask": dasksc_without_dask,
+    "pread": pread_loader,
     "scDataset": partial(scdataset_loader, densify="batch"),
     "scDataset per fetch": partial(scdataset_loader, densify="fetch"),
     "annbatch own store": partial(annbatch_loader, store="own"),

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import _machine
-import h5py
-import numpy as np
 from _atlas import add_options, atlas
 from _harness import Contender, ContenderError, Together
+from _ranges import page_ranges
 from _reports import add_out, write_report
 from dask.utils import parse_bytes
 
@@ -33,7 +32,6 @@ import dasksc
 from tests.support.cgroups import NoCgroupError, memory_cgroup
 
 HERE = Path(__file__).resolve().parent
-PAGE = 4096
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -48,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--ranks", type=int, default=1, help="ranks that share a limit, each of one core if several")
     parser.add_argument("--ways", nargs="+", choices=["auto", "mapped", "read"], default=["auto"])
+    parser.add_argument("--pread", type=int, nargs="*", default=[], help="also loops of pread with so many threads")
+    parser.add_argument("--dask-workers", action="store_true", help="limit two Dask workers, not control groups")
     parser.add_argument("--no-peer", action="store_true", help="leave scDataset out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-seconds", type=float, default=8.0)
@@ -86,29 +86,34 @@ def rows_of(options: argparse.Namespace, path: Path, layout: str) -> list[dict[s
     logs.mkdir(exist_ok=True)
     mmap = {"auto": "auto", "mapped": True, "read": False}
     rows = []
+    if options.dask_workers:
+        contenders = [("dasksc workers", limit, {"worker_memory": limit or 0}) for limit in [None, *options.limits]]
+    else:
+        contenders = [
+            ("dasksc threads", limit, {"mmap": mmap[way]}) for limit in [None, *options.limits] for way in options.ways
+        ]
+        if not options.no_peer and not options.converted:
+            contenders += [("scDataset", limit, {}) for limit in options.limits]
+        contenders += [("pread", None, {"depth": depth}) for depth in options.pread]
     with contextlib.ExitStack() as groups:
         runners: dict[str, Any] = {}
         killed = {}
-        for limit in [None, *options.limits]:
-            names = [("dasksc threads", way) for way in options.ways]
-            if limit is not None and not options.no_peer and not options.converted:
-                names.append(("scDataset", None))
-            for name, way in names:
-                label = " ".join(filter(None, (name.split()[0], None if way in ("auto", None) else way, limit)))
-                enter = None
-                if limit is not None:
-                    try:
-                        group = groups.enter_context(memory_cgroup(parse_bytes(limit)))
-                    except NoCgroupError as error:
-                        return [{"layout": layout, "label": label, "skipped": str(error)}]
-                    enter, killed[label] = group.enter, group.n_killed
-                one = spec | ({} if way is None else {"mmap": mmap[way]})
-                start = partial(Contender, name, python=sys.executable, script=HERE / "_contenders.py", enter=enter)
-                ranks = [
-                    partial(start, spec=one | rank, label=label, log=logs / f"{label.replace(' ', '-')}-{i}.log")
-                    for i, rank in enumerate(rank_specs(options.ranks))
-                ]
-                runners[label] = ranks
+        for name, limit, more in contenders:
+            way = next((way for way, value in mmap.items() if way != "auto" and more.get("mmap") is value), None)
+            threads = f"{more['depth']} threads" if "depth" in more else None
+            label = " ".join(filter(None, (name.removesuffix(" threads"), way, threads, limit)))
+            enter = None
+            if limit is not None and not options.dask_workers:
+                try:
+                    group = groups.enter_context(memory_cgroup(parse_bytes(limit)))
+                except NoCgroupError as error:
+                    return [{"layout": layout, "label": label, "skipped": str(error)}]
+                enter, killed[label] = group.enter, group.n_killed
+            start = partial(Contender, name, python=sys.executable, script=HERE / "_contenders.py", enter=enter)
+            runners[label] = [
+                partial(start, spec=spec | more | rank, label=label, log=logs / f"{label.replace(' ', '-')}-{i}.log")
+                for i, rank in enumerate(rank_specs(options.ranks))
+            ]
         measured: dict[str, list[dict[str, Any]]] = {label: [] for label in runners}
         for i in range(options.rounds):
             labels = list(runners)
@@ -159,51 +164,39 @@ def wanted_bytes_per_row(options: argparse.Namespace, path: Path) -> float | Non
     """Return the bytes of whole pages in which the rows of an epoch's fetches lie, per row; None if compressed."""
     if options.files != "h5ad" or options.converted:
         return None
-    with h5py.File(path) as file:
-        indptr = file["X/indptr"][:]
-        places = [(file[f"X/{name}"].id.get_offset(), file[f"X/{name}"].dtype.itemsize) for name in ("indices", "data")]
-        if any(offset is None for offset, _ in places):
-            places = [(0, itemsize) for _, itemsize in places]  # in chunks, uncompressed: as good as one run
     dataset = dasksc.scDataset(
         path, dasksc.BlockShuffling(options.block), options.batch, options.fetch // options.batch, seed=0,
         rank=0, world_size=1,
     )  # fmt: skip
-    plan = dataset.plan(0)
     n_bytes = n_rows = 0
-    for k in range(plan.n_fetches):
-        rows = np.unique(plan.fetch(k).rows)
-        n_rows += len(rows)
-        for offset, itemsize in places:
-            first = (offset + indptr[rows] * itemsize) // PAGE
-            last = -(-(offset + indptr[rows + 1] * itemsize) // PAGE)
-            # A page that two neighbours share is read once.
-            n_bytes += int((last - np.maximum(first, np.concatenate(([0], last[:-1])))).sum()) * PAGE
+    for n, starts, stops in page_ranges(path, dataset.plan(0)):
+        n_rows += n
+        n_bytes += int((stops - starts).sum())
     return n_bytes / n_rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """All rows, as Markdown; ratios are of medians."""
     lines = [
-        "| layout | loader and limit | cells/s (of rounds) | of the rate without a limit | KiB read a cell (wanted) |",
-        "| --- | --- | ---: | ---: | ---: |",
+        "| layout | loader and limit | cells/s (of rounds) | of the rate without a limit | of the best pread "
+        "| KiB read a cell (wanted) |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    base = {
-        (row["layout"], " ".join(word for word in row["label"].split() if not word.endswith("iB"))): row
-        for row in rows
-        if not row["label"].endswith("iB")
+    median = {
+        (row["layout"], row["label"]): statistics.median(row["rows_per_s"]) for row in rows if "rows_per_s" in row
     }
     for row in rows:
         if "skipped" in row:
-            lines.append(f"| {row['layout']} | {row['label']} | skipped: {row['skipped']} | | |")
+            lines.append(f"| {row['layout']} | {row['label']} | skipped: {row['skipped']} | | | |")
             continue
-        key = row["layout"], " ".join(word for word in row["label"].split() if not word.endswith("iB"))
-        rates = row["rows_per_s"]
-        median = statistics.median(rates)
-        share = f"{median / statistics.median(base[key]['rows_per_s']):.2f}" if key in base else ""
-        wanted = row["wanted_bytes_per_row"]
+        rates, wanted = row["rows_per_s"], row["wanted_bytes_per_row"]
+        mine = median[row["layout"], row["label"]]
+        without = median.get((row["layout"], " ".join(w for w in row["label"].split() if not w.endswith("iB"))))
+        best = max((rate for (_, label), rate in median.items() if label.startswith("pread")), default=None)
         lines.append(
             f"| {row['layout']} | {row['label']}{', KILLED' if row['n_killed'] else ''} "
-            f"| {median:,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) | {share} "
+            f"| {mine:,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) "
+            f"| {'' if without is None else f'{mine / without:.2f}'} | {'' if best is None else f'{mine / best:.2f}'} "
             f"| {row['read_bytes_per_row'] / 1024:.1f}{'' if wanted is None else f' ({wanted / 1024:.1f})'} |"
         )
     return "\n".join(lines)

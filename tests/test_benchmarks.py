@@ -543,11 +543,12 @@ def test_opening_measures_each_work_in_a_process_of_its_own(tmp_path, capsys):
 def test_out_of_core_compares_limits_with_none(work, capsys):
     sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), *SIZES]
     out_of_core = importlib.import_module("out_of_core")
-    report = out_of_core.main([*sizes, "--rounds", "1", "--limits", "1GiB", "--layouts", "csr", "--no-peer"])
+    limits = ["--rounds", "1", "--limits", "1GiB", "--layouts", "csr", "--no-peer"]
+    report = out_of_core.main([*sizes, *limits, "--pread", "2"])
     rows = {row["label"]: row for row in report["rows"]}
     if any("skipped" in row for row in rows.values()):
         pytest.skip(next(row["skipped"] for row in rows.values() if "skipped" in row))
-    assert list(rows) == ["dasksc", "dasksc 1GiB"]
+    assert list(rows) == ["dasksc", "dasksc 1GiB", "pread 2 threads"]
     assert rows["dasksc 1GiB"]["n_killed"] == 0
     assert all(row["rows_per_s"][0] > 0 and row["wanted_bytes_per_row"] > 0 for row in rows.values())
     assert "| csr | dasksc 1GiB |" in capsys.readouterr().out
