@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections import deque
@@ -20,6 +19,8 @@ from dasksc.storage.runs import cut, merge
 PAGE = 4096
 # Ranges that a thread reads at a time; one by one, handing them to threads would take as long as reading short ones.
 _RANGES = 16
+# NumPy asks for huge pages from this size on.
+_HUGE_BYTES = 2**22
 # Fetches whose ranges wait for threads beside the one that is awaited.
 _AHEAD = 2
 
@@ -87,7 +88,9 @@ def pread_loop(path: Path, plan: Any, *, depth: int) -> Callable[[], Iterator[An
 
     def read(descriptor: int, ranges: NDArray[np.int64]) -> None:
         if not hasattr(thread, "buffer"):
-            thread.buffer = memoryview(mmap.mmap(-1, longest))
+            # Large and aligned, so that it lies in huge pages: a request to the disk may hold so many pieces only.
+            block = np.empty(max(longest, _HUGE_BYTES) + PAGE, dtype=np.uint8)
+            thread.buffer = block[-block.ctypes.data % PAGE :].data
         for start, stop in ranges.tolist():
             n = os.preadv(descriptor, [thread.buffer[: stop - start]], start)
             assert n == min(stop, size) - start, (n, start, stop)

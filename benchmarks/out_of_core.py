@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dask-workers", action="store_true", help="limit two Dask workers, not control groups")
     parser.add_argument("--no-peer", action="store_true", help="leave scDataset out")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.0, help="measure so long rather than an epoch")
     parser.add_argument("--peer-seconds", type=float, default=8.0)
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -118,7 +119,7 @@ def rows_of(options: argparse.Namespace, path: Path, layout: str) -> list[dict[s
         for i in range(options.rounds):
             labels = list(runners)
             for label in labels[i % len(labels) :] + labels[: i % len(labels)]:
-                seconds = options.peer_seconds if label.startswith("scDataset") else 0
+                seconds = options.peer_seconds if label.startswith("scDataset") else options.seconds
                 _machine.drop_from_cache(path)
                 try:
                     with Together(label, runners[label]) as running:
