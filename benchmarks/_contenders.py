@@ -6,7 +6,8 @@ starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``sp
 
 A spec may also hold ``cores`` (of those there are, the process is kept on these), ``rank`` and
 ``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by, ``genes`` to keep, how several
-files are to be joined (``join``), and the memory limit of Dask workers (``worker_memory``).
+files are to be joined (``join``), the memory limit of Dask workers (``worker_memory``), and which rows to read
+(``rows``: start and stop of each run).
 """
 
 from __future__ import annotations
@@ -97,12 +98,15 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
 
 
 def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
+    import numpy as np
+
     import dasksc
 
-    limit = spec.get("memory_limit")
+    limit, runs = spec.get("memory_limit"), spec.get("rows")
+    rows = None if runs is None else np.concatenate([np.arange(start, stop) for start, stop in runs])
     dataset = dasksc.scDataset(
         dasksc.open(spec["path"], join=spec["join"]) if "join" in spec else spec["path"],
-        dasksc.BlockShuffling(block_size=spec["block"]),
+        dasksc.BlockShuffling(block_size=spec["block"], indices=rows),
         batch_size=spec["batch"],
         fetch_factor=None if limit else spec["fetch"] // spec["batch"],
         memory_limit=limit,

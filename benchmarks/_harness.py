@@ -51,6 +51,7 @@ def measure(
     fetch_rows: int,
     consume: Callable[[Any], float] | None,
     one_epoch: bool = False,
+    whole_epochs: bool = False,
 ) -> Measurement:
     """Iterate until `seconds` have passed, counting whole fetches only.
 
@@ -67,6 +68,8 @@ def measure(
         Reads a batch and returns a number; None only takes it.
     one_epoch
         Stop at the end of an epoch in any case, so that no row is read twice.
+    whole_epochs
+        Stop at the end of an epoch only.
     """
     n_rows, checksum = 0, 0.0
     cpu_start, start = time.process_time(), time.perf_counter()
@@ -78,7 +81,7 @@ def measure(
             n_rows += batch.shape[0]
             if consume is not None:
                 checksum += consume(batch)
-            if seconds and n_rows >= next_check:
+            if seconds and not whole_epochs and n_rows >= next_check:
                 next_check = n_rows + fetch_rows
                 if time.perf_counter() - start >= seconds:
                     break
@@ -88,6 +91,26 @@ def measure(
         if close is not None:
             close()
     return Measurement(n_rows=n_rows, elapsed_s=elapsed_s, cpu_s=time.process_time() - cpu_start, checksum=checksum)
+
+
+def begin(epoch: Callable[[], Iterator[Any]], spec: dict[str, Any]) -> dict[str, Any]:
+    """Take the first batch of a loader, or its first epoch where whole epochs are measured; return what it took."""
+    start = time.perf_counter()
+    batches = epoch()
+    first = next(batches)
+    answer = {
+        "first_batch_s": time.perf_counter() - start,
+        "shape": list(first.shape),
+        "dtype": str(first.dtype),
+        "fetch": spec["fetch"],
+    }
+    n_rows = first.shape[0]
+    del first
+    if spec.get("whole_epochs"):
+        n_rows += sum(batch.shape[0] for batch in batches)
+        answer["first_epoch_rows_per_s"] = n_rows / (time.perf_counter() - start)
+    getattr(batches, "close", lambda: None)()
+    return answer
 
 
 def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: dict[str, Any]) -> None:
@@ -106,18 +129,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
 
     start = time.perf_counter()
     epoch = build(spec)
-    built = time.perf_counter()
-    batches = epoch()
-    first = next(batches)
-    answer = {
-        "build_s": built - start,
-        "first_batch_s": time.perf_counter() - built,
-        "shape": list(first.shape),
-        "dtype": str(first.dtype),
-        "fetch": spec["fetch"],
-    }
-    del first
-    getattr(batches, "close", lambda: None)()
+    answer = {"build_s": time.perf_counter() - start} | begin(epoch, spec)
     print(json.dumps(answer), file=answers)
     for line in sys.stdin:
         order = json.loads(line)
@@ -136,6 +148,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
             fetch_rows=spec["fetch"],
             consume=_total if order["consume"] else None,
             one_epoch=spec.get("cold", False),
+            whole_epochs=spec.get("whole_epochs", False),
         )
         answer = {
             "n_rows": result.n_rows,

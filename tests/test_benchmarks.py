@@ -41,12 +41,13 @@ class Here:
     """A contender in this process, where the process of its own is not what is tested."""
 
     def __init__(self, name, *, script, spec, label=None, drop=None, **_):
+        import _harness
+
         module = importlib.import_module(script.stem)
         self._build = module.CONTENDERS[name] if hasattr(module, "CONTENDERS") else module.build
         self.name, self._spec, self._drop = label or name, spec, drop
         self._epoch = self._build(spec)
-        first = next(self._epoch())
-        self.cold_start = {"shape": list(first.shape), "dtype": str(first.dtype), "fetch": spec["fetch"], "total_s": 0}
+        self.cold_start = _harness.begin(self._epoch, spec) | {"total_s": 0}
 
     def __enter__(self):
         return self
@@ -69,7 +70,13 @@ class Here:
             dropped = self._drop()
             self._epoch = self._build(self._spec)
         total = _harness._total if consume else None
-        done = _harness.measure(self._epoch, seconds=seconds, fetch_rows=self._spec["fetch"], consume=total)
+        done = _harness.measure(
+            self._epoch,
+            seconds=seconds,
+            fetch_rows=self._spec["fetch"],
+            consume=total,
+            whole_epochs=self._spec.get("whole_epochs", False),
+        )
         rate = {"rows_per_s": done.rows_per_s, "cores": 1.0, "n_rows": done.n_rows, "checksum": done.checksum}
         return rate | dropped
 
@@ -509,6 +516,33 @@ def test_files_compares_joined_files_and_some_genes_and_counts_handles(work):
     assert all(len(one) < GENES for one in genes)
     whole = ad.read_h5ad(parts[0].with_name("whole.h5ad"))
     assert whole.shape == (CELLS, GENES)
+
+
+def test_epochs_compares_whole_short_epochs_with_long_ones(work, capsys):
+    options = ["--short", "150", "--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--layouts", "csr"]
+    found = call("epochs", work, *SIZES, *options)["csr"]
+    short, spread, long = found["cells_per_s"].values()
+    assert found["ratios"] == {"first": short / long, "spread": spread / long}
+    assert all(rate > 0 for rate in found["first_epoch_cells_per_s"].values())
+    assert "| csr, spread |" in capsys.readouterr().out
+    store = dasksc.open(work / f"atlas-{CELLS}x{GENES}-converted.zarr")
+    assert store.shape == (CELLS, GENES)
+
+
+def test_whole_epochs_are_measured_to_their_end():
+    import _harness
+
+    n_begun = 0
+
+    def epoch():
+        nonlocal n_begun
+        n_begun += 1
+        yield from [np.zeros((10, 1))] * 7
+
+    options = {"seconds": 1e-9, "fetch_rows": 10, "consume": None}
+    assert _harness.measure(epoch, **options).n_rows == 10
+    assert _harness.measure(epoch, **options, whole_epochs=True).n_rows == 70
+    assert n_begun == 2
 
 
 def test_convert_measures_both_ways_and_leaves_nothing_behind(work, tmp_path):

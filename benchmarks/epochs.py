@@ -1,0 +1,134 @@
+#!/usr/bin/env python
+"""What does a short epoch cost, beside a long one?
+
+    python benchmarks/epochs.py --cells 600000
+
+Cells per second of whole epochs of some of the cells of a store, against whole epochs of all of it: to begin and to end
+is a larger part of a short epoch. By default the store is what `dasksc.convert` makes, which is compressed. Its first
+cells stand for a smaller store; blocks spread over all of it share as few chunks as those of the long epoch do. The
+first epoch of each process, which compiles, opens files and gets memory, is reported apart. Exits with 1 when a target
+is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _atlas import add_options, atlas
+from _harness import HERE, Contender, compete
+from _machine import read_through
+from _reports import add_out, write_report
+from compare import table_shape
+
+import dasksc
+
+TARGET = 0.85
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the command line says; return what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=600_000)
+    parser.add_argument("--short", type=int, default=60_000, help="cells of a short epoch")
+    parser.add_argument("--as-is", action="store_true", help="read the atlas itself instead of what it is converted to")
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--fetch", type=int, default=16_384)
+    parser.add_argument("--layouts", nargs="+", choices=["dense", "csr"], default=["csr", "dense"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a measurement, in whole epochs")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds of work before anything is measured")
+    add_out(parser)
+    options = parser.parse_args(arguments)
+
+    path = atlas(options) if options.as_is else converted(options)
+    read_through(path)
+    report: dict[str, Any] = {layout: compared(layout, path, options) for layout in options.layouts}
+    print(table(report))
+    report["is_ok"] = all(min(found["ratios"].values()) >= TARGET for found in report.values())
+    write_report(options.out, report)
+    print(json.dumps(report))
+    return report
+
+
+def converted(options: argparse.Namespace) -> Path:
+    """Return the path of the store that the atlas is converted to, made now if it is not there yet."""
+    source = atlas(options)
+    path = options.work / f"{source.stem}-converted.zarr"
+    if not path.exists():
+        dasksc.convert(source, path)
+    return path
+
+
+def compared(layout: str, path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the rates of short and long epochs, and the medians over the rounds of their ratios."""
+    spec = {key: getattr(options, key) for key in ("block", "batch", "fetch")}
+    spec |= {"layout": layout, "path": str(path), "whole_epochs": True}
+    results = compete(
+        [
+            partial(
+                Contender,
+                "dasksc threads",
+                python=sys.executable,
+                script=HERE / "_contenders.py",
+                spec=spec | {"rows": rows},
+                log=options.work / f"epochs-{label}.log",
+                label=label,
+            )
+            for label, rows in epochs(table_shape(path)[0], options).items()
+        ],
+        rounds=options.rounds,
+        seconds=options.seconds,
+        warm_up_s=options.warm_up,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    rates = {result.name: result.produced for result in results}
+    by_round = {
+        name: [short / long for short, long in zip(rates[name], rates["long"], strict=True)]
+        for name in rates
+        if name != "long"
+    }
+    return {
+        "cells_per_s": {name: statistics.median(found) for name, found in rates.items()},
+        "consumed_cells_per_s": {result.name: statistics.median(result.consumed) for result in results},
+        "first_epoch_cells_per_s": {result.name: result.cold_start["first_epoch_rows_per_s"] for result in results},
+        "ratios": {name: statistics.median(found) for name, found in by_round.items()},
+        "ratios_by_round": by_round,
+    }
+
+
+def epochs(n_rows: int, options: argparse.Namespace) -> dict[str, list[tuple[int, int]]]:
+    """Return the runs of rows of each kind of epoch, by its name."""
+    n_blocks = options.short // options.block
+    apart = n_rows // n_blocks
+    return {
+        "first": [(0, options.short)],
+        "spread": [(start, start + options.block) for start in range(0, n_blocks * apart, apart)],
+        "long": [(0, n_rows)],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Lay the rates out as a Markdown table."""
+    lines = [
+        "| epoch | cells/s | beside long (of rounds) | consumed, cells/s | first of its process, cells/s |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for layout, found in report.items():
+        for name, rate in found["cells_per_s"].items():
+            by_round = found["ratios_by_round"].get(name)
+            beside = f"{found['ratios'][name]:.2f} ({min(by_round):.2f} to {max(by_round):.2f})" if by_round else ""
+            consumed, first = found["consumed_cells_per_s"][name], found["first_epoch_cells_per_s"][name]
+            lines.append(f"| {layout}, {name} | {rate:,.0f} | {beside} | {consumed:,.0f} | {first:,.0f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(not main()["is_ok"])
