@@ -193,13 +193,13 @@ class Check:
     def _memory(self) -> str:
         if self.rank_bytes is None or self.process_bytes is None or self.prefetched_bytes is None:
             return "unknown: rows that are read by indexing have no known size"
+        pages = format_bytes(max(1, self.num_workers) * (self.pages_bytes or 0))
         if not self.num_workers:
-            pages = format_bytes(self.pages_bytes or 0)
             return f"{format_bytes(self.rank_bytes)} a rank at most, and {pages} of page cache"
         return (
             f"{format_bytes(self.rank_bytes)} a rank at most: {self.num_workers} workers x "
             f"{format_bytes(self.process_bytes)}, and {format_bytes(self.prefetched_bytes)} of batches they "
-            f"prefetch ({self.prefetch_factor} each)"
+            f"prefetch ({self.prefetch_factor} each); beside it {pages} of page cache"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from dask.utils import format_bytes
 from torch.utils.data import DataLoader
 
 import dasksc
@@ -127,7 +128,7 @@ def test_memory_counts_workers_and_the_batches_they_prefetch(path):
     assert more.prefetched_bytes == 25 * few.prefetched_bytes
     assert few.rank_bytes == 2 * one.projected_bytes + few.prefetched_bytes
     assert "2 workers x" in repr(few)
-    assert "(50 each)" in repr(more)
+    assert f"(50 each); beside it {format_bytes(2 * one.projected_pages)} of page cache" in repr(more)
 
 
 def test_rows_of_unknown_size_have_no_projection():
