@@ -20,7 +20,8 @@ from make_atlas import make_atlas
 
 from dasksc import lazy
 from tests.programs import with_slurm
-from tests.support.servers import Bucket, s3_endpoint
+from tests.support.data import FORMATS, LAYOUTS, make_adata, write_store
+from tests.support.servers import Bucket, HTTPServer, s3_endpoint, serving
 
 if TYPE_CHECKING:
     import distributed
@@ -161,6 +162,32 @@ def s3() -> Iterator[Callable[[str], Bucket]]:
     """Make a bucket by name on an S3 endpoint on loopback, of which there is one."""
     with s3_endpoint() as bucket_of:
         yield bucket_of
+
+
+@pytest.fixture(scope="session")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an atlas in every format and layout: `csr.h5ad`, `dense.zarr3.zarr` and so on."""
+    folder = tmp_path_factory.mktemp("stores")
+    for layout in LAYOUTS:
+        for format in FORMATS:
+            write_store(make_adata(200, 30, layout=layout), folder, format, name=layout)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def s3_stores(stores: Path, s3: Callable[[str], Bucket]) -> Bucket:
+    """A bucket of some of `stores`."""
+    bucket = s3("stores")
+    for name in ("csr.h5ad", "csr.zarr3.zarr", "dense.zarr3.zarr"):
+        bucket.put(stores / name)
+    return bucket
+
+
+@pytest.fixture
+def web_stores(stores: Path) -> Iterator[HTTPServer]:
+    """A web server of `stores`, of this test's own."""
+    with serving(stores) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

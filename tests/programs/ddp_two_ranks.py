@@ -1,10 +1,14 @@
-"""Under torchrun: train two DDP epochs over a row count that divides by nothing; write what each rank saw."""
+"""Under torchrun: two ranks say which they are, train two DDP epochs over a row count that divides by nothing, write
+what each saw, and look at a batch alone.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -12,8 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 import dasksc
 from dasksc.world import leave_group
 
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+
+
+def tell(when: str) -> None:
+    world = dasksc.World.detect()
+    print(f"{when}: rank {world.rank} of {world.world_size} from {world.source}", flush=True)
+
+
 path, out = sys.argv[1:3]
+tell("before")
 dist.init_process_group("gloo")
+tell("after")
+
 torch.manual_seed(0)
 # seed=None: the ranks agree on one.
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["cell_type"])
@@ -27,9 +42,26 @@ for _ in range(2):
         rows += batch.index.tolist()
         sizes.append(len(batch.X))
     epochs.append({"rows": rows, "sizes": sizes, "n_padded": dataset.stats()["n_padded"], "length": len(dataset)})
+rank = dist.get_rank()
 gathered = [None] * dist.get_world_size()
 dist.all_gather_object(gathered, {"seed": dataset.seed, "epochs": epochs})
-if dist.get_rank() == 0:
+if rank == 0:
     with open(out, "w") as file:
         json.dump(gathered, file)
+
+# Rank 0 alone looks at a batch; each rank prints the error it gets.
+dataset = dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)
+if rank == 0:
+    print(f"rank 0 peeked at {len(next(iter(dataset)))} rows", flush=True)
+dist.barrier()
+n_batches = 0
+try:
+    for _ in dataset:
+        n_batches += 1
+except dasksc.RankMismatchError as error:
+    print(f"rank {rank} stopped after {n_batches}: {error}", flush=True)
+else:
+    print(f"rank {rank} finished {n_batches}", flush=True)
+# Those who stopped wait here for those who did not.
+dist.all_reduce(torch.zeros(1))
 leave_group()

@@ -1,0 +1,145 @@
+"""Atlases behind URLs where the network and its servers fail: the same values, or an error that names what failed."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import dask
+import numpy as np
+import pytest
+import torch
+from anndata import AnnData
+
+import dasksc
+from dasksc.errors import StorageError
+from tests.support.data import batches, make_adata, write_store
+from tests.support.servers import SECRET, Bucket, HTTPServer, relaying, serving, touch_later
+
+pytest.importorskip("obstore")
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture
+def opened(web_stores: HTTPServer) -> AnnData:
+    return dasksc.open(f"{web_stores.url}/csr.h5ad")
+
+
+@pytest.mark.parametrize("name", ["csr.h5ad", "dense.h5ad", "csr.zarr2.zarr", "csr.zarr3.zarr"])
+def test_nothing_is_lost_where_requests_fail_and_answers_break_off(
+    stores: Path, web_stores: HTTPServer, name: str
+) -> None:
+    web_stores.faults.status = lambda number: {2: 500, 6: 503, 11: 429}.get(number % 14)
+    web_stores.faults.cut = lambda number: number % 6 == 4
+    remote = batches(dasksc.open(f"{web_stores.url}/{name}", obs=["int8"]))
+    for one, other in zip(remote, batches(dasksc.open(stores / name)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    answers = [web_stores.faults.status(number) for number in range(len(web_stores.faults.requests))]
+    assert {500, 503, 429} <= set(answers)
+    assert any(map(web_stores.faults.cut, range(len(answers))))
+
+
+def test_a_slow_link_loses_nothing_either(stores: Path, web_stores: HTTPServer) -> None:
+    web_stores.faults.latency_s, web_stores.faults.bytes_per_s = 0.03, 1e6
+    for one, other in zip(
+        batches(dasksc.open(f"{web_stores.url}/csr.h5ad")), batches(dasksc.open(stores / "csr.h5ad")), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(500, "500"), (503, "503"), (429, "429"), (403, "credentials"), (404, "nothing at")]
+)
+def test_what_a_server_refuses_for_good_is_named(
+    opened: AnnData, web_stores: HTTPServer, status: int, says: str
+) -> None:
+    web_stores.faults.status = lambda number: status
+    with dask.config.set({"dasksc.retry-timeout": "200ms"}), pytest.raises(dasksc.DaskscError) as caught:
+        batches(opened)
+    # The epoch's error, with rows and fetch, is caused by the reader's.
+    assert isinstance(caught.value.__cause__, StorageError)
+    message = str(caught.value)
+    assert f"{web_stores.url}/csr.h5ad" in message
+    assert says in message
+    assert "rows" in message
+
+
+def test_answers_that_always_break_off_end_in_an_error_that_names_them(opened: AnnData, web_stores: HTTPServer) -> None:
+    web_stores.faults.cut = lambda number: True
+    with (
+        dask.config.set({"dasksc.retry-timeout": "200ms"}),
+        pytest.raises(dasksc.DaskscError, match=r"csr.h5ad, bytes \d+ to \d+ cannot be read"),
+    ):
+        batches(opened)
+
+
+@pytest.fixture
+def relay(s3_stores: Bucket) -> Iterator[HTTPServer]:
+    """A server before the bucket, which fails as it is told to."""
+    with relaying(s3_stores.options["endpoint"]) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("name", "latency_s"), [("csr.h5ad", 0.03), ("csr.zarr3.zarr", 0.003)])
+def test_nothing_is_lost_where_s3_throttles_fails_and_breaks_off(
+    stores: Path, s3_stores: Bucket, relay: HTTPServer, name: str, latency_s: float
+) -> None:
+    relay.faults.latency_s = latency_s
+    relay.faults.status = lambda number: {2: 500, 11: 503}.get(number % 29)
+    relay.faults.cut = lambda number: number % 12 == 4
+    options = s3_stores.options | {"endpoint": relay.url}
+    remote = batches(dasksc.open(f"s3://{s3_stores.name}/{name}", obs=["int8"], storage_options=options))
+    for one, other in zip(remote, batches(dasksc.open(stores / name)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    numbers = range(len(relay.faults.requests))
+    assert {500, 503} <= set(map(relay.faults.status, numbers))
+    assert any(map(relay.faults.cut, numbers))
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(500, "500"), (503, "503"), (403, "AccessDenied.*credentials"), (None, "bytes")]
+)
+def test_what_s3_refuses_for_good_is_named_without_credentials(
+    s3_stores: Bucket, relay: HTTPServer, status: int | None, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "dasksc")
+    options = s3_stores.options | {"endpoint": relay.url, "access_key_id": SECRET + "id"}
+    data = dasksc.open(f"s3://{s3_stores.name}/csr.h5ad", storage_options=options)
+    relay.faults.status = lambda number: status
+    relay.faults.cut = lambda number: True
+    with (
+        dask.config.set({"dasksc.retry-timeout": "200ms"}),
+        pytest.raises(dasksc.DaskscError, match=rf"s3://{s3_stores.name}/csr.h5ad.*{says}") as caught,
+    ):
+        batches(data)
+    assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
+
+
+# Pairwise: files and stores, and what tells that they are others.
+@pytest.mark.parametrize(
+    ("name", "etags"),
+    [("csr.h5ad", True), ("dense.h5ad", False), ("csr.zarr2.zarr", True), ("csr.zarr3.zarr", False)],
+)
+def test_an_object_that_was_replaced_is_refused(tmp_path: Path, name: str, etags: bool) -> None:
+    layout, _, format = name.removesuffix(".zarr").partition(".")
+    path = write_store(make_adata(200, 30, layout=layout), tmp_path, format, name=layout)
+    with serving(tmp_path) as server:
+        server.faults.etags = etags
+        data = dasksc.open(f"{server.url}/{name}")
+        assert len(batches(data)) == 13
+        for file in [path, *path.rglob("*")]:
+            touch_later(file)
+        with pytest.raises(dasksc.DaskscError, match="was replaced or changed since it was opened"):
+            batches(data)
+
+
+def test_a_forked_worker_is_told_what_went_wrong(web_stores: HTTPServer) -> None:
+    data = dasksc.open(f"{web_stores.url}/csr.h5ad")
+    assert batches(data)
+    dataset = dasksc.scDataset(data, dasksc.Streaming(), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
+    web_stores.faults.status = lambda number: 403
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(dasksc.DaskscError, match="403 Forbidden"):
+        list(loader)
