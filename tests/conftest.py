@@ -104,6 +104,13 @@ def atlas_of(shared_folder: Path) -> Callable[..., Path]:
 
 
 LOOPBACK = {"dashboard_address": "127.0.0.1:0", "worker_dashboard_address": "127.0.0.1:0"}
+# Clusters of a session wait most of the time; watching themselves as often as Dask does would take a seventh of a core.
+IDLE = {
+    "distributed.worker.profile.enabled": False,
+    "distributed.worker.memory.monitor-interval": "1s",
+    "distributed.admin.tick.interval": "500ms",
+    "distributed.admin.system-monitor.interval": "5s",
+}
 
 
 @pytest.fixture(scope="session")
@@ -113,9 +120,11 @@ def in_process_cluster() -> Iterator[distributed.LocalCluster]:
     import distributed
 
     # The process holds all that the tests hold, which is no reason to pause the worker.
-    with distributed.LocalCluster(
-        n_workers=1, threads_per_worker=4, processes=False, memory_limit=0, **LOOPBACK
-    ) as cluster:
+    with dask.config.set(IDLE):
+        cluster = distributed.LocalCluster(
+            n_workers=1, threads_per_worker=4, processes=False, memory_limit=0, **LOOPBACK
+        )
+    with cluster:
         yield cluster
 
 
@@ -124,9 +133,11 @@ def two_process_cluster() -> Iterator[distributed.LocalCluster]:
     """A Dask cluster of two workers, which are processes of one thread."""
     import distributed
 
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", **LOOPBACK
-    ) as cluster:
+    with dask.config.set(IDLE):
+        cluster = distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", **LOOPBACK
+        )
+    with cluster:
         yield cluster
 
 

@@ -28,8 +28,12 @@ from tests.support.training import (
     SHARE,
     alone,
     assert_same,
+    changed,
+    checkpoints,
     figures,
     joined,
+    saved,
+    six_steps,
     training,
 )
 
@@ -92,6 +96,19 @@ HALF: dict[str, dict[str, Any]] = {
 }
 
 
+def branching(atlas: Path, folder: Path, **section: Any) -> dict[str, Any]:
+    """A training, one that goes on from an older step with another optimizer, and two that go on with that branch."""
+    start = six_steps(atlas, folder, **section)
+    optimizer = {"weight_decay": 0.0}
+    changes: dict[str, dict[str, Any]] = {
+        "first": {"optimizer": {"weight_decay": 0.5, "betas": [0.5, 0.9]}},
+        "branch": {"max_steps": 5, "optimizer": optimizer, "resume_from": str(folder / "step-00000002")},
+        "again": {"max_steps": 7, "optimizer": optimizer, "resume_from": "auto"},
+    }
+    found = {f"{folder.name}_{name}": {**start, "training": start["training"] | new} for name, new in changes.items()}
+    return found | {f"{folder.name}_wide": changed(found[f"{folder.name}_again"], {"model__hidden_dim": 32})}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     """The folder of all trainings of two ranks, made in one start."""
@@ -112,6 +129,8 @@ def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     trainings["uneven"] = training(
         atlas, folder / "x", training__fsdp={"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}
     )
+    for name in ("ddp", "full_shard"):
+        trainings |= branching(atlas, folder / f"{name}_branches", **PLAIN[name])
     # 17 rows are held out: 9 of one rank, so two batches, and 8 of the other.
     odd = {"data__validation": ODD_SHARE, "training__fsdp": {"min_num_params": 300}}
     trainings["odd"] = training(atlas, folder / "odd", **odd)
@@ -191,7 +210,21 @@ def test_runs_that_do_not_fit_their_ranks_are_refused(two_ranks):
     assert "strategy='single' is of one process, and this run has 2" in (two_ranks / "whole_copies.error").read_text()
     assert "num_gpus=8 is the total over all nodes" in (two_ranks / "too_few.error").read_text()
     assert "shard_size=3 does not divide the 2 ranks" in (two_ranks / "uneven.error").read_text()
-    assert len(list(two_ranks.glob("*.error"))) == 3
+    assert {path.stem for path in two_ranks.glob("*.error")} == {
+        *("whole_copies", "too_few", "uneven"),
+        *("ddp_branches_wide", "full_shard_branches_wide"),
+    }
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard"])
+def test_two_ranks_go_on_from_an_older_step_with_the_arguments_of_the_new_run(name, two_ranks):
+    folder = two_ranks / f"{name}_branches"
+    assert "hidden_dim=16 there and 32 here" in (two_ranks / f"{name}_branches_wide.error").read_text()
+    assert checkpoints(folder) == [2, 4, 5, 6, 7]
+    assert checkpoints(folder / "abandoned-1") == [4, 6]
+    expected = {"weight_decay": 0.0, "betas": (0.9, 0.999)}
+    assert saved(folder / "step-00000004", *expected) == expected
+    assert saved(folder / "step-00000007", *expected) == expected
 
 
 @pytest.fixture(scope="module")

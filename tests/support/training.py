@@ -14,9 +14,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import dasksc
 from dasksc.train import Config, fit
+from dasksc.train.checkpoint import _quiet
 from dasksc.train.config import Validation
 from dasksc.train.data import split_rows
 from dasksc.train.models import MLPClassifier
@@ -115,6 +117,12 @@ def small(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     return changed(raw, changes)
 
 
+def six_steps(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration of one process and six steps, every second of which is kept as a checkpoint."""
+    steps = {"training__max_steps": 6, "training__save_every": 2, "training__save_top_k": -1}
+    return small(atlas, folder, **steps | changes)
+
+
 def changed(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """A copy with changes that are named section__key."""
     raw = copy.deepcopy(raw)
@@ -195,3 +203,25 @@ def losses(folder: Path) -> list[float]:
 
 def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def saved(path: Path, *names: str) -> dict[str, Any]:
+    """Return arguments of the optimizer as a checkpoint has them."""
+    group = dict.fromkeys(names)
+    with _quiet():
+        load({"optimizer": {"param_groups": [group]}}, checkpoint_id=path, no_dist=True)
+    return group
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps where some optimizers keep what they learn: in the parameter groups."""
+
+    def __init__(self, params: Any, *, gain: float = 1.0, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group |= {"gain": gain, "n_steps": 0}
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["n_steps"] += group["lr"] > 0  # torch takes a step without a rate, to make the state
+        return super().step(closure)

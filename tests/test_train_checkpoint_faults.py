@@ -1,0 +1,80 @@
+"""Checkpoints that are damaged, and disks that cannot be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dasksc import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.train import load_model
+from tests.support.training import checkpoints, six_steps, train
+
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def raw(training_atlas, folder) -> dict[str, Any]:
+    return six_steps(training_atlas, folder)
+
+
+@pytest.mark.parametrize("text", ["", '{"version": 1, "st', "[]", "\udcff"], ids=["empty", "cut", "list", "binary"])
+def test_a_state_that_is_cut_off_is_named(text, raw, folder):
+    train(raw)
+    file = folder / "step-00000006" / "state.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CorruptDataError, match=f"{file}.*Remove"):
+        train(raw, training__resume_from="auto")
+    with pytest.raises(CorruptDataError, match=str(file)):
+        load_model(file.parent)
+    with pytest.raises(MissingPathError, match=r"no checkpoint at .*state\.json"):
+        load_model(folder)
+
+
+def test_an_older_checkpoint_that_is_damaged_stops_no_run_and_stays(raw, folder, caplog):
+    train(raw)
+    (folder / "step-00000002" / "state.json").write_text("")
+    train(raw, training__resume_from="auto", training__max_steps=8, training__save_top_k=0)
+    assert checkpoints(folder) == [2, 8]
+    assert str(folder / "step-00000002" / "state.json") in caplog.text
+
+
+def test_tensors_that_are_damaged_are_refused_with_the_path(raw, folder):
+    train(raw)
+    path = folder / "step-00000006"
+    metadata = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(metadata[:100])
+    with pytest.raises(CorruptDataError, match=rf"{path}/\.metadata"):
+        train(raw, training__resume_from="auto")
+    (path / ".metadata").write_bytes(metadata)
+    for shard in path.glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:200])
+    for going_on in (lambda: train(raw, training__resume_from="auto"), lambda: load_model(path)):
+        with pytest.raises(InputError, match=f"{path} cannot be loaded: .*damaged"):
+            going_on()
+
+
+def test_interrupting_a_load_is_no_error_of_the_checkpoint(raw, monkeypatch):
+    train(raw)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemReader.read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(raw, training__resume_from="auto")
+
+
+def test_a_disk_that_cannot_be_written_is_named(raw, folder, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", full)
+    with pytest.raises(StorageError, match=f"{folder}/step-00000002.partial cannot be written: .*No space left"):
+        train(raw)
