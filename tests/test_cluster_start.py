@@ -9,7 +9,6 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ import pytest
 import dasksc
 from dasksc.window import resolve_scheduler, start
 from dasksc.window import schedulers as window_schedulers
-from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch
+from tests.support.dask_processes import listening, rows_of_epoch
 from tests.support.data import make_adata, write_store
-from tests.support.programs import torchrun
 
 pytestmark = pytest.mark.core
 
@@ -66,23 +64,6 @@ def test_modules_to_preload_reach_the_scheduler(tmp_path: Path, monkeypatch: pyt
 
 
 # Several ranks
-
-
-@pytest.mark.skipif(find_spec("cryptography") is None, reason="without cryptography there is no TLS")
-def test_the_ranks_of_torchrun_share_what_rank_0_starts_and_are_told_why_it_could_not(
-    atlas: Path, tmp_path: Path
-) -> None:
-    torchrun(2, "shared_cluster.py", atlas, tmp_path / "seen.json", "port", "dashboard", "127.0.0.1", NOT_LOOPBACK)
-    *wrong, plain, encrypted = zip(*json.loads((tmp_path / "seen.json").read_text()), strict=True)
-    for (mine, told), expected in zip(wrong, ["InputError: port=-5", "RuntimeError: Cluster failed"], strict=True):
-        assert mine.startswith(expected)
-        assert told.startswith("StartError: rank 0 could not start the Dask cluster")
-    for ranks, kind in ((plain, "tcp://127.0.0.1:"), (encrypted, f"tls://{NOT_LOOPBACK}:")):
-        assert [rank["starts"] for rank in ranks] == [True, False]
-        assert len({rank["address"] for rank in ranks}) == 1
-        assert ranks[0]["address"].startswith(kind)
-        assert {row for rank in ranks for row in rank["rows"]} == set(range(101))
-        assert len({len(rank["rows"]) for rank in ranks}) == 1
 
 
 def _store_on_loopback() -> Any:

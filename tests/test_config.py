@@ -27,7 +27,7 @@ def test_settings_made_before_dasksc_is_used_stay_and_a_context_entered_after_co
     script = """
 import dask, dasksc
 dask.config.set({"dasksc.gather-threads": 5, "temporary-directory": "/tmp/mine", "something.else": 3})
-dasksc.scDataset
+dasksc.open
 from dasksc import config
 print(config.get("gather-threads"), dask.config.get("temporary-directory"), dask.config.get("something.else"))
 print(config.get("batches-ahead"))
@@ -42,7 +42,7 @@ def test_a_context_that_was_entered_before_dasksc_is_used_counts_within_it() -> 
     script = """
 import dask, dasksc
 with dask.config.set({"dasksc.gather-threads": 1}):
-    dasksc.scDataset
+    dasksc.open
     from dasksc import config
     print(config.get("gather-threads"))
 print(config.get("gather-threads"), config.get("prefetch"))

@@ -19,7 +19,7 @@ import numpy as np
 from dasksc.kernels.draw import segment_sums
 from dasksc.kernels.permute import shuffle
 
-types = ["float32", "float64", "int64"]
+types = ["float32", "int64"]
 turn = int(sys.argv[1]) % len(types)
 none = np.empty(0, dtype=np.int64)
 for name in types[turn:] + types[:turn]:
@@ -62,7 +62,7 @@ def test_processes_that_start_at_once_share_a_cache_and_all_compute_right(shared
     cache, orders = shared
     assert sorted(orders[0]) == list(range(7))
     assert orders == orders[:1] * 3
-    assert outcome(run(cache, 0)) == (orders[0], 3)
+    assert outcome(run(cache, 0)) == (orders[0], 2)
     assert not list(cache.rglob("*.tmp"))
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_file_in_the_cache_is_compiled_again(shared, tmp_path):
     _, n_hits = outcome(run(tmp_path, 0))
     assert n_hits == 0
     _, n_hits = outcome(run(tmp_path, 0))
-    assert n_hits == 3
+    assert n_hits == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(tmp_path):

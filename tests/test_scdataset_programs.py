@@ -30,7 +30,7 @@ BATCH, FETCH_FACTOR = 16, 4
 LABELS = np.repeat(["T", "B", "NK"], [450, 120, 30])
 
 pytestmark = [
-    pytest.mark.core,
+    pytest.mark.programs,
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]

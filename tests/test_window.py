@@ -900,27 +900,6 @@ def test_worker_processes_on_this_machine_are_pointed_out_once(
     assert sum("scheduler='threads'" in message for message in caplog.messages) == 1
 
 
-def test_a_killed_worker_goes_unnoticed() -> None:
-    def slow(k: int) -> tuple[int, int]:
-        time.sleep(0.02)
-        return k, os.getpid()
-
-    with (
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
-        ) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        window = Window(slow, range(60), name="w", depth=4, scheduler=client)
-        came = []
-        for k, (value, pid) in window:
-            came.append(value)
-            if k == 10:
-                os.kill(pid, signal.SIGKILL)
-        assert came == list(range(60))
-        assert eventually(lambda: nothing_is_left(client))
-
-
 @pytest.mark.parametrize("protocol", ["inproc", "tcp"])
 def test_a_cluster_that_goes_away_is_named_in_the_error(protocol: str) -> None:
     with (

@@ -57,11 +57,8 @@ def test_epochs_differ_and_the_same_seed_gives_them_again(path, epochs):
     assert rows(other) != epochs[0]
 
 
-# Every start method; with workers that stay and with such that each epoch starts anew, which forking does in no time,
-# and spawning does once more below.
-@pytest.mark.parametrize(
-    ("start", "persistent"), [("fork", False), ("fork", True), ("spawn", True), ("forkserver", True)]
-)
+# Every start method, spawning below; with workers that stay and with such that each epoch starts anew.
+@pytest.mark.parametrize(("start", "persistent"), [("fork", False), ("fork", True), ("forkserver", True)])
 def test_workers_read_the_same_epochs_as_none_do(path, epochs, start, persistent):
     one = dataset(path)
     loader = DataLoader(

@@ -1,4 +1,4 @@
-"""Ranks on several machines that share a Dask cluster."""
+"""Ranks that share a Dask cluster: under torchrun, and on several machines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.dask_processes import NOT_LOOPBACK
 from tests.support.data import make_adata, write_store
-from tests.support.programs import PROGRAMS, ROOT
+from tests.support.programs import PROGRAMS, ROOT, torchrun
 
 pytestmark = pytest.mark.programs
 
@@ -21,6 +22,23 @@ pytestmark = pytest.mark.programs
 @pytest.fixture
 def atlas(tmp_path: Path) -> Path:
     return write_store(make_adata(n_obs=101), tmp_path, "h5ad")
+
+
+def test_the_ranks_of_torchrun_share_what_rank_0_starts_and_are_told_why_it_could_not(
+    atlas: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    torchrun(2, "shared_cluster.py", atlas, tmp_path / "seen.json", "port", "dashboard", "127.0.0.1", NOT_LOOPBACK)
+    *wrong, plain, encrypted = zip(*json.loads((tmp_path / "seen.json").read_text()), strict=True)
+    for (mine, told), expected in zip(wrong, ["InputError: port=-5", "RuntimeError: Cluster failed"], strict=True):
+        assert mine.startswith(expected)
+        assert told.startswith("StartError: rank 0 could not start the Dask cluster")
+    for ranks, kind in ((plain, "tcp://127.0.0.1:"), (encrypted, f"tls://{NOT_LOOPBACK}:")):
+        assert [rank["starts"] for rank in ranks] == [True, False]
+        assert len({rank["address"] for rank in ranks}) == 1
+        assert ranks[0]["address"].startswith(kind)
+        assert {row for rank in ranks for row in rank["rows"]} == set(range(101))
+        assert len({len(rank["rows"]) for rank in ranks}) == 1
 
 
 @pytest.fixture
