@@ -65,9 +65,10 @@ def here(request: pytest.FixtureRequest) -> Any:
 
 
 def our_threads() -> list[threading.Thread]:
-    # Those that make requests of servers are the process's, and stay.
+    # Those that wait for disks and servers are the process's, and stay.
+    staying = ("dasksc-direct-read", "dasksc-request")
     names = {thread: thread.name for thread in threading.enumerate()}
-    return [t for t, name in names.items() if name.startswith("dasksc") and not name.startswith("dasksc-request")]
+    return [t for t, name in names.items() if name.startswith("dasksc") and not name.startswith(staying)]
 
 
 def nothing_is_left(scheduler: Any) -> bool:
