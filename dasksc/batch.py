@@ -33,7 +33,7 @@ class Batch(dict[str, Any]):
     Attributes
     ----------
     X
-        Shape (batch, n_vars), dense or sparse CSR.
+        Shape (batch, n_vars), dense or sparse CSR; columns of a CSR row ascend and none comes twice.
     obs
         Dict of tensors of shape (batch,); categoricals and strings as int64 codes, -1 for missing.
     layers, obsm

@@ -190,6 +190,8 @@ def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) 
     assert kernels.scatter_columns(*where, *lookup, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
     assert kernels.copy_rows_csr(*where, N_VARS, indptr, *everything, *rows.likes) == culprit
     assert kernels.copy_columns_csr(*where, *lookup, indptr, *everything, *rows.likes) == culprit
+    merge = indptr.copy(), *everything, np.empty(N_VARS, "f4")
+    assert kernels.merge_columns_csr(*where, *lookup, *merge, *rows.likes) == culprit
     counts = np.empty(n, "int64")
     kinds = lookup[0], lookup[2]
     assert kernels.count_columns(positions, rows.lengths, indices_at, *kinds, counts, rows.likes[1]) == culprit
@@ -206,6 +208,66 @@ def test_a_repeated_column_adds_up_as_in_scipy() -> None:
     )
     kernels.scatter_rows(*where, 4, out, data[:0], indices[:0])
     np.testing.assert_array_equal(out, sp.csr_array((data, indices, np.array([0, 3])), shape=(1, 4)).toarray())
+
+
+def where_of(rows: list[list[int]], values: NDArray[Any], indices: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """Lengths and addresses of rows that lie one after the other."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    starts = (np.cumsum(lengths) - lengths).astype(np.uint64)
+    return (lengths, *(np.uint64(address(part)) + starts * np.uint64(part.itemsize) for part in (values, indices)))
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 199), max_size=150), min_size=1, max_size=6),
+    order=st.permutations(range(200)),
+    n_kept=st.integers(1, 200),
+    types=st.sampled_from([("float32", "float32"), ("uint8", "int64"), ("uint8", "float32"), ("bool", "bool")]),
+)
+def test_merged_rows_ascend_and_hold_the_sums(
+    rows: list[list[int]], order: list[int], n_kept: int, types: tuple[str, str]
+) -> None:
+    stored, summed = types
+    rng = np.random.default_rng(0)
+    indices = np.array([column for row in rows for column in row], dtype=np.int32)
+    values = (rng.random(len(indices)) * 256).astype(stored)
+    lookup = np.full(200, -1, dtype=np.int32)
+    lookup[order[:n_kept]] = np.arange(n_kept)
+    n_values = int((lookup[indices] >= 0).sum())
+    indptr, got, data = garbage((len(rows) + 1,), "int64"), garbage((n_values,), "int32"), garbage((n_values,), summed)
+    tables = np.zeros(len(rows), np.int32), lookup[None], Lookups.of(lookup[None]).kinds
+    to = indptr, got, data, np.empty(n_kept, summed), values[:0], indices[:0]
+    assert kernels.merge_columns_csr(np.arange(len(rows)), *where_of(rows, values, indices), *tables, *to) == -1
+    remaining = iter(values)
+    for row, start, stop in zip(rows, indptr[:-1], indptr[1:], strict=True):
+        sums: dict[int, Any] = {}
+        for column, value in zip(row, remaining, strict=False):
+            if lookup[column] >= 0:
+                value = np.dtype(summed).type(value)
+                sums[lookup[column]] = sums[lookup[column]] + value if lookup[column] in sums else value
+        assert got[start:stop].tolist() == sorted(sums)
+        np.testing.assert_array_equal(data[start:stop], [sums[column] for column in sorted(sums)])
+
+
+@pytest.mark.parametrize("row", [[0, 2, 2, 5], [0, 5, 2]], ids=["repeats", "descends"])
+def test_rows_whose_columns_do_not_ascend_end_the_kernels_that_need_that(row: list[int]) -> None:
+    rows = [[1, 3], row]
+    indices, values = np.array([1, 3, *row], dtype=np.int32), np.ones(2 + len(row), dtype=np.float32)
+    where, likes = where_of(rows, values, indices), (values[:0], indices[:0])
+    everything = np.array([0, 2]), garbage((len(values),), "int32"), garbage((len(values),), "float32")
+    out = garbage((2, 6), "float32")
+    maps, lookup = np.zeros(2, np.int32), np.arange(6, dtype=np.int32)[None]
+    tables, kinds = Lookups.of(lookup), Lookups.of(lookup).kinds
+    for kernel, args in (
+        (kernels.scatter_rows, (6, out)),
+        (kernels.scatter_columns, (maps, lookup, kinds, out)),
+        (kernels.renumber_rows, (maps, tables.renumbered, out)),
+        (kernels.copy_rows_csr, (6, *everything)),
+        (kernels.copy_columns_csr, (maps, lookup, kinds, *everything)),
+        (kernels.renumber_rows_csr, (maps, tables.renumbered, 6, *everything)),
+    ):
+        assert kernel(np.arange(2), *where, *args, *likes, False) == kernels.UNORDERED
+        assert kernel(np.arange(2), *where, *args, *likes, True) == -1
+        assert kernel(np.arange(1), *where, *args, *likes, False) == -1
 
 
 @pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import dask.array as da
 import h5py
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 import zarr
 from numpy.typing import NDArray
 
+import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import Columns, Fetched, Matrix, as_matrix, open_matrix
 from tests.support.recorders import recorded_reads
@@ -535,3 +538,189 @@ def test_what_anndata_wrote_before_0_7_is_found(tmp_path: Path) -> None:
         open_matrix(path, "obsm/name")
     with pytest.raises(MissingKeyError, match="raw/X, obsm/X_pca, obsm/name"):
         open_matrix(path, "X")
+
+
+N_GENES = 23
+
+
+def untidy(n_obs: int, n_vars: int, dtype: str, seed: int) -> sp.csr_matrix:
+    """Rows whose columns come in any order, some of them up to three times, some rows as they should be."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 2 * n_vars, n_obs)
+    rows = [rng.integers(0, n_vars, length) for length in lengths]
+    for i in range(0, n_obs, 3):
+        rows[i] = np.unique(rows[i])
+    indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+    values = rng.integers(100, 256, indptr[-1]).astype(dtype)
+    if values.dtype.kind == "f":
+        values += rng.random(len(values)).astype(dtype)
+    return sp.csr_matrix((values, np.concatenate(rows).astype(np.int32), indptr), shape=(n_obs, n_vars))
+
+
+def added_up(matrix: sp.csr_matrix) -> NDArray[Any]:
+    """The dense matrix, values at one place added up in the stored order; integers do not overflow."""
+    out = np.zeros(matrix.shape, np.int64 if matrix.dtype.kind in "iu" else matrix.dtype)
+    rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+    np.add.at(out, (rows, matrix.indices), matrix.data)
+    return out
+
+
+def untidy_atlas(dtype: str, n_obs: int = 60, n_vars: int = N_GENES, seed: int = 0) -> ad.AnnData:
+    X, layer = untidy(n_obs, n_vars, dtype, seed), untidy(n_obs, n_vars, dtype, seed + 1)
+    by_column = untidy(n_vars, n_obs, dtype, seed + 2)
+    columns = sp.csc_matrix((by_column.data, by_column.indices, by_column.indptr), shape=(n_obs, n_vars))
+    adata = ad.AnnData(X, layers={"counts": layer, "columns": columns})
+    adata.var_names = [f"g{i}" for i in range(n_vars)]
+    adata.obs_names = [f"{seed}-{i}" for i in range(n_obs)]
+    return adata
+
+
+def untidy_values(adata: ad.AnnData) -> dict[str, NDArray[Any]]:
+    return {
+        "X": added_up(adata.X),
+        "counts": added_up(adata.layers["counts"]),
+        "columns": added_up(adata.layers["columns"].T).T,
+    }
+
+
+def check_valid(tensor: torch.Tensor) -> None:
+    parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    with torch.sparse.check_sparse_tensor_invariants():
+        torch.sparse_csr_tensor(*parts, size=tensor.shape)
+
+
+def check_batches(opened: Any, values: dict[str, NDArray[Any]], genes: Any) -> None:
+    """CSR and dense batches of the same rows are valid, and hold the sums of `values`."""
+    kept = slice(None) if genes is None else genes
+    for layout in ("csr", "dense"):
+        dataset = dasksc.scDataset(
+            opened, dasksc.BlockShuffling(3), 7, 2, layout=layout, layers=["counts", "columns"], genes=genes, seed=0
+        )
+        n = 0
+        for batch in dataset:
+            for name, tensor in {"X": batch.X, **batch.layers}.items():
+                expected = values[name][batch.index.numpy()][:, kept].astype("float32")
+                if layout == "csr":
+                    check_valid(tensor)
+                np.testing.assert_array_equal(tensor.to_dense().numpy(), expected)
+            n += len(batch.index)
+        assert n == len(values["X"])
+
+
+GENES = {
+    "all": None,
+    "ascending": np.arange(0, N_GENES, 2),
+    "in an order of their own": np.array([20, 3, 22, 0, 11, 7, 8]),
+    "all in an order of their own": np.random.default_rng(0).permutation(N_GENES),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "float64", "int32"])
+@pytest.mark.parametrize("kind", [*(kind for kind in WRITERS if kind != "zipped zarr"), "memory"])
+def test_batches_are_canonical_whatever_is_stored(kind: str, dtype: str, tmp_path: Path) -> None:
+    adata = untidy_atlas(dtype)
+    values = untidy_values(adata)
+    opened = dasksc.open(adata if kind == "memory" else WRITERS[kind](adata, tmp_path / "untidy"))
+    for genes in GENES.values():
+        check_batches(opened, values, genes)
+
+
+def test_sums_that_the_type_of_the_matrix_cannot_hold_are_refused_in_that_type() -> None:
+    repeated = sp.csr_matrix((np.array([200, 100, 7], "uint8"), np.array([1, 1, 0]), np.array([0, 3])), shape=(1, 2))
+    fetched, out = as_matrix(repeated, "X").fetch(np.array([0])), np.empty((1, 2), dtype=np.float32)
+    with pytest.raises(StorageError, match="from 7 to 300; uint8 cannot hold them"):
+        fetched.gather(np.array([0]), out=out.astype(np.uint8))
+    with pytest.raises(StorageError, match="from 7 to 300; uint8 cannot hold them"):
+        fetched.gather_csr(np.array([0]))
+    fetched.gather(np.array([0]), out=out)
+    assert out.tolist() == [[7, 300]]
+    assert fetched.compact().gather_csr(np.array([0]), dtype=np.dtype("int32"))[2].tolist() == [7, 300]
+
+
+def test_rows_of_a_very_wide_matrix_are_put_in_order_without_tables_of_its_width() -> None:
+    n_vars = 2**31 - 1
+    indices, values = np.array([n_vars - 1, 5, n_vars - 1, 7]), np.array([1.5, 2.0, 4.0, 8.0])
+    wide = sp.csr_matrix((values, indices, np.array([0, 3, 4])), shape=(2, n_vars))
+    indptr, columns, data = as_matrix(wide, "X").fetch(np.arange(2)).gather_csr(np.array([1, 0]))
+    assert (indptr.tolist(), columns.tolist()) == ([0, 1, 3], [7, 5, n_vars - 1])
+    assert data.tolist() == [8.0, 2.0, 5.5]
+
+
+@pytest.mark.parametrize("genes", GENES)
+def test_batches_of_tidy_rows_ascend_in_any_order_of_genes(genes: str, tmp_path: Path) -> None:
+    adata = untidy_atlas("float32")
+    values = untidy_values(adata)
+    adata.X, adata.layers["counts"] = sp.csr_matrix(values["X"]), sp.csr_matrix(values["counts"])
+    adata.layers["columns"] = sp.csc_matrix(values["columns"])
+    check_batches(dasksc.open(WRITERS["h5ad"](adata, tmp_path / "tidy")), values, GENES[genes])
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_batches_of_atlases_whose_genes_are_in_other_orders_are_canonical(join: str, tmp_path: Path) -> None:
+    parts = [untidy_atlas("float32", seed=0), untidy_atlas("uint8", seed=10)]
+    for dtype in ("float32", "uint8"):
+        part = untidy_atlas(dtype, seed=20 + len(parts))
+        part.var_names = np.random.default_rng(len(parts)).permutation(part.var_names)
+        parts.append(part)
+    paths = [WRITERS["h5ad"](part, tmp_path / str(i)) for i, part in enumerate(parts)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opened = dasksc.open(paths, join=join)
+    orders = [part.var_names.get_indexer(opened.var_names) for part in parts]
+    each = [untidy_values(part) for part in parts]
+    values = {
+        name: np.concatenate([one[name][:, order] for one, order in zip(each, orders, strict=True)]) for name in each[0]
+    }
+    for genes in GENES.values():
+        check_batches(opened, values, genes)
+
+
+def test_batches_of_a_sharded_store_of_several_are_canonical(tmp_path: Path) -> None:
+    parts = [untidy_atlas("float32", seed=seed) for seed in (0, 10)]
+    zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
+    for i, part in enumerate(parts):
+        WRITERS["sharded zarr v3"](part, tmp_path / str(i)).rename(tmp_path / "store" / f"dataset_{i}")
+    each = [untidy_values(part) for part in parts]
+    values = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
+    for genes in GENES.values():
+        check_batches(dasksc.open(tmp_path / "store"), values, genes)
+
+
+def squared(block: Any) -> Any:
+    """A function of values that, unlike SciPy's, takes no care of places that have several."""
+    return type(block)((block.data**2, block.indices, block.indptr), shape=block.shape)
+
+
+SHUFFLED = GENES["in an order of their own"]
+FUNCTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[NDArray[Any]], NDArray[Any]]]] = {
+    "log1p": (da.log1p, np.log1p),
+    "power": (lambda X: X**2, np.square),
+    "a function of rows": (lambda X: X.map_blocks(dasksc.row_local(squared), dtype=X.dtype, meta=X._meta), np.square),
+    "a function of blocks": (lambda X: X.map_blocks(squared, dtype=X.dtype, meta=X._meta), np.square),
+    "columns in another order": (lambda X: da.log1p(X[:, SHUFFLED]), lambda X: np.log1p(X)[:, SHUFFLED]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [(kind, function) for kind in ("h5ad", "zarr v3", "memory") for function in FUNCTIONS]
+    # What chunks of one's own hold is up to one's own function of blocks.
+    + [("dask", "log1p"), ("dask", "power"), ("dask", "columns in another order")],
+)
+def test_values_at_one_place_are_added_up_before_array_code_sees_them(kind: str, function: str, tmp_path: Path) -> None:
+    adata = untidy_atlas("float32")
+    of_array, of_values = FUNCTIONS[function]
+    expected = of_values(added_up(adata.X))
+    if kind == "dask":
+        array = of_array(da.from_array(adata.X, chunks=(20, N_GENES), asarray=False))
+    else:
+        array = of_array(dasksc.open(adata if kind == "memory" else WRITERS[kind](adata, tmp_path / "untidy")).X)
+    if function != "power":  # of SciPy's matrices `**` is another function
+        np.testing.assert_allclose(array.compute(scheduler="synchronous").toarray(), expected, rtol=1e-5)
+    for layout in ("csr", "dense"):
+        batches = list(dasksc.scDataset(array, dasksc.Streaming(), batch_size=7, fetch_factor=2, layout=layout, seed=0))
+        if layout == "csr":
+            for tensor in batches:
+                check_valid(tensor)
+        got = np.concatenate([tensor.to_dense().numpy() for tensor in batches])
+        np.testing.assert_allclose(got, expected, rtol=1e-5)

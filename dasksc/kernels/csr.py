@@ -22,6 +22,9 @@ like_data, like_indices, like
 maps, lookups
     Which row of `lookups` holds for each row fetched, shape (n_fetched,), int32; and where each column goes,
     shape (n_maps, n_columns), int32: -1 where it is left out, below that where no row may have one.
+any_order
+    Whether the columns of a row may come in any order and repeat. If not, the first row in which they do not
+    strictly ascend ends the kernel, which returns `UNORDERED`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ __all__ = [
     "copy_rows",
     "copy_rows_csr",
     "count_bytes",
+    "merge_columns_csr",
     "narrow",
     "renumber_rows",
     "renumber_rows_csr",
@@ -56,6 +60,7 @@ __all__ = [
 
 
 LEFT_OUT, KEPT, REFUSED = 0, 1, 2
+UNORDERED = -2
 
 _CLEARED_AHEAD = np.uint64(2048)
 # Elements worked on between two looks ahead.
@@ -64,6 +69,9 @@ _STRIDE = 64
 _TRIED = 4096
 _LINE_BYTES = 64
 _HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
+# Bits of a word are found this many at a time, so that few branches depend on how many there are.
+_BITS_AT_ONCE = 8
+_ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
 
 
 @intrinsic
@@ -106,7 +114,16 @@ def _look_ahead(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
 
 
 @kernel
-def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices):
+def _ascending(columns_at, n, like_indices):
+    # Without a branch in it, it is done on several at a time.
+    ascending = True
+    for k in range(1, n):
+        ascending &= load(columns_at, k - 1, like_indices) < load(columns_at, k, like_indices)
+    return ascending
+
+
+@kernel
+def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices, any_order=True):
     """Write CSR rows into `out`, dense, shape (n_rows, n_vars). Repeated columns add up, as in scipy."""
     n_columns = np.uint64(n_vars)
     for i in range(len(positions)):
@@ -119,25 +136,44 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
         # Cleared just ahead of the columns, which mostly ascend: a whole row would leave the nearest cache
         # before it is written to.
         n_cleared = np.uint64(0)
-        for first in range(0, n, _STRIDE):
-            _look_ahead(next_columns_at, first, like_indices)
-            _look_ahead(next_values_at, first, like_data)
-            for k in range(first, min(first + _STRIDE, n)):
-                # A negative column wraps to a number far beyond n_vars.
-                column = np.uint64(load(columns_at, k, like_indices))
-                if column >= n_cleared:
-                    if column >= n_columns:
+        if _ascending(columns_at, n, like_indices):
+            # The last column of a stride is its largest. Each is judged all the same: somebody may write to the file.
+            for first in range(0, n, _STRIDE):
+                _look_ahead(next_columns_at, first, like_indices)
+                _look_ahead(next_values_at, first, like_data)
+                end = min(first + _STRIDE, n)
+                last = np.uint64(load(columns_at, end - 1, like_indices))
+                if last >= n_columns:
+                    return row
+                dense[n_cleared : last + _ONE] = 0
+                n_cleared = last + _ONE
+                for k in range(first, end):
+                    # A negative column wraps to a number far beyond n_vars.
+                    column = np.uint64(load(columns_at, k, like_indices))
+                    if column > last:
                         return row
-                    stop = min(column + _CLEARED_AHEAD, n_columns)
-                    dense[n_cleared:stop] = 0
-                    n_cleared = stop
-                dense[column] += load(values_at, k, like_data)
+                    dense[column] += load(values_at, k, like_data)
+            dense[n_cleared:] = 0
+            continue
+        if not any_order:
+            return UNORDERED
+        for k in range(n):
+            column = np.uint64(load(columns_at, k, like_indices))
+            if column >= n_cleared:
+                if column >= n_columns:
+                    return row
+                stop = min(column + _CLEARED_AHEAD, n_columns)
+                dense[n_cleared:stop] = 0
+                n_cleared = stop
+            dense[column] += load(values_at, k, like_data)
         dense[n_cleared:] = 0
     return -1
 
 
 @kernel
-def renumber_rows(positions, lengths, data_at, indices_at, maps, renumbered, out, like_data, like_indices):
+def renumber_rows(
+    positions, lengths, data_at, indices_at, maps, renumbered, out, like_data, like_indices, any_order=True
+):
     """Write CSR rows into `out`, dense, shape (n_rows, n_kept), every column renumbered and none left out."""
     n_columns, n_kept = np.uint64(renumbered.shape[1]), np.uint64(out.shape[1])
     for i in range(len(positions)):
@@ -148,6 +184,8 @@ def renumber_rows(positions, lengths, data_at, indices_at, maps, renumbered, out
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         lookup = renumbered[maps[row]]
         dense = out[i]
+        if not (any_order or _ascending(columns_at, n, like_indices)):
+            return UNORDERED
         dense[:] = 0
         for first in range(0, n, _STRIDE):
             _look_ahead(next_columns_at, first, like_indices)
@@ -169,6 +207,15 @@ def _longest(positions, lengths):
     for i in range(len(positions)):
         longest = max(longest, lengths[positions[i]])
     return longest
+
+
+@kernel
+def _ascend(columns, n):
+    # Without a branch in it, it is done on several at a time.
+    ascending = True
+    for k in range(1, n):
+        ascending &= columns[k - 1] < columns[k]
+    return ascending
 
 
 @kernel
@@ -198,7 +245,9 @@ def _choose(columns_at, n, kinds, columns, places, next_columns_at, next_values_
 
 
 @kernel
-def scatter_columns(positions, lengths, data_at, indices_at, maps, lookups, kinds, out, like_data, like_indices):
+def scatter_columns(
+    positions, lengths, data_at, indices_at, maps, lookups, kinds, out, like_data, like_indices, any_order=True
+):
     """Write the kept columns of CSR rows into `out`, dense, shape (n_rows, n_kept)."""
     longest = _longest(positions, lengths)
     columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
@@ -223,6 +272,8 @@ def scatter_columns(positions, lengths, data_at, indices_at, maps, lookups, kind
         )
         if n_kept < 0:
             return row
+        if not (any_order or _ascend(columns, n_kept)):
+            return UNORDERED
         for j in range(np.uint64(n_kept)):
             to = np.uint64(lookup[np.uint64(columns[j])])
             dense[to] += load(values_at, np.int64(places[j]), like_data)
@@ -247,7 +298,9 @@ def row_starts(positions, lengths, indptr):
 
 
 @kernel
-def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices):
+def copy_rows_csr(
+    positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices, any_order=True
+):
     """Write CSR rows into `indices` and `data`, row i at ``indptr[i]``."""
     for i in range(len(positions)):
         row = positions[i]
@@ -259,14 +312,22 @@ def copy_rows_csr(positions, lengths, data_at, indices_at, n_vars, indptr, indic
         values_at = data_at[row]
         row_indices = indices[indptr[i] : indptr[i] + n]
         row_data = data[indptr[i] : indptr[i] + n]
-        # Two plain passes, which vectorise; the check of the columns rides on the first.
-        smallest = load(columns_at, 0, like_indices)
-        largest = smallest
-        for k in range(n):
+        # Two plain passes, which vectorise; the check of the columns rides on the first: where they ascend, the ends
+        # bound them.
+        smallest = row_indices[0] = load(columns_at, 0, like_indices)
+        ascending = True
+        for k in range(1, n):
             column = load(columns_at, k, like_indices)
-            smallest = min(smallest, column)
-            largest = max(largest, column)
+            ascending &= load(columns_at, k - 1, like_indices) < column
             row_indices[k] = column
+        largest = load(columns_at, n - 1, like_indices)
+        if not ascending:
+            if not any_order:
+                return UNORDERED
+            for k in range(n):
+                column = load(columns_at, k, like_indices)
+                smallest = min(smallest, column)
+                largest = max(largest, column)
         if smallest < 0 or largest >= n_vars:
             return row
         next_columns_at, next_values_at = indices_at[following], data_at[following]
@@ -307,7 +368,19 @@ def count_columns(positions, lengths, indices_at, maps, kinds, counts, like_indi
 
 @kernel
 def copy_columns_csr(
-    positions, lengths, data_at, indices_at, maps, lookups, kinds, indptr, indices, data, like_data, like_indices
+    positions,
+    lengths,
+    data_at,
+    indices_at,
+    maps,
+    lookups,
+    kinds,
+    indptr,
+    indices,
+    data,
+    like_data,
+    like_indices,
+    any_order=True,
 ):
     """Write the kept columns of CSR rows, renumbered, row i at ``indptr[i]``; `count_columns` ran before."""
     longest = _longest(positions, lengths)
@@ -336,12 +409,128 @@ def copy_columns_csr(
         for j in range(np.uint64(n_kept)):
             row_indices[j] = lookup[np.uint64(columns[j])]
             row_data[j] = load(values_at, np.int64(places[j]), like_data)
+        if not (any_order or _ascend(row_indices, n_kept)):
+            return UNORDERED
+    return -1
+
+
+@intrinsic
+def _lowest_bit(typingctx: Any, word: Any) -> Any:
+    """Return the number of the lowest bit that is set in a word; any number if none is."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def _count_bits(typingctx: Any, word: Any) -> Any:
+    """Return how many bits of a word are set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+@kernel
+def _list_bits(bits, listed):
+    # Write the numbers of the bits that are set into `listed`, and clear them; return how many there are. Up to
+    # `_BITS_AT_ONCE` elements beyond those are overwritten.
+    n = np.uint64(0)
+    for i in range(len(bits)):
+        word = bits[i]
+        bits[i] = 0
+        to = n
+        n += _count_bits(word)
+        while word:
+            for _ in range(_BITS_AT_ONCE):
+                listed[to] = (np.uint64(i) << _WORD_SHIFT) + _lowest_bit(word)
+                to += _ONE
+                word &= word - _ONE
+    return np.int64(n)
+
+
+@kernel
+def merge_columns_csr(
+    positions, lengths, data_at, indices_at, maps, lookups, kinds, indptr, indices, data, sums, like_data, like_indices
+):
+    """Write the kept columns of CSR rows, renumbered and ascending, the values of each added up in the stored order.
+
+    `indptr`, shape (n_rows + 1,), says where the rows lie in the end, one after the other; `indices` and `data` have
+    room for what `count_columns` counts. `sums`, shape (n_kept,), is for work, in the type in which values are added
+    up.
+    """
+    longest = _longest(positions, lengths)
+    columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
+    merged = np.empty(longest + _BITS_AT_ONCE, dtype=np.int32)
+    bits = np.zeros((len(sums) + 63) // 64, dtype=np.uint64)
+    total = indptr[0] = 0
+    for i in range(len(positions)):
+        row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
+        values_at = data_at[row]
+        lookup = lookups[maps[row]]
+        n_kept = _choose(
+            indices_at[row],
+            lengths[row],
+            kinds[maps[row]],
+            columns,
+            places,
+            indices_at[following],
+            data_at[following],
+            like_data,
+            like_indices,
+        )
+        if n_kept < 0:
+            return row
+        row_indices, row_data = indices[total : total + n_kept], data[total : total + n_kept]
+        for j in range(np.uint64(n_kept)):
+            row_indices[j] = lookup[np.uint64(columns[j])]
+        if _ascend(row_indices, n_kept):
+            for j in range(np.uint64(n_kept)):
+                row_data[j] = sums.dtype.type(load(values_at, np.int64(places[j]), like_data))
+            n_merged = n_kept
+        else:
+            # A bit for each column puts them in order in one pass over the bits, which costs less than sorting.
+            for j in range(np.uint64(n_kept)):
+                to = np.uint64(row_indices[j])
+                sums[to] = load(values_at, np.int64(places[j]), like_data)
+                bits[to >> _WORD_SHIFT] |= _ONE << (to & _WORD_MASK)
+            n_merged = _list_bits(bits, merged)
+            if n_merged < n_kept:
+                for j in range(np.uint64(n_kept)):
+                    to = np.uint64(row_indices[j])
+                    value = sums.dtype.type(load(values_at, np.int64(places[j]), like_data))
+                    bit = _ONE << (to & _WORD_MASK)
+                    sums[to] = sums[to] + value if bits[to >> _WORD_SHIFT] & bit else value
+                    bits[to >> _WORD_SHIFT] |= bit
+                _list_bits(bits, merged)
+            for j in range(n_merged):
+                row_indices[j] = merged[j]
+            for j in range(n_merged):
+                row_data[j] = sums[np.uint64(merged[j])]
+        total += n_merged
+        indptr[i + 1] = total
     return -1
 
 
 @kernel
 def renumber_rows_csr(
-    positions, lengths, data_at, indices_at, maps, renumbered, n_kept, indptr, indices, data, like_data, like_indices
+    positions,
+    lengths,
+    data_at,
+    indices_at,
+    maps,
+    renumbered,
+    n_kept,
+    indptr,
+    indices,
+    data,
+    like_data,
+    like_indices,
+    any_order=True,
 ):
     """Write CSR rows, every column renumbered and none left out, row i at ``indptr[i]``."""
     n_columns = renumbered.shape[1]
@@ -381,10 +570,13 @@ def renumber_rows_csr(
             row_indices[0] = lookup[np.uint64(row_indices[0])]
         if end < n:
             row_indices[n - 1] = lookup[np.uint64(row_indices[n - 1])]
-        smallest_to = largest_to = row_indices[0]
-        for k in range(n):
-            smallest_to = min(smallest_to, row_indices[k])
-            largest_to = max(largest_to, row_indices[k])
+        if not (any_order or _ascend(row_indices, n)):
+            return UNORDERED
+        smallest_to, largest_to = row_indices[0], row_indices[n - 1]
+        if any_order:
+            for k in range(n):
+                smallest_to = min(smallest_to, row_indices[k])
+                largest_to = max(largest_to, row_indices[k])
         if smallest_to < 0 or largest_to >= n_kept:
             return row
         for k in range(n):

@@ -190,8 +190,11 @@ def _csr(
 ) -> sp.csr_matrix:
     # SciPy widens both index arrays to the wider of the two; most blocks fit the narrow type.
     if indptr[-1] <= np.iinfo(np.int32).max:
-        return sp.csr_matrix((data, indices, indptr.astype(np.int32)), shape=shape, copy=False)
-    return sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
+        indptr = indptr.astype(np.int32)
+    block = sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
+    # Gathered rows are; to find that out again would take a pass over the column numbers.
+    block.has_canonical_format = True
+    return block
 
 
 def _as_range(index: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, InputError
+from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import memory
 from dasksc.storage.arrays import memory_dtype
@@ -17,6 +18,9 @@ from dasksc.storage.matrix import ColumnMaps, Columns, Fetched, Layout, Lookups
 from dasksc.storage.reach import Reached
 
 __all__ = ["CSRFetched", "DenseFetched", "join"]
+
+# Columns that tables for putting rows in order are made of; a batch of a wider matrix has few of them.
+_MOST_NUMBERED = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +117,8 @@ class CSRFetched(_Rows):
         self._indices = indices
         self._n_columns = n_vars if self._column_maps is None else self._column_maps.n_columns
         self._block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]] | None = None
+        # Found by the first batch that has a row whose columns do not ascend, for the other batches.
+        self._unordered = False
 
     @property
     def nbytes(self) -> int:
@@ -133,19 +139,30 @@ class CSRFetched(_Rows):
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         # Counts may be held in a byte each: what is added up at one place needs the room of the stored type.
         target = kernel_target(out, np.result_type(self._data.dtype, memory_dtype(self.dtype)))
+        if not self._scatter(positions, target, columns):
+            block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
+            self._check_sums(block[2], target.dtype)
+            merged = self.of_block(self.label, self.rows[positions], out.shape[1], self.dtype, block)
+            merged._scatter(np.arange(len(positions), dtype=np.int64), target, None)
+        if target is not out:
+            out[...] = target
+
+    def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
+        """Write rows into `target`, dense; return False if values have to be added up in another type first."""
+        any_order = bool(target.dtype == self._sum_dtype)
+        if self._unordered and not any_order:
+            return False
         mapped = self._mapped(columns)
-        to = target, self._data.like, self._indices.like
+        to = target, self._data.like, self._indices.like, any_order
         if mapped is None:
-            bad = kernels.scatter_rows(positions, *self._where, self.shape[1], *to)
+            bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
         else:
             maps, lookups = mapped
             if lookups.renumbered is None:
                 bad = kernels.scatter_columns(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
             else:
                 bad = kernels.renumber_rows(positions, *self._where, maps, lookups.renumbered, *to)
-        self._refuse(bad)
-        if target is not out:
-            out[...] = target
+        return self._is_ordered(bad)
 
     def gather_csr(
         self,
@@ -155,8 +172,17 @@ class CSRFetched(_Rows):
         columns: Columns | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return ``(indptr, indices, data)`` of the rows at `positions`; see `Fetched.gather_csr`."""
+        return self._gather_csr(positions, self.dtype if dtype is None else np.dtype(dtype), columns)
+
+    def _gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        dtype: np.dtype[Any],
+        columns: Columns | None = None,
+        *,
+        any_order: bool = False,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         positions = np.ascontiguousarray(positions, dtype=np.int64)
-        dtype = self.dtype if dtype is None else np.dtype(dtype)
         indptr = np.empty(len(positions) + 1, dtype=np.int64)
         n_values = kernels.row_starts(positions, self._lengths, indptr)
         if n_values < 0:
@@ -173,8 +199,13 @@ class CSRFetched(_Rows):
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
         indices = memory.empty(n_values, np.int32)
-        data = memory.empty(n_values, dtype if has_kernel_dtype(dtype) else self._data.dtype)
-        self._copy(positions, indptr=indptr, indices=indices, data=data, columns=columns)
+        data = memory.empty(n_values, dtype if has_kernel_dtype(dtype) else self._sum_dtype)
+        if not self._copy(positions, indptr, indices, data, columns, any_order=any_order):
+            if dtype == self.dtype:
+                data = np.empty(n_values, dtype=self._sum_dtype)
+            self._merge(positions, indptr, indices, data, columns)
+            indices, data = indices[: indptr[-1]], data[: indptr[-1]]
+            self._check_sums(data, dtype)
         return indptr, indices, data.astype(dtype, copy=False)
 
     def compact(self) -> CSRFetched:
@@ -198,16 +229,26 @@ class CSRFetched(_Rows):
     def _types(self) -> tuple[np.dtype[Any], ...]:
         return self._data.dtype, self._indices.dtype
 
+    @property
+    def _sum_dtype(self) -> np.dtype[Any]:
+        """Type in which values at one column are added up: that of the matrix, integers without overflow."""
+        if self.dtype.kind not in "iu":
+            return memory_dtype(self.dtype)
+        return np.dtype(np.uint64 if self.dtype == np.uint64 else np.int64)
+
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRFetched:
-        """Return the same rows in a block of their own, in the given types, their columns the common ones."""
+        """Return the same rows in a block of their own, in the given types, their columns the common ones.
+
+        Columns are in the order they are stored in, also where they repeat: their sums may not fit into `data`.
+        """
         positions = np.arange(self.shape[0], dtype=np.int64)
         if self._column_maps is not None:
-            indptr, columns, values = self.gather_csr(positions, dtype=data)
+            indptr, columns, values = self._gather_csr(positions, data, any_order=True)
             columns = columns.astype(indices, copy=False)
         else:
             indptr = indptr_of(self._lengths)
             columns, values = memory.empty(int(indptr[-1]), indices), memory.empty(int(indptr[-1]), data)
-            self._copy(positions, indptr=indptr, indices=columns, data=values)
+            self._copy(positions, indptr, columns, values, any_order=True)
         return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
     @classmethod
@@ -257,14 +298,18 @@ class CSRFetched(_Rows):
     def _copy(
         self,
         positions: NDArray[np.int64],
-        *,
         indptr: NDArray[np.int64],
         indices: NDArray[Any],
         data: NDArray[Any],
         columns: Columns | None = None,
-    ) -> None:
-        to = (indptr[:-1], indices, data, self._data.like, self._indices.like)
+        *,
+        any_order: bool,
+    ) -> bool:
+        """Write rows as they are stored; return False if their columns do not ascend, unless they need not."""
         mapped = self._mapped(columns)
+        if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
+            return False
+        to = (indptr[:-1], indices, data, self._data.like, self._indices.like, any_order)
         if mapped is None:
             bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
@@ -274,7 +319,58 @@ class CSRFetched(_Rows):
             else:
                 n_kept = self.shape[1] if columns is None else len(columns)
                 bad = kernels.renumber_rows_csr(positions, *self._where, maps, lookups.renumbered, n_kept, *to)
+        return self._is_ordered(bad)
+
+    def _merge(
+        self,
+        positions: NDArray[np.int64],
+        indptr: NDArray[np.int64],
+        indices: NDArray[Any],
+        data: NDArray[Any],
+        columns: Columns | None,
+    ) -> None:
+        """Write rows with ascending columns, values at one column added up, and where they lie into `indptr`."""
+        mapped = self._mapped(columns)
+        if mapped is None and self._n_columns > _MOST_NUMBERED:
+            # Without tables as wide as the matrix: the columns that there are get numbers of their own.
+            values = np.empty(len(data), dtype=self._data.dtype)
+            self._copy(positions, indptr, indices, values, any_order=True)
+            present, numbers = np.unique(indices, return_inverse=True)
+            block = indptr.copy(), numbers.astype(np.int32), values
+            numbered = self.of_block(self.label, self.rows[positions], len(present), self.dtype, block)
+            numbered._merge(np.arange(len(positions), dtype=np.int64), indptr, indices, data, None)
+            indices[: indptr[-1]] = present[indices[: indptr[-1]]]
+            return
+        maps, lookups = (self._maps, self._unchanged) if mapped is None else mapped
+        sums = np.empty(self.shape[1] if columns is None else len(columns), dtype=self._sum_dtype)
+        likes = self._data.like, self._indices.like
+        bad = kernels.merge_columns_csr(
+            positions, *self._where, maps, lookups.to, lookups.kinds, indptr, indices, data, sums, *likes
+        )
         self._refuse(bad)
+
+    @cached_property
+    def _unchanged(self) -> Lookups:
+        return Lookups.of(np.arange(self._n_columns, dtype=np.int32)[None])
+
+    def _is_ordered(self, bad_row: int) -> bool:
+        if bad_row == kernels.UNORDERED:
+            self._unordered = True
+            return False
+        self._refuse(bad_row)
+        return True
+
+    def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        """Refuse sums that the type of the matrix cannot hold, where they are wanted in that type."""
+        if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
+            return
+        smallest, largest = int(sums.min()), int(sums.max())
+        if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
+            raise StorageError(
+                f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
+                f"to {largest}; {dtype} cannot hold them. Ask for another dtype, or write the file again in a wider "
+                "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
+            )
 
     def _refuse(self, bad_row: int) -> None:
         if bad_row >= 0:

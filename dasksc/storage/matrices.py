@@ -273,7 +273,8 @@ class CSCMatrix:
         )
         n_columns = self.shape[1]
         fetched = by_columns.fetch(np.arange(n_columns, dtype=np.int64))
-        indptr, indices, data = fetched.gather_csr(np.arange(n_columns, dtype=np.int64))
+        # As they are stored: values at one place are added up when rows are gathered, as of any matrix.
+        indptr, indices, data = fetched.converted(memory_dtype(self.dtype), np.dtype(np.int32)).block
         by_rows = sp.csc_array((data, indices, indptr), shape=self.shape).tocsr()
         return csr_in_memory(by_rows, self.label)
 

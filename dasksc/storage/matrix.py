@@ -63,11 +63,14 @@ class Lookups:
         What is done with each column, uint8.
     renumbered
         `to`, unsigned and narrow, if none is left out; else None.
+    ascends
+        Whether the columns that are kept stay in their order in every map.
     """
 
     to: NDArray[np.int32]
     kinds: NDArray[np.uint8]
     renumbered: NDArray[np.unsignedinteger[Any]] | None
+    ascends: bool
 
     @classmethod
     def of(cls, to: NDArray[np.int32]) -> Lookups:
@@ -76,7 +79,12 @@ class Lookups:
         # What is refused wraps to the largest numbers, so some of them are left for it.
         narrow: type[np.unsignedinteger[Any]] = np.uint16 if to.max(initial=0) < 2**16 - 3 else np.uint32
         leaves_out = bool((to == -1).any())
-        return cls(to=to, kinds=kinds.astype(np.uint8), renumbered=None if leaves_out else to.astype(narrow))
+        return cls(
+            to=to,
+            kinds=kinds.astype(np.uint8),
+            renumbered=None if leaves_out else to.astype(narrow),
+            ascends=all(bool((np.diff(one[one >= 0]) > 0).all()) for one in to),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,6 +221,7 @@ class Fetched(Protocol):
     ) -> None:
         """Write the rows at `positions` of the fetch into `out`, dense, converted to its dtype.
 
+        Values that a row has at one column more than once are added up first; see `gather_csr`.
         `out` is C-contiguous, shape (len(positions), n_vars or len(columns)); every element is
         written. Releases the GIL; may be called from several threads at once.
         """
@@ -226,8 +235,10 @@ class Fetched(Protocol):
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order.
 
-        `indices` ascend within each row if they do so on disk and `columns` ascends too; `dtype`
-        is that of `data` (default: as stored). Works for dense matrices too, dropping zeros.
+        `indices` strictly ascend within each row, whatever their order on disk and that of `columns`. Values
+        that a row has at one column more than once are added up in the order they are stored in, in the type of
+        the matrix (integers in 64 bits), and then converted. `dtype` is that of `data` (default: as stored).
+        Works for dense matrices too, dropping zeros.
         """
 
     def compact(self) -> Fetched:
