@@ -31,7 +31,7 @@ from anndata.io import read_elem
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc.concat import MERGES, Join, concatenated
+from dasksc.concat import MERGES, Join, check_fill_value, concatenated
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.lazy import MatrixRows, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.parts import Part, is_anncollection, parts_of, quoted, stem_of
@@ -127,6 +127,7 @@ def open(
     keys: Sequence[str] | None = None,
     index_unique: str | None = None,
     merge: str | None = None,
+    fill_value: float | None = None,
     raw: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -161,9 +162,11 @@ def open(
         (``"inner"``) or any (``"outer"``); name an obs column that says which row is of which, by `keys`, one for each
         atlas that a pattern or directory stands for (default: of paths, their names, with the folders that tell them
         apart; of an AnnCollection, those in the column that its ``label`` made). Matrices of different types take
-        their common one, with a warning; a variable that an atlas lacks is 0 in sparse matrices and NaN in dense ones,
-        and so are layers and obsm that only some have, which ``"inner"`` leaves out. Left out are also obsp, uns,
-        varp, and a raw that not all have.
+        their common one, with a warning. Left out are obsp, uns, varp, a raw that not all have, and layers and obsm
+        that only some have unless `join` is ``"outer"``.
+    fill_value
+        What ``join="outer"`` puts where an atlas lacks a variable, a layer or an entry of obsm. Default: 0 in sparse
+        matrices, which take nothing else, and NaN in dense ones, with a warning.
     raw
         Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
         Of several, that of each, joined as any X is.
@@ -186,7 +189,7 @@ def open(
     Raises
     ------
     InputError
-        If `data` is of another kind, or several do not fit together.
+        If `data` is of another kind, or several do not fit together, such as by ``"inner"`` without a common variable.
     MissingPathError
         If there is nothing at the path.
     StorageError
@@ -201,7 +204,8 @@ def open(
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
     if merge not in (None, *MERGES) and not callable(merge):
         raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
-    given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
+    check_fill_value(fill_value, join)
+    given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge, "fill_value": fill_value}
     told = {name: value for name, value in given.items() if value is not None}
     remedy = "adata.obs_names_make_unique() makes them unique"
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):

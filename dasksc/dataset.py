@@ -38,7 +38,7 @@ from dasksc.plan import EpochPlan, FetchPlan, Stretch
 from dasksc.progress import EpochStats, line_of, merged, progress_bar
 from dasksc.reading import Reading
 from dasksc.sampling import Sampler, SamplingStrategy, bind, restricted
-from dasksc.storage import Columns, FetchCost, Layout, Matrix, UseMmap, mapping, memory
+from dasksc.storage import Columns, FetchCost, Layout, Matrix, StackedMatrix, TakenMatrix, UseMmap, mapping, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
 from dasksc.window.parts import Assembled, PartNumbers, part_of
@@ -356,6 +356,7 @@ class scDataset(IterableDataset[Any]):
             only_x=not any(names.values()) and self.transform is None,
             pinned=self._pin_memory,
         )
+        self._warn_of_missing()
 
     def _adopt_modalities(
         self, data: Any, names: dict[str, list[str]], genes: Any, layout: Layout, dtype: Any, mmap: UseMmap
@@ -398,6 +399,19 @@ class scDataset(IterableDataset[Any]):
             pinned=self._pin_memory,
             modalities=tuple(data.mod),
         )
+        self._warn_of_missing()
+
+    def _warn_of_missing(self) -> None:
+        """Warn of columns that batches have as NaN, since the cells are of an atlas that lacks them."""
+        columns = cast(BatchMaker, self._maker).columns
+        for key, matrix in cast(dict[str, Matrix], self._matrices).items():
+            n_missing = matrix.n_missing(columns.get(key)) if isinstance(matrix, StackedMatrix | TakenMatrix) else 0
+            if n_missing:
+                logger.warning(
+                    "batches have NaN in %d of %d columns of %s, for cells of atlases that lack them. Open them with "
+                    "dasksc.open(..., join='outer', fill_value=0) for zeros there",
+                    *(n_missing, len(columns.get(key, range(matrix.shape[1]))), matrix.label),
+                )
 
     def _encoded(self, obs: Any, names: list[str]) -> dict[str, NDArray[Any]]:
         """Return obs columns as numbers, codes as narrow as they are, and keep the labels that they stand for."""

@@ -99,7 +99,7 @@ def dense(array: Any) -> np.ndarray:
     return array.toarray() if sp.issparse(array) else np.asarray(array)
 
 
-def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False) -> None:
+def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> None:
     pd.testing.assert_frame_equal(got.obs, expected.obs)
     pd.testing.assert_frame_equal(got.var, expected.var)
     assert set(got.layers) == set(expected.layers)
@@ -120,7 +120,7 @@ def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False
         np.testing.assert_array_equal(dense(lazy), dense(eager), err_msg=name)
         # Of parts without rows, and of obsm of several widths, AnnData 0.13 may make float64.
         is_float = name.startswith("obsm/") and lazy.dtype.kind == eager.dtype.kind == "f"
-        assert lazy.dtype == eager.dtype or some_are_empty or is_float, name
+        assert lazy.dtype == eager.dtype or not same_types or is_float, name
         assert sp.issparse(lazy._meta) == sp.issparse(eager), name
 
 
@@ -130,18 +130,40 @@ def assert_same(got: AnnData, expected: AnnData, *, some_are_empty: bool = False
     kinds=st.lists(st.sampled_from(["plain", "gzip", "zarr", "memory"]), min_size=3, max_size=3),
     dtypes=st.lists(st.sampled_from(["float32", "int32", "float64"]), min_size=3, max_size=3),
     layouts=st.sampled_from([["csr"] * 3, ["dense"] * 3, ["csr", "dense", "csr"]]),
-    genes=st.sampled_from(["same", "other"]),
+    genes=st.one_of(st.none(), st.lists(st.sets(st.integers(0, 39), min_size=1), min_size=3, max_size=3)),
+    has_common=st.booleans(),
     join=st.sampled_from(["inner", "outer"]),
+    fill_value=st.sampled_from([None, 0, -1, 0.5]),
     label=st.sampled_from([None, "source"]),
     has=st.one_of(st.just([PARTS] * 3), st.lists(st.sets(st.sampled_from(PARTS)), min_size=3, max_size=3)),
 )
 def test_several_are_what_anndata_makes_of_them(
-    tmp_path_factory: pytest.TempPathFactory, seeds, sizes, kinds, dtypes, layouts, genes, join, label, has
+    tmp_path_factory: pytest.TempPathFactory,
+    seeds,
+    sizes,
+    kinds,
+    dtypes,
+    layouts,
+    genes,
+    has_common,
+    join,
+    fill_value,
+    label,
+    has,
 ) -> None:
     folder = tmp_path_factory.mktemp("several")
+    # From one gene to all; in no order, of which one may be common.
+    chosen = [set(range(30))] * 3 if genes is None else [one | {7} if has_common else one for one in genes]
     adatas = [
-        atlas(seed, n, GENES[:30] if genes == "same" else None, dtype=dtype, layout=layout, has=held)
-        for seed, n, dtype, layout, held in zip(seeds, sizes, dtypes, layouts, has, strict=False)
+        atlas(
+            seed,
+            n,
+            np.random.default_rng(seed).permutation(GENES[sorted(one)]) if genes else GENES[:30],
+            dtype=dtype,
+            layout=layout,
+            has=held,
+        )
+        for seed, n, dtype, layout, held, one in zip(seeds, sizes, dtypes, layouts, has, chosen, strict=False)
     ]
     parts = [
         adata if kind == "memory" else write(adata, folder / f"part{i}", kind)
@@ -149,15 +171,23 @@ def test_several_are_what_anndata_makes_of_them(
     ]
     keys = [f"key{i}" for i in range(len(parts))]
     options = {"join": join, "label": label, "keys": keys, "index_unique": "-"}
+    if join == "outer" and fill_value is not None:
+        options["fill_value"] = 0 if "csr" in layouts[: len(parts)] else fill_value
+    if join == "inner" and not set.intersection(*chosen[: len(parts)]):
+        with pytest.raises(InputError, match="no variable in common"):
+            dasksc.open(parts, **options)
+        return
     expected = anndata.concat(adatas, **options)
     got = dasksc.open(parts, **options)
-    assert_same(got, expected, some_are_empty=0 in sizes)
+    # What is filled needs no wider type; AnnData makes one where a part lacks all of a matrix.
+    assert_same(got, expected, same_types=0 not in sizes and "fill_value" not in options)
 
     # Batches, of all variables and of some, are rows of the same.
     n_obs = expected.n_obs
-    if n_obs == 0 or expected.n_vars == 0:
+    if n_obs == 0:
         return
-    for some in (None, expected.var_names[::-3]):
+    one_common = [name for name in expected.var_names if all(name in adata.var_names for adata in adatas)][:1]
+    for some in (None, expected.var_names[::-3], one_common or expected.var_names[:1]):
         dataset = dasksc.scDataset(
             got,
             dasksc.BlockShuffling(4),
@@ -303,16 +333,74 @@ def test_what_not_all_have_is_left_out_of_an_inner_join_and_said(caplog: pytest.
     assert "raw is left out: 1 has none" in caplog.text
 
 
-def test_atlases_without_a_common_variable_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_atlases_without_a_common_variable_are_refused_with_both_kinds_of_names(tmp_path: Path) -> None:
     ensembl = np.array([f"ENSG{i}" for i in range(40)])
-    joined = dasksc.open([atlas(0, 5, GENES), atlas(1, 4, ensembl)])
-    assert joined.shape == (9, 0)
-    assert (
-        "2 atlases have no variable in common, so X has no columns: one has gene0, gene1, another ENSG0" in caplog.text
-    )
+    of_symbols = [write(atlas(i, 5, GENES), tmp_path / f"symbols{i}", "plain") for i in range(2)]
+    other = write(atlas(1, 4, ensembl), tmp_path / "ensembl", "plain")
+    match = "3 atlases have no variable in common.*'symbols0' has gene0, gene1, gene2, and 'ensembl' has ENSG0, ENSG1"
+    for opened in (dasksc.open, lambda paths: dasksc.scDataset(paths, dasksc.Streaming(), 4)):
+        with pytest.raises(InputError, match=match):
+            opened([*of_symbols, other])
+    with pytest.raises(InputError, match="no variable in common"):
+        dasksc.convert([*of_symbols, other], tmp_path / "all.zarr")
+    assert dasksc.open([of_symbols[0], other], join="outer").shape == (9, 80)
+
+
+def test_a_raw_without_a_common_variable_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [atlas(i, 10 + i, GENES, has=["raw"]) for i in range(2)]
+    of_raw = parts[1].raw.to_adata()
+    of_raw.var_names = [f"ENSG{i}" for i in range(of_raw.n_vars)]
+    parts[1].raw = of_raw
+    assert dasksc.open(parts).raw is None
+    assert "raw is left out: no variable of it is in all of 0, 1" in caplog.text
+    with pytest.raises(InputError, match="no variable in common"):
+        dasksc.open(parts, raw=True)
+
+
+def test_nan_for_what_some_lack_is_warned_of_when_it_is_opened_and_when_it_reaches_a_loader(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], layout="dense", has=[]) for i in range(2)]
+    opened = dasksc.open(parts, join="outer", index_unique="-")
+    assert "X of 2 atlases is NaN in 10 of 25 columns" in caplog.text
+    assert "fill_value=0" in caplog.text
+
+    def loaded(adata: AnnData, **options: Any) -> str:
+        caplog.clear()
+        dasksc.scDataset(adata, dasksc.Streaming(), 4, rank=0, world_size=1, **options)
+        return caplog.text
+
+    assert "batches have NaN in 10 of 25 columns of X of 2 atlases" in loaded(opened)
+    assert "batches have NaN in 1 of 2 columns" in loaded(opened, genes=["gene0", "gene7"])
+    assert loaded(opened, genes=["gene7"]) == ""
     caplog.clear()
-    assert dasksc.open([atlas(0, 5, GENES), atlas(1, 4, ensembl)], join="outer").shape == (9, 80)
-    assert "in common" not in caplog.text
+    filled = dasksc.open(parts, join="outer", index_unique="-", fill_value=0)
+    assert loaded(filled) == caplog.text == ""
+    sparse = [atlas(i, 10, GENES[5 * i : 5 * i + 20], has=[]) for i in range(2)]
+    assert loaded(dasksc.open(sparse, join="outer", index_unique="-")) == caplog.text == ""
+    assert loaded(dasksc.open(parts, index_unique="-")) == caplog.text == ""
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
+@pytest.mark.parametrize(("fill_value", "wider"), [(0, None), (-1, "int16"), (0.5, "float64")])
+def test_types_stay_as_narrow_as_what_fills_them_allows(dtype: str, fill_value: float, wider: str | None) -> None:
+    parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], dtype=dtype, layout="dense", has=[]) for i in range(2)]
+    parts[0].layers["twice"] = parts[0].X  # which the other lacks
+    with warnings.catch_warnings():
+        if fill_value == 0:
+            warnings.simplefilter("error", UserWarning)
+        got = dasksc.open(parts, join="outer", index_unique="-", fill_value=fill_value)
+    expected = anndata.concat(parts, join="outer", index_unique="-", fill_value=fill_value)
+    keeps = wider is None or dtype == "float32" or (dtype == "int32" and fill_value == -1)
+    assert got.X.dtype == got.layers["twice"].dtype == np.dtype(dtype if keeps else wider)
+    np.testing.assert_array_equal(dense(got.X), dense(expected.X))
+    np.testing.assert_array_equal(dense(got.layers["twice"]), dense(expected.layers["twice"]))
+    refused = dasksc.scDataset(got, dasksc.Streaming(), 4, dtype="uint8", rank=0, world_size=1)
+    if fill_value:
+        with pytest.raises(InputError, match=f"is {fill_value} where parts lack columns, which uint8 cannot hold"):
+            next(iter(refused))
+    else:
+        assert next(iter(refused)).dtype == torch.uint8
 
 
 def test_a_table_and_a_matrix_of_one_name_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -414,6 +502,10 @@ def test_scdataset_takes_several_paths(three: list[Path]) -> None:
         ([atlas(0, 3)], {"merge": "all"}, InputError, "merge='all' is none of 'same', 'unique', 'first', 'only'"),
         ([atlas(0, 3), atlas(1, 3)], {"keys": ["a"]}, InputError, "must be a list of 2 names"),
         ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose own keys these are"),
+        ([atlas(0, 3), atlas(1, 3)], {"fill_value": 0}, InputError, "give join='outer', or leave fill_value out"),
+        ([atlas(0, 3)], {"join": "outer", "fill_value": "0"}, InputError, "fill_value='0' must be a number"),
+        ([atlas(0, 3), atlas(1, 3)], {"join": "outer", "fill_value": 1}, InputError, "is sparse.*Give fill_value=0"),
+        (atlas(0, 3), {"join": "outer", "fill_value": 0}, InputError, "fill_value= is of several atlases"),
     ],
     ids=str,
 )

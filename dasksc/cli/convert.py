@@ -52,6 +52,12 @@ Examples:
     help="Of several inputs, keep what describes genes (var, varm) where it is the same in all, one value only, the "
     "first one's, or what only one has.  [default: leave it out]",
 )
+@click.option(
+    "--fill-value",
+    type=float,
+    metavar="NUMBER",
+    help="With --join outer, put this where an input lacks a gene.  [default: NaN in dense matrices, 0 in sparse ones]",
+)
 @click.option("--keep-types", is_flag=True, help="Store values in their own types, and columns as SciPy makes them.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory to use beside the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="A Dask scheduler to run on.  [default: threads of this process]")
@@ -71,6 +77,7 @@ def command(
     keys: str | None,
     index_unique: str | None,
     merge: str | None,
+    fill_value: float | None,
     keep_types: bool,
     memory_limit: str | None,
     scheduler: str | None,
@@ -97,6 +104,7 @@ def command(
         keys=None if keys is None else keys.split(","),
         index_unique=index_unique,
         merge=merge,
+        fill_value=fill_value,
         narrow=not keep_types,
         memory_limit=memory_limit,
         scheduler=scheduler,

@@ -99,6 +99,7 @@ def convert(
     keys: Sequence[str] | None = None,
     index_unique: str | None = None,
     merge: str | None = None,
+    fill_value: float | None = None,
     narrow: bool = True,
     memory_limit: int | str | None = None,
     scheduler: Client | str | None = None,
@@ -127,7 +128,7 @@ def convert(
         A column of obs: cells of one category are put together, in `order` among themselves.
     seed
         Of the shuffle. The same input and seed give the same order.
-    join, label, keys, index_unique, merge
+    join, label, keys, index_unique, merge, fill_value
         Of several inputs, as for `dasksc.open`.
     narrow
         Whether to store columns and counts in the narrowest types that hold them, by which a store is smaller and
@@ -183,6 +184,7 @@ def convert(
         keys=keys,
         index_unique=index_unique,
         merge=merge,
+        fill_value=fill_value,
         narrow=narrow,
     )
     place = Workplace(target_path(target))
@@ -201,6 +203,7 @@ def convert(
             keys=recipe.keys,
             index_unique=index_unique,
             merge=merge,
+            fill_value=recipe.fill_value,
             storage_options=storage_options,
             cache=cache,
         )

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dasksc.concat import MERGES, Join
+import numpy as np
+
+from dasksc.concat import MERGES, Join, check_fill_value
 from dasksc.config import whole_number
 from dasksc.conversion.rows import Order
 from dasksc.errors import InputError
@@ -24,7 +26,7 @@ class Recipe:
 
     Parameters
     ----------
-    order, group_by, seed, join, label, keys, index_unique, merge, narrow
+    order, group_by, seed, join, label, keys, index_unique, merge, fill_value, narrow
         As for `dasksc.convert`.
 
     Raises
@@ -41,6 +43,7 @@ class Recipe:
     keys: Any
     index_unique: str | None
     merge: str | None
+    fill_value: float | None
     narrow: bool
 
     def __post_init__(self) -> None:
@@ -54,9 +57,12 @@ class Recipe:
         # A function, which AnnData takes too, could not be compared with that of an unfinished conversion.
         if self.merge is not None and self.merge not in MERGES:
             raise InputError(f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
+        check_fill_value(self.fill_value, self.join)
         # As they are written down: NumPy's numbers are no JSON.
         object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**64))
         object.__setattr__(self, "narrow", bool(self.narrow))
+        if self.fill_value is not None:
+            object.__setattr__(self, "fill_value", np.asarray(self.fill_value).item())
         if self.keys is not None and not isinstance(self.keys, str):
             object.__setattr__(self, "keys", list(self.keys))
 

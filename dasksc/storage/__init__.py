@@ -10,6 +10,7 @@ from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layou
 from dasksc.storage.opening import as_matrix, open_matrix, open_place
 from dasksc.storage.places import HDF5_ENDINGS, Place, is_url
 from dasksc.storage.stacked import AbsentMatrix, StackedMatrix
+from dasksc.storage.taken import TakenMatrix
 
 __all__ = [
     "HDF5_ENDINGS",
@@ -23,6 +24,7 @@ __all__ = [
     "Matrix",
     "Place",
     "StackedMatrix",
+    "TakenMatrix",
     "UseMmap",
     "as_matrix",
     "is_url",

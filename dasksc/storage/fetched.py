@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -449,14 +450,24 @@ class DenseFetched(_Rows):
         if sources is None:
             kernels.copy_rows(positions, self._values.at, target, self._values.like)
         else:
-            if target.dtype.kind != "f" and (sources < 0).any():
-                raise InputError(
-                    f"{self.label} lacks columns in some parts, which {out.dtype} cannot say; ask for a float"
-                )
-            missing = np.full(1, np.nan if target.dtype.kind == "f" else 0, dtype=target.dtype)
+            missing = self._missing(target.dtype, sources)
             kernels.copy_columns(positions, self._values.at, self._maps, sources, target, missing, self._values.like)
         if target is not out:
             out[...] = target
+
+    def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what stands in columns that come from nowhere, shape (1,)."""
+        fill = None if self._column_maps is None else self._column_maps.fill_value
+        value = np.nan if fill is None else fill
+        missing = np.zeros(1, dtype=dtype)
+        with contextlib.suppress(ValueError, OverflowError):
+            missing[0] = value
+        if dtype.kind != "f" and missing[0] != value and (sources < 0).any():
+            raise InputError(
+                f"{self.label} is {value} where parts lack columns, which {dtype} cannot hold. Ask for a float, or open "
+                "the parts with fill_value=0"
+            )
+        return missing
 
     def gather_csr(
         self,

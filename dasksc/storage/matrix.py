@@ -137,6 +137,8 @@ class ColumnMaps:
         Matrices may share one.
     n_vars
         Number of common columns.
+    fill_value
+        What dense matrices have in columns that nothing goes to; None: NaN. In CSR ones it is 0.
 
     Attributes
     ----------
@@ -146,10 +148,13 @@ class ColumnMaps:
         Columns of the widest matrix.
     """
 
-    def __init__(self, positions: Sequence[NDArray[np.integer[Any]]], n_vars: int) -> None:
+    def __init__(
+        self, positions: Sequence[NDArray[np.integer[Any]]], n_vars: int, *, fill_value: float | None = None
+    ) -> None:
         shared = {id(one): one for one in positions}
         numbers = {key: number for number, key in enumerate(shared)}
         self.n_vars = n_vars
+        self.fill_value = fill_value
         self.n_columns = max(len(one) for one in positions)
         self.which = np.array([numbers[id(one)] for one in positions], dtype=np.int32)
         # Beyond the columns of a narrower matrix no row of it may have one.
@@ -167,14 +172,29 @@ class ColumnMaps:
         """Return where each kept column comes from, -1 if from nowhere, shape (n_maps, n_kept)."""
         return self._tables(columns)[1]
 
+    def n_filled(self, columns: Columns | None = None) -> int:
+        """Return how many columns, of all or of those kept, some matrix does not have."""
+        return int((self.sources(columns) < 0).any(axis=0).sum())
+
+    def filled_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the type of dense values of `dtype` beside what fills the columns that some do not have."""
+        if dtype.kind == "f":
+            return dtype
+        if self.fill_value is None or self.fill_value % 1:
+            return np.dtype(np.float64)
+        needed = np.min_scalar_type(int(self.fill_value))
+        return dtype if self.fill_value in (0, 1) else np.promote_types(dtype, needed)
+
     def _tables(self, columns: Columns | None) -> _Tables:
         if columns is None:
             return self._all
         # Every batch of an epoch asks for the same. To replace the pair is one step, so threads may race.
         selected = self._selected
         if selected is None or selected[0] is not columns:
-            every = self._all[0].to
-            to = np.where(every < 0, every, columns.lookup[every])
+            # What is left out or refused stays so: its negative numbers are no columns of `lookup`.
+            to = self._all[0].to.copy()
+            goes = to >= 0
+            to[goes] = columns.lookup[to[goes]]
             selected = self._selected = columns, (Lookups.of(to), _sources(to, len(columns)))
         return selected[1]
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
 from dasksc.storage.fetched import CSRFetched, DenseFetched, Origins, stack
 from dasksc.storage.matrices import check_rows
-from dasksc.storage.matrix import ColumnMaps, FetchCost, Fetched, Layout, Matrix
+from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
 
 __all__ = ["AbsentMatrix", "StackedMatrix"]
 
@@ -24,14 +24,16 @@ class AbsentMatrix:
     n_obs
         Its rows.
     layout
-        As that of the others. The type is float64, which `anndata.concat` makes of what some lack.
+        As that of the others.
+    dtype
+        Of the values that it does not have. Default: float64, which `anndata.concat` makes of what some lack.
     """
 
-    def __init__(self, n_obs: int, layout: Layout) -> None:
+    def __init__(self, n_obs: int, layout: Layout, dtype: DTypeLike = np.float64) -> None:
         self.label = "what is not there"
         self.shape = n_obs, 0
         self.layout = layout
-        self.dtype: np.dtype[Any] = np.dtype(np.float64)
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
 
     @property
     def cost(self) -> FetchCost:
@@ -64,8 +66,8 @@ class StackedMatrix:
 
     Notes
     -----
-    It is CSR if any of `parts` is. A column that a part does not have is 0 in a CSR matrix and NaN in a dense one,
-    whose type is then a floating one, as in `anndata.concat`.
+    It is CSR if any of `parts` is. A column that a part does not have is 0 in a CSR matrix. In a dense one it is what
+    `maps` say, NaN by default, and the type one that can hold it, as in `anndata.concat`.
     """
 
     def __init__(self, *, label: str, parts: Sequence[Matrix], maps: ColumnMaps | None) -> None:
@@ -83,13 +85,19 @@ class StackedMatrix:
         self.shape = int(self._ends[-1]), parts[0].shape[1] if maps is None else maps.n_vars
         self.layout: Layout = "csr" if any(part.layout == "csr" for part in parts) else "dense"
         self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in parts))
-        if self.layout == "dense" and maps is not None and (maps.sources(None) < 0).any() and self.dtype.kind != "f":
-            self.dtype = np.dtype(np.float64)
+        if self.layout == "dense" and maps is not None and maps.n_filled():
+            self.dtype = maps.filled_dtype(self.dtype)
 
     @property
     def parts(self) -> tuple[Matrix, ...]:
         """The matrices, from the top."""
         return self._parts
+
+    def n_missing(self, columns: Columns | None = None) -> int:
+        """Return how many columns, of all or of those kept, are NaN in the rows of a part that does not have them."""
+        if self.layout == "csr" or self._maps is None or self._maps.fill_value is not None:
+            return 0
+        return self._maps.n_filled(columns)
 
     @property
     def cost(self) -> FetchCost:

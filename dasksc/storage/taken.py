@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.storage.fetched import CSRFetched, DenseFetched
 from dasksc.storage.matrices import check_rows
-from dasksc.storage.matrix import FetchCost, Fetched, Layout, Matrix
+from dasksc.storage.matrix import Columns, FetchCost, Fetched, Layout, Matrix
 from dasksc.storage.reach import Reached
+from dasksc.storage.stacked import StackedMatrix
 
 __all__ = ["TakenMatrix"]
 
@@ -38,6 +39,10 @@ class TakenMatrix:
         self.label = matrix.label
         self.layout: Layout = matrix.layout
         self.dtype: np.dtype[Any] = matrix.dtype
+
+    def n_missing(self, columns: Columns | None = None) -> int:
+        """Return how many columns are NaN where what they are of lacks them; see `StackedMatrix.n_missing`."""
+        return self._matrix.n_missing(columns) if isinstance(self._matrix, StackedMatrix | TakenMatrix) else 0
 
     @property
     def cost(self) -> FetchCost:

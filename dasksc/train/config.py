@@ -131,6 +131,7 @@ class Open(_Section):
     keys: list[str] | None = None
     index_unique: str | None = None
     merge: str | None = None
+    fill_value: float | None = None
     raw: bool = False
     storage_options: dict[str, Any] | None = None
     cache: str | dict[str, Any] | None = None
