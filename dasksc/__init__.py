@@ -19,6 +19,7 @@ from dasksc.errors import (
     RankMismatchError,
     StartError,
     StorageError,
+    TrainingError,
 )
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ __all__ = [
     "StartedCluster",
     "StorageError",
     "Streaming",
+    "TrainingError",
     "World",
     "adata_to_mindex",
     "bionemo_to_tensor",

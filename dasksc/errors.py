@@ -11,6 +11,7 @@ Every error derives from `DaskscError` and from the builtin a caller would expec
     ├── StorageError (OSError)           a path or store cannot be opened or read
     │   ├── MissingPathError (FileNotFoundError)
     │   └── CorruptDataError             truncated, replaced since it was opened, or self-contradictory
+    ├── TrainingError (RuntimeError)     a training cannot go on: its loss is NaN, or another rank failed
     ├── FetchError (RuntimeError)        a fetch failed; names the epoch, fetch and rows, caused by the real error
     ├── StartError (RuntimeError)        the Dask cluster that the ranks share has not started
     └── RankMismatchError (RuntimeError) two ranks disagree about the data set, seed or epoch
@@ -30,6 +31,7 @@ __all__ = [
     "RankMismatchError",
     "StartError",
     "StorageError",
+    "TrainingError",
 ]
 
 
@@ -59,6 +61,10 @@ class MissingPathError(StorageError, FileNotFoundError):
 
 class CorruptDataError(StorageError):
     """Stored data that is truncated, was replaced since it was opened, or contradicts itself."""
+
+
+class TrainingError(DaskscError, RuntimeError):
+    """A training that cannot go on, such as one whose loss is NaN."""
 
 
 class FetchError(DaskscError, RuntimeError):

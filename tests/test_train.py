@@ -473,7 +473,7 @@ def test_the_plot_has_training_and_validation_speed_and_waiting(second, tmp_path
 
 
 def test_a_loss_that_is_no_number_ends_the_run(raw):
-    with pytest.raises(InputError, match=r"the loss is \S+ at step \d+. Lower training.optimizer.lr"):
+    with pytest.raises(dasksc.TrainingError, match=r"the loss is \S+ at step \d+. Lower training.optimizer.lr"):
         train(raw, training__optimizer={"name": "sgd", "lr": 1e30})
 
 

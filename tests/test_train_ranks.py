@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import anndata as ad
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import dasksc
 from dasksc.train import load_model
+from dasksc.train.checkpoint import Checkpoints, save_model
 from dasksc.train.config import Validation
 from dasksc.train.data import split_rows
+from dasksc.train.parallel import Place
 from tests.support.programs import torchrun
 from tests.support.training import (
     EPOCHS,
@@ -267,3 +274,44 @@ def test_four_ranks_go_on_where_two_stopped_without_repeating_or_losing_rows(two
 
 def rows_of(file: Path) -> list[list[int]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("moment", ["begin", "complete", "model"])
+def test_where_rank_0_cannot_write_no_rank_waits_for_it(moment, tmp_path):
+    context = get_context("spawn")
+    told, done = context.Queue(), context.Event()
+    ranks = [
+        context.Process(target=_save_without_space, args=(rank, moment, tmp_path, told, done)) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = dict(told.get(timeout=120) for _ in ranks)
+    done.set()
+    for rank in ranks:
+        rank.join()
+    for text in found.values():
+        assert text.startswith("StorageError: the ")
+        assert text.endswith("cannot be written: OSError, [Errno 28] No space left on device on rank 0")
+
+
+def _save_without_space(rank: int, moment: str, folder: Path, told: Any, done: Any) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    place = Place(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
+    model = torch.nn.Linear(2, 2)
+    checkpoints = Checkpoints(folder=folder / "checkpoints", keep=1, mode="min", place=place)
+    failing = {"begin": "pathlib.Path.mkdir", "complete": "json.dump", "model": "torch.save"}[moment]
+    try:
+        if moment == "model":
+            folder.joinpath("checkpoints").mkdir(exist_ok=True)
+        with patch(failing, side_effect=OSError(28, "No space left on device")) if rank == 0 else nullcontext():
+            if moment == "model":
+                save_model(folder / "model.pt", model, name="linear", arguments={}, place=place, more={})
+            else:
+                checkpoints.save(1, model, torch.optim.SGD(model.parameters()), {}, None)
+        told.put((rank, "nothing"))
+    except Exception as error:
+        told.put((rank, f"{type(error).__name__}: {error}"))
+    # A rank that ended would end the waiting of the other one, too.
+    done.wait(120)
+    dist.destroy_process_group()

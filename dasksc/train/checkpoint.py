@@ -111,15 +111,14 @@ class Checkpoints:
         """
         path = self.folder / f"step-{step:08d}"
         partial = path.with_name(path.name + ".partial")
-        if self.place.rank == 0:
+        unwritten = f"the checkpoint {path} cannot be written"
+
+        def begin() -> None:
             for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.gone")]:
                 shutil.rmtree(leftover)  # of a run that was killed
             partial.mkdir(parents=True)
-        self.place.barrier()
-        tensors = _tensors_of(model, optimizer) | _random_state(self.place)
-        with _quiet(), _failing_as(StorageError, f"{partial} cannot be written", "Is there space left?"):
-            save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
-        if self.place.rank == 0:
+
+        def complete() -> None:
             written = {"version": _VERSION, "step": step, "value": value, **state}
             with open(partial / "state.json", "w") as file:
                 json.dump(written, file)
@@ -127,7 +126,12 @@ class Checkpoints:
                 os.fsync(file.fileno())
             self._take_place(partial, path, branched_at)
             self._prune(path)
-        self.place.barrier()
+
+        self.place.by_first(begin, unwritten)
+        tensors = _tensors_of(model, optimizer) | _random_state(self.place)
+        with _quiet(), _failing_as(StorageError, f"{partial} cannot be written", "Is there space left?"):
+            save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
+        self.place.by_first(complete, unwritten)
         return path
 
     def _take_place(self, complete: Path, path: Path, branched_at: int | None) -> None:
@@ -454,11 +458,13 @@ def save_model(
         What else goes into the file: plain numbers, texts, lists and dicts.
     """
     parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if place.rank == 0:
+
+    def write() -> None:
         partial = path.with_name(path.name + ".partial")
         torch.save({"name": name, "arguments": dict(arguments), "parameters": parameters, **more}, partial)
         partial.rename(path)
-    place.barrier()
+
+    place.by_first(write, f"the model {path} cannot be written")
 
 
 def load_model(path: str | os.PathLike[str]) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dasksc import InputError
+from dasksc import InputError, TrainingError
 from dasksc.train.checkpoint import Checkpoints, build_model, save_model
 from dasksc.train.checks import check
 from dasksc.train.config import Config
@@ -63,6 +63,10 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     ------
     InputError
         If the configuration does not fit the data, the model or the run.
+    TrainingError
+        If the loss becomes NaN or infinite.
+    StorageError
+        If a checkpoint cannot be written; on every rank.
     """
     check(config)
     with places(config.training) as place:
@@ -246,7 +250,7 @@ class _Run:
         if not n_rows:
             return
         if not math.isfinite(figures.get("loss", 0.0)) and not self.scaler.is_enabled():
-            raise InputError(
+            raise TrainingError(
                 f"the loss is {figures['loss']} at step {self.step}. Lower training.optimizer.lr, give a "
                 "training.gradient_clip, or look for NaN in the data"
             )

@@ -7,7 +7,7 @@ import datetime as dt
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dasksc import InputError, World
+from dasksc import InputError, StorageError, TrainingError, World
 from dasksc.train.config import Config, Fsdp, Training
 from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
 from dasksc.world import leave_group
@@ -82,6 +82,39 @@ class Place:
         values = [value]
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
+
+    def by_first(self, act: Callable[[], None], what: str) -> None:
+        """Let rank 0 do something while the others wait. All ranks must call it.
+
+        Parameters
+        ----------
+        act
+            What rank 0 does.
+        what
+            Begins the message if that fails, on every rank: none waits for one that has failed.
+
+        Raises
+        ------
+        StorageError
+            If rank 0 raised an `OSError`.
+        TrainingError
+            If it raised anything else; rank 0 raises that itself.
+        """
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                act()
+            except Exception as raised:
+                error = raised
+        failure = None if error is None else (isinstance(error, OSError), f"{type(error).__name__}, {error}")
+        failure = self.agreed(failure)
+        if failure is None:
+            self.barrier()
+            return
+        is_of_storage, said = failure
+        if error is not None and not is_of_storage:
+            raise error
+        raise (StorageError if is_of_storage else TrainingError)(f"{what}: {said} on rank 0") from error
 
 
 def strategy_of(training: Training, world_size: int, n_nodes: int | None = None) -> str:
