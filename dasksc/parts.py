@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage import HDF5_ENDINGS, Place, is_url, shown
+from dasksc.storage import HDF5_ENDINGS, Place, is_of_content, is_url, shown
 from dasksc.storage.places import ZARR_MARKERS, is_recursive, matching
 from dasksc.storage.zarr import ZarrFile
 
@@ -252,6 +252,8 @@ def _groups_of(place: Place) -> list[str] | None:
         raise
     # Whatever zarr-python raises on damaged metadata.
     except Exception as error:
+        if not is_of_content(error):
+            raise
         raise StorageError(f"{place} cannot be read as a Zarr store: {error}") from error
     return [place.below(name).url for name in sorted(names, key=_by_number)] or None
 

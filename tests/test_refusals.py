@@ -5,10 +5,12 @@ One file for each guard, and those that are in order and resemble them; tests/te
 
 from __future__ import annotations
 
+import errno
 import os
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numcodecs
@@ -19,9 +21,9 @@ from anndata import AnnData
 
 import dasksc
 from dasksc import collection
-from dasksc.errors import StorageError
+from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage import open_matrix, zarr_guard
-from tests.support.data import write_store
+from tests.support.data import make_adata, write_store
 from tests.support.hostile import (
     BOMB_BYTES,
     VALUES,
@@ -424,3 +426,64 @@ def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         file.writestr("zarr.json", " " * 2**21)
     with bounded(), pytest.raises(StorageError, match="bytes"):
         open_matrix(archive, "X")
+
+
+@pytest.mark.parametrize("kind", ["h5ad", "zarr"])
+@pytest.mark.parametrize(
+    "raised",
+    [
+        MemoryError("no room"),
+        ImportError("no module"),
+        AttributeError("module has no attribute 'f'", name="f", obj=np),
+        NameError("f is not defined"),
+        AssertionError(),
+    ],
+    ids=lambda raised: type(raised).__name__,
+)
+def test_what_is_not_the_fault_of_a_file_is_not_said_to_be(tmp_path: Path, kind: str, raised: Exception) -> None:
+    path = write_store(make_adata(50), tmp_path, "h5ad" if kind == "h5ad" else "zarr2")
+    with (
+        mock.patch("dasksc.collection.read_elem", side_effect=raised),
+        pytest.raises(type(raised)) as caught,
+    ):
+        dasksc.open(path)
+    assert caught.value is raised
+    assert any(str(path) in note for note in raised.__notes__)
+    with (
+        mock.patch("dasksc.storage.opening._matrix", side_effect=raised),
+        pytest.raises(type(raised)) as caught,
+    ):
+        open_matrix(path, "X")
+    assert caught.value is raised
+
+
+def test_memory_that_is_short_is_not_said_to_be_a_damaged_row(tmp_path: Path) -> None:
+    path = tmp_path / "gzip.h5ad"
+    make_adata(50).write_h5ad(path, compression="gzip")
+    matrix = open_matrix(path, "X")
+    with (
+        mock.patch("dasksc.storage.codecs.Chain.decode", side_effect=MemoryError("no room")),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        matrix.fetch(np.arange(50))
+
+
+def test_what_the_system_refuses_is_not_said_to_be_corrupt(tmp_path: Path) -> None:
+    path = write_store(make_adata(50), tmp_path, "h5ad")
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    with (
+        mock.patch("dasksc.storage.opening._open_hdf5", side_effect=refused),
+        pytest.raises(StorageError, match="cannot be read: .*Permission denied") as caught,
+    ):
+        open_matrix(path, "X")
+    assert not isinstance(caught.value, CorruptDataError)
+
+
+@pytest.mark.parametrize("metadata", ["3", "[]", '"text"'])
+def test_metadata_of_another_kind_are_the_fault_of_the_file(tmp_path: Path, metadata: str) -> None:
+    path = write_store(make_adata(50), tmp_path, "zarr2")
+    for name in (".zattrs", ".zmetadata"):
+        (path / name).unlink(missing_ok=True)
+    (path / "X" / ".zattrs").write_text(metadata)
+    with pytest.raises(StorageError, match="cannot be read"):
+        open_matrix(path, "X")

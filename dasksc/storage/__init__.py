@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dasksc.storage.arrays import is_of_content
 from dasksc.storage.cache import Cache
 from dasksc.storage.client import shown
 from dasksc.storage.fetched import join
@@ -27,6 +28,7 @@ __all__ = [
     "TakenMatrix",
     "UseMmap",
     "as_matrix",
+    "is_of_content",
     "is_url",
     "join",
     "mapping",

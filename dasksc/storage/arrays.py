@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import h5py
 import numpy as np
+import zarr
 from numpy.typing import NDArray
 
 from dasksc.storage.reach import Reached
@@ -18,6 +20,24 @@ __all__ = [
     "memory_dtype",
     "row_bytes",
 ]
+
+
+# What metadata are made of, and the nodes of a file: one of another kind than is expected lacks what that has.
+_READ = (
+    type(None), bool, int, float, str, bytes, list, tuple, dict, np.generic, np.ndarray,
+    h5py.HLObject, h5py.Empty, zarr.Group, zarr.Array,
+)  # fmt: skip
+
+
+def is_of_content(error: BaseException) -> bool:
+    """Return whether a library raised an error because of what it read.
+
+    Not for want of memory or a module, nor by a mistake in its own code. A missing attribute is the fault of what was
+    read if that is plain data, such as a number where metadata should have a dict.
+    """
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, _READ)
+    return not isinstance(error, MemoryError | ImportError | NameError | AssertionError)
 
 
 class BrokenRunError(Exception):

@@ -16,7 +16,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
 from dasksc.storage import clock, memory
-from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
+from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile, UseMmap, maps
 from dasksc.storage.reach import Reached
@@ -389,6 +389,8 @@ class ChunkedArray:
                     spent.decode_s += perf_counter() - got
             # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
             except Exception as error:
+                if not is_of_content(error):
+                    raise
                 start = int(grid_rows[row]) * self._chunk_shape[0]
                 raise BrokenRunError(self.label, start, start + self._chunk_shape[0], str(error)) from error
             if chunk is None:

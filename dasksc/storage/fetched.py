@@ -464,8 +464,8 @@ class DenseFetched(_Rows):
             missing[0] = value
         if dtype.kind != "f" and missing[0] != value and (sources < 0).any():
             raise InputError(
-                f"{self.label} is {value} where parts lack columns, which {dtype} cannot hold. Ask for a float, or open "
-                "the parts with fill_value=0"
+                f"{self.label} is {value} where parts lack columns, which {dtype} cannot hold. Ask for a float, or "
+                "open the parts with fill_value=0"
             )
         return missing
 

@@ -15,7 +15,7 @@ import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import hdf5_layout, remote_zarr, zarr_layout
-from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError
+from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, is_of_content
 from dasksc.storage.cache import Cache
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import H5Array, H5File
@@ -80,6 +80,11 @@ def open_matrix(
         raise
     # What h5py and zarr-python raise at damaged metadata: RuntimeError, KeyError, UnicodeDecodeError, TypeError.
     except Exception as error:
+        if not is_of_content(error):
+            error.add_note(f"while {key!r} of {path} was opened")
+            raise
+        if isinstance(error, OSError) and error.errno is not None:
+            raise StorageError(f"{path} cannot be read: {error}") from error
         raise CorruptDataError(
             f"{path}: what it says of {key!r} cannot be read ({type(error).__name__}: {error}). The file is corrupt; "
             "copy or download it again, or write it again from its source."

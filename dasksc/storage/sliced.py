@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.storage import memory
-from dasksc.storage.arrays import BrokenRunError, memory_dtype, row_bytes
+from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
 from dasksc.storage.clock import reading
 from dasksc.storage.reach import Reached
 from dasksc.storage.runs import locate, merge
@@ -116,6 +116,8 @@ class SlicedArray:
                 np.concatenate([whole[a - start : b - start] for a, b in runs], out=into)
         # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
         except Exception as error:
+            if not is_of_content(error):
+                raise
             if len(runs) == 1:
                 raise BrokenRunError(self.label, start, stop, str(error)) from error
             at = 0
