@@ -5,17 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
+from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+from torch.utils.data.dataloader import default_collate
 
-from dasksc.errors import InputError
+from dasksc.errors import InputError, MissingKeyError
 from dasksc.storage import Columns, Fetched, Layout, memory
 from dasksc.window.tasks import FetchedMatrices
 
-__all__ = ["Batch", "BatchMaker"]
+__all__ = ["Batch", "BatchMaker", "Categories", "refuse_stacking"]
 
 # Torch says once per process, at the first sparse CSR tensor, that these are in beta: no news to those who
 # ask for them, and an error in the middle of an epoch where warnings are errors. So it is said here, unheard.
@@ -24,7 +27,36 @@ with warnings.catch_warnings():
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
 
 
-class Batch(dict[str, Any]):
+_STACKED = (
+    "the DataLoader has a batch_size of its own, and would stack batches of shape (64, n_vars) to (1, 64, n_vars). "
+    "The data set makes the batches: DataLoader(dataset, batch_size=None)"
+)
+
+
+class _Named(dict[str, Any]):
+    """A dict that says what it has to whoever asks for something else."""
+
+    _advice: ClassVar[str]
+
+    def __missing__(self, key: Any) -> Any:
+        raise MissingKeyError(
+            f"there is no {key!r} here, only {', '.join(map(repr, self)) or 'nothing'}; {self._advice}"
+        )
+
+
+class Parts(_Named):
+    """Tensors of a batch by the names that were asked for."""
+
+    _advice = "scDataset yields what its obs=, layers= and obsm= name"
+
+
+class Categories(_Named):
+    """Labels of obs columns, in the order of their codes."""
+
+    _advice = "these are the columns in obs= that have labels, and numbers are yielded as they are"
+
+
+class Batch(_Named):
     """A minibatch: a dict of tensors whose parts are attributes too.
 
     It rebuilds itself from any mapping or pairs, so what moves or copies dicts of tensors (DataLoader,
@@ -42,6 +74,8 @@ class Batch(dict[str, Any]):
     index
         Row numbers in the collection, shape (batch,), int64.
     """
+
+    _advice = "scDataset yields X, index, and what its obs=, layers= and obsm= name"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -77,6 +111,31 @@ class Batch(dict[str, Any]):
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory."""
         return cast(Batch, _map_tensors(self, pin))
+
+
+def refuse_stacking(caller: Any) -> None:
+    """Refuse a DataLoader that makes batches of batches.
+
+    Parameters
+    ----------
+    caller
+        What asks a data set for its iterator; a DataLoader does by what fetches for it, in this process or a worker.
+
+    Raises
+    ------
+    InputError
+        If `caller` stacks what it is given, as a DataLoader does unless its ``batch_size`` is None.
+    """
+    if isinstance(caller, _IterableDatasetFetcher) and caller.auto_collation and caller.collate_fn is default_collate:
+        raise InputError(_STACKED)
+
+
+def _refuse_to_stack(batch: Any, **_: Any) -> Any:
+    raise InputError(_STACKED)
+
+
+# Also where something stands between the data set and the DataLoader.
+default_collate_fn_map[Batch] = _refuse_to_stack
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,10 +205,10 @@ class BatchMaker:
         if self.only_x:
             return self._tensor("X", fetched.parts["X"], positions)
         index = rows[positions]
-        obs = {
-            name: torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False))
+        obs = Parts(
+            (name, torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False)))
             for name, column in self.obs.items()
-        }
+        )
         batch = Batch()
         if self.modalities:
             batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)
@@ -161,7 +220,7 @@ class BatchMaker:
 
     def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
-        batch = Batch(X=None, layers={}, obsm={})
+        batch = Batch(X=None, layers=Parts(), obsm=Parts())
         for key, part in fetched.parts.items():
             if not key.startswith(prefix):
                 continue

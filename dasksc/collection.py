@@ -43,6 +43,7 @@ from dasksc.storage import (
     UseMmap,
     as_matrix,
     hdf5_guard,
+    is_of_content,
     is_url,
     open_matrix,
     open_place,
@@ -586,12 +587,20 @@ class AnnDataView:
         What `open` returned.
     with_names
         Opens the same with the names of cells, once they are asked for; None: `adata` has them.
+    opening
+        Opens the same as `open` does, for columns of obs that `adata` leaves out; None: it has all.
     """
 
-    __slots__ = ("_matrices", "_opened", "_with_names")
+    __slots__ = ("_matrices", "_opened", "_opening", "_with_names")
 
-    def __init__(self, adata: AnnData, with_names: Callable[[], AnnData] | None = None) -> None:
+    def __init__(
+        self,
+        adata: AnnData,
+        with_names: Callable[[], AnnData] | None = None,
+        opening: Callable[..., AnnData] | None = None,
+    ) -> None:
         self._opened = adata
+        self._opening = opening
         self._with_names = with_names
         self._matrices: dict[str, Matrix] = {}
 
@@ -604,6 +613,12 @@ class AnnDataView:
     def table(self) -> pd.DataFrame:
         """The obs columns that were read, with or without names."""
         return self._opened.obs
+
+    def column(self, name: str) -> pd.Series[Any]:
+        """Return a column of obs, which is read now if it was left out."""
+        if self._opening is not None and name not in self.table:
+            return self._opening(obs=[name], names=False).obs[name]
+        return self.table[known("obs", name, self.table)]
 
     @property
     def _adata(self) -> AnnData:
@@ -627,7 +642,7 @@ class AnnDataView:
         return getattr(self._opened if name in _WITHOUT_NAMES else self._adata, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._opened, self._with_names)
+        return type(self), (self._opened, self._with_names, self._opening)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._opened!r}"
@@ -870,6 +885,9 @@ def _reading(path: str | Place) -> Iterator[None]:
             raise StorageError(f"{path} cannot be read: {error}") from error
         # Whatever the libraries raise on damaged metadata.
         except Exception as error:
+            if not is_of_content(error):
+                error.add_note(f"while {path} was opened")
+                raise
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error
 
 

@@ -113,8 +113,8 @@ def concatenated(
         _warn_of_types(parts, joined, names, label)
         if joined.n_missing():
             logger.warning(
-                "%s of %d atlases is NaN in %d of %d columns, for the cells of atlases that lack them. Give fill_value=0 "
-                "for zeros there, or join='inner' for the columns that all have",
+                "%s of %d atlases is NaN in %d of %d columns, for the cells of atlases that lack them. Give "
+                "fill_value=0 for zeros there, or join='inner' for the columns that all have",
                 *(label, len(names), joined.n_missing(), joined.shape[1]),
             )
         return joined

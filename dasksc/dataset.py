@@ -9,9 +9,11 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -28,7 +30,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dasksc import collection as collections
 from dasksc import config, filtering, lazy, process_memory
 from dasksc.ahead import run_ahead
-from dasksc.batch import Batch, BatchMaker, torch_dtype
+from dasksc.batch import Batch, BatchMaker, Categories, refuse_stacking, torch_dtype
 from dasksc.epoch import EpochCounter
 from dasksc.errors import InputError
 from dasksc.memory_model import LONGER_ROWS, NOMINAL_THREADS, PLAN_ROW_BYTES, MemoryModel, Way
@@ -238,7 +240,7 @@ class scDataset(IterableDataset[Any]):
         self._name = "data"
         self._matrices: dict[str, Matrix] | None = None
         self._maker: BatchMaker | None = None
-        self.categories: dict[str, list[Any]] = {}
+        self.categories: dict[str, list[Any]] = Categories()
         options = {**names, "genes": genes, "layout": layout if layout != "dense" else None}
         options["transform"] = transform
         given = {name: value for name, value in options.items() if _given(value)}
@@ -291,6 +293,7 @@ class scDataset(IterableDataset[Any]):
     ) -> None:
         """Find out what `data` is, and how its rows are read."""
         with_names: Callable[[], AnnData] | None = None
+        opening: Callable[..., AnnData] | None = None
         if is_modalities(data):
             self._adopt_modalities(data, names, genes, layout, dtype, mmap)
             return
@@ -302,7 +305,8 @@ class scDataset(IterableDataset[Any]):
             if self._hooked:
                 data = collections.open(data, mmap=mmap)
             else:
-                with_names = functools.partial(collections.open, data, obs=wanted, mmap=mmap)
+                opening = functools.partial(collections.open, data, mmap=mmap)
+                with_names = functools.partial(opening, obs=wanted)
                 data = with_names(names=False)
         elif isinstance(data, AnnData):
             if data.filename is not None:
@@ -316,7 +320,7 @@ class scDataset(IterableDataset[Any]):
             why = "hooks say what is yielded" if self._hooked else f"a {type(data).__name__} is read by indexing"
             raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be used here: {why}")
         if isinstance(data, AnnData):
-            self.collection: Any = collections.AnnDataView(data, with_names)
+            self.collection: Any = collections.AnnDataView(data, with_names, opening)
             self._n_obs = int(data.n_obs)
             if data.X is None and not self._hooked:
                 raise InputError(f"{self._name} has no X to yield")
@@ -427,6 +431,8 @@ class scDataset(IterableDataset[Any]):
         obs = self._table_of_rows()
         if obs is None:
             raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
+        if isinstance(self.collection, collections.AnnDataView):
+            return self.collection.column(key)
         return obs[collections.known("obs", key, obs)]
 
     def _table_of_rows(self) -> Any:
@@ -450,17 +456,18 @@ class scDataset(IterableDataset[Any]):
     @property
     def rank(self) -> int:
         """Which share of every epoch this process reads."""
-        return self._settle().rank
+        return self._here().rank
 
     @property
     def world_size(self) -> int:
         """How many processes share every epoch."""
-        return self._settle().world_size
+        return self._here().world_size
 
     @property
     def seed(self) -> int:
         """What everything random is keyed by."""
-        self._settle()
+        if not self._seed_is_given and self._here().world_size > 1:
+            self._settle()  # the ranks agree on it
         return self._seed
 
     @property
@@ -665,12 +672,16 @@ class scDataset(IterableDataset[Any]):
         """Batches this rank yields in the next iteration: of a whole epoch, or what `load_state_dict` left of one."""
         epoch = self._counter.peek()
         if self._resume is None or self._resume[0] != epoch:
-            return len(self)
-        world = self._settle()
+            return self._plan_of(self._here(), epoch=0).n_batches
+        world = self._here()
         consumed, n_done = self._split(self._resume[1], world)
         return self._plan_of(world, epoch, consumed).n_batches - n_done
 
     # --- Ranks and epochs -----------------------------------------------------------------------------
+
+    def _here(self) -> World:
+        """Return rank and world size as they are now. Looking settles nothing: a process group may be yet to come."""
+        return World.detect(*self._given_world) if self._world is None else self._world
 
     def _settle(self) -> World:
         """Fix rank, world size and seed, at the latest when they are first needed."""
@@ -685,6 +696,7 @@ class scDataset(IterableDataset[Any]):
                         "len(dataset) once on every rank after init_process_group and before iterating"
                     )
                 self._seed = agreement.seed(self._seed)
+                self.__dict__.pop("fingerprint", None)
             self._agreement = agreement
             self._world = world
         return world
@@ -722,8 +734,8 @@ class scDataset(IterableDataset[Any]):
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Return this rank's plan of an epoch; default: of the next one to be read."""
-        world = self._settle()
-        return self._plan_of(world, self._counter.peek() if epoch is None else epoch)
+        _ = self.seed  # agreed on
+        return self._plan_of(self._here(), self._counter.peek() if epoch is None else epoch)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -761,7 +773,6 @@ class scDataset(IterableDataset[Any]):
             ``version``, ``seed``, ``epoch``, ``fingerprint`` (what must match) and ``consumed``: for each
             stretch of the epoch its world size, batch size, fetch factor and batches per rank.
         """
-        self._settle()
         epoch, consumed = self._place or (self._counter.peek(), ())
         state = {
             "version": _STATE_VERSION,
@@ -795,28 +806,23 @@ class scDataset(IterableDataset[Any]):
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
             version = state.get("version") if isinstance(state, dict) else state
             raise InputError(f"this is no state of version {_STATE_VERSION} of a dasksc.scDataset; got {version!r}")
+        epoch, seed, consumed = _checked_state(state)
         differing = [
             f"{name} is {self._identity[name]!r} and was {state['fingerprint'].get(name)!r}"
             for name in self._identity
             if self._identity[name] != state["fingerprint"].get(name)
         ]
-        if self._seed_is_given and self._seed != state["seed"]:
-            differing.append(f"seed is {self._seed} and was {state['seed']}")
+        if self._seed_is_given and self._seed != seed:
+            differing.append(f"seed is {self._seed} and was {seed}")
         if differing:
             raise InputError(
                 f"the state does not fit this data set: {'; '.join(differing)}. Make the data set as it was made when "
                 "the state was taken; rank, world size, batch size and fetch size may differ"
             )
-        consumed = tuple(
-            Stretch(
-                **dict(zip(("world_size", "batch_size", "fetch_factor", "n_batches"), map(int, stretch), strict=True))
-            )
-            for stretch in state["consumed"]
-        )
         worker = get_worker_info()
         if tuple(state.get("worker", ())) != (() if worker is None else (worker.id, worker.num_workers)):
             raise InputError("a state taken inside DataLoader workers fits the same number of workers only")
-        world = self._settle()
+        world = self._here()
         last = consumed[-1] if consumed else None
         if worker is not None and last is not None and not self._goes_on(last, world):
             raise InputError(
@@ -824,9 +830,8 @@ class scDataset(IterableDataset[Any]):
                 f"read as {last}"
             )
         # Agreed on or not, the seed is the one that the state's batches came from.
-        self._seed, self._seed_is_given = int(state["seed"]), True
+        self._seed, self._seed_is_given = seed, True
         self.__dict__.pop("fingerprint", None)
-        epoch = int(state["epoch"])
         self._place = self._resume = (epoch, consumed)
         if worker is None:
             self._counter.set(epoch)
@@ -841,6 +846,8 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._hooked:
+            refuse_stacking(sys._getframe(1).f_locals.get("self"))
         if self._ended is not None:
             self._place, self._ended = (self._ended + 1, ()), None
         return self._iterate()
@@ -1186,10 +1193,14 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        world = self._settle()
+        # A DataLoader worker that is spawned sees no process group. Other copies, and ranks that are spawned by a
+        # process that is none, find out for themselves.
+        if get_spawning_popen() is not None and self._here().world_size > 1:
+            self._settle()
         state = self.__dict__.copy()
         if self._given_world[2] is not None:
             # A process group stays where it was made; what it said of this rank goes along.
+            world = self._here()
             state["_given_world"] = (world.rank, world.world_size, None)
         for name in ("_lock", "_agreement", "_stats"):
             del state[name]
@@ -1217,6 +1228,36 @@ class scDataset(IterableDataset[Any]):
             f"scDataset({self._name}, {self._n_obs} rows, {self.strategy!r}, batch_size={self.batch_size}, "
             f"fetch_factor={self.fetch_factor})"
         )
+
+
+def _checked_state(state: Mapping[str, Any]) -> tuple[int, int, tuple[Stretch, ...]]:
+    """Return the epoch, the seed and the stretches of a state, or say which of its parts is missing or wrong."""
+    names = [field.name for field in dataclasses.fields(Stretch)]
+    part, expected = "", ""
+    try:
+        part, expected = "fingerprint", "a dict"
+        state["fingerprint"].keys()
+        part, expected = "epoch", "a whole number"
+        epoch = config.whole_number(part, int(state[part]), 0, 2**32)
+        part, expected = "seed", "a whole number"
+        seed = config.whole_number(part, int(state[part]), 0, 2**64)
+        part, expected = "consumed", f"a list of lists of whole numbers: {', '.join(names)}"
+        stretches = tuple(
+            Stretch(
+                **{
+                    name: config.whole_number(name, int(number), low=name != "n_batches")
+                    for name, number in zip(names, stretch, strict=True)
+                }
+            )
+            for stretch in state[part]
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        found = f"{part}={state[part]!r:.100}" if part in state else f"only {', '.join(map(repr, state))}"
+        raise InputError(
+            f"this is no state that scDataset.state_dict() returned: it needs {part!r}, {expected}, and has {found}. "
+            "Load another checkpoint, or set_epoch(n) to begin an epoch anew"
+        ) from error
+    return epoch, seed, stretches
 
 
 def _n_batches(plan: EpochPlan, ks: range) -> int:

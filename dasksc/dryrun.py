@@ -232,7 +232,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         raise InputError(f"check takes a dasksc.scDataset, or a DataLoader of one; got {data!r}")
     loader = None if dataset is data else data
     if world_size is None:
-        world_size = (dataset._world or World.detect(*dataset._given_world)).world_size
+        world_size = dataset._here().world_size
     plan = dataset._plan_of(World(0, world_size), dataset._counter.peek())
     ranks = tuple(_share_of(dataclasses.replace(plan, rank=rank)) for rank in range(world_size))
     num_workers = int(getattr(loader, "num_workers", 0))

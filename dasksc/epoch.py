@@ -29,8 +29,8 @@ _REMEMBERED_PASSES = 16
 class EpochCounter:
     """A count of epochs shared by every copy of a data set on this machine.
 
-    The first copy made owns the file and removes it at the end; a copy that outlives the file, or
-    that was unpickled on another machine, counts on by itself.
+    The first copy made owns the file and removes it at the end; a copy that outlives the file, that was unpickled on
+    another machine, or that begins an epoch in another process, counts on by itself.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,14 @@ class EpochCounter:
         with os.fdopen(descriptor, "w") as file:
             json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
         self._next = next_epoch
+        self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self._path, "next": self.peek()}
+        return {"path": self._path, "next": self.peek(), "pid": self._pid}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._path, self._next = state["path"], state["next"]
+        self._path, self._next, self._pid = state["path"], state["next"], state["pid"]
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
@@ -74,7 +75,13 @@ class EpochCounter:
             state["next"] = epoch
 
     def advance(self) -> int:
-        """Begin an epoch in this process: return its number."""
+        """Begin an epoch in this process: return its number.
+
+        A process that is no DataLoader worker, and was begun with a copy, is a rank of its own: it counts by itself
+        from here on.
+        """
+        if self._pid != os.getpid():
+            self._make(self.peek())
         with self._locked() as state:
             epoch = int(state["next"])
             state["next"] = epoch + 1

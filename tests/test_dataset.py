@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
+import operator
 import os
 import pickle
 import subprocess
@@ -12,6 +14,7 @@ import threading
 import time
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import anndata as ad
 import cloudpickle
@@ -612,6 +615,118 @@ def test_a_world_that_changes_after_it_was_settled_is_an_error(path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(dasksc.InputError, match="settled as rank 0 of 1"):
         next(iter(one))
+
+
+def test_looking_changes_nothing(path, monkeypatch):
+    looks = [
+        repr,
+        str,
+        hash,
+        vars,
+        dir,
+        pickle.dumps,
+        cloudpickle.dumps,
+        copy.copy,
+        copy.deepcopy,
+        torch.utils.data.DataLoader,
+        dasksc.check,
+        lambda one: one == one,
+        lambda one: one.state_dict(),
+        lambda one: one.stats(),
+        lambda one: one.plan().n_batches,
+        lambda one: one.collection.obs,
+        lambda one: one.to_dask(),
+        lambda one: dasksc.diversity(one, "cell_type"),
+        lambda one: one.load_state_dict(one.state_dict()),
+        lambda one: [getattr(one, name) for name in dir(one)],  # as a debugger does
+    ]
+    looked, other = (dataset(path, obs=["cell_type"]) for _ in range(2))
+    copies = [copied(looked) for copied in (copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)))]
+    for look in looks:
+        look(looked)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for one in (looked, other, *copies):
+        assert (one.rank, one.world_size, len(one)) == (1, 2, 7)
+        assert one.state_dict() == other.state_dict()
+    expected = [batch.index.tolist() for batch in other]
+    for one in (looked, *copies):
+        one.set_epoch(0)  # copies count together
+        assert [batch.index.tolist() for batch in one] == expected
+
+
+def test_a_spawned_worker_reads_the_share_of_its_rank(path):
+    # Which only the process that makes the workers knows.
+    one = dataset(path, obs=["cell_type"])
+    with mock.patch("dasksc.dataset.get_spawning_popen", return_value=object()):
+        with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
+            sent = pickle.dumps(one)
+        alone = pickle.dumps(dataset(path, obs=["cell_type"]))
+    assert (pickle.loads(sent).rank, pickle.loads(sent).world_size) == (1, 2)
+    with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
+        # A rank that is spawned by a process that is none.
+        assert (pickle.loads(alone).rank, pickle.loads(alone).world_size) == (1, 2)
+
+
+class Others(torch.utils.data.IterableDataset):
+    """What stands between a data set and a DataLoader, as Accelerate has it."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        yield from self.dataset
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataloader_that_would_stack_batches_is_refused(path, num_workers):
+    loaders = [
+        torch.utils.data.DataLoader(data, num_workers=num_workers, **options)
+        for data in (dataset(path), dataset(path, obs=["cell_type"]), Others(dataset(path, obs=["cell_type"])))
+        for options in ({}, {"batch_size": 4})
+    ]
+    for loader in loaders:
+        with pytest.raises(dasksc.InputError, match=r"DataLoader\(dataset, batch_size=None\)"):
+            next(iter(loader))
+    # What undoes it is let be, and so is what hooks yield.
+    undone = torch.utils.data.DataLoader(dataset(path), num_workers=num_workers, collate_fn=operator.itemgetter(0))
+    assert next(iter(undone)).shape[0] == 16
+    single = dataset(path, batch_size=1, batch_transform=_row_of)
+    assert next(iter(torch.utils.data.DataLoader(single, batch_size=5, num_workers=num_workers))).shape == (5,)
+
+
+def _row_of(adata):
+    return torch.tensor(adata.n_obs)
+
+
+def test_what_is_not_in_a_batch_or_among_the_labels_is_said_with_what_is(path):
+    one = dataset(path, obs=["cell_type", "int8"])
+    batch = next(iter(one))
+    for held, key in (
+        (batch, "Y"),
+        (batch.obs, "plate"),
+        (batch.layers, "counts"),
+        (batch.to("cpu").obs, "plate"),
+        (one.categories, "int8"),
+        (pickle.loads(pickle.dumps(batch)).obs, "plate"),
+    ):
+        with pytest.raises(dasksc.MissingKeyError, match=f"there is no '{key}' here, only .*yield"):
+            held[key]
+        assert key not in held
+        assert held.get(key) is None
+    with pytest.raises(KeyError, match="'cell_type', 'int8'"):
+        batch.obs["plate"]
+
+
+def test_labels_that_were_not_asked_for_are_read_when_somebody_asks_for_their_mix(path):
+    expected = dasksc.diversity(dataset(path, obs=["cell_type"]), "cell_type")
+    for data in (path, [path], dasksc.open(path)):
+        one = dataset(data)
+        assert dasksc.diversity(one, "cell_type") == expected
+        assert dasksc.check(one, label_key="cell_type").classes
+        with pytest.raises(KeyError, match="no column 'cell_typ'.*cell_type|no 'cell_typ'.*cell_type"):
+            dasksc.check(one, label_key="cell_typ")
 
 
 def test_the_environment_says_which_rank_this_is(path, monkeypatch):

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,26 @@ def test_copies_count_together(copied) -> None:
     counter = EpochCounter()
     twin = copied(counter)
     assert [counter.advance(), twin.advance(), counter.advance()] == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_that_are_begun_with_a_copy_count_by_themselves(method: str) -> None:
+    counter = EpochCounter()
+    counter.set(3)
+    context = get_context(method)
+    found = context.Queue()
+    for _ in range(2):
+        rank = context.Process(target=_count_twice, args=(counter, found))
+        rank.start()
+        assert [found.get(timeout=60) for _ in range(2)] == [3, 4]
+        rank.join()
+    assert counter.peek() == 3
+
+
+def _count_twice(counter: EpochCounter, found: Any) -> None:
+    found.put(counter.advance())
+    found.put(counter.advance())
 
 
 def test_a_copy_outlives_the_first() -> None:

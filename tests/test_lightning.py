@@ -271,3 +271,20 @@ def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path,
     seen = [*chain(*(chain(*rank["train"][:2]) for rank in whole)), *chain(*alone.seen["train"][:-7])]
     assert sorted(seen) == TRAINING.tolist()
     assert sorted(chain(*alone.seen["train"][-7:])) == TRAINING.tolist()
+
+
+def test_looking_at_the_module_reads_nothing(path):
+    def module() -> scDataModule:
+        return scDataModule(path, 8, train=BlockShuffling(4), validate=Streaming(), obs=["cell_type"], seed=1)
+
+    looked = module()
+    assert "train=BlockShuffling(" in str(looked), "also before there are data sets"
+    looked.setup()
+    before = looked.datasets["train"].state_dict()
+    for shown in (str(looked), f"{looked}"):
+        assert "train=scDataset(" in shown
+        assert "validate=scDataset(" in shown
+    assert looked.datasets["train"].state_dict() == before
+    other = module()
+    other.setup()
+    assert [b.index.tolist() for b in looked.datasets["train"]] == [b.index.tolist() for b in other.datasets["train"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from itertools import islice
 
@@ -317,6 +318,24 @@ def test_a_state_of_something_else_is_refused_and_what_differs_is_named(change, 
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(InputError, match="no state of version 1"):
         dataset().load_state_dict(state)
+
+
+def test_what_is_wrong_in_a_state_is_named():
+    good = through_json(dataset().state_dict())
+    for name, wrong in (
+        ("epoch", None),
+        ("epoch", -1),
+        ("seed", "five"),
+        ("fingerprint", ["n_obs"]),
+        ("consumed", 3),
+        ("consumed", [[1, 2]]),
+        ("consumed", [[0, 8, 2, 1]]),
+    ):
+        with pytest.raises(InputError, match=re.escape(f"needs '{name}'") + ".*" + re.escape(f"has {name}={wrong!r}")):
+            dataset().load_state_dict({**good, name: wrong})
+        lacking = {key: value for key, value in good.items() if key != name}
+        with pytest.raises(InputError, match=f"needs '{name}'.* and has only 'version'"):
+            dataset().load_state_dict(lacking)
 
 
 def test_a_loader_without_workers_passes_the_state_through():

@@ -116,6 +116,13 @@ class DataModule:
         ranks: dict[str, Any] = self._ranks or {}
         return scDataset(self._data_collection, self._strategies[name], self._batch_size, **options, **ranks)
 
+    def __str__(self) -> str:
+        # Lightning's iterates what is no DataLoader, and so would begin an epoch of each data set.
+        return f"{type(self).__name__}({', '.join(f'{name}={one!r}' for name, one in self._shown().items())})"
+
+    def _shown(self) -> Mapping[str, Any]:
+        return {name: self.datasets.get(name, strategy) for name, strategy in self._strategies.items()}
+
     # --- What Lightning calls -------------------------------------------------------------------------
 
     def train_dataloader(self) -> Any:
