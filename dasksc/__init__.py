@@ -20,6 +20,7 @@ from dasksc.errors import (
     StartError,
     StorageError,
     TrainingError,
+    WrongTypeError,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ __all__ = [
     "Streaming",
     "TrainingError",
     "World",
+    "WrongTypeError",
     "adata_to_mindex",
     "bionemo_to_tensor",
     "check",

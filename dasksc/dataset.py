@@ -750,13 +750,16 @@ class scDataset(IterableDataset[Any]):
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to be resumed from; never paths or times."""
         matrices = self._matrices or {}
-        return {
+        identity = {
             "n_obs": self._n_obs,
             "matrices": {name: [*matrix.shape, str(matrix.dtype)] for name, matrix in matrices.items()},
             "strategy": f"{type(self.strategy).__name__} {self._sampler.digest()}",
             "drop_last": self.drop_last,
             "equal_ranks": self.equal_ranks,
         }
+        if (self.drop_last and self._sampler.shuffle_blocks) or getattr(self.strategy, "drop_last", False):
+            identity["left_out"] = "evenly"  # versions that left out other rows did not say
+        return identity
 
     # --- State ----------------------------------------------------------------------------------------
 
@@ -807,10 +810,19 @@ class scDataset(IterableDataset[Any]):
             version = state.get("version") if isinstance(state, dict) else state
             raise InputError(f"this is no state of version {_STATE_VERSION} of a dasksc.scDataset; got {version!r}")
         epoch, seed, consumed = _checked_state(state)
+        was = dict(state["fingerprint"])
+        if "left_out" not in was and "left_out" in self._identity:
+            if state["consumed"] and was.get("drop_last") == self.drop_last:
+                raise InputError(
+                    f"the state was taken in the middle of epoch {state['epoch']} by a version of dasksc whose "
+                    "drop_last left out other rows, so the rest of that epoch is unknown. Begin an epoch: set "
+                    "state['consumed'] = [] and load it again"
+                )
+            was["left_out"] = self._identity["left_out"]
         differing = [
-            f"{name} is {self._identity[name]!r} and was {state['fingerprint'].get(name)!r}"
+            f"{name} is {self._identity[name]!r} and was {was.get(name)!r}"
             for name in self._identity
-            if self._identity[name] != state["fingerprint"].get(name)
+            if self._identity[name] != was.get(name)
         ]
         if self._seed_is_given and self._seed != seed:
             differing.append(f"seed is {self._seed} and was {seed}")

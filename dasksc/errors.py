@@ -7,7 +7,8 @@ Every error derives from `DaskscError` and from the builtin a caller would expec
 
     DaskscError
     ├── InputError (ValueError)          an argument or a combination of arguments is not usable
-    │   └── MissingKeyError (KeyError)   a column, layer, gene or group that the data does not have
+    │   ├── MissingKeyError (KeyError)   a column, layer, gene or group that the data does not have
+    │   └── WrongTypeError (TypeError)   an argument of a type that cannot be used
     ├── StorageError (OSError)           a path or store cannot be opened or read
     │   ├── MissingPathError (FileNotFoundError)
     │   └── CorruptDataError             truncated, replaced since it was opened, or self-contradictory
@@ -32,6 +33,7 @@ __all__ = [
     "StartError",
     "StorageError",
     "TrainingError",
+    "WrongTypeError",
 ]
 
 
@@ -49,6 +51,10 @@ class MissingKeyError(InputError, KeyError):
     def __str__(self) -> str:
         # KeyError prints repr(args[0]); a sentence should print as a sentence.
         return str(self.args[0]) if self.args else ""
+
+
+class WrongTypeError(InputError, TypeError):
+    """An argument of a type that cannot be used."""
 
 
 class StorageError(DaskscError, OSError):

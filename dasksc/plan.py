@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.mixing import Diversity, diversity_of
@@ -117,7 +118,8 @@ class EpochPlan:
     fetch_factor
         Batches of a fetch.
     drop_last
-        Leave out each rank's last short batch and the rows that do not divide by the ranks.
+        Leave out each rank's last short batch and the rows that do not divide by the ranks: where blocks are
+        shuffled, every row as often as any other.
     equal_ranks
         Give every rank the same number of batches of the same sizes: by repeating a row on the ranks
         that are one short, or with `drop_last` by leaving out the row too many.
@@ -143,12 +145,12 @@ class EpochPlan:
     def __post_init__(self) -> None:
         for name in ("batch_size", "fetch_factor", "world_size"):
             value = getattr(self, name)
-            if not _is_whole(value) or value < 1:
-                raise InputError(f"{name} must be a whole number of at least 1; got {value!r}")
+            object.__setattr__(self, name, whole_number(name, value))
         for name, end in (("rank", self.world_size), ("seed", 2**64), ("epoch", 2**32)):
             value = getattr(self, name)
             if not _is_whole(value) or not 0 <= value < end:
                 raise InputError(f"{name} must be a whole number in [0, {end}); got {value!r}")
+            object.__setattr__(self, name, int(value))
 
     # --- Sizes: closed forms, nothing is drawn for them unless a part of the epoch was read before ---
 
@@ -178,12 +180,7 @@ class EpochPlan:
 
     @property
     def _n_rounds(self) -> int:
-        n_rounds = self._deal.n_full // self.world_size
-        if self.drop_last and self.sampler.shuffle_blocks and n_rounds == 1:
-            # Of a block for each rank the same rows would come last, and be dropped, in every epoch. What is left
-            # is dealt from a random place.
-            return 0
-        return n_rounds
+        return self._deal.n_full // self.world_size
 
     @property
     def _n_left(self) -> int:
@@ -344,18 +341,27 @@ class EpochPlan:
         return out
 
     def _stored(self, positions: _Int64s) -> _Int64s:
-        """Let the short block lie before a random one, not at the end, so that no row is always in it.
+        """Turn positions so that every row is as likely to be dropped as any other.
 
-        Only where rows are dropped: otherwise blocks keep to multiples of their size.
+        Only where rows are dropped: otherwise blocks keep to multiples of their size. The last rows of a block
+        are dropped more often than its first, so each block begins at a random one of its rows. The short block
+        has chances of its own, so it lies anywhere, past the end with the rest of it at the beginning.
         """
-        short = self.n_rows % self.block_size
-        if not (self.drop_last and self.sampler.shuffle_blocks and short):
+        if not (self.drop_last and self.sampler.shuffle_blocks):
             return positions
+        short = self.n_rows % self.block_size
         end = self.n_rows - short
-        key = epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=3)[2]
-        place = int(permute.below(key, 0, end // self.block_size + 1)) * self.block_size
-        moved = positions + short * (positions >= place)
-        return np.where(positions < end, moved, positions - end + place)
+        turn, place = (
+            int(permute.uniform(key, 0) * n)
+            for key, n in zip(
+                epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=4)[2:], (self.block_size, self.n_rows), strict=True
+            )
+        )
+        within = positions % self.block_size
+        turned = positions - within + (within + turn) % self.block_size
+        wrapped = max(0, place + short - self.n_rows)
+        turned += wrapped or short * (turned >= place)
+        return np.where(positions < end, turned, (positions - end + place) % max(1, self.n_rows))
 
     # --- What it is all for ---
 

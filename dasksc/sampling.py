@@ -23,10 +23,11 @@ from typing import Any, ClassVar, Protocol, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.config import whole_number
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.multiindexable import take_rows
+from dasksc.multiindexable import count_rows, take_rows
 
 __all__ = [
     "BlockOrder",
@@ -38,6 +39,7 @@ __all__ = [
     "Sampler",
     "SamplingStrategy",
     "Streaming",
+    "array_of",
     "bind",
     "encode_labels",
     "epoch_keys",
@@ -61,6 +63,9 @@ _SPLIT_LEVELS = 16
 
 _TINY, _SCALE = 2.0**-500, 2.0**500
 # Weights that sum to less than the first are drawn by multiplied with the second.
+
+_MOST_FRACTIONS = 100
+# More different labels with a fraction are a measurement, not classes.
 
 _SAMPLED_KEYS = 65_536
 # Keys that are looked at to guess which are the largest.
@@ -141,6 +146,40 @@ class Sampler(Protocol):
         """Return a hex digest of everything the draws depend on but the seed and the epoch."""
 
 
+# --- What users give --------------------------------------------------------------------------------
+
+_TAKEN_AS = {np.dtype(np.float16): np.dtype(np.float32), np.dtype(np.longdouble): np.dtype(np.float64)}
+# Types that kernels do not take, and those that they are converted to.
+
+
+def array_of(name: str, values: Any) -> NDArray[Any]:
+    """Return an argument as an array that kernels take: aligned and of native byte order.
+
+    Parameters
+    ----------
+    name
+        What errors call it.
+    values
+        Anything that NumPy makes an array of, or a tensor. Copied only where kernels need another type.
+
+    Raises
+    ------
+    InputError
+        If NumPy makes no array of it, or entries are masked.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()  # NumPy takes no tensor that requires gradients or is on a GPU
+    try:
+        array = np.asanyarray(values)
+    except Exception as error:
+        raise InputError(f"{name} cannot be made an array: {error}") from error
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise InputError(f"{name} has {np.ma.count_masked(array)} masked entries, which have no value; leave them out")
+    array = np.asarray(array)
+    native = array.dtype.newbyteorder("=")
+    return np.require(array, _TAKEN_AS.get(native, native), "A")
+
+
 # --- The rows a strategy draws from ------------------------------------------------------------------
 
 
@@ -174,13 +213,14 @@ class Candidates:
         if isinstance(indices, range):
             indices = np.arange(indices.start, indices.stop, indices.step)
         if isinstance(indices, slice):
-            span = range(*indices.indices(n_obs))
+            try:
+                span = range(*indices.indices(n_obs))
+            except (TypeError, ValueError) as error:
+                raise InputError(f"indices={indices!r} is no slice of rows: {error}") from error
             if span.step == 1:
                 return cls(n=len(span), start=span.start)
             indices = np.arange(span.start, span.stop, span.step)
-        array = np.asarray(indices)
-        if array.ndim != 1:
-            raise InputError(f"indices must be one-dimensional; got shape {array.shape}")
+        array = _index_array(indices)
         if array.dtype == np.bool_:
             if len(array) != n_obs:
                 raise InputError(
@@ -188,10 +228,6 @@ class Candidates:
                     "give one entry per row"
                 )
             array = np.flatnonzero(array)
-        elif len(array) == 0:
-            array = _EMPTY_INTS
-        elif not np.issubdtype(array.dtype, np.integer):
-            raise InputError(f"indices must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
         given = None
         if np.any(array[1:] < array[:-1]):
             given = np.argsort(array, kind="stable")
@@ -232,6 +268,18 @@ class Candidates:
     def digest(self) -> str:
         """Return a hex digest."""
         return _digest(self.n, self.start, self.array)
+
+
+def _index_array(indices: Any) -> NDArray[Any]:
+    """Return indices as an array of row numbers, or as the mask that they are."""
+    array = array_of("indices", indices)
+    if array.ndim != 1:
+        raise InputError(f"indices must be one-dimensional; got shape {array.shape}")
+    if len(array) == 0:
+        return _EMPTY_INTS
+    if array.dtype.kind not in "iub":
+        raise InputError(f"indices must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
+    return array
 
 
 def _digest(*parts: Any) -> str:
@@ -384,11 +432,12 @@ class RowSampler:
         """See `Sampler.draw`."""
         if not self._n_skipped:
             return AllRows(self.candidates)
-        assert self.block_size is not None
-        # The dropped rows lie before a random block, so that no row is left out for ever.
-        key = epoch_keys(seed, epoch, Purpose.DRAW)[0]
-        block = permute.below(key, 0, self.n_rows // self.block_size + 1)
-        return AllRows(self.candidates, skip_from=int(block) * self.block_size, n_skipped=self._n_skipped)
+        # Those from a random row on, past the end from the first on, so that all are left out as often.
+        place = int(permute.uniform(epoch_keys(seed, epoch, Purpose.DRAW)[0], 0) * self.candidates.n)
+        wrapped = place + self._n_skipped - self.candidates.n
+        if wrapped > 0:
+            return AllRows(self.candidates, skip_from=0, n_skipped=wrapped)
+        return AllRows(self.candidates, skip_from=place, n_skipped=self._n_skipped)
 
     def digest(self) -> str:
         """See `Sampler.digest`."""
@@ -605,8 +654,8 @@ class UserSampler:
         # Below 2**63, and int: what a user hands to any generator's constructor.
         key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
         name = type(self.strategy).__name__
-        rows = np.asarray(self.strategy.get_indices(self.collection, seed=key))
-        if rows.ndim != 1 or (len(rows) and not np.issubdtype(rows.dtype, np.integer)):
+        rows = array_of(f"what {name}.get_indices returns", self.strategy.get_indices(self.collection, seed=key))
+        if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
             raise InputError(f"{name}.get_indices must return row numbers; got {rows.dtype} of shape {rows.shape}")
         if len(rows) != self.n_rows:
             raise InputError(f"{name}.get_len promised {self.n_rows} rows, get_indices returned {len(rows)}")
@@ -675,7 +724,8 @@ class SamplingStrategy:
 
     def __init__(self, indices: ArrayLike | None = None) -> None:
         if indices is not None:
-            self._indices = np.sort(np.asarray(indices))
+            array = _index_array(indices)
+            self._indices = np.sort(np.flatnonzero(array) if array.dtype == np.bool_ else array)
 
     def get_len(self, data_collection: Any) -> int:
         """Return the number of rows of an epoch."""
@@ -780,7 +830,7 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
     if isinstance(strategy, _BuiltIn):
         return strategy.bind(n_obs, labels_of)
     if not isinstance(strategy, SamplingStrategy):
-        raise InputError(
+        raise WrongTypeError(
             f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
         )
     n_rows: Any = strategy.get_len(collection)
@@ -827,10 +877,35 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))
 
 
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1; got {value!r}")
-    return int(value)
+def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalancedSampling) -> None:
+    """Refuse sizes that are none, and keep the others as Python's integers, which never overflow."""
+    for name in ("block_size", "total_size", "sampling_size"):
+        value = getattr(strategy, name, None)
+        if value is not None or name == "block_size":
+            object.__setattr__(strategy, name, whole_number(name, value))
+
+
+def _check_entries(name: str, values: Any, indices: Any) -> None:
+    """Refuse values that fit neither `indices` nor the rows of any collection that has them all."""
+    try:
+        n = count_rows(values)
+    except TypeError as error:
+        raise WrongTypeError(f"{name} must be one per row; got {values!r}") from error
+    except ValueError as error:
+        raise InputError(f"{name} have chunks of unknown sizes; call compute_chunk_sizes() on them first") from error
+    if n == 0:
+        raise InputError(f"{name} are empty; give one per row")
+    if indices is None or isinstance(indices, slice):
+        return
+    array = _index_array(indices)
+    is_mask = array.dtype == np.bool_
+    n_given = int(np.count_nonzero(array)) if is_mask else len(array)
+    n_rows = len(array) if is_mask or not len(array) else int(array.max()) + 1
+    if n != n_given and (n < n_rows or (is_mask and n > n_rows)):
+        raise InputError(
+            f"{name} has {n} entries, and indices {'are a mask of' if is_mask else 'need at least'} {n_rows} rows, "
+            f"{n_given} of them given; give one per row of the collection, or one per entry of indices"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -871,7 +946,8 @@ class BlockShuffling(_BuiltIn):
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     drop_last
-        Leave out as many rows as the last block is short, at a place that changes with the epoch.
+        Leave out as many rows as the last block is short, at a place that changes with the epoch: every row
+        as often as any other.
     """
 
     block_size: int = 8
@@ -880,7 +956,7 @@ class BlockShuffling(_BuiltIn):
     _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _positive("block_size", self.block_size)
+        _check_sizes(self)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `bind`."""
@@ -894,13 +970,9 @@ class BlockShuffling(_BuiltIn):
 
 
 def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:
-    _positive("block_size", strategy.block_size)
-    if strategy.total_size is not None:
-        _positive("total_size", strategy.total_size)
-    if strategy.sampling_size is not None:
-        _positive("sampling_size", strategy.sampling_size)
-        if strategy.replace:
-            logger.warning("sampling_size=%s means nothing with replace=True; ignored", strategy.sampling_size)
+    _check_sizes(strategy)
+    if strategy.sampling_size is not None and strategy.replace:
+        logger.warning("sampling_size=%s means nothing with replace=True; ignored", strategy.sampling_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -942,11 +1014,13 @@ class BlockWeightedSampling(_BuiltIn):
     def __post_init__(self) -> None:
         _check_rounds(self)
         if self.weights is not None:
-            weights = np.asarray(self.weights)
-            if weights.ndim != 1 or not (np.issubdtype(weights.dtype, np.number) or weights.dtype == np.bool_):
+            weights = array_of("weights", self.weights)
+            if weights.ndim != 1 or weights.dtype.kind not in "biufc":
                 raise InputError(f"weights must be one number per row; got {weights.dtype} of shape {weights.shape}")
-            if np.issubdtype(weights.dtype, np.complexfloating):
+            if weights.dtype.kind == "c":
                 raise InputError("weights must be real numbers; got complex ones")
+            if len(weights):
+                _check_entries("weights", weights, self.indices)
             object.__setattr__(self, "weights", weights)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
@@ -984,13 +1058,14 @@ class ClassBalancedSampling(_BuiltIn):
 
     Class c, with frequency ``f_c`` among the rows to draw from, is drawn with probability
     ``(1 - smoothing) / K + smoothing * f_c``, scaled by its entry in `class_weights`; inside a class
-    every row is as likely as another. Rows without a label (NaN, None, code -1) are never drawn.
+    every row is as likely as another. Rows without a label (NaN, None, masked, -1) are never drawn.
 
     Parameters
     ----------
     labels
         A label per row of the collection, or per entry of `indices`, in their order: an array, a pandas
-        Series or Categorical. Integers are taken as codes, -1 for none.
+        Series or Categorical, a 1-D Dask array. Whole numbers below 0 are no label, in whatever type;
+        categories are labels whatever they are.
     block_size
         Draws of a block.
     indices
@@ -1013,8 +1088,10 @@ class ClassBalancedSampling(_BuiltIn):
     Raises
     ------
     InputError
-        If neither or both of `labels` and `label_key` are given, no row has a label, `smoothing` is
-        outside [0, 1], or a class has fewer rows than are to be drawn from it without replacement.
+        If neither or both of `labels` and `label_key` are given, no row has a label, labels are
+        continuous (numbers with fractions, more than 100 different ones or one for every other row),
+        `smoothing` is outside [0, 1], or a class has fewer rows than are to be drawn from it without
+        replacement.
     """
 
     labels: Any = None
@@ -1033,10 +1110,10 @@ class ClassBalancedSampling(_BuiltIn):
         _check_rounds(self)
         if (self.labels is None) == (self.label_key is None):
             raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
-        if self.labels is not None and len(self.labels) == 0:
-            raise InputError("labels are empty; give one per row")
-        if not 0 <= self.smoothing <= 1:
-            raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing}")
+        if self.labels is not None:
+            _check_entries("labels", self.labels, self.indices)
+        if not isinstance(self.smoothing, Real) or not 0 <= float(self.smoothing) <= 1:
+            raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing!r}")
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `bind`."""
@@ -1067,7 +1144,7 @@ class ClassBalancedSampling(_BuiltIn):
     def _factors(self, names: list[Any]) -> NDArray[np.float64]:
         weights: Any = self.class_weights or {}
         if not isinstance(weights, Mapping):
-            raise InputError(f"class_weights must be a dict of factors by label; got {weights!r}")
+            raise WrongTypeError(f"class_weights must be a dict of factors by label; got {weights!r}")
         factors = np.ones(len(names), dtype=np.float64)
         position = {name: i for i, name in enumerate(names)}
         for name, factor in weights.items():
@@ -1113,6 +1190,9 @@ class ClassBalancedSampling(_BuiltIn):
 def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
     """Return integer codes, -1 for a missing label, and the label of each code.
 
+    Equal labels have equal codes in any type: whole numbers that are not far beyond the number of rows
+    are their own codes, everything else is numbered as it comes.
+
     Parameters
     ----------
     labels
@@ -1122,37 +1202,80 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
     -------
     codes, names
         Integer codes are taken as they are, not copied.
+
+    Raises
+    ------
+    InputError
+        If there is not one label per row, or labels are continuous.
     """
     values = getattr(labels, "cat", None) or labels
     if hasattr(values, "codes") and hasattr(values, "categories"):
         return np.asarray(values.codes), list(values.categories)
-    if hasattr(labels, "blocks") and hasattr(labels, "compute") and labels.ndim == 1:
-        return _encode_chunks(labels)
-    array = np.asarray(labels)
-    if array.ndim != 1:
-        raise InputError(f"labels must be one per row; got shape {array.shape}")
-    if np.issubdtype(array.dtype, np.integer) and len(array):
-        low, high = int(array.min()), int(array.max())
-        # Codes far beyond the number of rows would make the table of classes larger than the data.
-        if low >= -1 and high < max(len(array), 65_536):
-            return array, list(range(high + 1))
+    is_lazy = hasattr(labels, "blocks") and hasattr(labels, "compute") and labels.ndim == 1
+    if not is_lazy:
+        labels = _label_array(labels)
+        if labels.ndim != 1:
+            raise InputError(f"labels must be one per row; got shape {labels.shape}")
+        if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
+            low, high = int(labels.min()), int(labels.max())
+            if low >= -1 and high < _table_end(len(labels)):
+                return labels, list(range(high + 1))
     import pandas as pd
 
-    codes, names = pd.factorize(cast(Any, array), sort=False)
-    return np.asarray(codes), list(names)
-
-
-def _encode_chunks(labels: Any) -> tuple[NDArray[Any], list[Any]]:
-    """Encode a Dask array so that no more than a chunk of it is held, and its codes in the fewest bytes."""
-    import pandas as pd
-
-    is_whole = np.issubdtype(labels.dtype, np.integer)
     position: dict[Any, int] = {}
     encoded: list[NDArray[Any]] = []
-    for i in range(labels.numblocks[0]):
-        codes, names = pd.factorize(np.asarray(labels.blocks[i].compute()), sort=False)
-        # Negative integers are no label, as in arrays that are held.
-        known = [-1 if is_whole and name < 0 else position.setdefault(name, len(position)) for name in names]
+    # No more than a chunk of a Dask array is held, and its codes in the fewest bytes.
+    blocks = (labels.blocks[i].compute() for i in range(labels.numblocks[0])) if is_lazy else [labels]
+    for chunk in map(_label_array, blocks):
+        try:
+            codes, names = pd.factorize(cast(Any, chunk), sort=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"labels of type {chunk.dtype} cannot be told apart: {error}") from error
+        known = [position.setdefault(name, len(position)) for name in names]
         seen = np.array([*known, -1], dtype=np.int64)[codes]  # a missing label's -1 finds the last entry
-        encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))))
-    return np.concatenate(encoded), list(position)
+        encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
+    n_labels = sum(map(len, encoded))
+    table, classes = _classes(list(position), n_labels)
+    table = table.astype(np.min_scalar_type(-max(len(classes), 1))) if is_lazy else table
+    return np.concatenate([table[codes] for codes in encoded] or [_EMPTY_INTS]), classes
+
+
+def _label_array(labels: Any) -> Any:
+    """Return labels as an array of NumPy's, or as pandas' own where that alone says what is missing."""
+    if isinstance(labels, np.ma.MaskedArray) and np.ma.is_masked(labels):
+        return np.where(np.ma.getmaskarray(labels), None, np.asarray(labels, dtype=object))
+    if hasattr(getattr(labels, "dtype", None), "construct_array_type"):
+        return getattr(labels, "array", labels)
+    return array_of("labels", labels)
+
+
+def _table_end(n_labels: int) -> int:
+    """Where numbers end that are their own codes: others make the table of classes larger than the data."""
+    return max(n_labels, 65_536)
+
+
+def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
+    """Return the code of the class that each name stands for, then -1, and the names of the classes.
+
+    Whole numbers below 0 stand for none.
+    """
+    numbers = np.arange(len(names) + 1)
+    numbers[-1] = -1
+    if not names or not all(isinstance(name, Real) and not isinstance(name, bool) for name in names):
+        return numbers, names
+    values = np.array(names, dtype=np.float64)
+    if not np.all(np.isfinite(values) & (values == np.floor(values))):
+        if len(names) > min(_MOST_FRACTIONS, max(8, n_labels // 2)):
+            some = ", ".join(f"{name:g}" for name in names[:3])
+            raise InputError(
+                f"{n_labels} labels hold {len(names)} different numbers with fractions ({some}, ...): a continuous "
+                "column has no classes. Cut it into bins (pandas.cut), or make each value a class: "
+                "labels=pandas.Categorical(values)"
+            )
+        return numbers, names
+    is_class = values >= 0
+    if values.max() < _table_end(n_labels):
+        numbers[:-1] = np.where(is_class, values, -1)
+        return numbers, list(range(int(values.max()) + 1))
+    numbers[:-1] = np.where(is_class, np.cumsum(is_class) - 1, -1)
+    return numbers, [name for name, is_one in zip(names, is_class, strict=True) if is_one]

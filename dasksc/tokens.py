@@ -449,8 +449,10 @@ class ValueBins(_Tokens):
     genes
         Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
     n_bins
-        How many values there are: 0, for what is not expressed, and ``n_bins - 1`` bins between quantiles of the cell's
-        nonzeros. A value on an edge lies in the bin above.
+        How many values there are: 0, for what is not expressed, and ``n_bins - 1`` bins of the cell's nonzeros, those
+        of scGPT's ``binning``. Bins begin at ``n_bins - 1`` quantiles of the nonzeros, from the smallest to the
+        largest, which is alone in the last. Where several quantiles are one value, as 1 is in counts, it lies in any of
+        the bins that begin there, drawn at random.
     vocabulary
         A `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
     max_genes
@@ -467,7 +469,8 @@ class ValueBins(_Tokens):
     padding
         Up to the ``"longest"`` cell of the batch, or to ``"max_length"``.
     seed
-        Of what is masked and sampled, with the epoch and the rows of the batch: the same on any rank and in any worker.
+        Of what is masked, sampled and drawn between bins, with the epoch and the rows of the batch: the same on any
+        rank and in any worker.
 
     Attributes
     ----------

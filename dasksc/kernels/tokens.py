@@ -33,8 +33,9 @@ __all__ = [
 
 _SIGN = np.uint32(0x80000000)
 _REST = np.uint32(0x7FFFFFFF)
-# Streams under the key of a row: which genes are sampled and masked, what becomes of these, and what replaces them.
-_SAMPLED, _MASKED, _FATE, _REPLACEMENT = range(4)
+# Streams under the key of a row: which genes are sampled and masked, what becomes of these, what replaces them, and
+# in which of several bins a value lies.
+_SAMPLED, _MASKED, _FATE, _REPLACEMENT, _TIED = range(5)
 
 HIDDEN, REPLACED, SHOWN = 1, 2, 3
 """What becomes of a token that is to be predicted."""
@@ -151,31 +152,39 @@ def choose(key, n, n_chosen, out):
 def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_ids, out_values):
     """Write the tokens of each row in the order of their columns, with the bins of their values.
 
-    The bins of a row, 1 to n_bins - 1, hold equally many of its values, as far as equal ones allow: edges are
-    quantiles, between two values in proportion, and a value on an edge lies in the bin above. Of more
-    tokens than fit, a sample is taken.
+    The edges of a row are ``n_bins - 1`` quantiles of its values, from the smallest to the largest, and bin i begins
+    at edge i: the last holds the largest value alone. Where several edges are equal, a value on them lies in any of
+    the bins that begin there. Edges are those of ``numpy.quantile``, to the bit. Of more tokens than fit, a sample is
+    taken.
     """
     longest = max(1, counts.max()) if len(counts) else 1
     row_ids = np.empty(longest, np.int64)
     row_values = np.empty(longest, np.float32)
     chosen = np.empty(longest, np.int64)
-    edges = np.empty(max(0, n_bins - 2), np.float64)
+    edges = np.empty(n_bins - 1, np.float64)
+    step = 1.0 / max(1, n_bins - 2)
     for i in range(len(counts)):
         n = _take_row(indptr[i], indptr[i + 1], columns, values, ids, row_ids, row_values)
         if n == 0:
             continue
         ascending = np.sort(row_values[:n])
         for j in range(len(edges)):
-            place = (j + 1) / (n_bins - 1) * (n - 1)
+            place = (1.0 if 0 < j == n_bins - 2 else j * step) * (n - 1)
             below = int(place)
             above = min(below + 1, n - 1)
-            low = np.float64(ascending[below])
-            edges[j] = low + (np.float64(ascending[above]) - low) * (place - below)
+            low, high = np.float64(ascending[below]), np.float64(ascending[above])
+            span = np.float64(ascending[above] - ascending[below])
+            share = place - below
+            edges[j] = high - span * (1.0 - share) if share >= 0.5 else low + span * share
+        tied = stream(keys[i], _TIED)
         n_kept = min(n, out_ids.shape[1] - first)
         choose(stream(keys[i], _SAMPLED), n, n_kept, chosen)
         for k in range(n_kept):
             out_ids[i, first + k] = row_ids[chosen[k]]
-            out_values[i, first + k] = 1 + np.searchsorted(edges, np.float64(row_values[chosen[k]]), side="right")
+            value = np.float64(row_values[chosen[k]])
+            highest = np.searchsorted(edges, value, side="right")
+            n_equal = highest - np.searchsorted(edges, value, side="left")
+            out_values[i, first + k] = highest - int(uniform(tied, chosen[k]) * n_equal)
 
 
 @kernel
