@@ -239,7 +239,8 @@ def open(
         is_path = isinstance(data, str | os.PathLike)
         what = quoted(data) if is_path else "the AnnData given" if parts is None else f"{len(parts)} atlases"
         logger.warning("obs_names repeat in %s; %s", what, remedy)
-    if not result.var_names.is_unique:
+    # Of an AnnData that a data set opens again it was said when it was made.
+    if (names or not isinstance(data, AnnData)) and not result.var_names.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return result
 

@@ -32,14 +32,14 @@ from dasksc import config, filtering, lazy, process_memory
 from dasksc.ahead import run_ahead
 from dasksc.batch import Batch, BatchMaker, Categories, refuse_stacking, torch_dtype
 from dasksc.epoch import EpochCounter
-from dasksc.errors import InputError
+from dasksc.errors import InputError, WrongTypeError
 from dasksc.memory_model import LONGER_ROWS, NOMINAL_THREADS, PLAN_ROW_BYTES, MemoryModel, Way
 from dasksc.modalities import Modalities, is_modalities
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan import EpochPlan, FetchPlan, Stretch
 from dasksc.progress import EpochStats, line_of, merged, progress_bar
 from dasksc.reading import Reading
-from dasksc.sampling import Sampler, SamplingStrategy, bind, restricted
+from dasksc.sampling import Sampler, SamplingStrategy, array_of, bind, is_random, n_rows_named, restricted
 from dasksc.storage import Columns, FetchCost, Layout, Matrix, StackedMatrix, TakenMatrix, UseMmap, mapping, memory
 from dasksc.window import Scheduler, Window, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.window.epoch_array import epoch_array
@@ -112,7 +112,8 @@ class scDataset(IterableDataset[Any]):
         Which share of every epoch this process reads. Default: the process group's, or the
         launcher's (see `World.detect`).
     seed
-        Of everything random, in [0, 2**64). None draws one, the same on all ranks of a process group.
+        Of everything random, in [0, 2**64). None draws one, the same on all ranks of a process group; `Streaming` that
+        does not shuffle needs none.
     obs, layers, obsm
         Names to yield beside X. Of several modalities, ``"rna:counts"`` for what one of them has.
     genes
@@ -231,10 +232,12 @@ class scDataset(IterableDataset[Any]):
         if layout not in ("dense", "csr"):
             raise InputError(f"layout must be 'dense' or 'csr'; got {layout!r}")
         if not isinstance(strategy, SamplingStrategy):
-            raise InputError(f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}")
+            raise WrongTypeError(
+                f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
+            )
         for name in _CALLED:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise InputError(f"{name} must be callable; got {getattr(self, name)!r}")
+                raise WrongTypeError(f"{name} must be callable; got {getattr(self, name)!r}")
 
         self._hooked = any(getattr(self, name) is not None for name in _HOOKS)
         self._name = "data"
@@ -260,7 +263,11 @@ class scDataset(IterableDataset[Any]):
         self._agreement: Agreement | None = None
         # Drawn here rather than when needed: forked DataLoader workers must find the same one.
         self._seed_is_given = seed is not None
-        self._seed = secrets.randbits(63) if seed is None else config.whole_number("seed", seed, 0, 2**64)
+        self._is_random = is_random(self._sampler)
+        if seed is None:
+            self._seed = secrets.randbits(63) if self._is_random else 0
+        else:
+            self._seed = config.whole_number("seed", seed, 0, 2**64)
         self._counter = EpochCounter()
         self._iteration = 0
         # Epoch and stretches read of it: where this process is, and where it is to go on.
@@ -275,7 +282,7 @@ class scDataset(IterableDataset[Any]):
         found = World.detect(*self._given_world)
         self._plan_of(found, epoch=0)  # refuse sizes that do not fit
         # A world of one may yet become a larger one: the process group can be initialised later.
-        if found.world_size > 1 and (self._seed_is_given or Agreement.is_possible()):
+        if found.world_size > 1 and (self._seed_is_given or not self._is_random or Agreement.is_possible()):
             self._settle()
 
     # --- The collection -----------------------------------------------------------------------------
@@ -332,10 +339,15 @@ class scDataset(IterableDataset[Any]):
             try:
                 self._n_obs = count_rows(data)
             except TypeError as error:
-                raise InputError(
-                    f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an array or "
-                    "another collection that row numbers can index"
-                ) from error
+                # The callback alone reads it, and indices say which rows there are.
+                n_obs = None if self.fetch_callback is None else n_rows_named(self.strategy)
+                if n_obs is None:
+                    raise WrongTypeError(
+                        f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an "
+                        "array or another collection that row numbers can index; or fetch_callback= and the "
+                        "strategy's indices="
+                    ) from error
+                self._n_obs = n_obs
         if not is_ours or self._hooked:
             if isinstance(self.collection, da.Array):
                 self.collection = lazy.MatrixRows(matrix=lazy.matrix_of(self.collection))
@@ -689,7 +701,7 @@ class scDataset(IterableDataset[Any]):
         if world is None:
             world = World.detect(*self._given_world)
             agreement = Agreement(world)
-            if world.world_size > 1 and not self._seed_is_given:
+            if world.world_size > 1 and not self._seed_is_given and self._is_random:
                 if get_worker_info() is not None:
                     raise InputError(
                         "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "
@@ -1313,7 +1325,7 @@ def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
 
 def _names(option: str, value: Any) -> list[str]:
     if isinstance(value, str):
-        raise InputError(f"{option}={value!r} is a string; give a list of names: {option}=[{value!r}]")
+        raise WrongTypeError(f"{option}={value!r} is a string; give a list of names: {option}=[{value!r}]")
     return list(value)
 
 
@@ -1355,11 +1367,11 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
         return None
     n_vars = len(cast(Sequence[Any], var_names))
     if isinstance(genes, str):
-        raise InputError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
+        raise WrongTypeError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
     if isinstance(genes, set | frozenset | Mapping):
         # The order of a set differs between processes, and with it the columns.
-        raise InputError(f"genes is a {type(genes).__name__}, which has no order; give a list: genes=sorted(...)")
-    wanted = np.arange(n_vars)[genes] if isinstance(genes, slice) else np.asarray(genes)
+        raise WrongTypeError(f"genes is a {type(genes).__name__}, which has no order; give a list: genes=sorted(...)")
+    wanted = np.arange(n_vars)[genes] if isinstance(genes, slice) else array_of("genes", genes)
     if wanted.ndim != 1:
         raise InputError(f"genes has shape {wanted.shape}; give one list of names, a mask or positions")
     if wanted.dtype == np.bool_:
@@ -1368,7 +1380,7 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
         wanted = np.flatnonzero(wanted)
     if not len(wanted):
         raise InputError("genes leave no column; give at least one")
-    if not np.issubdtype(wanted.dtype, np.integer):
+    if wanted.dtype.kind not in "iu":
         if wanted.dtype.kind not in "UOT":
             raise InputError(f"genes holds {wanted.dtype}; names, a mask or whole positions are needed")
         position: dict[Any, int] = {}
@@ -1382,4 +1394,6 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
         wanted = np.array(
             [position[collections.known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64
         )
+    elif wanted.max() >= n_vars:  # also those that int64 does not hold
+        raise InputError(f"genes holds position {wanted.max()}, but there are columns 0 to {n_vars - 1}")
     return Columns(wanted.astype(np.int64), n_vars)

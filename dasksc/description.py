@@ -483,8 +483,8 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
     for one in matrices:
         if one.encoding == "csc":
             yield (
-                f"{one.key} is stored by columns, so that every fetch reads all of it; write it by rows: dasksc "
-                "convert, or adata.X = adata.X.tocsr()"
+                f"{one.key} is stored by columns, so that the first fetch reads all of it; dasksc convert writes it by "
+                "rows"
             )
     # Of a modality, X has its name before it.
     x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]

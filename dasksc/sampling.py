@@ -43,6 +43,8 @@ __all__ = [
     "bind",
     "encode_labels",
     "epoch_keys",
+    "is_random",
+    "n_rows_named",
     "restricted",
 ]
 
@@ -148,7 +150,10 @@ class Sampler(Protocol):
 
 # --- What users give --------------------------------------------------------------------------------
 
-_TAKEN_AS = {np.dtype(np.float16): np.dtype(np.float32), np.dtype(np.longdouble): np.dtype(np.float64)}
+_TAKEN_AS: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.float16): np.dtype(np.float32),
+    np.dtype(np.longdouble): np.dtype(np.float64),
+}
 # Types that kernels do not take, and those that they are converted to.
 
 
@@ -174,10 +179,12 @@ def array_of(name: str, values: Any) -> NDArray[Any]:
     except Exception as error:
         raise InputError(f"{name} cannot be made an array: {error}") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise InputError(f"{name} has {np.ma.count_masked(array)} masked entries, which have no value; leave them out")
+        n_masked = int(np.ma.getmaskarray(array).sum())
+        raise InputError(f"{name} has {n_masked} masked entries, which have no value; leave them out")
     array = np.asarray(array)
     native = array.dtype.newbyteorder("=")
-    return np.require(array, _TAKEN_AS.get(native, native), "A")
+    taken: NDArray[Any] = np.require(array, cast(Any, _TAKEN_AS.get(native, native)), "A")
+    return taken
 
 
 # --- The rows a strategy draws from ------------------------------------------------------------------
@@ -839,6 +846,20 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
     return UserSampler(strategy, collection, n_obs, int(n_rows))
 
 
+def is_random(sampler: Sampler) -> bool:
+    """Return whether epochs depend on the seed."""
+    return not isinstance(sampler, RowSampler) or sampler.shuffle_blocks or sampler.shuffle_rows
+
+
+def n_rows_named(strategy: SamplingStrategy) -> int | None:
+    """Return how many rows a collection has at least by the indices of a strategy; None if these do not say."""
+    indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
+    if indices is None or isinstance(indices, slice):
+        return None
+    array = _index_array(indices)
+    return len(array) if array.dtype == np.bool_ or not len(array) else int(array.max()) + 1
+
+
 def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:
     """Return a strategy that draws only those of its rows that are to be kept.
 
@@ -1112,7 +1133,8 @@ class ClassBalancedSampling(_BuiltIn):
             raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
         if self.labels is not None:
             _check_entries("labels", self.labels, self.indices)
-        if not isinstance(self.smoothing, Real) or not 0 <= float(self.smoothing) <= 1:
+        smoothing: Any = self.smoothing
+        if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
             raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing!r}")
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
@@ -1243,7 +1265,9 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
 def _label_array(labels: Any) -> Any:
     """Return labels as an array of NumPy's, or as pandas' own where that alone says what is missing."""
     if isinstance(labels, np.ma.MaskedArray) and np.ma.is_masked(labels):
-        return np.where(np.ma.getmaskarray(labels), None, np.asarray(labels, dtype=object))
+        objects = np.array(labels.data, dtype=object)
+        objects[np.ma.getmaskarray(labels)] = None
+        return objects
     if hasattr(getattr(labels, "dtype", None), "construct_array_type"):
         return getattr(labels, "array", labels)
     return array_of("labels", labels)

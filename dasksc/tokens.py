@@ -610,15 +610,15 @@ def _nonzeros(batch: Batch, n_genes: int) -> tuple[NDArray[np.int64], NDArray[An
             f"tokens are made of a Batch with X and index; got {type(batch).__name__}. "
             "Give the transform to scDataset(transform=...), not as a hook"
         )
-    X: torch.Tensor = batch["X"]
+    X: torch.Tensor = batch["X"].detach()
     if X.shape[1] != n_genes:
         raise InputError(
             f"X has {X.shape[1]} columns, and there are names of {n_genes} genes; give those of the columns"
         )
     if X.layout == torch.sparse_csr:
         indptr = X.crow_indices().numpy().astype(np.int64)
-        return indptr, X.col_indices().numpy(), X.values().numpy().astype(np.float32, copy=False)
-    dense = X.numpy()
+        return indptr, X.col_indices().numpy(), X.values().float().numpy()
+    dense = X.float().numpy()  # kernels take no halves
     indptr = np.zeros(len(dense) + 1, dtype=np.int64)
     csr.count_nonzeros(dense, indptr[1:])
     np.cumsum(indptr, out=indptr)

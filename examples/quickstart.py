@@ -14,7 +14,10 @@ from torch.nn.functional import cross_entropy
 
 import dasksc
 
-path = files("scanpy.datasets") / "10x_pbmc68k_reduced.h5ad"
+try:
+    path = files("scanpy.datasets") / "10x_pbmc68k_reduced.h5ad"
+except ModuleNotFoundError:
+    raise SystemExit("quickstart.py reads a file that comes with scanpy: pip install scanpy") from None
 
 # Nothing is read here but the tables: adata.X is a Dask array.
 adata = dasksc.open(path)

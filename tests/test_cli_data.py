@@ -508,3 +508,21 @@ def test_what_a_command_may_not_read_is_told_with_the_options_of_commands(folder
 
 def test_tables_are_aligned() -> None:
     assert aligned([["a", "bb"], ["ccc", "d"]], right=(1,)) == "a    bb\nccc   d"
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+def test_info_says_once_that_names_repeat(tmp_path, caplog):
+    repeated = AnnData(sp.csr_matrix(np.ones((30, 3), dtype=np.float32)), var=pd.DataFrame(index=["a", "a", "b"]))
+    repeated.write_h5ad(tmp_path / "repeated.h5ad")
+    dasksc.describe(str(tmp_path / "*.h5ad"), seconds=0.001)
+    assert [record.getMessage() for record in caplog.records if "repeat" in record.getMessage()] == [
+        "var_names repeat; adata.var_names_make_unique() makes them unique"
+    ]
+
+
+def test_what_is_stored_by_columns_is_to_be_converted(tmp_path, caplog):
+    path = tmp_path / "columns.h5ad"
+    AnnData(sp.csc_matrix(np.ones((30, 3), dtype=np.float32))).write_h5ad(path)
+    found = dasksc.describe(path, seconds=0)
+    assert f"Store it by rows once: dasksc convert {path} NEW.zarr" in caplog.text
+    assert any("dasksc convert writes it by rows" in one for one in found.advice)

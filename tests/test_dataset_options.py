@@ -109,3 +109,63 @@ def test_array_code_is_projected_by_what_is_stored(gzipped: Path) -> None:
     row = 1500 * 0.3 * 8
     # Every layer's rows, beside those that were read.
     assert computed - stored > 2 * 16 * 64 * row
+
+
+class WithoutLength:
+    """A collection that only a callback knows how to read."""
+
+    def __getitem__(self, rows: Any) -> Any:
+        return np.asarray(rows) * 10
+
+
+def test_a_collection_without_a_length_is_read_by_a_callback_at_the_indices_given() -> None:
+    indices = np.array([2, 3, 5, 8, 13, 21])
+    options: dict[str, Any] = {"batch_size": 2, "fetch_callback": lambda data, rows: data[rows]}
+    dataset = dasksc.scDataset(WithoutLength(), dasksc.BlockShuffling(2, indices=indices), **options)
+    assert len(dataset) == 3
+    assert np.sort(np.concatenate(list(dataset))).tolist() == (indices * 10).tolist()
+    for strategy in (dasksc.Streaming(), dasksc.Streaming(slice(0, 4))):
+        with pytest.raises(dasksc.WrongTypeError, match="no len"):
+            dasksc.scDataset(WithoutLength(), strategy, **options)
+    with pytest.raises(dasksc.WrongTypeError, match="no len"):
+        dasksc.scDataset(WithoutLength(), dasksc.Streaming(indices), batch_size=2)
+
+
+def test_what_is_no_strategy_is_both_an_input_error_and_a_type_error() -> None:
+    for error in (TypeError, ValueError, dasksc.InputError):
+        with pytest.raises(error, match="strategy must be a SamplingStrategy"):
+            dasksc.scDataset(np.zeros((4, 2)), "shuffle", batch_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("equal_ranks", [True, False])
+def test_ranks_that_stream_in_storage_order_need_no_seed(equal_ranks: bool) -> None:
+    rows: list[int] = []
+    for rank in range(2):
+        options: dict[str, Any] = {"rank": rank, "world_size": 2, "equal_ranks": equal_ranks}
+        dataset = dasksc.scDataset(np.arange(11), dasksc.Streaming(), batch_size=2, fetch_factor=1, **options)
+        rows += np.concatenate(list(dataset)).tolist()
+        dataset.load_state_dict(dataset.state_dict() | {"seed": 7})  # as versions before drew it
+    assert sorted(set(rows)) == list(range(11))
+    with pytest.raises(dasksc.InputError, match="seed=None with world_size=2"):
+        len(dasksc.scDataset(np.arange(11), dasksc.Streaming(shuffle=True), batch_size=2, rank=0, world_size=2))
+
+
+@pytest.mark.parametrize("genes", [np.array([0, 2], ">i4"), np.array([0, 2], "u8"), np.array([True, False, True])])
+def test_genes_of_any_type_keep_their_columns(genes: Any) -> None:
+    X = np.arange(12, dtype=np.float32).reshape(4, 3)
+    (batch,) = dasksc.scDataset(AnnData(X), dasksc.Streaming(), batch_size=4, genes=genes)
+    np.testing.assert_array_equal(batch, X[:, [0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("genes", "message"),
+    [
+        (np.array([0, 1], "m8[s]"), "genes holds timedelta64"),
+        (np.array([2**64 - 1], "u8"), "genes holds position 18446744073709551615"),
+        (np.ma.masked_array([0, 1], mask=[False, True]), "genes has 1 masked entries"),
+        ([[0], [1, 2]], "genes cannot be made an array"),
+    ],
+)
+def test_genes_that_say_no_columns_are_refused_by_name(genes: Any, message: str) -> None:
+    with pytest.raises(dasksc.InputError, match=message):
+        dasksc.scDataset(AnnData(np.ones((4, 3))), dasksc.Streaming(), batch_size=4, genes=genes)

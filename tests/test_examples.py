@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -75,6 +76,13 @@ def test_quickstart_recognises_real_cells():
     printed = run(EXAMPLES / "quickstart.py")
     right, held_out = map(int, re.search(r"(\d+) of (\d+) held-out cells", printed).groups())
     assert right > held_out / 2
+
+
+def test_quickstart_without_scanpy_says_what_to_install(tmp_path):
+    program = f"import runpy, sys; sys.modules['scanpy'] = None; runpy.run_path({str(EXAMPLES / 'quickstart.py')!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "quickstart.py reads a file that comes with scanpy: pip install scanpy\n"
 
 
 def trained(atlas: Path, n_steps: list[int]) -> Iterator[list[torch.Tensor]]:

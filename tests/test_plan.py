@@ -213,6 +213,34 @@ def test_no_row_of_the_only_block_of_a_rank_is_left_out_for_ever_by_drop_last(bl
     assert seen == set(range(15))
 
 
+@pytest.mark.parametrize(
+    ("n", "strategy", "sizes"),
+    [
+        (70, dasksc.BlockShuffling(4), {"batch_size": 8, "fetch_factor": 1}),
+        (70, dasksc.BlockShuffling(4), {"batch_size": 8, "fetch_factor": 3}),
+        (70, dasksc.BlockShuffling(4), {"batch_size": 8, "fetch_factor": 1, "world_size": 2}),
+        (70, dasksc.BlockShuffling(4), {"batch_size": 4, "fetch_factor": 1, "world_size": 4}),
+        (70, dasksc.BlockShuffling(4, drop_last=True), {"batch_size": 8, "fetch_factor": 2}),
+        (68, dasksc.BlockShuffling(4), {"batch_size": 6, "fetch_factor": 1}),
+        (70, dasksc.BlockShuffling(4, drop_last=True), {"batch_size": 2, "drop_last": False}),
+    ],
+)
+def test_drop_last_leaves_every_row_out_as_often_as_any_other(
+    n: int, strategy: dasksc.SamplingStrategy, sizes: dict[str, Any]
+) -> None:
+    n_epochs = 1500
+    seen = np.zeros(n)
+    for epoch in range(n_epochs):
+        plan = plan_of(strategy, n, epoch=epoch, seed=1, **{"drop_last": True, **sizes})
+        for rank in ranks_of(plan):
+            seen[yielded_by(rank)] += 1
+    left_out = n_epochs - seen
+    share = left_out.mean() / n_epochs
+    assert share > 0.02
+    z = stats.norm.isf(ERROR / 2 / n)
+    assert np.abs(left_out / n_epochs - share).max() <= z * np.sqrt(share * (1 - share) / n_epochs)
+
+
 def test_the_row_too_many_is_not_always_that_of_the_short_block() -> None:
     # All that is left to deal out is the short block of one row, which does not divide by two ranks.
     left_out = []
@@ -476,3 +504,8 @@ def test_plans_of_blocks_are_the_same_everywhere(case: str) -> None:
 def test_sizes_that_make_no_plan_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(dasksc.InputError, match=message):
         plan_of(dasksc.BlockShuffling(), 10, **options)
+
+
+def test_sizes_of_narrow_integers_do_not_overflow() -> None:
+    plan = plan_of(dasksc.BlockShuffling(), 1000, batch_size=np.int8(100), fetch_factor=np.int8(4))
+    assert sorted(yielded_by(plan).tolist()) == list(range(1000))

@@ -383,3 +383,22 @@ def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):
     monkeypatch.setattr(sampling, "_way_of_drawing", lambda: "that of another version")
     with pytest.raises(InputError, match="strategy is 'BlockWeightedSampling"):
         dataset(strategy=strategy).load_state_dict(state)
+
+
+@pytest.mark.parametrize("strategy", [BlockShuffling(4), BlockShuffling(4, drop_last=True), Streaming()])
+def test_states_of_versions_whose_drop_last_left_out_other_rows_begin_an_epoch_or_are_refused(strategy):
+    options = {"batch_size": 8, "fetch_factor": 1, "drop_last": True, "seed": 0}
+    read = scDataset(np.arange(70), strategy, **options)
+    whole = read.state_dict()
+    batches = iter(read)
+    next(batches)
+    middle = read.state_dict()
+    for state in (whole, middle):
+        state["fingerprint"].pop("left_out", None)
+    scDataset(np.arange(70), strategy, **options).load_state_dict(whole)
+    other = scDataset(np.arange(70), strategy, **options)
+    if isinstance(strategy, Streaming):
+        other.load_state_dict(middle)
+    else:
+        with pytest.raises(InputError, match="in the middle of epoch 0 by a version"):
+            other.load_state_dict(middle)

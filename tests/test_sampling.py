@@ -353,6 +353,154 @@ def test_labels_of_any_kind_balance_and_missing_ones_are_not_drawn(labels: Any, 
     assert_drawn_by(counts, [0.5, 1, 0, 0.5, 1, 0])
 
 
+def of_every_type(labels: list[int]) -> dict[str, Any]:
+    """The same labels, those below 0 missing, in every type that holds them."""
+    import dask.array as da
+    import torch
+
+    array = np.array(labels, dtype=np.int64)
+    missing = array < 0
+    floats = np.where(missing, np.nan, array)
+    objects: Any = [None if none else label for label, none in zip(labels, missing, strict=True)]
+    same = {
+        "int64": array,
+        "float64 with -1": array.astype(np.float64),
+        "float64": floats,
+        "long double": floats.astype(np.longdouble),
+        "read-only, strided": np.broadcast_to(np.repeat(array, 2), (2 * len(array),))[::2],
+        "list": labels,
+        "objects": np.array(objects, dtype=object),
+        "series": pd.Series(array, index=np.arange(len(array)) + 7),
+        "Int64": pd.array(objects, dtype="Int64"),
+        "Float64": pd.array(objects, dtype="Float64"),
+        "masked": np.ma.masked_array(np.maximum(array, 0), mask=missing),
+        "tensor": torch.from_numpy(array),
+        "categorical": pd.Categorical(objects),
+    }
+    for dtype in ("i1", "i2", "i4", "u1", "u2", "u4", "u8", ">i2", ">i4", ">i8", ">u4", "f2", "f4", ">f4", ">f8"):
+        kept = floats if "f" in dtype else array
+        with np.errstate(invalid="ignore", over="ignore"):
+            cast = kept.astype(dtype)
+        if np.array_equal(cast.astype(np.float64), kept, equal_nan=True):
+            same[dtype] = cast
+    lazy = {
+        f"lazy {name}": da.from_array(np.asarray(values), chunks=3)
+        for name, values in same.items()
+        if isinstance(values, np.ndarray) and name != "masked"
+    }
+    lazy["lazy masked"] = da.ma.masked_array(da.from_array(np.maximum(array, 0), chunks=3), mask=missing)
+    texts = np.array([f"type {label}" for label in labels])
+    words = {"text": texts, "bytes": texts.astype("S"), "string": pd.array(texts, dtype="string")}
+    if not missing.any():
+        same |= words | {"lazy text": da.from_array(texts, chunks=3), "text categories": pd.Categorical(texts)}
+        if set(labels) <= {0, 1}:
+            same |= {"bool": array == 1, "boolean": pd.array(array == 1, dtype="boolean")}
+            same["lazy bool"] = da.from_array(array == 1, chunks=3)
+    return same | lazy
+
+
+@given(
+    labels=st.lists(
+        st.sampled_from([-5, -1, 0, 1, 2, 7]) | st.sampled_from([-1, 1_000_005, 1_000_007]) | st.integers(0, 1),
+        min_size=1,
+        max_size=12,
+    )
+    | st.lists(st.integers(0, 1), min_size=1, max_size=6),
+    few=st.booleans(),
+)
+def test_labels_are_the_same_classes_in_any_type_and_by_every_path(labels: list[int], few: bool) -> None:
+    if few:
+        labels = [label % 3 for label in labels]
+    for name, values in of_every_type(labels).items():
+        codes, names = sampling.encode_labels(values)
+        assert len(codes) == len(labels), name
+        found = [None if code < 0 else names[code] for code in codes.tolist()]
+        is_text = any(isinstance(one, str | bytes) for one in found)
+        expected = [None if label < 0 else f"type {label}" if is_text else label for label in labels]
+        assert [one.decode() if isinstance(one, bytes) else one for one in found] == expected, name
+
+
+def test_rows_whose_codes_are_no_label_are_never_drawn() -> None:
+    for labels in (np.array([-1, 1000005, -1, 1000007, 1000005]), np.array([-5, 0, -5, 1, 0])):
+        assert_drawn_by(counts_of(ClassBalancedSampling(labels, 1, total_size=3000), 5), [0, 0.5, 0, 1, 0.5])
+
+
+@pytest.mark.parametrize("n", [20, 600])
+def test_a_continuous_column_is_no_label(n: int) -> None:
+    import dask.array as da
+
+    values = np.random.default_rng(0).random(n)
+    for labels in (values, values.astype(">f4"), pd.Series(values), da.from_array(values, chunks=7)):
+        with pytest.raises(InputError, match=f"hold {n} different numbers with fractions.*pandas.cut"):
+            sampler_of(ClassBalancedSampling(labels), n)
+    assert len(sampling.encode_labels(pd.Categorical(values))[1]) == n
+    assert len(sampling.encode_labels(np.repeat(values[:10], 20))[1]) == 10
+
+
+WEIGHT_TYPES = ["?", "i1", "i2", "i8", "u1", "u8", ">i2", ">u4", ">i8", "f2", ">f2", "f4", ">f4", "f8", ">f8", "g"]
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
+def test_weights_of_any_number_draw_the_same_rows(dtype: str) -> None:
+    weights = (np.arange(40) % 2 if dtype == "?" else np.arange(40) % 7).astype(dtype)
+    expected = rows_of(BlockWeightedSampling(1, weights=weights.astype(np.float64)), 40)
+    unaligned = np.zeros(40, dtype=[("before", "i1"), ("weight", dtype)])
+    unaligned["weight"] = weights
+    fixed = weights.copy()
+    fixed.flags.writeable = False
+    for same in (weights, fixed, np.repeat(weights, 2)[::2], unaligned["weight"], weights.tolist(), list(weights)):
+        np.testing.assert_array_equal(rows_of(BlockWeightedSampling(1, weights=same), 40), expected)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u8", ">i2", ">i8", ">u4"])
+def test_indices_of_any_integer_are_rows(dtype: str) -> None:
+    indices = np.array([9, 3, 4, 28]).astype(dtype)
+    for strategy in (Streaming(indices), Streaming(pd.Series(indices, index=[5, 6, 7, 8]))):
+        assert rows_of(strategy, 30).tolist() == [3, 4, 9, 28]
+    assert rows_of(Own(indices), 30).tolist() == [9, 3, 4, 28]
+
+
+def hidden(values: Any) -> Any:
+    return np.ma.masked_array(values, mask=np.arange(len(values)) == 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Streaming(hidden([1, 2])), "indices has 1 masked entries"),
+        (lambda: Streaming(np.array([1, 2], dtype="m8[s]")), "indices must be row numbers"),
+        (lambda: Streaming([[1], [2, 3]]), "indices cannot be made an array"),
+        (lambda: Streaming(slice("a", "b")), "no slice of rows"),
+        (lambda: BlockWeightedSampling(weights=hidden(np.ones(10))), "weights has 1 masked entries"),
+        (lambda: BlockWeightedSampling(weights=np.ones(10, "m8[s]")), "weights must be one number per row"),
+        (lambda: BlockWeightedSampling(weights=np.ones(10, object)), "weights must be one number per row; got object"),
+        (lambda: BlockWeightedSampling(weights=np.ones(3), indices=range(7)), "weights has 3 entries, and indices"),
+        (lambda: ClassBalancedSampling(3), "labels must be one per row; got 3"),
+        (lambda: ClassBalancedSampling(np.array(3)), "labels must be one per row"),
+        (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels cannot be made an array"),
+        (lambda: ClassBalancedSampling([1] * 10, smoothing="0"), "smoothing must lie"),
+        (lambda: dasksc.SamplingStrategy(3), "indices must be one-dimensional"),
+    ],
+)
+def test_what_kernels_cannot_take_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sampler_of(make(), 10)
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3, 4], np.arange(5), np.arange(8) < 5, range(5)])
+def test_labels_shorter_than_indices_are_refused_when_the_strategy_is_made(indices: Any) -> None:
+    with pytest.raises(InputError, match="labels has 3 entries, and indices"):
+        ClassBalancedSampling([0, 1, 0], indices=indices)
+    with pytest.raises(InputError, match="weights has 3 entries, and indices"):
+        BlockWeightedSampling(weights=[0, 1, 0], indices=indices)
+    # Fewer rows than indices, which repeat them.
+    assert set(rows_of(ClassBalancedSampling([0, 1], indices=[0, 0, 1, 1]), 2).tolist()) <= {0, 1}
+
+
+def test_sizes_of_narrow_integers_do_not_overflow() -> None:
+    assert len(rows_of(BlockShuffling(np.int8(100), drop_last=True), 1000)) == 1000  # type: ignore[arg-type]
+
+
 def test_labels_can_be_named_or_given_as_a_lazy_array() -> None:
     import dask.array as da
 
@@ -597,8 +745,9 @@ def test_what_cannot_be_drawn_is_refused_with_its_reason(make: Any, message: str
 
 
 def test_what_is_no_strategy_is_refused() -> None:
-    with pytest.raises(InputError, match="strategy must be a SamplingStrategy such as dasksc.BlockShuffling"):
+    with pytest.raises(InputError, match="strategy must be a SamplingStrategy such as dasksc.BlockShuffling") as caught:
         sampler_of("shuffle", 10)  # type: ignore[arg-type]
+    assert isinstance(caught.value, TypeError)
 
 
 def test_sampling_size_without_effect_is_said(caplog: Any) -> None:

@@ -54,16 +54,20 @@ def ranked(cell: list[float], ids: list[int], medians: list[float], max_genes: i
     return sorted(expressed(scaled, ids), key=lambda token: -token[1])[:max_genes]  # stable
 
 
-def binned(cell: list[float], ids: list[int], n_bins: int) -> list[tuple[int, float]]:
+def binned(cell: list[float], ids: list[int], n_bins: int, key: int) -> list[tuple[int, float]]:
+    """The bins of scGPT: nonzeros among their quantiles; on several equal ones, in a random bin of theirs."""
     tokens = expressed(cell, ids)
-    ascending = sorted(value for _, value in tokens)
-    edges = []
-    for j in range(1, n_bins - 1) if tokens else ():
-        place = j / (n_bins - 1) * (len(ascending) - 1)
-        low = ascending[int(place)]
-        high = ascending[min(int(place) + 1, len(ascending) - 1)]
-        edges.append(low + (high - low) * (place - int(place)))
-    return [(i, 1 + sum(edge <= value for edge in edges)) for i, value in tokens]
+    if not tokens:
+        return []
+    values = np.array([value for _, value in tokens], dtype=np.float32)
+    edges = np.quantile(values, np.linspace(0, 1, n_bins - 1))
+    # Not numpy.digitize, which takes no edges that rounding has put out of order.
+    highest, lowest = np.searchsorted(edges, values, "right"), np.searchsorted(edges, values, "left")
+    shares = [twins.uniform(twins.stream(key, 4), k) for k in range(len(tokens))]
+    bins = [
+        int(np.ceil(low * share + high * (1 - share))) for low, high, share in zip(lowest, highest, shares, strict=True)
+    ]
+    return [(i, one) for (i, _), one in zip(tokens, bins, strict=True)]
 
 
 def keys_of(seed: int, epoch: int, rows: list[int]) -> list[int]:
@@ -121,7 +125,34 @@ def test_bins_are_those_of_the_reference(cells, layout, n_bins, prepend_cls):
     tokens = ValueBins(GENES, n_bins=n_bins, max_genes=N_GENES, prepend_cls=prepend_cls)
     start = [(tokens.vocabulary.cls_id, 0)] if prepend_cls else []
     made = tokens(batch_of(cells, layout))
-    assert written(made) == [start + binned(cell, list(range(3, 3 + N_GENES)), n_bins) for cell in cells]
+    ids = list(range(3, 3 + N_GENES))
+    keys = keys_of(0, 0, [7 * i for i in range(len(cells))])
+    assert written(made) == [start + binned(cell, ids, n_bins, key) for cell, key in zip(cells, keys, strict=True)]
+    assert all(1 <= value < n_bins for tokens_ in written(made) for _, value in tokens_[len(start) :])
+
+
+def test_edges_are_those_of_numpy_to_the_bit_and_ties_are_spread_over_their_bins():
+    rng = np.random.default_rng(0)
+    genes = [f"gene{i}" for i in range(700)]
+    X = rng.lognormal(size=(20, 700)).astype(np.float32) * rng.integers(0, 2, (20, 700))
+    X[10:] = rng.poisson(0.6, (10, 700))
+    made = ValueBins(genes, n_bins=51, max_genes=700)(Batch(X=torch.from_numpy(X), index=torch.arange(20)))
+    for cell, values, there in zip(X, made["values"].numpy(), made.attention_mask.numpy(), strict=True):
+        nonzeros = cell[cell != 0]
+        edges = np.quantile(nonzeros, np.linspace(0, 1, 50))
+        high, low = np.digitize(nonzeros, edges), np.digitize(nonzeros, edges, right=True)
+        found = values[there]
+        assert ((found == high) | ((low < found) & (found <= high))).all()
+        assert len(np.unique(found)) > 40  # also where most values are 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool])
+def test_values_of_any_type_are_tokens(dtype):
+    X = torch.tensor([[0, 1, 0], [1, 1, 1]])
+    parts = Batch(X=X.to(dtype), index=torch.arange(2))
+    csr = Batch(X=X.to(dtype).to_sparse_csr(), index=torch.arange(2))
+    for batch in (parts, csr):
+        assert RankTokens(list("abc"))(batch).input_ids.tolist() == [[4, 0, 0], [3, 4, 5]]
 
 
 @given(cells=CELLS, max_genes=st.integers(1, 5), epoch=st.integers(0, 3), seed=st.integers(0, 2**64 - 1))
@@ -130,7 +161,7 @@ def test_of_more_genes_than_fit_a_sample_is_binned(cells, max_genes, epoch, seed
     batch = batch_of(cells, "csr")
     expected = []
     for cell, key in zip(cells, keys_of(seed, epoch, batch.index.tolist()), strict=True):
-        all_of_it = binned(cell, list(range(3, 3 + N_GENES)), 4)
+        all_of_it = binned(cell, list(range(3, 3 + N_GENES)), 4, key)
         kept = chosen(twins.stream(key, 0), len(all_of_it), min(max_genes, len(all_of_it)))
         expected.append([all_of_it[k] for k in kept])
     assert written(tokens(batch)) == expected

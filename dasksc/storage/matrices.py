@@ -232,9 +232,10 @@ class CSCMatrix:
         logger.warning(
             "%s is stored by columns (CSC), so its rows cannot be read one by one: the first fetch of every "
             "process reads all of it and keeps it as CSR, %.3g GB of memory (three times that while it is "
-            "converted). Store it by rows once: adata.X = adata.X.tocsr(); adata.write_h5ad(...).",
+            "converted). Store it by rows once: dasksc convert %s NEW.zarr",
             label,
             gigabytes,
+            label.rpartition(":/")[0] or "OLD.h5ad",
         )
 
     @property
