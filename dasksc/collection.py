@@ -902,7 +902,9 @@ def _read_root(path: str | Place, root: Any, obs: Sequence[str] | None) -> AnnDa
     if _is_record_array(root["obs"]):
         tables = _decode_old_categories(tables, uns)
     if obs is not None:
-        tables[0] = tables[0][_known_columns(obs, tables[0].columns, path)]
+        wanted = _known_columns(obs, tables[0].columns, path)
+        if list(tables[0].columns) != wanted:  # columns that are taken are copied
+            tables[0] = tables[0][wanted]
     return _assemble(
         x=lazily(root["X"]) if "X" in root else None,
         obs=tables[0],
@@ -1006,7 +1008,8 @@ def _read_names(stored: Any, path: str | Place) -> Any:
     names = None
     if isinstance(stored, h5py.Dataset) and not isinstance(path, Place) and _may_map.get() is not False:
         names = read_strings(stored, path)
-    return read_elem(stored) if names is None else names
+    # Of all names pandas finds the type that it finds of one, in 40 bytes for each.
+    return read_elem(stored) if names is None else pd.Index(names, dtype=pd.Index(names[:1]).dtype)
 
 
 def _check_table(stored: Any, path: str | Place) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dasksc.dataset import scDataset
 from dasksc.errors import InputError
+from dasksc.kernels.draw import count_codes
 from dasksc.plan import EpochPlan
 from dasksc.process_memory import to_ask_for
 from dasksc.sampling import encode_labels
@@ -298,8 +299,9 @@ def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
 
 
 def _shares(codes: NDArray[Any], n_names: int) -> NDArray[np.float64]:
-    counts = np.bincount(codes[codes >= 0], minlength=n_names)
-    shares: NDArray[np.float64] = counts / max(1, counts.sum())
+    counts = np.zeros(n_names + 1, dtype=np.int64)
+    count_codes(len(codes), codes, np.empty(0, dtype=np.int64), counts)
+    shares: NDArray[np.float64] = counts[1:] / max(1, counts[1:].sum())
     return shares
 
 

@@ -45,6 +45,9 @@ __all__ = ["EpochPlan", "FetchPlan", "Stretch"]
 
 _Int64s = NDArray[np.int64]
 
+# Positions of a piece that are computed together.
+_COMPUTED_AT_ONCE = 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan:
@@ -306,19 +309,24 @@ class EpochPlan:
         """Positions, in storage order, of this rank's piece of what is left."""
         size, n_larger = divmod(self._n_left, self.world_size)
         start = self._left_from + self.rank * size + min(self.rank, n_larger)
-        left = np.arange(start, start + self._n_piece(self.rank), dtype=np.int64)
-        if not len(left):
-            return left
-        left %= self._n_left
+        piece = np.empty(self._n_piece(self.rank), dtype=np.int64)
+        for done in range(0, len(piece), _COMPUTED_AT_ONCE):
+            out = piece[done : done + _COMPUTED_AT_ONCE]
+            left = np.arange(start + done, start + done + len(out), dtype=np.int64)
+            out[:] = self._left_at(left % self._n_left)
+        return piece
+
+    def _left_at(self, left: _Int64s) -> _Int64s:
+        """Return positions, in storage order, of rows that do not make a full round, by their numbers among these."""
         deal = self._deal
         n_full = deal.n_full - self._n_rounds * self.world_size
         block, within = np.divmod(left, self.block_size)
         is_full = block < n_full
-        piece = np.empty_like(left)
+        found = np.empty_like(left)
         blocks = self._order.at(deal.first + deal.n_full - n_full + block[is_full])
-        piece[is_full] = blocks * self.block_size + within[is_full]
-        piece[~is_full] = deal.rest[left[~is_full] - n_full * self.block_size]
-        return piece
+        found[is_full] = blocks * self.block_size + within[is_full]
+        found[~is_full] = deal.rest[left[~is_full] - n_full * self.block_size]
+        return found
 
     def _positions(self, start: int, stop: int) -> _Int64s:
         """Return positions, in storage order, of ``start ... stop`` of this rank's sequence."""

@@ -227,7 +227,7 @@ class Candidates:
             if span.step == 1:
                 return cls(n=len(span), start=span.start)
             indices = np.arange(span.start, span.stop, span.step)
-        array = _index_array(indices)
+        array = asked = _index_array(indices)
         if array.dtype == np.bool_:
             if len(array) != n_obs:
                 raise InputError(
@@ -244,7 +244,9 @@ class Candidates:
             raise InputError(f"indices hold {wrong}, but the collection has rows 0 to {n_obs - 1}")
         if len(array) and int(array[-1]) - int(array[0]) == len(array) - 1 and np.all(array[1:] > array[:-1]):
             return cls(n=len(array), start=int(array[0]), given=given)
-        rows = array.astype(np.int64)
+        # Copied if it could change later: not what was made here, nor what nobody can write to.
+        may_change = array is asked and (array.flags.writeable or not array.flags.owndata)
+        rows = array.astype(np.int64, copy=may_change)
         rows.flags.writeable = False
         return cls(n=len(rows), array=rows, given=given)
 
@@ -269,8 +271,10 @@ class Candidates:
         raise InputError(f"{name} has {len(values)} entries; expected {expected}")
 
     def rows(self, positions: _Int64s) -> _Int64s:
-        """Return the row number of each candidate position."""
-        return positions + self.start if self.array is None else self.array[positions]
+        """Return the row number of each candidate position; `positions` itself where both are the same."""
+        if self.array is not None:
+            return self.array[positions]
+        return positions + self.start if self.start else positions
 
     def digest(self) -> str:
         """Return a hex digest."""
@@ -884,11 +888,16 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         )
     n_obs = len(keep)
     candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
-    rows = candidates.rows(np.arange(candidates.n))
-    kept = np.flatnonzero(keep[rows])
+    if candidates.array is None:
+        kept = np.flatnonzero(keep[candidates.start : candidates.start + candidates.n])
+    else:
+        kept = np.flatnonzero(keep[candidates.array])
     if not len(kept):
         raise InputError(f"the filter {by} holds for none of the {candidates.n} rows to draw from")
-    changed: dict[str, Any] = {"indices": rows[kept]}
+    rows = candidates.rows(kept)
+    # So that binding the strategy keeps them rather than a copy.
+    rows.flags.writeable = False
+    changed: dict[str, Any] = {"indices": rows}
     for name in ("weights", "labels"):
         values = getattr(strategy, name, None)
         if values is not None and len(values) == candidates.n != n_obs:

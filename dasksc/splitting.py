@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from dasksc.collection import Openable
 from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.filtering import obs_of
+from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
 from dasksc.modalities import Modalities
@@ -30,6 +31,8 @@ _MAX_COUNTS = 2**28
 # Orders in which groups are dealt, the best of which is taken; fewer where dealing takes long.
 _N_TRIES = 16
 _TRIED_COUNTS = 2**26
+# Rows that are looked at together.
+_PIECE_ROWS = 2**20
 
 
 def split(
@@ -100,30 +103,34 @@ def split(
     candidates = Candidates.of(indices, len(obs))
     if candidates.array is not None and (candidates.array[1:] == candidates.array[:-1]).any():
         raise InputError("indices repeat rows; a split holds each once")
-    rows = None if candidates.n == len(obs) else candidates.rows(np.arange(candidates.n))
-    classes, n_classes = _classes(obs, strata, rows, candidates.n)
+    rows = slice(candidates.start, candidates.start + candidates.n) if candidates.array is None else candidates.array
+    classes, counts = _classes(obs, strata, rows, candidates.n)
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=_N_TRIES + 1)
     if whole:
         parts = _parts_of_groups(
             [_codes(obs, name, rows) for name in whole],
             classes,
-            n_classes,
+            len(counts),
             shares,
             keys,
             what=" and ".join(whole),
             counts_values=by is not None,
         )
     else:
-        quotas = _quotas(np.bincount(classes, minlength=n_classes), shares, keys[0])
+        quotas = _quotas(counts, shares, keys[0])
         parts = np.empty(candidates.n, dtype=np.int8)
         kernels.deal_by_quota(classes, quotas, keys[1], parts)
+    del classes
     found = {name: np.flatnonzero(parts == k) for k, name in enumerate(names)}
     empty = [name for name, rows_of_part in found.items() if not len(rows_of_part)]
     if empty:
         raise InputError(
             f"{candidates.n} rows are too few for fractions={fractions!r}: {', '.join(empty)} would be empty"
         )
-    return {name: candidates.rows(positions) for name, positions in found.items()}
+    for positions in found.values():
+        for piece in _pieces(len(positions)):
+            positions[piece] = candidates.rows(positions[piece])
+    return found
 
 
 def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
@@ -166,34 +173,43 @@ def _listed(option: str, names: Any) -> list[str]:
     return listed
 
 
-def _codes(obs: pd.DataFrame, name: str, rows: NDArray[np.int64] | None) -> tuple[NDArray[np.int32], str]:
+def _pieces(n: int) -> Iterator[slice]:
+    return (slice(start, min(start + _PIECE_ROWS, n)) for start in range(0, n, _PIECE_ROWS))
+
+
+def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tuple[NDArray[np.int32], str]:
     """Return numbers for the values of a column, shape (n,), -1 for missing ones; and its name."""
     column = obs[collection.known("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
-        codes = column.cat.codes.to_numpy()
-        codes = codes if rows is None else codes[rows]
+        codes = np.asarray(column.array.codes)[rows]
     else:
-        codes = pd.factorize(column if rows is None else column.iloc[rows])[0]
-    return codes.astype(np.int32), name
+        codes = pd.factorize(column.iloc[rows])[0]
+    return codes.astype(np.int32, copy=False), name
 
 
 def _classes(
-    obs: pd.DataFrame, strata: list[str], rows: NDArray[np.int64] | None, n: int
-) -> tuple[NDArray[np.int32], int]:
-    """Return the class of each row, and how many classes there are: those of one column, or combinations."""
-    classes, n_classes = np.zeros(n, dtype=np.int32), 1
+    obs: pd.DataFrame, strata: list[str], rows: slice | NDArray[np.int64], n: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the class of each row, and how many rows each class has: those of one column, or combinations."""
+    classes, counts = np.zeros(n, dtype=np.int32), np.array([n])
     for name in strata:
         codes, _ = _codes(obs, name, rows)
         n_codes = int(codes.max(initial=-1)) + 2
-        if n_classes * n_codes > _MAX_COUNTS:
+        if len(counts) * n_codes > _MAX_COUNTS:
             raise InputError(f"stratify={strata!r} has too many combinations; give columns of fewer values")
-        combined = classes.astype(np.int64) * n_codes + (codes + 1)
+        classes *= n_codes
+        classes += codes
+        classes += 1
+        counted = np.zeros(len(counts) * n_codes + 1, dtype=np.int64)
+        draw_kernels.count_codes(n, classes, np.empty(0, dtype=np.int64), counted)
         # Numbered anew: only combinations that there are count.
-        present = np.flatnonzero(np.bincount(combined))
-        lookup = np.zeros(n_classes * n_codes, dtype=np.int32)
+        present = np.flatnonzero(counted[1:])
+        lookup = np.zeros(len(counted) - 1, dtype=np.int32)
         lookup[present] = np.arange(len(present))
-        classes, n_classes = lookup[combined], max(1, len(present))
-    return classes, n_classes
+        for piece in _pieces(n):
+            classes[piece] = lookup[classes[piece]]
+        counts = counted[1:][present] if len(present) else np.array([0])
+    return classes, counts
 
 
 def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
@@ -237,7 +253,7 @@ def _parts_of_groups(
             )
     first = columns[0][0]
     unit_of_value = _joined([codes for codes, _ in columns])
-    counts = _counted(unit_of_value[first], classes, n_classes)
+    counts = _counted(first, classes, n_classes, unit_of_value)
     is_there = counts.sum(axis=1) > 0
     if counts_values:
         by_value = _counted(first, classes, n_classes)
@@ -258,20 +274,25 @@ def _parts_of_groups(
         distance = kernels.assign_units(counts, units[order], shares, found)
         if distance < best:
             best, parts = distance, found
-    part_of_value: NDArray[np.int8] = parts[unit_of_value]
-    return part_of_value[first]
+    part_of_value = parts[unit_of_value]
+    dealt = np.empty(len(first), dtype=np.int8)
+    for piece in _pieces(len(first)):
+        dealt[piece] = part_of_value[first[piece]]
+    return dealt
 
 
 def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
     """Return for each value of the first column its unit: values that are linked by any other column share one."""
-    first = columns[0].astype(np.int64)
+    first = columns[0]
     n_values = int(first.max(initial=-1)) + 1
     if len(columns) == 1:
         return np.arange(n_values)
     size, ends = n_values, []
     for other in columns[1:]:
         # Of rows by the million few pairs are different.
-        pairs = np.unique(first << 32 | other)
+        pairs = np.empty(0, dtype=np.int64)
+        for piece in _pieces(len(first)):
+            pairs = np.union1d(pairs, first[piece].astype(np.int64) << 32 | other[piece])
         ends.append((pairs >> 32, (pairs & 0xFFFFFFFF) + size))
         size += int(other.max(initial=-1)) + 1
     rows, cols = (np.concatenate(nodes) for nodes in zip(*ends, strict=True))
@@ -280,13 +301,17 @@ def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
     return units
 
 
-def _counted(units: NDArray[Any], classes: NDArray[np.int32], n_classes: int) -> NDArray[np.int64]:
-    n_units = int(units.max(initial=-1)) + 1
+def _counted(
+    values: NDArray[np.int32], classes: NDArray[np.int32], n_classes: int, units: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Return how many rows of each class each value has, or each unit of values, shape (n_units, n_classes)."""
+    n_units = int((values if units is None else units).max(initial=-1)) + 1
     if n_units * n_classes > _MAX_COUNTS:
         raise InputError(
             f"{n_units:,} groups of {n_classes:,} classes are too many to count ({_MAX_COUNTS:,} at most); stratify= "
             "by fewer classes"
         )
     counts = np.zeros((n_units, n_classes), dtype=np.int64)
-    kernels.count_pairs(units, classes, counts)
+    for piece in _pieces(len(values)):
+        kernels.count_pairs(values[piece] if units is None else units[values[piece]], classes[piece], counts)
     return counts

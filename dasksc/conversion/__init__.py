@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 from anndata import AnnData
 from dask.base import tokenize
 from numpy.typing import NDArray
@@ -46,6 +47,8 @@ _SCAN_ROWS = 2**14
 _SCAN_TASKS = 256
 # Where any row can be read by itself, longer pieces gain nothing.
 _PIECE_VALUES = 2**22
+# Of what is known of rows, those that are looked at together.
+_PIECE_ROWS = 2**20
 # What a value takes while it is gathered: as it was stored, a copy with wide columns, and what is written.
 _VALUE_BYTES = 24
 
@@ -234,7 +237,7 @@ def convert(
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise place.no_space(error, needed_bytes=job.needed_bytes()) from error
         raise StorageError(f"{place.target} cannot be written: {error}") from error
-    written = open(place.target, obs=[])
+    written = open(place.target, obs=[], names=False)
     return ConversionReport(
         path=str(place.target),
         n_obs=adata.n_obs,
@@ -385,7 +388,8 @@ class _Conversion:
             order = np.load(self._order, mmap_mode="r")
             with appearing(places) as path:
                 out = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=order.shape)
-                out[order] = np.arange(len(order))
+                for start, stop in pieces(0, len(order), _PIECE_ROWS):
+                    out[order[start:stop]] = np.arange(start, stop)
                 out.flush()
         # A run is held as it was decoded, and once more sorted, its columns wide.
         run_rows = max(1, int(budget // (3 * matrix.cost.row)))
@@ -483,7 +487,8 @@ def _plan(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Rec
         "format": _FORMAT,
         "n_obs": adata.n_obs,
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
-        "groups": None if group_by is None else tokenize(adata.obs[group_by]),
+        # Without the names of the cells, by which nothing is grouped.
+        "groups": None if group_by is None else tokenize(pd.Categorical(adata.obs[group_by])),
         **recipe.as_plan(data),
     }
 
@@ -505,7 +510,7 @@ def _write_indptr(path: Path, rows: NDArray[Any], order: NDArray[np.int64]) -> N
     """Write where each row of the output begins."""
     indptr = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(len(order) + 1,))
     indptr[0] = 0
-    for start, stop in pieces(0, len(order), _PIECE_VALUES):
+    for start, stop in pieces(0, len(order), _PIECE_ROWS):
         lengths = rows["length"][order[start:stop]]
         np.cumsum(lengths, out=indptr[start + 1 : stop + 1])
         indptr[start + 1 : stop + 1] += indptr[start]

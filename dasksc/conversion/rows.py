@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dasksc.kernels.draw import count_codes
+from dasksc.kernels.split import put_by_code
 from dasksc.sampling import BlockOrder
 
 __all__ = ["Order", "row_order"]
 
 Order = Literal["shuffle", "keep"]
 
-_PART = 2**22
+_PART = 2**20
 
 
 def row_order(obs: pd.DataFrame, *, order: Order, group_by: str | None, seed: int, out: NDArray[np.int64]) -> None:
@@ -36,15 +38,17 @@ def row_order(obs: pd.DataFrame, *, order: Order, group_by: str | None, seed: in
     """
     n_obs = len(obs)
     keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)
+    if group_by is not None:
+        grouped = pd.Categorical(obs[group_by])
+        codes = np.asarray(grouped.codes)
+        counts = np.zeros(len(grouped.categories) + 1, dtype=np.int64)
+        count_codes(n_obs, codes, np.empty(0, dtype=np.int64), counts)
+        # Missing is -1, and goes last.
+        places = np.concatenate([[0], np.cumsum(counts[1:])])
     for start in range(0, n_obs, _PART):
         stop = min(start + _PART, n_obs)
-        out[start:stop] = keyed.at(np.arange(start, stop, dtype=np.int64))
-    if group_by is not None:
-        codes = _codes(obs[group_by])
-        out[:] = out[np.argsort(codes[out], kind="stable")]
-
-
-def _codes(column: pd.Series[Any]) -> NDArray[Any]:
-    codes = pd.Categorical(column).codes
-    # Missing is -1, and goes last.
-    return np.where(codes < 0, np.iinfo(codes.dtype).max, codes)
+        rows = keyed.at(np.arange(start, stop, dtype=np.int64))
+        if group_by is None:
+            out[start:stop] = rows
+        else:
+            put_by_code(rows, codes[rows].astype(np.int32), places, out)

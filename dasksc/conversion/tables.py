@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anndata
 import dask.array as da
@@ -19,10 +19,14 @@ from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
+from dasksc.conversion.scanning import pieces
 from dasksc.conversion.writing import write_group
 from dasksc.errors import CorruptDataError, InputError
 
 __all__ = ["check_obs", "check_tables", "storable", "write_tables"]
+
+# Rows of a column that are put in order and written together.
+_PIECE_ROWS = 2**20
 
 
 def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
@@ -91,7 +95,7 @@ def check_tables(adata: anndata.AnnData) -> None:
         If it does not; names the column.
     """
     with _as_anndata_writes():
-        for path, element in _elements(adata, np.arange(min(1, adata.n_obs))):
+        for path, element, _ in _elements(adata):
             if isinstance(element, pd.DataFrame):
                 part: Any = element.iloc[:1]
                 columns = {f"{path} column {name!r}": part[[name]] for name in part}
@@ -136,8 +140,13 @@ def write_tables(
     shutil.rmtree(folder, ignore_errors=True)
     with _as_anndata_writes():
         written = zarr.open_group(folder, mode="w", zarr_format=3)
-        for i, (path, element) in enumerate(_elements(adata, order)):
-            write_elem(written, str(i), element)
+        for i, (path, element, has_cells) in enumerate(_elements(adata)):
+            if not has_cells:
+                write_elem(written, str(i), element)
+            elif isinstance(element, pd.DataFrame):
+                _write_in_order(written, str(i), element, order)
+            else:
+                write_elem(written, str(i), element[order])
             shutil.rmtree(store / path, ignore_errors=True)
             (store / path).parent.mkdir(parents=True, exist_ok=True)
             os.rename(folder / str(i), store / path)
@@ -149,21 +158,40 @@ def write_tables(
         zarr.consolidate_metadata(str(store))
 
 
-def _elements(adata: anndata.AnnData, order: NDArray[np.int64]) -> Iterator[tuple[str, Any]]:
-    """Return what is no matrix of cells, by its place in the store."""
-    yield "obs", storable(adata.obs, "obs").iloc[order]
-    yield "var", storable(adata.var, "var")
-    yield "uns", dict(adata.uns)
-    yield "varm", dict(adata.varm)
-    yield "varp", dict(adata.varp)
+def _write_in_order(parent: zarr.Group, name: str, table: pd.DataFrame, order: NDArray[np.int64]) -> None:
+    """Write a table of cells in a new order, holding a column of codes, or a piece of another, at a time."""
+    write_elem(parent, name, table.iloc[order[:_PIECE_ROWS]])
+    if len(order) <= _PIECE_ROWS:
+        return
+    group = cast(zarr.Group, parent[name])
+    columns = {str(column): values.array for column, values in table.items()}
+    columns[str(group.attrs["_index"])] = table.index.array
+    for column, values in columns.items():
+        stored = group[column]
+        if not isinstance(stored, zarr.Array):  # categories and nullable values
+            del group[column]
+            write_elem(group, column, values.take(order))
+            continue
+        stored.resize((len(order),))
+        for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
+            stored[start:stop] = np.asarray(values.take(order[start:stop]))
+
+
+def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
+    """Return what is no matrix of cells, by its place in the store, and whether it has a row for each cell."""
+    yield "obs", storable(adata.obs, "obs"), True
+    yield "var", storable(adata.var, "var"), False
+    yield "uns", dict(adata.uns), False
+    yield "varm", dict(adata.varm), False
+    yield "varp", dict(adata.varp), False
     for name, element in adata.obsm.items():
         if isinstance(element, pd.DataFrame):
-            yield f"obsm/{name}", storable(element, f"obsm/{name}").iloc[order]
+            yield f"obsm/{name}", storable(element, f"obsm/{name}"), True
         elif not isinstance(element, da.Array):
-            yield f"obsm/{name}", element[order]
+            yield f"obsm/{name}", element, True
     if adata.raw is not None:
-        yield "raw/var", storable(adata.raw.var, "raw/var")
-        yield "raw/varm", dict(adata.raw.varm)
+        yield "raw/var", storable(adata.raw.var, "raw/var"), False
+        yield "raw/varm", dict(adata.raw.varm), False
 
 
 @contextmanager
@@ -203,7 +231,7 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
     differing = [name for name in expected if name not in written or not _equal(written[name], expected[name])]
     if not written.index.equals(expected.index):
         differing.append("the names of the cells")
-    if differing or list(written) != list(expected):
+    if differing or list(written.columns) != list(expected.columns):
         raise CorruptDataError(
             f"{store}: obs differs from the input's in {', '.join(map(str, differing)) or 'its columns'}. The disk or "
             "memory may be failing. What was written is removed; convert again."

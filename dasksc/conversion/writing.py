@@ -25,6 +25,8 @@ _DENSE_CHUNK_BYTES = 2**18
 _MOST_SHARDS = 16
 _SHARD_VALUES = 2**26
 _INDPTR_CHUNK = 2**16
+# Rows that are looked up together at the most, empty ones included.
+_PIECE_ROWS = 2**18
 
 
 def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
@@ -214,12 +216,15 @@ def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[Fetched, NDArray
 
 
 def rows_of_values(indptr: NDArray[np.int64], start: int, stop: int, piece_values: int) -> Iterator[tuple[int, int]]:
-    """Cut the rows that hold values [start, stop) into pieces of about as many values, a row at the least."""
+    """Cut the rows that hold values [start, stop) into pieces of about as many values, a row at the least.
+
+    Where rows are empty, a piece ends after so many of them that finding them takes no more than values would.
+    """
     first = int(np.searchsorted(indptr, start, side="right")) - 1
     end = int(np.searchsorted(indptr, stop, side="left"))
     while first < end:
         last = int(np.searchsorted(indptr, int(indptr[first]) + piece_values, side="right")) - 1
-        last = min(max(last, first + 1), end)
+        last = min(max(last, first + 1), first + _PIECE_ROWS, end)
         yield first, last
         first = last
 

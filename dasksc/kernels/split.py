@@ -7,7 +7,7 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import below
 
-__all__ = ["assign_units", "count_pairs", "deal_by_quota"]
+__all__ = ["assign_units", "count_pairs", "deal_by_quota", "put_by_code"]
 
 
 @kernel
@@ -15,6 +15,25 @@ def count_pairs(rows, columns, out):
     """Add to ``out[row, column]`` how often each pair comes; `rows`, `columns` shape (n,), `out` 2-D."""
     for i in range(rows.shape[0]):
         out[rows[i], columns[i]] += 1
+
+
+@kernel
+def put_by_code(rows, codes, places, out):
+    """Write each of `rows` to `out` at the next place of its code, for which that place is counted up.
+
+    Parameters
+    ----------
+    rows, codes
+        Shape (n,); -1 is the last code.
+    places
+        Where the next row of each code goes, shape (n_codes,), int64.
+    out
+        Int64.
+    """
+    for i in range(rows.shape[0]):
+        c = codes[i] if codes[i] >= 0 else places.shape[0] - 1
+        out[places[c]] = rows[i]
+        places[c] += 1
 
 
 @kernel

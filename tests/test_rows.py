@@ -1,0 +1,280 @@
+"""What looks at every row of an atlas: how many bytes a row it takes, and that pieces of any size give the same."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from anndata import AnnData
+
+import dasksc
+from dasksc import conversion, filtering, plan, splitting
+from dasksc.conversion import rows as order_of_rows
+from dasksc.conversion import tables, writing
+from dasksc.plan import EpochPlan, Stretch
+from dasksc.sampling import bind, restricted
+from dasksc.storage import hdf5_strings, matrices
+
+pytestmark = pytest.mark.core
+
+N = 2**20
+NAME_BYTES = sys.getsizeof("AAACCTGAG000000000-1") + 8
+PIECES = [
+    (splitting, "_PIECE_ROWS"),
+    (filtering, "_PIECE_ROWS"),
+    (plan, "_COMPUTED_AT_ONCE"),
+    (conversion, "_PIECE_ROWS"),
+]
+PIECES += [(order_of_rows, "_PART"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
+
+
+def in_pieces_of(n: int, patched: pytest.MonkeyPatch) -> None:
+    for module, name in PIECES:
+        patched.setattr(module, name, n)
+
+
+# --- Bytes a row ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """An atlas of so many cells, whose X is nearly empty."""
+    folder = tmp_path_factory.mktemp("rows")
+
+    @functools.cache
+    def written(n: int) -> str:
+        every = np.arange(n, dtype=np.int64)
+        obs = pd.DataFrame(
+            {
+                "cell_type": pd.Categorical.from_codes((every % 50).astype(np.int8), [f"type {i}" for i in range(50)]),
+                "n_counts": (every % 997).astype(np.float32),
+            },
+            index=pd.Index([f"AAACCTGAG{row:09d}-1" for row in range(n)], dtype=object),
+        )
+        few = np.arange(0, n, 100)
+        X = sp.csr_matrix((np.ones(len(few), dtype=np.float32), (few, few % 20)), shape=(n, 20))
+        AnnData(X=X, obs=obs).write_h5ad(folder / f"{n}.h5ad")
+        return str(folder / f"{n}.h5ad")
+
+    return written
+
+
+def bytes_a_row(work: Callable[[str], Any], path_of: Callable[[int], str], n: int, n_more: int) -> float:
+    """Return by how much the peak of what is allocated grows with each row, result and columns read included."""
+    peaks = []
+    work(path_of(1000))  # kernels are compiled, modules imported
+    for path in (path_of(n), path_of(n + n_more)):
+        tracemalloc.start()
+        result = work(path)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        del result
+    return (peaks[1] - peaks[0]) / n_more
+
+
+def dataset(data: Any, strategy: Any, batch_size: int = 64, **options: Any) -> dasksc.scDataset:
+    return dasksc.scDataset(data, strategy, batch_size, 4, rank=0, world_size=1, seed=0, **options)
+
+
+def balanced(data: Any) -> Any:
+    return next(iter(dataset(data, dasksc.ClassBalancedSampling(label_key="cell_type"))))
+
+
+def filtered(data: Any) -> Any:
+    return next(iter(dataset(data, dasksc.BlockShuffling(64), filter="n_counts >= 0")))
+
+
+def resumed(path: str, strategy: Any, batch_size: int) -> Any:
+    left = dataset(path, strategy)
+    batches = iter(left)
+    for _ in range(5):
+        next(batches)
+    state = left.state_dict()
+    batches.close()
+    continued = dataset(path, strategy, batch_size)
+    continued.load_state_dict(state)
+    return next(iter(continued))
+
+
+# By name: what is done, the bytes a row that it may take, and those of the columns that it reads.
+WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
+    "first balanced batch": (balanced, 8, 1),
+    "first filtered batch": (filtered, 16, 4),
+    "rows_where": (lambda path: dasksc.rows_where(path, "n_counts >= 0"), 16, 4),
+    "split": (lambda path: dasksc.split(path), 16, 0),
+    "split, stratified": (lambda path: dasksc.split(path, stratify="cell_type"), 16, 1),
+    "split by groups": (lambda path: dasksc.split(path, groups="cell_type"), 16, 1),
+    "check": (lambda path: dasksc.check(dataset(path, dasksc.BlockShuffling(64), obs=["cell_type"])), 8, 1),
+    "describe": (lambda path: dasksc.describe(path, seconds=0), 8, 5),
+    "resume": (lambda path: resumed(path, dasksc.BlockShuffling(64), 64), 8, 0),
+    "resume in other batches": (lambda path: resumed(path, dasksc.BlockShuffling(64), 128), 8, 0),
+    "resume in storage order": (lambda path: resumed(path, dasksc.Streaming(), 64), 8, 0),
+    "resume in storage order, in other batches": (lambda path: resumed(path, dasksc.Streaming(), 128), 17, 0),
+    # A row of each of two files. anndata.concat numbers the file of each row in eight bytes.
+    "first balanced batch of joined files": (lambda path: balanced([path, path]), 22, 2),
+    "first filtered batch of joined files": (lambda path: filtered([path, path]), 32, 8),
+    "split of joined files": (lambda path: dasksc.split([path, path], stratify="cell_type"), 32, 2),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_looks_at_every_row_takes_few_bytes_of_each(
+    name: str, path_of: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As of atlases whose offsets are too large to be kept.
+    monkeypatch.setattr(matrices, "_INDPTR_KEPT_BYTES", 0)
+    work, allowed, of_columns = WORKS[name]
+    assert bytes_a_row(work, path_of, N, 2 * N) <= allowed + of_columns
+
+
+@pytest.mark.parametrize("group_by", [None, "cell_type"])
+def test_converting_takes_few_bytes_a_row_beside_the_tables(
+    group_by: str | None, path_of: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_pieces_of(2**12, monkeypatch)
+    monkeypatch.setattr(matrices, "_INDPTR_KEPT_BYTES", 0)
+
+    def converted(path: str) -> Any:
+        return dasksc.convert(path, tmp_path / "atlas.zarr", group_by=group_by, overwrite=True, scheduler="sync")
+
+    assert bytes_a_row(converted, path_of, N // 8, N // 4) <= 16 + 1 + 4 + NAME_BYTES
+
+
+# --- The same results -------------------------------------------------------------------------------
+
+
+def digest(*arrays: Any) -> str:
+    state = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        state.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return state.hexdigest()
+
+
+def table(n: int = 5000) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    donor = rng.integers(0, 60, n)
+    return pd.DataFrame(
+        {
+            "kind": pd.Categorical.from_codes(rng.integers(-1, 7, n), list("abcdefg")),
+            "sex": rng.choice(["f", "m"], n),
+            "donor": np.array([f"donor {i}" for i in range(60)], dtype=object)[donor],
+            "plate": pd.Categorical.from_codes(donor // 3, [f"plate {i}" for i in range(20)]),
+            "n_genes": rng.integers(0, 1000, n),
+        }
+    )
+
+
+def splits() -> str:
+    obs, rng = table(), np.random.default_rng(1)
+    every: list[dict[str, Any]] = [{}, {"stratify": "kind"}, {"stratify": ["sex", "kind", "plate"]}, {"by": "donor"}]
+    every += [{"groups": "plate", "stratify": "kind"}, {"by": "donor", "groups": "plate", "stratify": "sex"}]
+    mask = obs["n_genes"].to_numpy() > 300
+    which = [None, slice(100, 4000), mask, rng.permutation(5000)[:3000], rng.permutation(5000)]
+    found = [dasksc.split(obs, **how, indices=rows, seed=7) for how in every for rows in which]
+    return digest(*(part for parts in found for part in parts.values()))
+
+
+def filters() -> str:
+    obs, rng = table(), np.random.default_rng(2)
+    keep = filtering.holds("n_genes > 300 and kind != 'c'", obs)
+    which = [None, slice(50, 4900), slice(10, 4000, 3), rng.permutation(5000), rng.permutation(5000)[:2500]]
+    drawn = [dasksc.rows_where(obs, "kind in ['a', 'b'] or n_genes < 20")]
+    for rows in which:
+        n = len(np.arange(5000)[slice(None) if rows is None else rows])
+        weights = 1 + np.arange(n) % 5
+        for strategy in (
+            dasksc.Streaming(indices=rows),
+            dasksc.BlockShuffling(8, indices=rows),
+            dasksc.BlockWeightedSampling(8, indices=rows, weights=weights),
+            dasksc.ClassBalancedSampling(label_key="kind", indices=rows, replace=False),
+        ):
+            sampler = bind(restricted(strategy, keep, "it"), obs, len(obs), obs.__getitem__)
+            epoch = EpochPlan(sampler=sampler, batch_size=50, seed=3)
+            drawn += [epoch.fetch(k).rows for k in range(epoch.n_fetches)]
+    return digest(*drawn)
+
+
+def orders() -> str:
+    obs = table()
+    found = []
+    for order in ("shuffle", "keep"):
+        for group_by in (None, "kind", "donor"):
+            found.append(np.empty(len(obs), dtype=np.int64))
+            order_of_rows.row_order(obs, order=order, group_by=group_by, seed=5, out=found[-1])
+    return digest(*found)
+
+
+def continued() -> str:
+    found = []
+    for strategy in (dasksc.Streaming(), dasksc.Streaming(shuffle=True), dasksc.BlockShuffling(16)):
+        sampler = bind(strategy, None, 5003, {}.__getitem__)
+        for drop_last in (False, True):
+            consumed = (Stretch(world_size=2, batch_size=32, fetch_factor=4, n_batches=11),)
+            consumed += (Stretch(world_size=3, batch_size=10, fetch_factor=5, n_batches=7),)
+            for rank in range(4):
+                epoch = EpochPlan(
+                    sampler=sampler,
+                    batch_size=24,
+                    seed=9,
+                    rank=rank,
+                    world_size=4,
+                    drop_last=drop_last,
+                    consumed=consumed,
+                )
+                found += [epoch.batch_rows(i) for i in range(epoch.n_batches)]
+    return digest(*found)
+
+
+def shares() -> str:
+    obs = table()
+    data = AnnData(X=sp.csr_matrix((len(obs), 3), dtype=np.float32), obs=obs.set_axis(obs.index.astype(str)))
+    found = dasksc.check(dataset(data, dasksc.BlockShuffling(8, indices=slice(0, 3000)), obs=["kind"])).classes
+    return digest([[ord(one.name), one.drawn * 3000, one.stored * 5000] for one in found])
+
+
+RECORDED: Mapping[Callable[[], str], str] = {
+    splits: "103057b694cb2660",
+    filters: "2a3e6eb4273e39aa",
+    orders: "58d71740af2d9200",
+    continued: "2ae5d391eb0bcd63",
+    shares: "8368e20072bf8bfd",
+}
+
+
+@pytest.mark.parametrize("piece", [97, 2**20])
+@pytest.mark.parametrize("what", RECORDED)
+def test_results_are_those_of_earlier_versions(
+    what: Callable[[], str], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_pieces_of(piece, monkeypatch)
+    assert what() == RECORDED[what]
+
+
+def test_tables_written_in_pieces_are_those_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    obs = table(1000)
+    obs["score"] = pd.array(np.arange(1000), dtype="Int64").astype("Int64")
+    obs.loc[::7, "score"] = pd.NA
+    obs["doubtful"] = obs["n_genes"] > 500
+    obs["note"] = pd.array([f"note {i}" for i in range(1000)], dtype="string")
+    obs.index = pd.Index([f"cell {i}" for i in range(1000)], name="barcode")
+    extra = pd.DataFrame({"x": np.arange(1000.0)}, index=obs.index)
+    data = AnnData(X=sp.eye(1000, 3, format="csr", dtype=np.float32), obs=obs, obsm={"table": extra})
+    stores = {}
+    for name, piece in (("whole", 2**20), ("pieces", 300)):
+        in_pieces_of(piece, monkeypatch)
+        dasksc.convert(data, tmp_path / f"{name}.zarr", verify=True)
+        stores[name] = dasksc.open(tmp_path / f"{name}.zarr")
+    for held in ("obs", "obsm"):
+        whole, pieces = (getattr(stores[name], held) for name in ("whole", "pieces"))
+        whole, pieces = (whole, pieces) if held == "obs" else (whole["table"], pieces["table"])
+        pd.testing.assert_frame_equal(pieces, whole)
+    assert (stores["pieces"].X.compute() != stores["whole"].X.compute()).nnz == 0
