@@ -125,7 +125,8 @@ class scDataset(IterableDataset[Any]):
     layout
         Of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
-        Of their values; None keeps the stored one.
+        Of their values; None: that of ``adata.X``, in which array code computes. `InputError` while a batch is made
+        if it is an integer type or float16 that cannot hold a value; ``"bool"`` says what is not zero.
     equal_ranks
         Give every rank the same number of batches of the same sizes, repeating at most one row per
         rank (`EpochPlan.n_padded`). False yields every row exactly once, for evaluation.
@@ -541,7 +542,11 @@ class scDataset(IterableDataset[Any]):
         maker, matrices = cast(BatchMaker, self._maker), cast(dict[str, Matrix], self._matrices)
         row_bytes = PLAN_ROW_BYTES + 8.0 * len(maker.obs)
         for name, matrix in matrices.items():
-            itemsize = int(torch_dtype(matrix.dtype if maker.dtype is None else maker.dtype).itemsize)
+            dtype = matrix.dtype if maker.dtype is None else maker.dtype
+            itemsize = int(torch_dtype(dtype).itemsize)
+            if dtype.kind in "iu" and not np.can_cast(matrix.stored_dtype, dtype, "safe"):
+                # Gathered in the stored type first, to be checked.
+                itemsize += matrix.stored_dtype.itemsize
             is_obsm = _is_obsm(name)
             dense = itemsize * len(maker.columns.get(name, range(matrix.shape[1])))
             # Values may be converted to a wider type, and columns from two bytes to four.
@@ -764,7 +769,7 @@ class scDataset(IterableDataset[Any]):
         matrices = self._matrices or {}
         identity = {
             "n_obs": self._n_obs,
-            "matrices": {name: [*matrix.shape, str(matrix.dtype)] for name, matrix in matrices.items()},
+            "matrices": {name: [*matrix.shape, str(matrix.stored_dtype)] for name, matrix in matrices.items()},
             "strategy": f"{type(self.strategy).__name__} {self._sampler.digest()}",
             "drop_last": self.drop_last,
             "equal_ranks": self.equal_ranks,

@@ -30,7 +30,7 @@ def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIn
     Returns
     -------
     MultiIndexable
-        ``"X"``, dense, shape (n_rows, n_vars), in the dtype of the file; and each column by its name, as
+        ``"X"``, dense, shape (n_rows, n_vars), in the dtype of ``adata.X``; and each column by its name, as
         its pandas ``.values``: a NumPy array, or a Categorical for a categorical column.
 
     Raises

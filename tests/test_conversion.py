@@ -178,6 +178,45 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
             assert np.array_equal(np.signbit(stored), np.signbit(values)), name
 
 
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize(
+    ("stored", "values", "written"),
+    [
+        ("float32", [200, 100, 7], "uint16"),
+        ("float64", [0.5, 0.25, -2], "float64"),
+        ("uint8", [200, 100, 7], "uint16"),
+        ("int64", [2**62, 2**61, -1], "int64"),
+    ],
+)
+def test_values_at_one_place_are_added_up_before_they_are_narrowed(
+    tmp_path, stored, values, written, compression, narrow
+):
+    # Row 0 has two values in column 3, row 1 has columns that do not ascend.
+    data = np.array([*values[:2], values[2], 1, 2], dtype=stored)
+    X = sp.csr_matrix((data, np.array([3, 3, 5, 4, 1]), np.array([0, 2, 3, 5])), shape=(3, 10))
+    assert not X.has_canonical_format
+    source = tmp_path / "atlas.h5ad"
+    ad.AnnData(X=X, obs=pd.DataFrame(index=list("abc"))).write_h5ad(source, compression=compression)
+    report = dasksc.convert(source, tmp_path / "out.zarr", seed=1, narrow=narrow, verify=True)
+    assert report.types == {"X": written if narrow or stored == "uint8" else stored}
+    got = read(tmp_path / "out.zarr")
+    assert got.X.has_canonical_format
+    got = got[list("abc")].copy()
+    expected = np.zeros((3, 10), dtype=object)
+    expected[0, 3], expected[1, 5], expected[2, 4], expected[2, 1] = values[0] + values[1], values[2], 1, 2
+    np.testing.assert_array_equal(got.X.toarray().astype(object), expected)
+
+
+def test_sums_of_values_at_one_place_that_no_type_of_theirs_holds_are_refused(tmp_path):
+    for stored, values in (("int8", [-100, -100]), ("float32", [3e38, 3e38])):
+        X = sp.csr_matrix((np.array(values, dtype=stored), np.array([1, 1]), np.array([0, 2])), shape=(1, 3))
+        source = ad.AnnData(X=X, obs=pd.DataFrame(index=["a"]))
+        with pytest.raises(InputError, match=f"a sum of values at one place does not fit {stored}.*astype"):
+            dasksc.convert(source, tmp_path / f"{stored}.zarr")
+        assert not (tmp_path / f"{stored}.zarr").exists()
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_types_are_kept_if_asked_for_and_scipy_may_then_work_in_place(tmp_path):
     source = make_adata(60, 17)

@@ -38,7 +38,7 @@ class Recorded:
     fetches: list[list[int]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "dtype", "layout", "label", "cost"):
+        if name in ("shape", "dtype", "stored_dtype", "layout", "label", "cost"):
             return getattr(self.inner, name)
         raise AttributeError(name)
 

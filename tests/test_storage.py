@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import Columns, Fetched, Matrix, as_matrix, open_matrix
+from dasksc.storage.arrays import logical_dtype
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
@@ -164,7 +165,7 @@ def check_fetched(fetched: Fetched, expected: NDArray[Any]) -> None:
                 fetched.gather(positions, out=out, columns=columns)
                 np.testing.assert_array_equal(out, twin.astype(dtype))
             indptr, indices, data = fetched.gather_csr(positions, columns=columns)
-            assert (indptr.dtype, indices.dtype, data.dtype) == (np.int64, np.int32, expected.dtype)
+            assert (indptr.dtype, indices.dtype, data.dtype) == (np.int64, np.int32, fetched.dtype)
             assert len(indptr) == len(twin) + 1
             got = np.zeros_like(twin)
             got[np.repeat(np.arange(len(twin)), np.diff(indptr)), indices] = data
@@ -175,7 +176,8 @@ def check_fetched(fetched: Fetched, expected: NDArray[Any]) -> None:
 
 def check_matrix(matrix: Matrix, expected: NDArray[Any]) -> None:
     assert isinstance(matrix, Matrix)
-    assert (matrix.shape, matrix.dtype) == (expected.shape, expected.dtype)
+    assert (matrix.shape, matrix.stored_dtype) == (expected.shape, expected.dtype)
+    assert matrix.dtype == logical_dtype(expected.dtype)
     n_obs = len(expected)
     rng = np.random.default_rng(4)
     for rows in (

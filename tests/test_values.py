@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
 import dask.array as da
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 import torch
+import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
 from dasksc.collection import AnnDataView, encode_column
+from dasksc.errors import CorruptDataError, InputError
 from dasksc.lazy import matrix_of
 from tests.support.data import (
     SAMPLE_FILES,
@@ -204,3 +208,193 @@ def test_the_rows_that_a_hook_reads_are_those_that_anndata_reads(real: Opened) -
     assert got.obs.astype(str).to_numpy().tolist() == expected.obs.iloc[rows].astype(str).to_numpy().tolist()
     for name in expected.obsm:
         np.testing.assert_array_equal(dense(got.obsm[name]), dense(expected.obsm[name])[rows])
+
+
+# --- Types ------------------------------------------------------------------------------------------
+
+# What is large of a type, and the least that shows a wrong sign or a lost fraction.
+STORED: dict[str, list[float]] = {
+    "bool": [1],
+    "uint8": [1, 20, 255],
+    "int8": [-128, -1, 127],
+    "uint16": [1, 300, 65_535],
+    "int16": [-32_768, -1, 300],
+    "uint32": [1, 70_000, 2**32 - 1],
+    "int32": [-(2**31), -1, 70_000],
+    "uint64": [1, 2**40, 2**63],
+    "int64": [-(2**63), -1, 2**40],
+    "float16": [-1.5, 300, 65_504],
+    "float32": [-1.5, 300, 70_000],
+    "float64": [-1.5, 300, 2**40],
+}
+
+BY_ROW: dict[str, Callable[[Any], Any]] = {
+    "X ** 2": lambda x: x**2,
+    "X * 10": lambda x: x * 10,
+    "-X": lambda x: -x,
+    "X - 1": lambda x: x - 1,
+    "X / 3": lambda x: x / 3,
+    "log1p": da.log1p,
+    "sqrt": da.sqrt,
+    "astype": lambda x: x.astype(np.float64) * 1000,
+    "X * X": lambda x: x * x,
+}
+
+
+def atlas_of(dtype: str, layout: str) -> tuple[ad.AnnData, np.ndarray]:
+    """An atlas whose X, a layer and an obsm hold what is large of a type; and X as float64."""
+    rng = np.random.default_rng(3)
+    values = np.array([0, 0, *STORED[dtype]])[rng.integers(0, 2 + len(STORED[dtype]), (23, 9))].astype(dtype)
+    # SciPy has no float16: it is put in its place in the file.
+    X = sp.csr_matrix(values.astype("float32") if dtype == "float16" else values) if layout == "csr" else values
+    return ad.AnnData(X=X, layers={"same": X.copy()}, obsm={"rep": values[:, :4]}), values.astype(np.float64)
+
+
+def make_float16(path: Path) -> None:
+    root = h5py.File(path, "r+") if path.suffix == ".h5ad" else zarr.open_group(path, mode="r+")
+    for name in ("X", "layers/same"):
+        values = root[f"{name}/data"][:].astype("float16")
+        del root[f"{name}/data"]
+        if isinstance(root, h5py.File):
+            root[f"{name}/data"] = values
+        else:
+            root[name].create_array("data", data=values)
+    if isinstance(root, h5py.File):
+        root.close()
+
+
+def stores_of(dtype: str, layout: str, folder: Path) -> tuple[dict[str, Path], np.ndarray]:
+    """The same atlas as AnnData writes it in both formats and as `convert` does; and X as float64."""
+    adata, values = atlas_of(dtype, layout)
+    paths = {format: write_store(adata, folder, format, name=f"{dtype}-{layout}") for format in ("h5ad", "zarr3")}
+    if (dtype, layout) == ("float16", "csr"):
+        for path in paths.values():
+            make_float16(path)
+    paths["converted"] = folder / f"{dtype}-{layout}-converted.zarr"
+    dasksc.convert(paths["h5ad"], paths["converted"], order="keep", verify=True)
+    return paths, values
+
+
+def rows_of(array: Any) -> np.ndarray:
+    """All rows of a Dask array, as batches get them."""
+    matrix = matrix_of(array)
+    fetched = matrix.fetch(np.arange(matrix.shape[0]))
+    assert fetched.dtype == matrix.dtype == array.dtype
+    out = np.empty(matrix.shape, dtype=matrix.dtype)
+    fetched.gather(np.arange(matrix.shape[0]), out=out)
+    return out
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("dtype", STORED)
+def test_array_code_computes_as_on_float64_whatever_type_is_stored(dtype: str, layout: str, tmp_path: Path) -> None:
+    paths, expected = stores_of(dtype, layout, tmp_path)
+    for format, path in paths.items():
+        adata = dasksc.open(path)
+        arrays = {"X": (adata.X, expected), "layer": (adata.layers["same"], expected)}
+        arrays["obsm"] = adata.obsm["rep"], expected[:, :4]
+        assert len({str(array.dtype) for array, _ in arrays.values()}) == 1
+        for key, (array, of) in arrays.items():
+            assert array.dtype.kind == "f" == array.compute().dtype.kind, (format, key)
+            assert array.dtype == array._meta.dtype == array.compute().dtype
+            np.testing.assert_array_equal(dense(array.compute()), of)
+            with np.errstate(all="ignore"):
+                for name, code in BY_ROW.items():
+                    wanted = code(da.from_array(of)).compute(scheduler="synchronous")
+                    np.testing.assert_allclose(
+                        rows_of(code(array)), wanted, rtol=1e-5, err_msg=f"{format}, {key}, {name}"
+                    )
+                # Dask has no sums of sparse blocks.
+                blocks = array.map_blocks(dense, dtype=array.dtype, meta=np.empty((0, 0), array.dtype))
+                total = blocks.sum(axis=0).compute(scheduler="synchronous")
+            np.testing.assert_allclose(total, of.sum(axis=0), rtol=1e-5, err_msg=f"{format}, {key}, sum")
+        for asked in ("float32", None):
+            batch = next(iter(dasksc.scDataset(path, dasksc.Streaming(), batch_size=23, dtype=asked)))
+            np.testing.assert_allclose(batch.numpy(), expected.astype(asked or adata.X.dtype), rtol=0)
+
+
+def test_joined_stores_of_several_stored_types_compute_in_a_type_that_holds_all(tmp_path: Path) -> None:
+    parts = {dtype: stores_of(dtype, "csr", tmp_path) for dtype in ("uint8", "int16", "uint32")}
+    for names in (["uint8", "int16"], ["uint8", "uint32"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            joined = dasksc.open([parts[name][0]["converted"] for name in names], index_unique="-")
+        expected = np.concatenate([parts[name][1] for name in names])
+        assert joined.X.dtype == ("float64" if "uint32" in names else "float32")
+        np.testing.assert_allclose(rows_of(joined.X**2), expected**2, rtol=1e-6)
+        np.testing.assert_array_equal(rows_of(-joined.X), -expected)
+
+
+def set_attribute(store: Path, value: dict[str, str]) -> None:
+    zarr.open_array(store / "X", mode="r+").attrs["dasksc"] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what Zarr v3 does not specify
+        zarr.consolidate_metadata(store)
+
+
+@pytest.mark.parametrize(("stored", "computed"), [("float32", "float32"), ("float64", "float64"), ("int64", "float64")])
+def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, computed: str, tmp_path: Path) -> None:
+    counts = np.arange(12).reshape(4, 3).astype(stored)
+    source = write_store(ad.AnnData(X=counts, layers={"csr": sp.csr_matrix(counts)}), tmp_path, "h5ad")
+    report = dasksc.convert(source, tmp_path / "out.zarr", order="keep")
+    root = zarr.open_group(tmp_path / "out.zarr", mode="r+")
+    assert report.types == {"X": "uint8", "layers/csr": "uint8"}
+    for key in ("X", "layers/csr"):
+        assert root[key].attrs["dasksc"] == {"dtype": computed}
+    adata = dasksc.open(tmp_path / "out.zarr")
+    assert adata.X.dtype == adata.layers["csr"].dtype == dasksc.open(source).X.dtype == computed
+    np.testing.assert_array_equal(dense(ad.read_zarr(tmp_path / "out.zarr").X), counts)
+    # A type in which what is stored would wrap is never computed in, and what is no type of numbers is refused.
+    set_attribute(tmp_path / "out.zarr", {"dtype": "uint8"})
+    assert dasksc.open(tmp_path / "out.zarr").X.dtype == "float32"
+    for damaged in ({"dtype": "S3"}, {"dtype": "?!"}, {}):
+        set_attribute(tmp_path / "out.zarr", damaged)
+        with pytest.raises((CorruptDataError, InputError), match="X"):
+            dasksc.open(tmp_path / "out.zarr")
+
+
+@pytest.mark.parametrize("tensors", ["dense", "csr"])
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize(
+    ("stored", "value", "asked", "would"),
+    [
+        ("float32", -1.0, "uint8", "255"),
+        ("float32", 300.0, "uint8", "44"),
+        ("float32", 40.5, "int16", "40"),
+        ("float64", np.nan, "int32", ""),
+        ("float64", 2.0**63, "int64", ""),
+        ("uint8", 200, "int8", "-56"),
+        ("int16", -1, "uint64", "18446744073709551615"),
+        ("uint64", 2**64 - 1, "int64", "-1"),
+        ("float32", 70_000.0, "float16", "inf"),
+    ],
+)
+def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
+    stored: str, value: float, asked: str, would: str, layout: str, tensors: str, tmp_path: Path
+) -> None:
+    X = np.array([[0, 1, 2], [3, 0, 4], [5, 6, value]], dtype=object).astype(stored)
+    path = write_store(ad.AnnData(X=sp.csr_matrix(X) if layout == "csr" else X), tmp_path, "h5ad")
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=3, dtype=asked, layout=tensors)
+    expected = rf"row 2 \(of rows 0 to 2, .*\) holds .*dtype='{asked}' cannot hold: it would become {would}.*float"
+    with pytest.raises(InputError, match=expected):
+        list(dataset)
+    # The other rows fit, and are given as they are.
+    fitting = dasksc.scDataset(path, dasksc.Streaming(indices=[0, 1]), batch_size=2, dtype=asked, layout=tensors)
+    (batch,) = fitting
+    if tensors == "csr":
+        parts = batch.values().numpy(), batch.col_indices().numpy(), batch.crow_indices().numpy()
+        # SciPy has no float16, and torch has no arithmetic in some types.
+        batch = torch.from_numpy(sp.csr_matrix((parts[0].astype(np.float64), *parts[1:]), shape=(2, 3)).toarray())
+    np.testing.assert_array_equal(batch.numpy(), X[:2])
+
+
+@pytest.mark.parametrize(("asked", "fits"), [("uint8", False), ("int16", True), ("float32", True), (None, True)])
+def test_values_at_one_place_are_added_up_before_they_are_fitted(asked: str | None, fits: bool, tmp_path: Path) -> None:
+    X = sp.csr_matrix((np.array([200, 100, 7], "uint8"), np.array([1, 1, 0]), np.array([0, 2, 3])), shape=(2, 3))
+    path = write_store(ad.AnnData(X=X), tmp_path, "h5ad")
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=2, dtype=asked)
+    if fits:
+        np.testing.assert_array_equal(next(iter(dataset)).numpy(), [[0, 300, 0], [7, 0, 0]])
+    else:
+        with pytest.raises(InputError, match=r"row 0 .*holds 300, which dtype='uint8' cannot hold"):
+            next(iter(dataset))

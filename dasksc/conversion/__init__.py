@@ -28,11 +28,12 @@ from dasksc.conversion.scanning import Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, check_tables, write_tables
 from dasksc.conversion.workplace import Workplace, appearing
-from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count
+from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count, wide_enough
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, StorageError
 from dasksc.lazy import DaskMatrix, leaves_of, matrix_of
 from dasksc.process_memory import memory_limit
 from dasksc.storage import Matrix, Place, StackedMatrix, is_url
+from dasksc.storage.arrays import logical_dtype
 from dasksc.window import Scheduler, resolve_scheduler
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["ConversionReport", "convert"]
 
 # Written into every plan: what was begun in another way is not gone on with.
-_FORMAT = 2
+_FORMAT = 3
 # Rows of a task that reads the input in order, at the least; files of such tasks are at most 256.
 _SCAN_ROWS = 2**14
 _SCAN_TASKS = 256
@@ -244,7 +245,7 @@ def convert(
         n_vars=adata.n_vars,
         n_bytes=sum(path.stat().st_size for path in place.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
-        types={key: str(matrix.dtype) for key, matrix in _matrices(written).items()},
+        types={key: str(matrix.stored_dtype) for key, matrix in _matrices(written).items()},
         left_out=(*left_out, *(f"obsp/{name}" for name in adata.obsp)),
         is_verified=verify,
     )
@@ -334,9 +335,11 @@ class _Conversion:
     def _copy(self, key: str, matrix: Matrix, rows: Path, budget: int) -> Copy:
         """Return how a matrix is to be written, according to what its rows are."""
         known = np.load(rows, mmap_mode="r")
-        dtype = matrix.dtype
+        largest = float(known["largest"].max(initial=0))
+        dtype = wide_enough(matrix.stored_dtype, largest)
         if self._recipe.narrow and not key.startswith("obsm/") and len(known):
-            dtype = narrowest_count(dtype, float(known["largest"].max()))
+            dtype = narrowest_count(dtype, largest)
+        computed = logical_dtype(matrix.dtype)
         folder = self._place.store / key
         if matrix.layout == "dense":
             return DenseCopy(
@@ -344,6 +347,7 @@ class _Conversion:
                 order=self._order,
                 folder=folder,
                 dtype=dtype,
+                computed=computed,
                 # Expression repeats within a cell; no coordinate of an embedding is like another.
                 shuffle="noshuffle" if dtype.kind == "f" and not key.startswith("obsm/") else "shuffle",
                 piece_rows=_piece_rows(matrix, budget),
@@ -358,6 +362,7 @@ class _Conversion:
             indptr=indptr,
             folder=folder,
             dtype=dtype,
+            computed=computed,
             narrow=self._recipe.narrow,
             n_values=int(np.load(indptr, mmap_mode="r")[-1]),
             piece_values=max(1, min(_PIECE_VALUES, budget // _VALUE_BYTES)),

@@ -8,34 +8,72 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from dasksc.conversion.workplace import appearing
-from dasksc.errors import CorruptDataError
+from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
+from dasksc.kernels.csr import rows_ascend
 from dasksc.storage import Fetched, Matrix, open_matrix
+from dasksc.storage.fetched import holds_all, sum_dtype
 
-__all__ = ["ROW", "Scan", "Verification", "described", "pieces"]
+__all__ = ["ROW", "Scan", "Verification", "described", "exactly", "gather_canonical", "pieces"]
 
 ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
 """What is known of a row: its stored values, their sum and digest (see `dasksc.kernels.digest`), and the largest."""
 
 
-def described(fetched: Fetched, positions: NDArray[np.int64]) -> NDArray[Any]:
-    """Return what there is to know of rows of a fetch, shape (n_rows,), of type `ROW`."""
+def described(fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+    """Return what there is to know of rows of a fetch, shape (n_rows,), of type `ROW`; `dtype` is the stored one."""
+    dtype = fetched.dtype if dtype is None else dtype
     n_rows = len(positions)
     sums, digests, largest = np.empty(n_rows), np.empty(n_rows, dtype=np.uint64), np.empty(n_rows)
     rows = np.zeros(n_rows, dtype=ROW)
     if fetched.layout == "csr":
-        indptr, indices, data = fetched.gather_csr(positions)
+        indptr, indices, data = gather_canonical(fetched, positions, dtype=dtype)
         digest.digest_csr(indptr, indices, _plain(data), sums, digests, largest)
         rows["length"] = np.diff(indptr)
     else:
-        block = np.empty((n_rows, fetched.shape[1]), dtype=fetched.dtype)
+        block = np.empty((n_rows, fetched.shape[1]), dtype=dtype)
         fetched.gather(positions, out=block)
         digest.digest_dense(_plain(block), sums, digests, largest)
     rows["sum"], rows["digest"], rows["largest"] = sums, digests, largest
     return rows
+
+
+def gather_canonical(
+    fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+    """Return CSR rows as `Fetched.gather_csr` does, with one value at each place.
+
+    Values at the same place are added up, which is what they mean. Sums of integers have 64 bits: `dtype`, in which
+    each of them is stored, may not hold them.
+    """
+    indptr, indices, data = fetched.gather_csr(positions, dtype=dtype)
+    every = np.arange(len(positions), dtype=np.int64)
+    starts = np.uint64(indices.ctypes.data) + np.uint64(indices.itemsize) * indptr[:-1].astype(np.uint64)
+    if rows_ascend(every, np.diff(indptr), starts, indices[:0]):
+        return indptr, indices, data
+    wide = sum_dtype(np.promote_types(dtype, np.float64) if dtype.kind == "f" else dtype)
+    block = sp.csr_matrix((data.astype(wide), indices, indptr), shape=(len(positions), fetched.shape[1]))
+    block.sum_duplicates()
+    sums = exactly(block.data, dtype, "a sum of values at one place") if dtype.kind == "f" else block.data
+    return block.indptr.astype(np.int64), block.indices.astype(np.int32), sums
+
+
+def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+    """Return `values` in another type, or raise if it does not hold them."""
+    if values.dtype == dtype:
+        return values
+    with np.errstate(all="ignore"):
+        result = values.astype(dtype)
+    if not holds_all(values, result):
+        raise InputError(
+            f"{what} does not fit {dtype}, in which the input stores them. Store the input in a wider type: "
+            "adata.X = adata.X.astype('float64')."
+        )
+    return result
 
 
 def _plain(values: NDArray[Any]) -> NDArray[Any]:
@@ -91,7 +129,7 @@ class Scan:
         found = []
         for start, stop in pieces(*self.rows(k), self.piece_rows):
             wanted = np.arange(start, stop, dtype=np.int64)
-            found.append(described(self.matrix.fetch(wanted), wanted - start))
+            found.append(described(self.matrix.fetch(wanted), wanted - start, dtype=self.matrix.stored_dtype))
         with appearing(self._path(k)) as path:
             np.save(path, np.concatenate(found))
 
@@ -147,7 +185,7 @@ class Verification:
         known, order = np.load(self.rows, mmap_mode="r"), np.load(self.order, mmap_mode="r")
         for start, stop in pieces(k * self.task_rows, min((k + 1) * self.task_rows, self.n_obs), self.piece_rows):
             wanted = np.arange(start, stop, dtype=np.int64)
-            found = described(matrix.fetch(wanted), wanted - start)
+            found = described(matrix.fetch(wanted), wanted - start, dtype=matrix.stored_dtype)
             expected = known[order[start:stop]]
             for name, what in (("length", "values"), ("sum", "sum"), ("digest", "checksum")):
                 # As bits: of NaN, too, the same one is wanted.

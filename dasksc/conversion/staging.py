@@ -65,9 +65,9 @@ class Staging:
         fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
         with appearing(self._path(k)) as path, h5py.File(path, "w") as file:
             if fetched.layout == "csr":
-                write_csr(file, fetched.shape, *fetched.gather_csr(ranked))
+                write_csr(file, fetched.shape, *fetched.gather_csr(ranked, dtype=self.matrix.stored_dtype))
             else:
-                block = np.empty(fetched.shape, dtype=fetched.dtype)
+                block = np.empty(fetched.shape, dtype=self.matrix.stored_dtype)
                 fetched.gather(ranked, out=block)
                 file["X"] = block
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.conversion.scanning import pieces
+from dasksc.conversion.scanning import exactly, gather_canonical, pieces
 from dasksc.conversion.shards import ShardedArray, ShardWriter, Shuffle
 from dasksc.errors import CorruptDataError
 from dasksc.storage import Fetched, Matrix
 
-__all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "write_group"]
+__all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "wide_enough", "write_group"]
 
 # About 90 cells of an atlas of 20,000 genes. A chunk is what other readers decode as one, dasksc decodes single
 # blocks of it.
@@ -35,6 +35,13 @@ def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
         if largest <= np.iinfo(count).max and np.dtype(count).itemsize < dtype.itemsize:
             return np.dtype(count)
     return dtype
+
+
+def wide_enough(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
+    """Return `dtype`, or the narrowest unsigned one of counts up to `largest` that are sums beyond what it holds."""
+    if dtype.kind == "f" or largest <= (1 if dtype.kind == "b" else np.iinfo(dtype).max):
+        return dtype
+    return next((np.dtype(f"u{n}") for n in (1, 2, 4, 8) if largest <= np.iinfo(f"u{n}").max), dtype)
 
 
 def shard_rows_for(n_rows: int, chunk_rows: int, most: int) -> int:
@@ -58,6 +65,8 @@ class CSRCopy:
         The group that the copy becomes.
     dtype
         Type of the values.
+    computed
+        Type to compute in, an attribute of the copy.
     narrow
         Whether column numbers take one or two bytes where these do; else they take those of the offsets, as SciPy
         has it.
@@ -72,6 +81,7 @@ class CSRCopy:
     indptr: Path
     folder: Path
     dtype: np.dtype[Any]
+    computed: np.dtype[Any]
     narrow: bool
     n_values: int
     piece_values: int
@@ -119,7 +129,8 @@ class CSRCopy:
             for first, last in rows_of_values(indptr, start, stop, self.piece_values):
                 bounds = indptr[first : last + 1]
                 fetched, positions = fetch_any(self.matrix, order[first:last])
-                found, indices, data = fetched.gather_csr(positions, dtype=self.dtype)
+                found, indices, data = gather_canonical(fetched, positions, dtype=self.matrix.stored_dtype)
+                data = exactly(data, self.dtype, f"{self.matrix.label}: a sum of values at one place")
                 if not np.array_equal(found, bounds - bounds[0]):
                     raise CorruptDataError(f"{self.matrix.label} was changed while it was read. Convert it again.")
                 # Rows at either end may belong to two shards.
@@ -141,7 +152,12 @@ class CSRCopy:
             one.write_metadata(self.folder / name, {})
         write_group(
             self.folder,
-            {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(self.matrix.shape)},
+            {
+                "encoding-type": "csr_matrix",
+                "encoding-version": "0.1.0",
+                "shape": list(self.matrix.shape),
+                "dasksc": {"dtype": self.computed.name},
+            },
         )
 
 
@@ -151,7 +167,7 @@ class DenseCopy:
 
     Parameters
     ----------
-    matrix, order, folder, dtype
+    matrix, order, folder, dtype, computed
         As for `CSRCopy`.
     shuffle
         As for `ShardedArray`.
@@ -163,6 +179,7 @@ class DenseCopy:
     order: Path
     folder: Path
     dtype: np.dtype[Any]
+    computed: np.dtype[Any]
     shuffle: Shuffle
     piece_rows: int
 
@@ -203,7 +220,8 @@ class DenseCopy:
 
     def finish(self) -> None:
         """Write what makes the folder an array."""
-        self.array.write_metadata(self.folder, {"encoding-type": "array", "encoding-version": "0.2.0"})
+        encoding = {"encoding-type": "array", "encoding-version": "0.2.0"}
+        self.array.write_metadata(self.folder, {**encoding, "dasksc": {"dtype": self.computed.name}})
 
 
 Copy = CSRCopy | DenseCopy

@@ -70,6 +70,11 @@ class DaskMatrix:
         return dtype
 
     @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Type of the values: nothing of them is stored."""
+        return self.dtype
+
+    @property
     def layout(self) -> Layout:
         """``"csr"`` if the array's meta is sparse, else ``"dense"``."""
         return self._layout

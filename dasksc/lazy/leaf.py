@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dasksc import config
 from dasksc.errors import InputError
 from dasksc.storage import Columns, Fetched, Matrix
+from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.matrix import Layout
 
 __all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leaves_of", "to_dask"]
@@ -137,7 +138,7 @@ def leaves_of(array: da.Array) -> list[Matrix]:
 def gather_block(
     fetched: Fetched, positions: NDArray[np.int64], *, columns: Columns | None = None
 ) -> NDArray[Any] | sp.csr_matrix:
-    """Copy rows of a fetch into a block of their own, in the stored dtype.
+    """Copy rows of a fetch into a block of their own, in the dtype to compute in.
 
     Parameters
     ----------
@@ -166,7 +167,14 @@ def gather_block(
 def chunk_rows_for(*matrices: Matrix) -> int:
     """Rows per chunk, so that a chunk of the widest matrix holds about ``dasksc.chunk-bytes``."""
     budget = config.get_bytes("chunk-bytes")
-    return max(1, int(budget / max(matrix.cost.row for matrix in matrices)))
+    return max(1, int(budget / max(map(_block_row_bytes, matrices))))
+
+
+def _block_row_bytes(matrix: Matrix) -> float:
+    """Return the bytes of a row of a block, whose values are wider than they may be stored."""
+    columns = 4 if matrix.layout == "csr" else 0
+    stored = memory_dtype(matrix.stored_dtype).itemsize
+    return matrix.cost.row * (matrix.dtype.itemsize + columns) / (stored + columns)
 
 
 def _short(label: str) -> str:

@@ -177,7 +177,7 @@ class RowLocalMatrix(DaskMatrix):
             itemsize = self.dtype.itemsize + np.dtype(np.int32).itemsize
             # Column numbers of a stored row are of two bytes at the least.
             values = sum(
-                cost.row / (matrix.dtype.itemsize + 2)
+                cost.row / (matrix.stored_dtype.itemsize + 2)
                 for cost, (matrix, _) in zip(costs, run.needs.values(), strict=True)
             )
             row = 8 + min(values, self.shape[1]) * itemsize

@@ -17,6 +17,7 @@ __all__ = [
     "StoredArray",
     "UnknownLayoutError",
     "chunk_length",
+    "logical_dtype",
     "memory_dtype",
     "row_bytes",
 ]
@@ -105,6 +106,17 @@ class StoredArray(Protocol):
 def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the type in which elements are held in memory: numba has no float16."""
     return np.dtype(np.float32) if dtype == np.float16 else dtype.newbyteorder("=")
+
+
+def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type that values of a stored type have outside of storage.
+
+    A floating type, whatever is stored: arithmetic in integers and booleans wraps or fails, and SciPy has no float16.
+    It holds each value of up to 32 bits exactly, and integers of 64 bits up to 2**53.
+    """
+    if stored.kind == "f":
+        return memory_dtype(stored)
+    return np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
 
 
 class MemoryArray:

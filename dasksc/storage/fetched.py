@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -18,7 +18,7 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.matrix import ColumnMaps, Columns, Fetched, Layout, Lookups
 from dasksc.storage.reach import Reached
 
-__all__ = ["CSRFetched", "DenseFetched", "join"]
+__all__ = ["CSRFetched", "DenseFetched", "holds_all", "join", "sum_dtype"]
 
 # Columns that tables for putting rows in order are made of; a batch of a wider matrix has few of them.
 _MOST_NUMBERED = 2**22
@@ -73,6 +73,26 @@ class _Rows:
                 self._kept_maps = origins.maps.which[origins.numbers]
         return self._kept_maps
 
+    def _cast(self, values: NDArray[Any], out: NDArray[Any], rows_of: Callable[[int], int]) -> None:
+        """Copy `values` into `out`, of the same shape, or name one that its type cannot hold.
+
+        `rows_of` says which row fetched an element is of, by its place in `values`.
+        """
+        with np.errstate(all="ignore"):
+            out[...] = values
+        if holds_all(values, out):
+            return
+        fits = representable(values, out.dtype)
+        place = int(np.argmin(fits))
+        row = rows_of(place)
+        label = self._label_of(row)
+        near = [int(self.rows[i]) for i in range(self.shape[0]) if self._label_of(i) == label]
+        raise InputError(
+            f"{label}: row {self.rows[row]} (of rows {min(near)} to {max(near)}, which were read together) holds "
+            f"{values.flat[place]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[place]}. Ask "
+            f"for dtype={self.dtype.name!r}, which holds it."
+        )
+
     def _label_of(self, row: int) -> str:
         return self.label if self._origins is None else self._origins.labels[self._origins.numbers[row]]
 
@@ -89,7 +109,7 @@ class CSRFetched(_Rows):
     n_vars
         Columns of the matrix.
     dtype
-        Type of the values as stored.
+        Type to compute in.
     lengths
         Nonzeros of each row, shape (n_rows,), int64.
     data, indices
@@ -138,15 +158,18 @@ class CSRFetched(_Rows):
     ) -> None:
         """Write the rows at `positions` into `out`, dense; see `Fetched.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in a byte each: what is added up at one place needs the room of the stored type.
-        target = kernel_target(out, np.result_type(self._data.dtype, memory_dtype(self.dtype)))
+        # Counts may be held in a byte each. An integer type is checked for room, so nothing is converted before.
+        narrow = out.dtype.kind in "iu"
+        held = self._data.dtype if narrow else np.result_type(self._data.dtype, memory_dtype(self.dtype))
+        target = kernel_target(out, held)
         if not self._scatter(positions, target, columns):
             block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
-            self._check_sums(block[2], target.dtype)
+            self._check_sums(block[2], out.dtype)
             merged = self.of_block(self.label, self.rows[positions], out.shape[1], self.dtype, block)
+            target = kernel_target(out, self._sum_dtype)
             merged._scatter(np.arange(len(positions), dtype=np.int64), target, None)
         if target is not out:
-            out[...] = target
+            self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
 
     def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
         """Write rows into `target`, dense; return False if values have to be added up in another type first."""
@@ -200,14 +223,19 @@ class CSRFetched(_Rows):
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
         indices = memory.empty(n_values, np.int32)
-        data = memory.empty(n_values, dtype if has_kernel_dtype(dtype) else self._sum_dtype)
-        if not self._copy(positions, indptr, indices, data, columns, any_order=any_order):
-            if dtype == self.dtype:
-                data = np.empty(n_values, dtype=self._sum_dtype)
-            self._merge(positions, indptr, indices, data, columns)
-            indices, data = indices[: indptr[-1]], data[: indptr[-1]]
-            self._check_sums(data, dtype)
-        return indptr, indices, data.astype(dtype, copy=False)
+        data = memory.empty(n_values, dtype)
+        target = kernel_target(data, self._data.dtype)
+        if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
+            sums = kernel_target(data, self._sum_dtype)
+            self._merge(positions, indptr, indices, sums, columns)
+            n_values = int(indptr[-1])
+            self._check_sums(sums[:n_values], dtype)
+            if sums is data:
+                return indptr, indices[:n_values], data[:n_values]
+            indices, data, target = indices[:n_values], data[:n_values], sums[:n_values]
+        if target is not data:
+            self._cast(target, data, lambda place: int(positions[np.searchsorted(indptr, place, side="right") - 1]))
+        return indptr, indices, data
 
     def compact(self) -> CSRFetched:
         """Return the same rows in a block of their own, their columns the common ones; a block returns itself.
@@ -405,7 +433,7 @@ class DenseFetched(_Rows):
     n_vars
         Columns of the matrix.
     dtype
-        Type of the values as stored.
+        Type to compute in.
     values
         Where each row lies.
     origins
@@ -450,10 +478,11 @@ class DenseFetched(_Rows):
         if sources is None:
             kernels.copy_rows(positions, self._values.at, target, self._values.like)
         else:
+            self._missing(out.dtype, sources)
             missing = self._missing(target.dtype, sources)
             kernels.copy_columns(positions, self._values.at, self._maps, sources, target, missing, self._values.like)
         if target is not out:
-            out[...] = target
+            self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
 
     def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
         """Return what stands in columns that come from nowhere, shape (1,)."""
@@ -486,9 +515,12 @@ class DenseFetched(_Rows):
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
         indices = memory.empty(int(indptr[-1]), np.int32)
-        data = memory.empty(int(indptr[-1]), dtype if has_kernel_dtype(dtype) else held)
-        kernels.squeeze(dense, indptr[:-1], indices, data)
-        return indptr, indices, data.astype(dtype, copy=False)
+        data = memory.empty(int(indptr[-1]), dtype)
+        target = kernel_target(data, held)
+        kernels.squeeze(dense, indptr[:-1], indices, target)
+        if target is not data:
+            self._cast(target, data, lambda place: int(positions[np.searchsorted(indptr, place, side="right") - 1]))
+        return indptr, indices, data
 
     def compact(self) -> DenseFetched:
         """Return the same rows in a block of their own, in the type they are stored in; a block returns itself."""
@@ -604,7 +636,8 @@ def _concatenated(
 def _as_csr(part: CSRFetched | DenseFetched) -> CSRFetched:
     if isinstance(part, CSRFetched):
         return part
-    indptr, indices, data = part.gather_csr(np.arange(part.shape[0], dtype=np.int64))
+    held = part._values.dtype if part._column_maps is None else None
+    indptr, indices, data = part.gather_csr(np.arange(part.shape[0], dtype=np.int64), dtype=held)
     return CSRFetched.of_block(part.label, part.rows, part.shape[1], part.dtype, (indptr, indices, data))
 
 
@@ -656,9 +689,43 @@ def check_gather(
     return check_positions(shape[0], positions)
 
 
+def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which values of `dtype` are added up: of integers, one of 64 bits."""
+    if dtype.kind == "f":
+        return dtype
+    return np.dtype(np.int64 if dtype.kind == "i" else np.uint64)
+
+
 def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array the kernels can write: `out`, or one of the `source` type where numba lacks out's."""
-    return out if has_kernel_dtype(out.dtype) else np.empty(out.shape, dtype=source)
+    """Return an array the kernels can write values of the `source` type to.
+
+    It is `out`, or one of the `source` type: where numba lacks out's, or where that is of integers which may not hold
+    all such values. Floats do, within their precision; a boolean says which values are not zero.
+    """
+    wraps = out.dtype.kind in "iu" and not np.can_cast(source, out.dtype, "safe")
+    return np.empty(out.shape, dtype=source) if wraps or not has_kernel_dtype(out.dtype) else out
+
+
+def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
+    """Return whether `out`, cast from `values`, holds all of them, for floats within their precision."""
+    if not values.size:
+        return True
+    if out.dtype.kind not in "iu":
+        return bool(np.isfinite(out).all()) or bool(representable(values, out.dtype).all())
+    limits = np.iinfo(out.dtype)
+    # Python compares its own numbers exactly, of whatever types they were; NaN is in no range.
+    in_range = limits.min <= values.min().item() and values.max().item() <= limits.max
+    return in_range and (values.dtype.kind != "f" or bool((out == values).all()))
+
+
+def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
+    """Return which of `values` an integer type or float16 holds; rounding of floats does not count."""
+    if dtype.kind not in "iu":
+        with np.errstate(over="ignore"):
+            return np.asarray(~np.isfinite(values) | np.isfinite(values.astype(dtype)))
+    limits = np.iinfo(dtype)
+    in_range = np.array([limits.min <= value <= limits.max for value in values.ravel().tolist()]).reshape(values.shape)
+    return np.asarray(in_range & (values == np.floor(values)) if values.dtype.kind == "f" else in_range)
 
 
 def has_kernel_dtype(dtype: np.dtype[Any]) -> bool:

@@ -42,6 +42,8 @@ class CSRMatrix:
         Cells, columns.
     indptr, indices, data
         Its arrays; lengths n_obs + 1, nnz and nnz.
+    dtype
+        Type to compute in. Default: that of `data`.
     """
 
     layout: Layout = "csr"
@@ -54,6 +56,7 @@ class CSRMatrix:
         indptr: StoredArray,
         indices: StoredArray,
         data: StoredArray,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         check_csr(label, shape, indptr=indptr, indices=indices, data=data)
         self.label = label
@@ -61,10 +64,11 @@ class CSRMatrix:
         self._indptr = indptr
         self._indices = indices.narrowed(shape[1]) if isinstance(indices, ChunkedArray) else indices
         self._data = data
+        self.dtype: np.dtype[Any] = data.dtype if dtype is None else dtype
         self._kept_indptr: MemoryArray | None = None
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def stored_dtype(self) -> np.dtype[Any]:
         """Type of the values as stored."""
         return self._data.dtype
 
@@ -151,15 +155,18 @@ class DenseMatrix:
         What to call it in errors.
     values
         Its array, two dimensions.
+    dtype
+        Type to compute in. Default: that of `values`.
     """
 
     layout: Layout = "dense"
 
-    def __init__(self, *, label: str, values: StoredArray) -> None:
+    def __init__(self, *, label: str, values: StoredArray, dtype: np.dtype[Any] | None = None) -> None:
         if len(values.shape) != 2:
             raise InputError(f"{label} has shape {values.shape}; a matrix of cells by columns is needed")
         self.label = label
         self._values = values
+        self.dtype: np.dtype[Any] = values.dtype if dtype is None else dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -168,7 +175,7 @@ class DenseMatrix:
         return n_obs, n_vars
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def stored_dtype(self) -> np.dtype[Any]:
         """Type of the values as stored."""
         return self._values.dtype
 
@@ -207,6 +214,8 @@ class CSCMatrix:
         Cells, columns.
     indptr, indices, data
         Its arrays; lengths n_vars + 1, nnz and nnz.
+    dtype
+        Type to compute in. Default: that of `data`.
     """
 
     layout: Layout = "csr"
@@ -219,6 +228,7 @@ class CSCMatrix:
         indptr: StoredArray,
         indices: StoredArray,
         data: StoredArray,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         check_csr(label, shape[::-1], indptr=indptr, indices=indices, data=data)
         self.label = label
@@ -226,6 +236,7 @@ class CSCMatrix:
         self._indptr = indptr
         self._indices = indices
         self._data = data
+        self.dtype: np.dtype[Any] = data.dtype if dtype is None else dtype
         self._rows: CSRMatrix | None = None
         self._locks: dict[int, threading.Lock] = {}
         gigabytes = data.shape[0] * (data.dtype.itemsize + indices.dtype.itemsize) / 1e9
@@ -239,7 +250,7 @@ class CSCMatrix:
         )
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def stored_dtype(self) -> np.dtype[Any]:
         """Type of the values as stored."""
         return self._data.dtype
 
@@ -274,14 +285,14 @@ class CSCMatrix:
         )
         n_columns = self.shape[1]
         fetched = by_columns.fetch(np.arange(n_columns, dtype=np.int64))
-        # As they are stored: values at one place are added up when rows are gathered, as of any matrix.
-        indptr, indices, data = fetched.converted(memory_dtype(self.dtype), np.dtype(np.int32)).block
+        # As narrow as they are stored: values at one place are added up when rows are gathered, as of any matrix.
+        indptr, indices, data = fetched.converted(memory_dtype(self.stored_dtype), np.dtype(np.int32)).block
         by_rows = sp.csc_array((data, indices, indptr), shape=self.shape).tocsr()
-        return csr_in_memory(by_rows, self.label)
+        return csr_in_memory(by_rows, self.label, dtype=self.dtype)
 
 
-def csr_in_memory(array: Any, label: str) -> CSRMatrix:
-    """Return a scipy CSR matrix or array as a `CSRMatrix`; nothing is copied."""
+def csr_in_memory(array: Any, label: str, *, dtype: np.dtype[Any] | None = None) -> CSRMatrix:
+    """Return a scipy CSR matrix or array as a `CSRMatrix` with this type to compute in; nothing is copied."""
     n_obs, n_vars = array.shape
     return CSRMatrix(
         label=label,
@@ -289,6 +300,7 @@ def csr_in_memory(array: Any, label: str) -> CSRMatrix:
         indptr=MemoryArray(array.indptr, f"{label}/indptr"),
         indices=MemoryArray(array.indices, f"{label}/indices"),
         data=MemoryArray(array.data, f"{label}/data"),
+        dtype=dtype,
     )
 
 

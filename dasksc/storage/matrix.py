@@ -222,7 +222,7 @@ class Fetched(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values as stored."""
+        """Type to compute in, whatever the values are stored or held in."""
 
     @property
     def layout(self) -> Layout:
@@ -244,6 +244,11 @@ class Fetched(Protocol):
         Values that a row has at one column more than once are added up first; see `gather_csr`.
         `out` is C-contiguous, shape (len(positions), n_vars or len(columns)); every element is
         written. Releases the GIL; may be called from several threads at once.
+
+        Raises
+        ------
+        InputError
+            If `out` is of an integer type or float16 that cannot hold one of the values.
         """
 
     def gather_csr(
@@ -257,8 +262,13 @@ class Fetched(Protocol):
 
         `indices` strictly ascend within each row, whatever their order on disk and that of `columns`. Values
         that a row has at one column more than once are added up in the order they are stored in, in the type of
-        the matrix (integers in 64 bits), and then converted. `dtype` is that of `data` (default: as stored).
-        Works for dense matrices too, dropping zeros.
+        the matrix (integers in 64 bits), and then converted. `dtype` is that of `data` (default: the type to compute
+        in). Works for dense matrices too, dropping zeros.
+
+        Raises
+        ------
+        InputError
+            If `dtype` is an integer type or float16 that cannot hold one of the values.
         """
 
     def compact(self) -> Fetched:
@@ -275,7 +285,11 @@ class Matrix(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values as stored."""
+        """Type of the values for everything that computes with them."""
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Type of the values as stored, for sizes and exact copies only: arithmetic in it may wrap."""
 
     @property
     def layout(self) -> Layout:

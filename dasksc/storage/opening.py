@@ -15,7 +15,7 @@ import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import hdf5_layout, remote_zarr, zarr_layout
-from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, is_of_content
+from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, is_of_content, logical_dtype
 from dasksc.storage.cache import Cache
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import H5Array, H5File
@@ -175,8 +175,7 @@ def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: UseMmap) -> 
         if isinstance(data, LocalFile):
             check_item(root[parent], path, folder=os.path.dirname(path))
         array = H5Array(file, parent, field=last)
-        _check_numeric(array.dtype, array.label)
-        return DenseMatrix(label=array.label, values=array)
+        return DenseMatrix(label=array.label, values=array, dtype=_logical(array.dtype, {}, array.label))
     if name not in root:
         raise _missing(path, key, _keys(root))
     item = root[name]
@@ -237,8 +236,7 @@ def _matrix(
     """Return the matrix at `label`; `array("")` opens it, ``array("data")`` a member."""
     if is_array:
         values = array("")
-        _check_numeric(values.dtype, label)
-        return DenseMatrix(label=label, values=values)
+        return DenseMatrix(label=label, values=values, dtype=_logical(values.dtype, attributes, label))
     # h5sparse_* were written before AnnData 0.7.
     encoding = attributes.get("encoding-type", attributes.get("h5sparse_format"))
     shape = attributes.get("shape", attributes.get("h5sparse_shape"))
@@ -252,9 +250,20 @@ def _matrix(
         raise CorruptDataError(f"{label} is a {encoding} without its {' and '.join(sorted(absent))}")
     n_obs, n_vars = (int(length) for length in shape)
     indptr, indices, data = (array(member) for member in ("indptr", "indices", "data"))
-    _check_numeric(data.dtype, label)
+    dtype = _logical(data.dtype, attributes, label)
     kind = CSRMatrix if encoding.startswith("csr") else CSCMatrix
-    return kind(label=label, shape=(n_obs, n_vars), indptr=indptr, indices=indices, data=data)
+    return kind(label=label, shape=(n_obs, n_vars), indptr=indptr, indices=indices, data=data, dtype=dtype)
+
+
+def _logical(stored: np.dtype[Any], attributes: Mapping[str, Any], label: str) -> np.dtype[Any]:
+    """Return the type to compute in on values of a stored type: that of what was converted, if the store says it."""
+    _check_numeric(stored, label)
+    if "dasksc" not in attributes:
+        return logical_dtype(stored)
+    converted = np.dtype(attributes["dasksc"]["dtype"])
+    _check_numeric(converted, label)
+    # Never one that does not hold what is stored, whatever the attribute says.
+    return logical_dtype(np.promote_types(stored, converted))
 
 
 def _log_slow(array: StoredArray, library: str, reason: UnknownLayoutError) -> None:

@@ -33,7 +33,7 @@ class AbsentMatrix:
         self.label = "what is not there"
         self.shape = n_obs, 0
         self.layout = layout
-        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.dtype = self.stored_dtype = np.dtype(dtype)
 
     @property
     def cost(self) -> FetchCost:
@@ -84,9 +84,14 @@ class StackedMatrix:
         self._ends = np.cumsum([part.shape[0] for part in parts])
         self.shape = int(self._ends[-1]), parts[0].shape[1] if maps is None else maps.n_vars
         self.layout: Layout = "csr" if any(part.layout == "csr" for part in parts) else "dense"
-        self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in parts))
-        if self.layout == "dense" and maps is not None and maps.n_filled():
-            self.dtype = maps.filled_dtype(self.dtype)
+        is_filled = self.layout == "dense" and maps is not None and bool(maps.n_filled())
+        self.dtype = self._common([part.dtype for part in parts], is_filled=is_filled)
+        self.stored_dtype = self._common([part.stored_dtype for part in parts], is_filled=is_filled)
+
+    def _common(self, dtypes: Sequence[np.dtype[Any]], *, is_filled: bool) -> np.dtype[Any]:
+        """Return a type that holds values of all these, and those of columns that some parts do not have."""
+        common: np.dtype[Any] = np.result_type(*dtypes)
+        return self._maps.filled_dtype(common) if is_filled and self._maps is not None else common
 
     @property
     def parts(self) -> tuple[Matrix, ...]:

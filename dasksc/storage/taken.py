@@ -39,6 +39,7 @@ class TakenMatrix:
         self.label = matrix.label
         self.layout: Layout = matrix.layout
         self.dtype: np.dtype[Any] = matrix.dtype
+        self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
 
     def n_missing(self, columns: Columns | None = None) -> int:
         """Return how many columns are NaN where what they are of lacks them; see `StackedMatrix.n_missing`."""

@@ -43,7 +43,7 @@ def epoch_array(
     name
         Of the array, before what makes it unique.
     layout, dtype, columns
-        What the chunks hold: `csr_matrix` or ndarray, of this type (None: as stored), these columns.
+        What the chunks hold: `csr_matrix` or ndarray, of this type (None: that of `matrix`), these columns.
 
     Returns
     -------
