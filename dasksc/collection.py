@@ -206,7 +206,13 @@ def open(
     if merge not in (None, *MERGES) and not callable(merge):
         raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
     check_fill_value(fill_value, join)
-    given = {"label": label, "keys": keys, "index_unique": index_unique, "merge": merge, "fill_value": fill_value}
+    given: dict[str, Any] = {
+        "label": label,
+        "keys": keys,
+        "index_unique": index_unique,
+        "merge": merge,
+        "fill_value": fill_value,
+    }
     told = {name: value for name, value in given.items() if value is not None}
     remedy = "adata.obs_names_make_unique() makes them unique"
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
