@@ -28,8 +28,8 @@ with warnings.catch_warnings():
 
 
 _STACKED = (
-    "the DataLoader has a batch_size of its own, and would stack batches of shape (64, n_vars) to (1, 64, n_vars). "
-    "The data set makes the batches: DataLoader(dataset, batch_size=None)"
+    "the DataLoader has a batch_size of its own, and would stack batches of shape (batch_size, n_vars) to "
+    "(1, batch_size, n_vars). The data set makes the batches: DataLoader(dataset, batch_size=None)"
 )
 
 
