@@ -10,7 +10,6 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
-from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 from torch.utils.data.dataloader import default_collate
 
@@ -128,14 +127,6 @@ def refuse_stacking(caller: Any) -> None:
     """
     if isinstance(caller, _IterableDatasetFetcher) and caller.auto_collation and caller.collate_fn is default_collate:
         raise InputError(_STACKED)
-
-
-def _refuse_to_stack(batch: Any, **_: Any) -> Any:
-    raise InputError(_STACKED)
-
-
-# Also where something stands between the data set and the DataLoader.
-default_collate_fn_map[Batch] = _refuse_to_stack
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

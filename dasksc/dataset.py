@@ -1400,5 +1400,5 @@ def _columns(genes: Any, var_names: Iterable[Any]) -> Columns | None:
             [position[collections.known("var_names", name, position)] for name in wanted.tolist()], dtype=np.int64
         )
     elif wanted.max() >= n_vars:  # also those that int64 does not hold
-        raise InputError(f"genes holds position {wanted.max()}, but there are columns 0 to {n_vars - 1}")
+        raise InputError(f"genes holds position {wanted.max()}; positions lie in [0, {n_vars})")
     return Columns(wanted.astype(np.int64), n_vars)

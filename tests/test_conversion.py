@@ -878,8 +878,8 @@ def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gz
     def wrong(self: shards.ShardWriter, rows: NDArray[Any]) -> None:
         append(self, rows + 1 if self._path.parent.parent.name == "data" else rows)
 
-    def forgotten(*args: Any) -> NDArray[Any]:
-        rows = describe(*args)
+    def forgotten(*args: Any, **options: Any) -> NDArray[Any]:
+        rows = describe(*args, **options)
         rows["digest"] += 1
         return rows
 

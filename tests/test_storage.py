@@ -362,7 +362,7 @@ def test_a_matrix_stored_by_columns_says_what_it_costs(h5ad: Path, caplog: pytes
         open_matrix(h5ad, "layers/columns")
     (message,) = caplog.messages
     assert "GB" in message
-    assert "tocsr()" in message
+    assert "dasksc convert" in message
 
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:

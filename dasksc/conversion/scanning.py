@@ -16,7 +16,7 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend
 from dasksc.storage import Fetched, Matrix, open_matrix
-from dasksc.storage.fetched import holds_all, sum_dtype
+from dasksc.storage.fetched import CSRFetched, holds_all, sum_dtype
 
 __all__ = ["ROW", "Scan", "Verification", "described", "exactly", "gather_canonical", "pieces"]
 
@@ -50,7 +50,8 @@ def gather_canonical(
     Values at the same place are added up, which is what they mean. Sums of integers have 64 bits: `dtype`, in which
     each of them is stored, may not hold them.
     """
-    indptr, indices, data = fetched.gather_csr(positions, dtype=dtype)
+    assert isinstance(fetched, CSRFetched)
+    indptr, indices, data = fetched.gather_stored(positions, dtype=dtype)
     every = np.arange(len(positions), dtype=np.int64)
     starts = np.uint64(indices.ctypes.data) + np.uint64(indices.itemsize) * indptr[:-1].astype(np.uint64)
     if rows_ascend(every, np.diff(indptr), starts, indices[:0]):

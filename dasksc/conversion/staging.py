@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dasksc.conversion.workplace import appearing
 from dasksc.storage import Matrix, StackedMatrix, open_matrix
+from dasksc.storage.fetched import CSRFetched
 
 __all__ = ["Staging"]
 
@@ -64,8 +65,9 @@ class Staging:
         ranked = np.argsort(np.load(self.places, mmap_mode="r")[start:stop])
         fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
         with appearing(self._path(k)) as path, h5py.File(path, "w") as file:
-            if fetched.layout == "csr":
-                write_csr(file, fetched.shape, *fetched.gather_csr(ranked, dtype=self.matrix.stored_dtype))
+            if isinstance(fetched, CSRFetched):
+                # Values at one place are added up when the run is read: their sums may need a wider type.
+                write_csr(file, fetched.shape, *fetched.gather_stored(ranked, dtype=self.matrix.stored_dtype))
             else:
                 block = np.empty(fetched.shape, dtype=self.matrix.stored_dtype)
                 fetched.gather(ranked, out=block)

@@ -198,6 +198,12 @@ class CSRFetched(_Rows):
         """Return ``(indptr, indices, data)`` of the rows at `positions`; see `Fetched.gather_csr`."""
         return self._gather_csr(positions, self.dtype if dtype is None else np.dtype(dtype), columns)
 
+    def gather_stored(
+        self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of rows with their values as they are stored: in any order, repeated."""
+        return self._gather_csr(positions, dtype, any_order=True)
+
     def _gather_csr(
         self,
         positions: NDArray[np.int64],
@@ -260,10 +266,11 @@ class CSRFetched(_Rows):
 
     @property
     def _sum_dtype(self) -> np.dtype[Any]:
-        """Type in which values at one column are added up: that of the matrix, integers without overflow."""
-        if self.dtype.kind not in "iu":
+        """Type in which values at one column are added up: integers in 64 bits, all else in that of the matrix."""
+        held = self._data.dtype if self._data.dtype.kind in "iu" else self.dtype
+        if held.kind not in "iu":
             return memory_dtype(self.dtype)
-        return np.dtype(np.uint64 if self.dtype == np.uint64 else np.int64)
+        return np.dtype(np.uint64 if held == np.uint64 else np.int64)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRFetched:
         """Return the same rows in a block of their own, in the given types, their columns the common ones.
