@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,7 +38,6 @@ _MAX_FILES = 64
 _N_SHOWN = 12
 # Blocks that read so much slower than long ones are worth a word.
 _SLOW_BLOCKS = 0.5
-_FAST_LIBRARIES = {"gzip": "imagecodecs", "lzf": "imagecodecs", "zstd": "zstandard", "blosc": "blosc2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,12 +486,6 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
             )
     # Of a modality, X has its name before it.
     x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
-    codecs = {name.split()[0] for one in x if one.codec for name in one.codec.split(", ")}
-    missing = sorted(
-        {library for codec, library in _FAST_LIBRARIES.items() if codec in codecs and find_spec(library) is None}
-    )
-    if missing:
-        yield f"{', '.join(missing)} would decode it faster: pip install 'dasksc[fast]'"
     if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
         yield "chunks of X hold more rows than a fetch, and are decoded for few; dasksc convert makes them smaller"
     speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}

@@ -26,7 +26,6 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # What conda-forge calls some packages, or splits them into.
 CONDA_NAMES = {
     "torch": ["pytorch"],
-    "blosc2": ["python-blosc2"],
     "matplotlib": ["matplotlib-base"],
     "dask": ["dask", "distributed"],
     "prometheus-client": ["prometheus_client"],
@@ -54,7 +53,7 @@ def test_conda_and_pip_ask_for_the_same_packages_and_bounds():
     *lines, from_pip = (line for line in environment["dependencies"] if line != "pip")
     assert from_pip["pip"].pop() == "--editable ."
     lines += from_pip["pip"]  # what conda-forge does not have
-    conda = {match[1]: match[2] for match in (re.fullmatch(r"([\w-]+)(.*)", line) for line in lines) if match}
+    conda = {match[1]: match[2] for match in (re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines) if match}
     pip = {name: bound for ours, bound in declared().items() for name in CONDA_NAMES.get(ours, [ours])}
     assert conda == pip
 

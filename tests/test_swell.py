@@ -9,26 +9,17 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 
-import h5py
 import numcodecs
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dasksc.storage.codecs import zstd
 from dasksc.storage.swell import SWELLING, check_swelling
+from tests.support.data import lzf
 
 pytestmark = pytest.mark.core
-
-zstandard = pytest.importorskip("zstandard")
-
-
-def lzf(data: bytes) -> bytes:
-    """As HDF5 compresses it; what does not get smaller is stored as it is."""
-    with h5py.File("any", "w", driver="core", backing_store=False) as file:
-        dataset = file.create_dataset("x", data=np.frombuffer(data, np.uint8), chunks=(len(data),), compression="lzf")
-        mask, stored = dataset.id.read_direct_chunk((0,))
-        return b"" if mask else bytes(stored)
 
 
 ENCODERS: dict[str, Callable[[bytes], bytes]] = {
@@ -84,11 +75,12 @@ def test_gzip_counts_what_python_reads() -> None:
 def test_zstandard_frames_that_say_nothing_of_their_size_count_by_their_blocks() -> None:
     # Four blocks: what does not get smaller is counted exactly, others as the 128 KiB that they are at most.
     noise = np.random.default_rng(0).bytes(2**19)
-    raw = zstandard.ZstdCompressor(write_content_size=False).compress(noise)
+    unsaid = {zstd.CompressionParameter.content_size_flag: 0}
+    raw = zstd.compress(noise, options=unsaid)
     check_swelling("zstd", raw, at_most=len(noise))
     with pytest.raises(ValueError, match="more than"):
         check_swelling("zstd", raw, at_most=len(noise) - 1)
-    zeros = zstandard.ZstdCompressor(write_content_size=False, write_checksum=True).compress(bytes(2**19 + 1))
+    zeros = zstd.compress(bytes(2**19 + 1), options=unsaid | {zstd.CompressionParameter.checksum_flag: 1})
     check_swelling("zstd", zeros, at_most=2**19 + 2**17)
     with pytest.raises(ValueError, match="more than"):
         check_swelling("zstd", zeros, at_most=2**19)

@@ -1,6 +1,6 @@
 """Decode parts of Blosc chunks, one call for all chunks of a fetch.
 
-The decoding is C-Blosc2's: a function of it is called at its address. Python would spend a third of the
+The decoding is C-Blosc's: a function of it is called at its address. Python would spend a third of the
 time between the chunks, and hold the GIL for it.
 """
 
@@ -24,21 +24,18 @@ _IS_COPIED = 2
 
 
 @intrinsic
-def call_getitem(
-    typingctx: Any, function: Any, source: Any, source_bytes: Any, start: Any, n_items: Any, target: Any, n_bytes: Any
-) -> Any:
-    """Call ``int blosc2_getitem(const void*, int32_t, int, int, void*, int32_t)`` at an address."""
-    signature = types.int64(*[types.uint64] * 2, *[types.int64] * 3, types.uint64, types.int64)
+def call_getitem(typingctx: Any, function: Any, source: Any, start: Any, n_items: Any, target: Any) -> Any:
+    """Call ``int blosc_getitem(const void*, int, int, void*)`` at an address."""
+    signature = types.int64(*[types.uint64] * 2, *[types.int64] * 2, types.uint64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         int32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        called_type = ir.FunctionType(int32, [pointer, int32, int32, int32, pointer, int32])
+        called_type = ir.FunctionType(int32, [pointer, int32, int32, pointer])
         called = builder.inttoptr(args[0], called_type.as_pointer())
         given = [
             builder.inttoptr(args[1], pointer),
-            *(builder.trunc(arg, int32) for arg in args[2:5]),
-            builder.inttoptr(args[5], pointer),
-            builder.trunc(args[6], int32),
+            *(builder.trunc(arg, int32) for arg in args[2:4]),
+            builder.inttoptr(args[4], pointer),
         ]
         return builder.sext(builder.call(called, given), ir.IntType(64))
 
@@ -52,7 +49,7 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
     Parameters
     ----------
     function
-        Address of ``blosc2_getitem``, uint64.
+        Address of ``blosc_getitem``, uint64.
     sources, sizes
         Address and size of each stored chunk, shape (n_chunks,), uint64 and int64.
     chunk_bytes
@@ -70,7 +67,7 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
     while first < len(chunks):
         chunk = chunks[first]
         source = sources[chunk]
-        # Headers come from the file: nothing in them is trusted before the library has been given the true sizes.
+        # The library believes the sizes that the header has from the file.
         if sizes[chunk] < _HEADER_BYTES:
             return first
         item = np.int64(load(source, 3, byte))
@@ -95,7 +92,7 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
             return first
         alone = after == first + 1
         target = np.uint64(out.ctypes.data + to[first]) if alone else np.uint64(scratch.ctypes.data)
-        if call_getitem(function, source, sizes[chunk], start // item, n_bytes // item, target, n_bytes) != n_bytes:
+        if call_getitem(function, source, start // item, n_bytes // item, target) != n_bytes:
             return first
         if not alone:
             for i in range(first, after):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import bz2
 import ctypes
-import importlib.util
 import lzma
 import math
-import os
 import sys
 import threading
 import zlib
@@ -16,12 +14,19 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
+import deflate
 import google_crc32c
-import numcodecs  # type: ignore[import-untyped]
+import numcodecs.blosc  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.kernels.lzf import decode_lzf
 from dasksc.storage.arrays import UnknownLayoutError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 __all__ = [
     "Blosc",
@@ -39,8 +44,10 @@ __all__ = [
 
 # What codecs may add to the bytes they are given: checksums, headers.
 _SLACK_BYTES = 2**16
-# Codecs of numcodecs that turn bytes into bytes, or numbers into numbers of the same type.
 _CHECKED_BYTES = 2**18
+# Larger results of a decompressor take fresh pages each time.
+_PIECE_BYTES = 2**17
+# Codecs of numcodecs that turn bytes into bytes, or numbers into numbers of the same type.
 _KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
 
 
@@ -87,56 +94,42 @@ class Deflate:
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` inflated; its checksum is verified."""
-        images = _imagecodecs()
-        if images is None:
-            return _inflated(data, n_bytes, wbits=self.wbits)
-        # libdeflate, thrice as fast as zlib.
-        out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
-        if self.wbits == 15:
-            return images.deflate_decode(data, out=out)
+        # libdeflate takes half to a third of zlib's time, and one member of at most the size it is given.
+        inflate = deflate.zlib_decompress if self.wbits == 15 else deflate.gzip_decompress
         try:
-            inflated = images.gzip_decode(data, out=out)
-        except (RuntimeError, ValueError):
-            inflated = b""
-        # It takes files of one member only.
-        return inflated if len(inflated) == n_bytes else _inflated(data, n_bytes, wbits=self.wbits)
+            inflated = inflate(data, n_bytes)
+        except deflate.DeflateError:
+            inflated = bytearray()
+        if len(inflated) == n_bytes:
+            return inflated
+        return _all_members(data, n_bytes + _SLACK_BYTES, lambda: zlib.decompressobj(wbits=self.wbits))
 
 
-def _inflated(data: Any, n_bytes: int, *, wbits: int) -> bytes:
-    """Return `data` inflated by zlib, all its members, as far as the first byte too many."""
-    members = []
-    rest, left = bytes(data), n_bytes + 1
-    while rest and left > 0:
-        stream = zlib.decompressobj(wbits=wbits)
-        members.append(stream.decompress(rest, left))
-        left -= len(members[-1])
-        if not stream.eof and left > 0:
+def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> bytes:
+    """Return what members (of gzip) or frames (of Zstandard), one after the other, decode to, up to `limit` bytes."""
+    decoded = []
+    rest, left = data, limit
+    while len(rest) and left > 0:
+        member = decompressor()
+        decoded.append(member.decompress(rest, left))
+        left -= len(decoded[-1])
+        if not member.eof and left > 0:
             raise ValueError("it ends before its last byte")
-        rest = stream.unused_data
-    return b"".join(members)
+        rest = member.unused_data
+    return b"".join(decoded)
 
 
 @dataclass(frozen=True, slots=True)
 class H5Lzf:
     """The LZF filter of HDF5."""
 
-    def __post_init__(self) -> None:
-        if _imagecodecs() is None:
-            raise UnknownLayoutError("its LZF filter needs imagecodecs: pip install 'dasksc[fast]'")
-
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` decoded."""
-        images: Any = _imagecodecs()
-        return images.lzf_decode(data, header=False, out=np.empty(n_bytes, dtype=np.uint8) if into is None else into)
-
-
-@cache
-def _imagecodecs() -> Any:
-    try:
-        import imagecodecs  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return None
-    return imagecodecs
+        out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
+        n_decoded = decode_lzf(np.frombuffer(data, dtype=np.uint8), out)
+        if n_decoded < 0:
+            raise ValueError(f"it is no LZF of {n_bytes} bytes")
+        return out[:n_decoded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +138,33 @@ class Zstd:
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Return `data` decoded; its checksum is verified, if it has one."""
-        library = _zstandard()
         size = _zstd_size(memoryview(data).cast("B"))
-        if size is not None and size > n_bytes + _SLACK_BYTES:
-            raise ValueError(f"it decodes to {size} bytes, where {n_bytes} belong")
-        if library is not None and size is None:
+        if size is None:
             # It may be anything.
-            with library.ZstdDecompressor().stream_reader(data, read_across_frames=True) as reader:
-                return reader.read(n_bytes + _SLACK_BYTES)
-        if library is None or into is None or size != n_bytes:
-            return _ZSTD.decode(data)
-        with _frame_reader(library, data) as reader:
-            _read_frame(reader, into)
-            if reader.read(1):
-                raise ValueError(f"it goes on after the {n_bytes} bytes that belong there")
-        return into
+            return _all_members(data, n_bytes + _SLACK_BYTES, zstd.ZstdDecompressor)
+        if size > n_bytes + _SLACK_BYTES:
+            raise ValueError(f"it decodes to {size} bytes, where {n_bytes} belong")
+        return _ZSTD.decode(data, out=into if size == n_bytes else None)
 
     def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
         """Return bytes [start, stop) of the frame."""
-        library = _zstandard()
-        if library is not None and stop < n_bytes:
-            frame = library.get_frame_parameters(data)
-            # A checksum is of the whole.
-            if not frame.has_checksum and frame.content_size == n_bytes:
-                with _frame_reader(library, data) as reader:
-                    _read_frame(reader, into[:stop])
-                return into[start:stop]
-        return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
+        view = memoryview(data).cast("B")
+        # A checksum is of the whole.
+        if stop == n_bytes or _zstd_size(view) != n_bytes or view[4] & _HAS_CHECKSUM:
+            return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
+        frame, done = zstd.ZstdDecompressor(), 0
+        while done < stop:
+            # It keeps what it has not decoded yet.
+            piece = frame.decompress(b"" if done else view, min(_PIECE_BYTES, stop - done))
+            if not piece:
+                raise ValueError(f"it ends after {done} bytes, where {stop} belong")
+            into.data[done : done + len(piece)] = piece
+            done += len(piece)
+        return into[start:stop]
+
+
+_HAS_CHECKSUM = 0x04  # in the byte after the magic number of a Zstandard frame
+_ZSTD = numcodecs.Zstd()
 
 
 def _zstd_size(frame: memoryview) -> int | None:
@@ -184,32 +177,6 @@ def _zstd_size(frame: memoryview) -> int | None:
     n_bytes = (1 if is_single else 0, 2, 4, 8)[descriptor >> 6]
     size = int.from_bytes(frame[start : start + n_bytes], "little")
     return None if n_bytes == 0 else size + 256 if n_bytes == 2 else size
-
-
-def _frame_reader(library: Any, data: Any) -> Any:
-    return _thread_local("zstd", library.ZstdDecompressor).stream_reader(data, read_size=len(data))
-
-
-def _read_frame(reader: Any, into: NDArray[np.uint8]) -> None:
-    view = into.data
-    done = 0
-    while done < len(view):
-        n = reader.readinto(view[done:])
-        if n == 0:
-            raise ValueError(f"it ends after {done} bytes, where {len(view)} belong")
-        done += n
-
-
-_ZSTD = numcodecs.Zstd()
-
-
-@cache
-def _zstandard() -> Any:
-    try:
-        import zstandard  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return None
-    return zstandard
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,21 +199,16 @@ _BLOSC = numcodecs.Blosc()
 
 @cache
 def blosc_getitem() -> int | None:
-    """Return the address of C-Blosc2's ``blosc2_getitem``, which decodes some items of a chunk; None without it.
+    """Return the address of C-Blosc's ``blosc_getitem``, which decodes some items of a chunk; None without it.
 
-    The Python package does not show that function, but brings the C library for programs to use.
+    numcodecs does not wrap that function, but its wheels for Linux and macOS export it, and elsewhere the C library
+    that it is linked to. That of C-Blosc2 (3.2) returns wrong bytes where the items fill a block but lie in two.
     """
-    found = importlib.util.find_spec("blosc2")
-    if found is None or found.origin is None:
+    try:
+        library = ctypes.CDLL(numcodecs.blosc.__file__)
+        return ctypes.cast(library.blosc_getitem, ctypes.c_void_p).value
+    except (OSError, AttributeError):
         return None
-    name = {"darwin": "libblosc2.dylib", "win32": "libblosc2.dll"}.get(sys.platform, "libblosc2.so")
-    for folder in (os.path.dirname(found.origin), sys.prefix):  # as pip and as conda install it
-        try:
-            library = ctypes.CDLL(os.path.join(folder, "lib", name))
-            return ctypes.cast(library.blosc2_getitem, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,15 +393,6 @@ def _part_of(whole: memoryview, n_bytes: int, start: int, stop: int) -> memoryvi
 
 
 _THREAD = threading.local()
-
-
-def _thread_local(name: str, make: Callable[[], Any]) -> Any:
-    """Return this thread's own object of that name."""
-    held = getattr(_THREAD, name, None)
-    if held is None:
-        held = make()
-        setattr(_THREAD, name, held)
-    return held
 
 
 def _scratch(n_bytes: int) -> NDArray[np.uint8]:
