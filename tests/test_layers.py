@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dasksc
 
 pytestmark = pytest.mark.core
 
 PACKAGE = Path(dasksc.__file__).parent
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 
 # Lowest first: a room imports from rooms before it, never from one after it.
 ROOMS = [
@@ -94,6 +99,31 @@ LIBRARIES = {
         set(),
     ),
 }
+# What pip calls a library that is imported by another name.
+PIP_NAMES = {
+    "backports": "backports.zstd",
+    "google_crc32c": "google-crc32c",
+    "distributed": "dask",  # dask[distributed]
+    "yaml": "pyyaml",
+    "scdataset": "scDataset",
+    "scvi": "scvi-tools",
+}
+# Libraries that the package does without until somebody asks for what needs them, and the extra that brings each.
+IN_EXTRAS = {
+    "lightning": "lightning",
+    "matplotlib": "train",
+    "obstore": "remote",
+    "prometheus_client": "dashboard",
+    "pydantic": "train",
+    "scdataset": "bench",
+    "scvi": "scvi",
+    "tqdm": "demo",
+    "transformers": "transformers",
+}
+# Those that no extra brings, since they are used only where the user has them.
+USERS_OWN = {"annbatch", "bionemo", "hdf5plugin", "pytorch_lightning"}
+# Rooms that are imported only by who asks for them.
+OPTIONAL_ROOMS = {"train", "integrations"}
 # Chosen only once a Client is there, so it may import what a Client needs.
 DISTRIBUTED_ONLY = {"window/cluster.py", "window/blocks.py", "window/heartbeats.py", "window/start.py"}
 
@@ -189,6 +219,36 @@ def test_libraries_are_imported_only_where_they_belong():
     assert wrong_libraries(package_files()) == []
 
 
+def undeclared(files: dict[str, str], project: dict[str, Any]) -> list[str]:
+    """Imports of libraries that `pip install` with the extra they belong to need not bring."""
+
+    def names(lines: list[str]) -> set[str]:
+        return {canonicalize_name(Requirement(line).name) for line in lines}
+
+    needed, extras = names(project["dependencies"]), project["optional-dependencies"]
+    wrong = []
+    for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
+        library = arrow.name.split(".")[0]
+        name = canonicalize_name(PIP_NAMES.get(library, library))
+        if library in sys.stdlib_module_names | {"dasksc", "compression"} or name in needed or arrow.when == "types":
+            continue
+        is_late = arrow.when == "call" or arrow.room in OPTIONAL_ROOMS
+        is_brought = library in IN_EXTRAS and name in names(extras[IN_EXTRAS[library]])
+        if not (is_late and (is_brought or library in USERS_OWN)):
+            wrong.append(f"{arrow} ({arrow.when})")
+    return wrong
+
+
+def test_every_library_that_is_imported_is_declared():
+    assert undeclared(package_files(), PROJECT) == []
+
+
+def test_every_dependency_is_imported():
+    libraries = {i.name.split(".")[0] for file, source in package_files().items() for i in imports_of(source, file)}
+    imported = {canonicalize_name(PIP_NAMES.get(library, library)) for library in libraries}
+    assert {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]} <= imported
+
+
 def decorators(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         for decorator in getattr(node, "decorator_list", []):
@@ -230,6 +290,22 @@ def test_an_upward_arrow_is_found_however_it_is_written(source):
     assert len(wrong_arrows(files)) == 1
     (arrow,) = wrong_arrows(files)
     assert arrow.startswith("dasksc/sampling.py:")
+
+
+def test_an_undeclared_library_is_found():
+    declared = {"dependencies": ["pyyaml>=6"], "optional-dependencies": PROJECT["optional-dependencies"]}
+    assert not undeclared({"plan.py": "import yaml"}, declared)
+    assert undeclared({"plan.py": "import toolz"}, declared)
+    # An extra is no reason to import it without one, nor is another extra that has it.
+    assert undeclared({"plan.py": "import tqdm"}, declared)
+    assert not undeclared({"plan.py": "def f():\n    import tqdm"}, declared)
+    assert undeclared({"plan.py": "def f():\n    import bokeh"}, declared)
+    without = declared | {"optional-dependencies": {"demo": []}}
+    assert undeclared({"plan.py": "def f():\n    import tqdm"}, without)
+    assert undeclared({"plan.py": "import psutil"}, declared)
+    assert undeclared({"plan.py": "def f():\n    import psutil"}, declared)
+    assert not undeclared({"train/config.py": "import pydantic"}, declared)
+    assert not undeclared({"plan.py": "if TYPE_CHECKING:\n    import toolz"}, declared)
 
 
 def test_a_misplaced_library_is_found():
