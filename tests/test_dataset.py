@@ -669,22 +669,12 @@ def test_a_spawned_worker_reads_the_share_of_its_rank(path):
         assert (pickle.loads(alone).rank, pickle.loads(alone).world_size) == (1, 2)
 
 
-class Others(torch.utils.data.IterableDataset):
-    """What stands between a data set and a DataLoader, as Accelerate has it."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __iter__(self):
-        yield from self.dataset
-
-
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataloader_that_would_stack_batches_is_refused(path, num_workers):
     loaders = [
         torch.utils.data.DataLoader(data, num_workers=num_workers, **options)
-        for data in (dataset(path), dataset(path, obs=["cell_type"]), Others(dataset(path, obs=["cell_type"])))
+        for data in (dataset(path), dataset(path, obs=["cell_type"]))
         for options in ({}, {"batch_size": 4})
     ]
     for loader in loaders:
