@@ -302,17 +302,3 @@ def test_chunks_that_are_no_matrix_are_refused_by_name() -> None:
     table._meta = memoryview(b"")
     with pytest.raises(InputError, match=r"builtins\.memoryview"):
         matrix_of(table)
-
-
-@pytest.mark.parametrize("axis", [None, 0, 1])
-def test_sums_of_sparse_chunks_are_refused_with_what_works(axis: int | None) -> None:
-    stored = sp.random(50, 7, 0.3, format="csr", dtype=np.float32, random_state=0)
-    X = to_dask(as_matrix(stored, "X"), chunk_rows=9)
-    for array in (X, X[5:40], X * 2):
-        with pytest.raises(TypeError, match=r"no sums of sparse chunks.*block.toarray\(\)"):
-            array.sum(axis=axis)
-    assert type(X.compute()) is type(X[:3].compute()) is sp.csr_matrix
-    dense = X.map_blocks(lambda block: block.toarray(), dtype=X.dtype, meta=np.empty((0, 0), X.dtype))
-    for name in ("sum", "mean", "max", "min"):
-        expected = getattr(stored.toarray(), name)(axis=axis)
-        np.testing.assert_allclose(getattr(dense, name)(axis=axis).compute(), expected, rtol=1e-6)

@@ -187,23 +187,9 @@ def _short(label: str) -> str:
     return f"{name}:{key}" if name else key
 
 
-class _EmptyCSR(sp.csr_matrix):
-    """The empty block by which Dask knows what chunks are; chunks themselves are plain ``csr_matrix``."""
-
-    def sum(self, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any) -> Any:
-        """Return the sum as SciPy does, and refuse what Dask asks for, with what works."""
-        if options:
-            raise TypeError(
-                f"sum() got an unexpected keyword argument {next(iter(options))!r}: Dask has no sums of sparse chunks. "
-                "Make them dense first, one at a time: X.map_blocks(lambda block: block.toarray(), dtype=X.dtype, "
-                "meta=np.empty((0, 0), X.dtype)).sum(...)"
-            )
-        return super().sum(axis=axis, dtype=dtype, out=out)
-
-
 def _empty_block(layout: Layout, dtype: np.dtype[Any]) -> NDArray[Any] | sp.csr_matrix:
     if layout == "csr":
-        return _EmptyCSR((0, 0), dtype=dtype)
+        return sp.csr_matrix((0, 0), dtype=dtype)
     return np.empty((0, 0), dtype=dtype)
 
 
