@@ -68,7 +68,7 @@ def test_the_array_has_the_shape_dtype_meta_and_values_of_the_matrix(layout: str
     assert array.dtype == values.dtype
     assert array.chunks == ((13, 13, 13, 13, 8), (N_VARS,))
     kind = sp.csr_matrix if layout == "csr" else np.ndarray
-    assert isinstance(array._meta, kind)
+    assert type(array._meta) is kind
     computed = array.compute(scheduler="synchronous")
     assert type(computed) is kind
     assert computed.dtype == values.dtype
