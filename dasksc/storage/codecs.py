@@ -202,7 +202,7 @@ def blosc_getitem() -> int | None:
     """Return the address of C-Blosc's ``blosc_getitem``, which decodes some items of a chunk; None without it.
 
     numcodecs does not wrap that function, but its wheels for Linux and macOS export it, and elsewhere the C library
-    that it is linked to. That of C-Blosc2 (3.2) returns wrong bytes where the items fill a block but lie in two.
+    that it is linked to. That of C-Blosc2 (3.3.5) returns wrong bytes where the items fill a block but lie in two.
     """
     try:
         library = ctypes.CDLL(numcodecs.blosc.__file__)
