@@ -75,4 +75,6 @@ def test_a_damaged_file_in_the_cache_is_compiled_again(shared, tmp_path):
 def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("a file where a folder should be")
-    assert n_hits_of(run(blocked, 0)) == 0
+    # Numba falls back to a folder of its own, where an earlier run may have left the kernel.
+    assert n_hits_of(run(blocked, 0)) in (0, 3)
+    assert blocked.read_text() == "a file where a folder should be"
