@@ -123,7 +123,9 @@ def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> 
         is_float = name.startswith("obsm/") and lazy.dtype.kind == eager.dtype.kind == "f"
         # Files are computed on in a floating type, whatever integers they hold; what is in memory keeps its own.
         # AnnData widens integers to float64 where it fills in NaN; the type raw's int16 computes in holds NaN already.
-        types = {eager.dtype, logical_dtype(eager.dtype)} | ({logical_dtype(np.dtype(np.int16))} if name == "raw/X" else set())
+        types = {eager.dtype, logical_dtype(eager.dtype)} | (
+            {logical_dtype(np.dtype(np.int16))} if name == "raw/X" else set()
+        )
         assert lazy.dtype in types or not same_types or is_float, name
         assert sp.issparse(lazy._meta) == sp.issparse(eager), name
 

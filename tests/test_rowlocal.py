@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import scanpy as sc
 import scipy.sparse as sp
+import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -113,7 +114,18 @@ STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "rounded": lambda x: da.round(x / 3, 1),
     "whole parts": lambda x: x // 2,
     "remainders": lambda x: x % 2,
+    "remainders by gene": lambda x: x % WEIGHTS,
+    "a power for each gene": lambda x: x**WEIGHTS,
+    "shares by gene": lambda x: x / WEIGHTS,
+    "shares by row": lambda x: da.divide(x, SIZES[:, None]),
+    "beyond a number": lambda x: x > 2,
+    "beyond a number for each gene, and few": lambda x: (x > WEIGHTS) & (x < 9),
+    "whether any": lambda x: x != 0,
 }
+
+# What NumPy makes of zeros beside zeros, infinities and NaN.
+UNUSUAL = np.where(np.arange(N_VARS) % 4 == 0, 0, np.where(np.arange(N_VARS) % 4 == 1, np.inf, 2.0))
+UNUSUAL[2] = np.nan
 
 # Code that makes something else of zeros.
 DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
@@ -123,7 +135,17 @@ DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
     "at least": lambda x: da.maximum(x, 1),
     "clipped from one": lambda x: da.clip(x, 1, 3),
     "where": lambda x: da.where(x > 2, 2, x),
-    "a power for each gene": lambda x: x**WEIGHTS,
+    "divided by zeros": lambda x: x / UNUSUAL,
+    "divided by zeros of rows": lambda x: x / (SIZES[:, None] - 5),
+    "divided by zeros by NumPy": lambda x: da.divide(x, UNUSUAL),
+    "divided by itself": lambda x: x / x,
+    "divided by zero": lambda x: x / 0,
+    "infinitely weighted": lambda x: UNUSUAL * x,
+    "infinitely weighted by itself": lambda x: x * (x / UNUSUAL),
+    "at least 0": lambda x: x >= 0,
+    "no more than a number for each gene": lambda x: x <= WEIGHTS,
+    "not beyond a number": lambda x: ~(x > 2),
+    "none": lambda x: x == 0,
     "squares of what was centred": lambda x: (x - WEIGHTS) ** 2,
     "centred and weighted": lambda x: (x - WEIGHTS) * WEIGHTS,
     "centred and weighted, where rows are as many as genes": lambda x: (
@@ -142,6 +164,12 @@ DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
 
 LOCAL = [(layout, name) for layout in LAYOUTS for name in ANY_LAYOUT | ELEMENTWISE]
 LOCAL += [("dense", name) for name in DENSE_ONLY]
+
+
+pytestmark += [
+    pytest.mark.filterwarnings("ignore:divide by zero encountered"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in multiply"),
+]
 
 
 def rows_of(matrix: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -206,6 +234,104 @@ def test_code_that_mixes_rows_is_computed_by_whole_chunks_and_still_right(
     np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows], rtol=1e-6)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
+
+
+def believed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a library might have."""
+    function.__module__ = "scipy.library"
+    return function
+
+
+@believed
+def sorted_if_many(block: Any) -> Any:
+    return np.sort(block, axis=0) if len(block) > 50 else block
+
+
+@believed
+def sorted_if_large(block: Any) -> Any:
+    return np.sort(block, axis=0) if block.max() > 1000 else block
+
+
+@believed
+def swapped_if_huge(block: Any) -> Any:
+    return np.roll(block, 1, axis=0) if block.max() > 50_000 else block
+
+
+@believed
+def sorted_if_some_are_alike(block: Any) -> Any:
+    return block[::-1] if len(np.unique(block[:, 0])) < len(block) > 45 else block
+
+
+# Whatever mixes rows only for some sizes, values or blocks: nothing that six made-up rows of the first block show.
+SLY: dict[str, Callable[[da.Array], da.Array]] = {
+    **{f"rolled by {n}": (lambda x, n=n: x.map_blocks(np.roll, n, axis=0)) for n in (1, 6, 7, 12, 41, 42)},
+    "scored in the lower part": lambda x: da.concatenate([x[:30], x[30:].map_blocks(scipy.stats.zscore)]),
+    "sorted in the lowest of many parts": lambda x: da.concatenate(
+        [x[:10], x[10:20] * 2, x[20:30] * 3, x[30:40] * 4, x[40:50] * 5, x[50:].map_blocks(np.sort, axis=0)]
+    ),
+    "sorted where a block has many rows": lambda x: x.map_blocks(sorted_if_many),
+    "sorted beyond some value": lambda x: x.map_blocks(sorted_if_large),
+    "rolled beyond what is made up": lambda x: (x * 1e6).map_blocks(swapped_if_huge),
+    "turned where values repeat": lambda x: x.map_blocks(sorted_if_some_are_alike),
+}
+
+
+@pytest.mark.parametrize("chunk_rows", [13, 60])
+@pytest.mark.parametrize("name", SLY)
+def test_code_that_mixes_rows_at_times_is_found_out(name: str, chunk_rows: int) -> None:
+    array = SLY[name](leaf("dense", chunk_rows))
+    values = array.compute(scheduler="synchronous")
+    rows = np.sort(np.random.default_rng(0).integers(0, len(values), 30))
+    np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows], rtol=1e-6)
+
+
+def test_what_is_merely_believed_is_compared_with_one_whole_chunk_in_each_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = leaf("dense", 13).map_blocks(np.sort, axis=1)
+    matrix, counts = read_rows(array, np.array([1, 17, 18, 40]), monkeypatch)
+    assert type(matrix) is RowLocalMatrix
+    # The first time a row for the comparison, its whole chunk, and what was wanted.
+    assert counts == [1 + 13 + 4, 4, 4]
+    assert matrix.cost.kept >= 3 * 13 * N_VARS * matrix.dtype.itemsize
+
+
+def test_known_code_is_believed_without_reading_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, counts = read_rows(normalized(leaf("csr")), np.array([1, 17, 18, 40]), monkeypatch)
+    assert counts == [4, 4, 4]
+    assert matrix_of(normalized(leaf("csr"))).cost.kept == matrix_of(leaf("csr")).cost.kept
+
+
+STRICTLY = {
+    "known": (normalized, RowLocalMatrix),
+    "sums over genes": (lambda x: x / x.sum(axis=1, keepdims=True), RowLocalMatrix),
+    "declared": (lambda x: x.map_blocks(row_local(doubled)), RowLocalMatrix),
+    "believed": (lambda x: x.map_blocks(np.sort, axis=1), DaskMatrix),
+    "sums over cells in one chunk": (lambda x: x / x.sum(axis=0, keepdims=True), DaskMatrix),
+}
+
+
+@pytest.mark.parametrize("name", STRICTLY)
+def test_strictly_only_known_and_declared_code_runs_on_rows(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    code, expected = STRICTLY[name]
+    array = code(leaf("dense", N_OBS))
+    with dask.config.set({"dasksc.array-code": "strict"}):
+        matrix = matrix_of(array)
+        assert type(matrix) is expected
+        again = pickle.loads(pickle.dumps(matrix))
+    rows = np.array([0, 7, 30])
+    np.testing.assert_allclose(rows_of(again, rows), array.compute()[rows], rtol=1e-6)
+    if expected is DaskMatrix:
+        assert "dasksc.array-code: strict does not believe" in caplog.text
+        assert "dasksc.row_local" in caplog.text
+
+
+def test_an_unknown_way_of_believing_is_refused() -> None:
+    with (
+        dask.config.set({"dasksc.array-code": "never"}),
+        pytest.raises(InputError, match=r"array-code='never'.*'tried' or 'strict'"),
+    ):
+        matrix_of(da.log1p(leaf("csr")))
 
 
 def test_the_warning_names_the_layer_and_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -497,7 +623,7 @@ def read_rows(array: da.Array, rows: NDArray[np.int64], monkeypatch: pytest.Monk
     monkeypatch.setattr(type(stored), "fetch", counted_fetch)
     matrix = matrix_of(array)
     for _ in range(3):
-        expected = array.compute(scheduler="synchronous")[rows]
+        expected = dense(array.compute(scheduler="synchronous"))[rows]
         counts.append(0)
         np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-5)
         counts.append(0)

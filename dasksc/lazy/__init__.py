@@ -18,7 +18,8 @@ from dask.utils import format_bytes
 from dasksc.errors import InputError
 from dasksc.lazy.computed import DaskMatrix
 from dasksc.lazy.leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
-from dasksc.lazy.rowlocal import NotRowLocalError, RowLocalMatrix, row_local
+from dasksc.lazy.rowlocal import NotRowLocalError, RowLocalMatrix
+from dasksc.lazy.trust import is_strict, row_local
 from dasksc.storage import Matrix
 
 __all__ = [
@@ -70,7 +71,7 @@ def matrix_of(array: da.Array) -> Matrix:
     if leaf is not None:
         return leaf
     try:
-        return RowLocalMatrix(array)
+        return RowLocalMatrix(array, strict=is_strict())
     except NotRowLocalError as reason:
         matrix = DaskMatrix(array)
         _warn_of_cost(matrix, str(reason))

@@ -31,6 +31,8 @@ _PRODUCTS = (operator.mul, np.multiply)
 _OPERATORS = (
     *(operator.add, operator.sub, operator.mul, operator.truediv),
     *(operator.floordiv, operator.mod, operator.pow),
+    *(operator.and_, operator.or_, operator.xor, operator.invert),
+    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
 )
 _FUNCTIONS = (np.clip, np.round, np.where)
 
@@ -59,12 +61,12 @@ class Elementwise:
         if not blocks:
             return function(*args, **kwargs)
         others = [arg for arg in (*args, *kwargs.values()) if not sp.issparse(arg)]
-        if len(blocks) == 1 and all(np.ndim(other) == 0 for other in others):
-            return _of_values(functools.partial(_with_block, function, args, kwargs), blocks[0])
-        if function in _PRODUCTS and len(args) == 2 and not kwargs:
-            one, other = args
-            return _scaled(one, other) if sp.issparse(one) else _scaled(other, one)
-        if function in (operator.add, operator.sub, operator.truediv):  # which SciPy does as declared
+        large = [other for other in others if np.ndim(other)]
+        if len(blocks) == 1 and len(large) <= 1:
+            return _of_values(functools.partial(_called, function, args, kwargs), blocks[0], *large)
+        if function in _PRODUCTS and len(args) == 2 and not kwargs and all(np.isfinite(arg.data).all() for arg in args):
+            return args[0].multiply(args[1]).tocsr()
+        if function in (operator.add, operator.sub):  # which SciPy does as declared
             return function(*args, **kwargs)
         return function(*(arg.toarray() if sp.issparse(arg) else arg for arg in args), **kwargs)
 
@@ -92,32 +94,39 @@ def _plain(value: Any) -> Any:
     return value.tocsr() if sp.issparse(value) and not is_csr(value) else value
 
 
-def _with_block(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], block: Any) -> Any:
-    return function(*(block if sp.issparse(arg) else arg for arg in args), **kwargs)
+def _called(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: Any, *others: Any
+) -> Any:
+    """Call a function with `values` in the place of its block, and `others` in the place of its other array."""
+    given = [values if sp.issparse(arg) else others[0] if others and np.ndim(arg) else arg for arg in args]
+    named = {key: others[0] if others and np.ndim(arg) else arg for key, arg in kwargs.items()}
+    return function(*given, **named)
 
 
-def _of_values(function: Callable[[Any], Any], block: Any) -> Any:
-    """Apply a function to the values of a CSR block; to zeros, too, if it makes something else of them."""
+def _of_values(function: Callable[..., Any], block: Any, *others: Any) -> Any:
+    """Apply a function to the values of a CSR block; to zeros, too, if it makes something else of them.
+
+    With another array of the block's shape, of one row for all, or of one column for all.
+    """
     with np.errstate(all="ignore"):
-        of_zero = function(np.zeros(1, block.dtype))[0]
-    if of_zero != 0:
-        return function(block.toarray())
-    if not is_canonical(block):  # values at one place are added up first
-        block = block.copy()
-        block.sum_duplicates()
-    return with_values(block, function(block.data))
+        of_zeros = function(np.zeros(1, block.dtype), *others)
+    if of_zeros.any():  # NaN is such a value
+        return function(block.toarray(), *others)
+    if not is_canonical(block) or block.indptr[-1] != len(block.indices):  # values at one place are added up first
+        block = block.tocoo().tocsr()
+    return with_values(block, function(block.data, *(_at_values(other, block) for other in others)))
 
 
-def _scaled(block: Any, factors: Any) -> Any:
-    if sp.issparse(factors) or block.indptr[0] != 0 or block.indptr[-1] != len(block.indices):
-        return block.multiply(factors).tocsr()
+def _at_values(array: Any, block: Any) -> Any:
+    """Return what stands beside each value of a CSR block in an array that is broadcast to its shape."""
     n_rows, n_columns = block.shape
-    factors = np.atleast_2d(factors)
-    if factors.shape == (1, n_columns):
-        return with_values(block, block.data * factors[0].take(block.indices))
-    if factors.shape == (n_rows, 1):
-        return with_values(block, block.data * np.repeat(factors[:, 0], np.diff(block.indptr)))
-    return block.multiply(factors).tocsr()
+    array = np.atleast_2d(array)
+    if array.shape == (1, n_columns):
+        return array[0].take(block.indices)
+    if array.shape == (n_rows, 1):
+        return np.repeat(array[:, 0], np.diff(block.indptr))
+    rows = np.repeat(np.arange(n_rows), np.diff(block.indptr))
+    return np.broadcast_to(array, block.shape)[rows, block.indices]
 
 
 def _with_layer(layer: Layer) -> Layer:

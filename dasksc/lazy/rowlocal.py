@@ -14,9 +14,10 @@ whose graphs differ only in the names of what goes in are computed as one: the r
 chunks as there are blocks of them.
 
 That a graph has this shape follows from the indices of Dask's blockwise layers and from block numbers.
-That a *function* treats every row alone cannot be read off a graph. Functions of the libraries that
-array code is made of are believed, all others need `row_local`; and before the first row is served,
-both kinds are tried on made-up rows, together and one by one.
+That a *function* treats every row alone cannot be read off a graph; `dasksc.lazy.trust` says who vouches for it.
+Before the first row is served, all functions are tried on made-up rows, together, in parts and one by one. Where some
+are merely believed, the first row chunk of each kind that is fetched from is also computed whole, once in each process,
+and compared.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import dask.array as da
@@ -38,7 +40,6 @@ from dask.array import chunk
 from dask.array._shuffle import _getitem as shuffle_getitem
 from dask.array._shuffle import concatenate_arrays
 from dask.array.core import concatenate_shaped, getter, getter_inline, getter_nofancy
-from dask.base import tokenize
 from dask.blockwise import Blockwise
 from dask.utils import ensure_dict
 from numpy.typing import NDArray
@@ -48,32 +49,14 @@ from dasksc.lazy.computed import DaskMatrix, as_layout, check_shape, runs_by_blo
 from dasksc.lazy.elementwise import Elementwise
 from dasksc.lazy.known import owned, without_copies
 from dasksc.lazy.leaf import MatrixRows, gather_block
+from dasksc.lazy.trust import calls, trust_in
 from dasksc.storage import Columns, FetchCost, Fetched, Matrix, as_matrix, join
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
-__all__ = ["NotRowLocalError", "RowLocalMatrix", "row_local"]
+__all__ = ["NotRowLocalError", "RowLocalMatrix"]
 
 logger = logging.getLogger(__name__)
-
-# Libraries whose functions, where they meet a block, are array code. A function of theirs that mixes rows
-# (a sort down the columns) is found out by the trial.
-BELIEVED = frozenset(
-    [
-        "_operator",
-        "anndata",
-        "builtins",
-        "cytoolz",
-        "dask",
-        "fast_array_utils",
-        "numba",
-        "numpy",
-        "operator",
-        "scanpy",
-        "scipy",
-        "toolz",
-    ]
-)
 
 GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy)
 
@@ -81,8 +64,11 @@ GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofan
 # that come back to Python oftener wait for each other, which costs more.
 N_COMPUTED = 4096
 
-# Made-up rows of the trial.
-N_TRIED = 6
+# Made-up rows of the trial: of functions that are known, and of others, whose mixing may depend on how many there are.
+N_TRIED = {True: 6, False: 41}
+
+# Rows compared at a time, dense.
+N_COMPARED = 64
 
 Key = Any
 Rows = range | NDArray[np.int64]
@@ -90,34 +76,6 @@ Rows = range | NDArray[np.int64]
 
 class NotRowLocalError(Exception):
     """Why an array cannot be computed row by row; never leaves this package."""
-
-
-class row_local:
-    """Declare that a function of blocks computes every row from that row alone.
-
-    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row; without the declaration whole
-    chunks are computed, since nothing else can tell what `f` does.
-
-    Parameters
-    ----------
-    function
-        Called with blocks of any number of rows; row i of its result may depend on row i of its
-        arguments and on nothing that differs between calls.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self.function(*args, **kwargs)
-
-    def __dask_tokenize__(self) -> object:
-        return ("dasksc.row_local", tokenize(self.function))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.function,)
 
 
 class RowLocalMatrix(DaskMatrix):
@@ -129,6 +87,8 @@ class RowLocalMatrix(DaskMatrix):
         Two-dimensional, with known chunk sizes.
     label
         What to call it in errors. Default: the array's name.
+    strict
+        Believe no function that is neither known nor declared to treat every row alone.
 
     Raises
     ------
@@ -136,15 +96,16 @@ class RowLocalMatrix(DaskMatrix):
         If the graph of the array combines rows, or a function in it is not known to leave them alone.
     """
 
-    def __init__(self, array: da.Array, label: str | None = None) -> None:
+    def __init__(self, array: da.Array, label: str | None = None, *, strict: bool = False) -> None:
         super().__init__(array, label)
         try:
-            self._blocks = _Compiler(self.array).blocks()
+            self._blocks = _Compiler(self.array, strict=strict).blocks()
             self._kinds = _kinds_of(self._blocks)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # Whole chunks are right for any graph, also for one that is not written as expected here.
             raise NotRowLocalError(f"its graph could not be followed ({error!r})") from error
-        self._tried = False
+        # The kinds of row chunks that were found right; those that are known to be need no reading.
+        self._proven: set[int] = set()
         self._believed = True
         self._lock = threading.Lock()
         self._layout = self._found_layout()
@@ -181,12 +142,14 @@ class RowLocalMatrix(DaskMatrix):
                 for cost, (matrix, _) in zip(costs, run.needs.values(), strict=True)
             )
             row = 8 + min(values, self.shape[1]) * itemsize
+        # One chunk is computed whole, for once, where functions are merely believed.
+        once = 0 if all(self._is_known(kind) for kind in set(self._kinds)) else super().cost.fixed
         return FetchCost(
             row=row,
             held=row,
             working=sum(cost.held + cost.working for cost in costs) + (2 + len(run.memory)) * row,
             fixed=sum(cost.fixed for cost in costs),
-            kept=sum(cost.kept for cost in costs),
+            kept=sum(cost.kept for cost in costs) + once,
             chunk_rows=max((cost.chunk_rows for cost in costs), default=0.0),
         )
 
@@ -210,7 +173,7 @@ class RowLocalMatrix(DaskMatrix):
             was declared to have.
         """
         rows = check_rows(self.label, self.shape[0], rows)
-        if len(rows) and not self._rows_are_independent(int(rows[0])):
+        if not self._rows_are_independent(rows):
             return super().fetch(rows)
         wanted = [
             (number, first, rows[first : min(first + N_COMPUTED, stop)] - self._bounds[number])
@@ -229,28 +192,45 @@ class RowLocalMatrix(DaskMatrix):
         # Side by side as they are: to copy them into one costs as much as a layer of the graph.
         return join([_all_rows(block, self.label) for block in blocks])
 
-    def _rows_are_independent(self, row: int) -> bool:
-        """Try the functions in the block of `row`, once in each process."""
+    def _rows_are_independent(self, rows: NDArray[np.int64]) -> bool:
+        """Try what computes `rows`: each kind of row chunk once in each process."""
+        if len(self._proven) == self._n_kinds and self._believed:
+            return True
         with self._lock:
-            if not self._tried:
-                number = int(np.searchsorted(self._bounds, row, side="right")) - 1
-                reason = self._trial(number)
-                if reason is not None:
-                    logger.warning(
-                        "%s: the functions in its graph were believed to treat every row alone, but %s. Its row "
-                        "chunks are computed whole.",
-                        self.label,
-                        reason,
-                    )
-                self._believed, self._tried = reason is None, True
+            for number, start, stop in runs_by_block(rows, self._bounds):
+                if not self._believed:
+                    break
+                if self._kinds[number] not in self._proven:
+                    self._prove(number, rows[start:stop] - self._bounds[number])
         return self._believed
 
-    def _trial(self, number: int) -> str | None:
-        """What shows that the rows of a block are not independent, if anything does."""
+    def _prove(self, number: int, need: NDArray[np.int64]) -> None:
+        is_known = self._is_known(self._kinds[number])
+        reason = self._trial(number, N_TRIED[is_known])
+        if reason is None and not is_known:
+            reason = self._difference(number, need)
+        if reason is None:
+            self._proven.add(self._kinds[number])
+            return
+        self._believed = False
+        logger.warning(
+            "%s: the functions in its graph were believed to treat every row alone, but %s. Its row chunks are "
+            "computed whole.",
+            self.label,
+            reason,
+        )
+
+    def _trial(self, number: int, n_tried: int) -> str | None:
+        """What shows with made-up values that the rows of a block are not independent, if anything does."""
         nodes = self._blocks[number]
         n_rows = int(self._bounds[number + 1] - self._bounds[number])
         generator = np.random.default_rng(0)
-        together = np.sort(generator.choice(n_rows, size=min(n_rows, N_TRIED), replace=False))
+        # Some come twice, in small blocks most.
+        together = np.sort(np.append(generator.integers(n_rows, size=n_tried - 1), generator.integers(n_rows)))
+        together[-1] = together[-2]
+        places = np.arange(n_tried)
+        alone = np.unique(np.linspace(0, n_tried - 1, 6).astype(np.int64))
+        parts = [places[i : i + 1] for i in alone] + [places[:7], places[7:20], places[20:]]
 
         def computed(need: NDArray[np.int64]) -> NDArray[Any]:
             with np.errstate(all="ignore"):
@@ -260,16 +240,44 @@ class RowLocalMatrix(DaskMatrix):
         try:
             run = _Run.made_up([(nodes, together)])
             expected = computed(together)
-            for places in ([i] for i in range(len(together))):
-                if not _equal(computed(together[places]), expected[places]):
-                    return "a made-up row gave other values alone than among others"
-            if not _equal(computed(together[::-1].copy()), expected[::-1]):
-                return "made-up rows gave other values in another order"
+            for part in parts:
+                if len(part) and not _equal(computed(together[part]), expected[part]):
+                    return "made-up rows gave other values alone than among others"
+            for order in (places[::-1], generator.permutation(places)):
+                if not _equal(computed(together[order]), expected[order]):
+                    return "made-up rows gave other values in another order"
         except InputError as error:
             return f"with made-up rows, {error}"
         except Exception as error:  # whatever a function raises on rows that it was not written for
             return f"made-up rows made one raise {error!r}"
         return None
+
+    def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
+        """What shows that rows of a block are others when all of it is computed, if anything does."""
+        run = _Run.reading([(self._blocks[number], need)])
+        rows = _joined([self._blocks[number]], (need,), run, self)
+        whole = self._block(number, need)
+        differs = next(
+            (
+                first
+                for first in range(0, len(need), N_COMPARED)
+                if not _equal(*(as_layout(part[first : first + N_COMPARED], "dense") for part in (rows, whole)))
+            ),
+            None,
+        )
+        if differs is None:
+            return None
+        first, last = (int(self._bounds[number] + need[i]) for i in (differs, min(differs + N_COMPARED, len(need)) - 1))
+        return f"of rows {first} to {last} some are others when row chunk {number} is computed whole"
+
+    @cached_property
+    def _n_kinds(self) -> int:
+        return len(set(self._kinds))
+
+    def _is_known(self, kind: int) -> bool:
+        """Whether nothing that computes row chunks of a kind is merely believed."""
+        nodes = self._blocks[self._kinds.index(kind)]
+        return not any(isinstance(node, Apply) and node.is_believed for node in _all_nodes(nodes))
 
 
 def _joined(blocks: list[list[Node]], needs: Needs, run: _Run, matrix: DaskMatrix) -> Any:
@@ -414,6 +422,8 @@ class Apply:
     constants: Mapping[Key, bool]
     graph: Graph
     n_rows: int
+    # Whether it calls what is neither known nor declared to treat every row alone.
+    is_believed: bool
 
     def demand(self, need: NDArray[np.int64], run: _Run) -> None:
         for child in self.inputs.values():
@@ -453,24 +463,31 @@ def _aligned(nodes: tuple[Apply, ...], keys: tuple[Key, ...], needs: Needs, run:
 
 def _may_stay_csr(nodes: list[Node]) -> bool:
     """Whether some nodes come of CSR rows, by functions of which Dask was told wrongly what they make of them."""
+    below = list(_all_nodes(nodes))
+    return any(isinstance(node, Read) and node.matrix.layout == "csr" for node in below) and any(
+        isinstance(function, Elementwise)
+        for node in below
+        if isinstance(node, Apply)
+        for function, _ in calls(node.task)
+    )
+
+
+def _all_nodes(nodes: list[Node]) -> Iterator[Node]:
+    """Yield nodes and all that they are computed from."""
     # Without recursion, since graphs may be deeper than Python's stack.
     todo, seen = list(nodes), set()
-    any_csr = any_function = False
     while todo:
         node = todo.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, Read):
-            any_csr |= node.matrix.layout == "csr"
-        elif isinstance(node, Apply):
-            any_function |= any(isinstance(function, Elementwise) for function in _functions(node.task))
+        yield node
+        if isinstance(node, Apply):
             todo.extend(node.inputs.values())
         elif isinstance(node, Concat):
             todo.extend(node.children)
         elif isinstance(node, Take):
             todo.append(node.child)
-    return any_csr and any_function
 
 
 def _chosen(rows: Rows, need: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -534,10 +551,11 @@ class _Run:
 def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
     """Rows unlike each other in scale and in sparsity, within the range of any dtype."""
     generator = np.random.default_rng(len(rows))
-    scale = 1 + np.arange(len(rows)) * 100 // max(1, len(rows))
+    largest = np.iinfo(matrix.dtype).max if matrix.dtype.kind in "iu" else 10_000
+    scale = np.geomspace(1, min(largest, 10_000) - 1, max(1, len(rows)))[: len(rows)]
     share = np.linspace(0.8, 0.2, len(rows))
     shape = (len(rows), matrix.shape[1])
-    values = 1 + (generator.random(shape) * scale[:, None]).astype(np.int8)
+    values = 1 + (generator.random(shape) * scale[:, None]).astype(np.int64)
     values[generator.random(shape) >= share[:, None]] = 0
     block = values.astype(matrix.dtype)
     made_up = as_matrix(sp.csr_matrix(block) if matrix.layout == "csr" else block, f"made-up rows for {matrix.label}")
@@ -599,11 +617,11 @@ class Graph:
 class _Compiler:
     """Turns the graph of an array into nodes, or raises `NotRowLocalError`."""
 
-    def __init__(self, array: da.Array) -> None:
+    def __init__(self, array: da.Array, *, strict: bool) -> None:
         self._array = array
+        self._strict = strict
         self._graph = Graph(array)
         self._nodes: dict[Key, Node] = {}
-        self._trusted: set[int] = set()
 
     def blocks(self) -> list[list[Node]]:
         """The nodes of every row chunk, one for each chunk of columns."""
@@ -683,7 +701,7 @@ class _Compiler:
         return Concat(tuple(children), bounds)
 
     def _applied(self, key: Key, task: Task) -> Node:
-        self._check_functions(key, task)
+        is_believed = self._check_functions(key, task)
         aligned = self._alignment(key, task)
         named = [item.key for item in _flat(task) if isinstance(item, TaskRef)]
         dependencies = dict.fromkeys(named if set(named) == task.dependencies else task.dependencies)
@@ -694,7 +712,7 @@ class _Compiler:
             raise NotRowLocalError(f"layer {_name(key)!r} combines rows with other rows")
         if type(task) is Task and (function := without_copies(task.func)) is not task.func:
             task = Task(task.key, function, *task.args, **task.kwargs)
-        return Apply(task, inputs, constants, self._graph, lengths.pop())
+        return Apply(task, inputs, constants, self._graph, lengths.pop(), is_believed)
 
     def _alignment(self, key: Key, task: Task) -> dict[Key, bool]:
         """Which inputs of a task have the rows of its result."""
@@ -724,16 +742,19 @@ class _Compiler:
                 raise NotRowLocalError(f"layer {_name(key)!r} turns rows into columns")
         return {dep: by_name.get(dep, by_name.get(_name(dep), False)) for dep in task.dependencies}
 
-    def _check_functions(self, key: Key, task: Task) -> None:
-        for function in _functions((task.func, task.args, task.kwargs)):
-            if isinstance(function, row_local | Elementwise):
-                continue
-            module = getattr(function, "__module__", None) or type(function).__module__
-            if module.split(".")[0] not in BELIEVED:
+    def _check_functions(self, key: Key, task: Task) -> bool:
+        """Refuse a task that calls what nobody vouches for; return whether it calls what is merely believed."""
+        is_believed = False
+        for function, keywords in calls(task):
+            trust = trust_in(function, keywords)
+            if trust is None or (trust == "believed" and self._strict):
+                who = "only you know whether" if trust is None else "dasksc.array-code: strict does not believe that"
                 raise NotRowLocalError(
-                    f"layer {_name(key)!r} applies {getattr(function, '__qualname__', function)!r}, and only you "
-                    "know whether it treats every row alone; if so, say dasksc.row_local(function)"
+                    f"layer {_name(key)!r} applies {getattr(function, '__qualname__', function)!r}, and {who} it "
+                    "treats every row alone; if it does, say dasksc.row_local(function)"
                 )
+            is_believed |= trust == "believed"
+        return is_believed
 
 
 def _kinds_of(blocks: list[list[Node]]) -> list[int]:
@@ -821,25 +842,6 @@ def _flat(value: Any) -> Iterator[Any]:
         for one in value:
             yield from _flat(one)
     else:
-        yield value
-
-
-def _functions(value: Any) -> Iterator[Any]:
-    """Every function in a task, also inside partial and composed ones."""
-    if isinstance(value, functools.partial):
-        yield from _functions((value.func, value.args, value.keywords))
-    elif isinstance(value, Task):
-        yield from _functions((value.func, value.args, value.kwargs))
-    elif isinstance(value, DataNode):
-        yield from _functions(value.value)
-    elif isinstance(value, Mapping):
-        yield from _functions(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _functions(part)
-    elif hasattr(value, "first") and hasattr(value, "funcs"):  # toolz.compose
-        yield from _functions((value.first, value.funcs))
-    elif callable(value):
         yield value
 
 
