@@ -178,6 +178,24 @@ def test_ranks_are_given_or_found(monkeypatch):
         assert rows_in(scDataset(np.arange(N_OBS), BlockShuffling(4), BATCH, seed=0)) == given[rank]
 
 
+@row("scDataset 0.3", "ClassBalancedSampling(labels=all_labels, indices=subset): frequencies among all rows")
+def test_classes_are_balanced_among_all_rows_by_weights():
+    all_labels = np.repeat([0, 1], [N_OBS - 24, 24])
+    subset = np.r_[:10, N_OBS - 10 : N_OBS]
+    weights = 1 / np.bincount(all_labels)[all_labels]
+
+    def share(strategy):
+        rows = np.concatenate([batch for batch in scDataset(np.arange(N_OBS), strategy, BATCH, seed=0)])
+        return all_labels[rows].mean()
+
+    ours = dasksc.BlockWeightedSampling(weights=weights, indices=subset, total_size=2000)
+    assert share(ours) == pytest.approx(0.9, abs=0.03)
+    assert share(ClassBalancedSampling(all_labels, indices=subset, total_size=2000)) == pytest.approx(0.5, abs=0.03)
+    if importlib.util.find_spec("scdataset"):
+        theirs = importlib.import_module("scdataset").ClassBalancedSampling(all_labels, indices=subset, total_size=2000)
+        assert all_labels[theirs.get_indices(range(N_OBS), seed=0)].mean() == pytest.approx(0.9, abs=0.03)
+
+
 @row("scDataset 0.3", "the same epoch again with DataLoader workers")
 def test_epochs_differ_with_workers_too():
     loader = DataLoader(scDataset(np.arange(N_OBS), BlockShuffling(4), BATCH, seed=0), batch_size=None, num_workers=1)
