@@ -207,7 +207,10 @@ def test_direct_reads_gather_what_lies_in_several_places(
         fill=np.int32(7),
         use_mmap="auto",
     )
-    with mock.patch.multiple(files, _SHORT_BYTES=0, _seem_cached=lambda *_: False), files.mapping(is_allowed=False):
+    with (
+        mock.patch.multiple(files, _SHORT_BYTES=0, _PART_RANGES=2, _seem_cached=lambda *_: False),
+        files.mapping(is_allowed=False),
+    ):
         reached = array.reach(starts, stops)
     for at, start, stop in zip(reached.at.tolist(), cuts, cuts[1:], strict=False):
         found = np.frombuffer((ctypes.c_char * (4 * (stop - start))).from_address(at), dtype=np.int32)

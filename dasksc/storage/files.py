@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
+from dasksc.kernels.pread import read_ranges
 from dasksc.storage import memory
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.pools import ThreadsOfProcess
@@ -40,18 +41,21 @@ _READ_BYTES = 2**18
 # ranges, spread over all of them, are cached, the few that may not be are left to page faults.
 _SAMPLED = 32
 
-# Shorter ranges than this keep no disk busy one by one: the kernel is asked for all of them ahead.
-_SHORT_BYTES = 2**16
 _PAGE_BYTES = 2**12
+# Of shorter ranges a page holds several, which the page cache may keep for the next fetch.
+_SHORT_BYTES = _PAGE_BYTES
 # Of many files those opened first are closed again, before a process may open no more (1,024 on most systems).
 _MOST_OPEN = 128
-# Direct reads at a time: a disk reaches its full rate only with several requests.
-_direct_readers = ThreadsOfProcess(lambda: 8, "dasksc-direct-read")
+# Direct reads at a time: a disk reaches its full rate only with several requests, the more the shorter they are.
+_direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
+# What a thread reads before it returns to Python, in ranges and about in bytes.
+_PART_RANGES, _PART_BYTES = 16, 2**21
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_pread = np.uint64(ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
 
 # File systems of other machines, where a page fault waits for the network and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
@@ -170,17 +174,27 @@ class LocalFile:
         block = memory.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
         block = block[-block.ctypes.data % _PAGE_BYTES :][: int(ends[-1])]
         begins = ends - (stops - starts)
+        # A direct read may not begin where the file ends, in the middle of a page.
+        enough = np.minimum(stops, self.identity.size) - starts
+        addresses = (block.ctypes.data + begins).astype(np.uint64)
+        n_together = int(np.clip(_PART_BYTES // sizes.mean(), 1, _PART_RANGES))
 
-        def fill(start: int, begin: int, end: int) -> None:
-            # A direct read may not begin where the file ends, in the middle of a page.
-            enough = min(end - begin, self.identity.size - start)
-            n = read_at(descriptor.number, start, block.data[begin:end], enough=enough)
-            if n < enough:
-                raise CorruptDataError(f"{self.path} ends at byte {start + n}, where more belongs")
+        def fill(first: int) -> None:
+            part = slice(first, first + n_together)
+            number = descriptor.number
+            failed = read_ranges(
+                _pread, number, starts[part], stops[part] - starts[part], enough[part], addresses[part]
+            )
+            for i in range(first + failed, min(first + n_together, len(starts))) if failed >= 0 else ():
+                # Once more from Python, which says why, or tries again what a signal interrupted.
+                into = block.data[begins[i] : ends[i]]
+                n = read_at(number, int(starts[i]), into, enough=int(enough[i]))
+                if n < enough[i]:
+                    raise CorruptDataError(f"{self.path} ends at byte {starts[i] + n}, where more belongs")
 
         try:
             descriptor = self._descriptor(direct=True)
-            for _ in _direct_readers().map(fill, starts.tolist(), begins.tolist(), ends.tolist()):
+            for _ in _direct_readers().map(fill, range(0, len(starts), n_together)):
                 pass
         except StorageError:
             raise
