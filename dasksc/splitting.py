@@ -20,7 +20,7 @@ from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
 from dasksc.modalities import Modalities
-from dasksc.sampling import Candidates, Purpose, epoch_keys
+from dasksc.sampling import Candidates, Purpose, encode_labels, epoch_keys
 
 __all__ = ["split"]
 
@@ -31,6 +31,8 @@ _MAX_COUNTS = 2**28
 # Orders in which groups are dealt, the best of which is taken; fewer where dealing takes long.
 _N_TRIES = 16
 _TRIED_COUNTS = 2**26
+# With more labels, those that are there are numbered anew.
+_FEW_CODES = 256
 # Rows that are looked at together.
 _PIECE_ROWS = 2**20
 
@@ -64,8 +66,9 @@ def split(
         keeps every donor in one part. Of several columns (and `by`) none is shared: donors of one batch stay together,
         and so do batches of one donor.
     stratify
-        An obs column (of several: their combinations) of which each part is to have its share; missing is a class of
-        its own. Beside `by` a value counts once, for the class that most of its rows have.
+        An obs column (of several: their combinations) of which each part is to have its share. Rows without a label
+        (missing, and whole numbers below 0, as for `ClassBalancedSampling`) are split, too: each part gets its share of
+        them, as of a class. Beside `by` a value counts once, for the class that most of its labelled rows have.
     indices
         Split only these rows, each once: row numbers, a boolean mask or a slice.
     seed
@@ -81,7 +84,7 @@ def split(
     ------
     InputError
         If an argument is none of these, which is told before anything is read; if fractions do not sum to 1, a row
-        has no group, or there are fewer groups than parts.
+        has no group, there are fewer groups than parts, or a column to stratify by is continuous.
     MissingKeyError
         If obs has no such column.
 
@@ -104,7 +107,7 @@ def split(
     if candidates.array is not None and (candidates.array[1:] == candidates.array[:-1]).any():
         raise InputError("indices repeat rows; a split holds each once")
     rows = slice(candidates.start, candidates.start + candidates.n) if candidates.array is None else candidates.array
-    classes, counts = _classes(obs, strata, rows, candidates.n)
+    classes, counts, unlabelled = _classes(obs, strata, rows, candidates.n)
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=_N_TRIES + 1)
     if whole:
         parts = _parts_of_groups(
@@ -115,6 +118,7 @@ def split(
             keys,
             what=" and ".join(whole),
             counts_values=by is not None,
+            unlabelled=unlabelled,
         )
     else:
         quotas = _quotas(counts, shares, keys[0])
@@ -187,13 +191,25 @@ def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tup
     return codes.astype(np.int32, copy=False), name
 
 
+def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return numbers for the labels of a column, shape (n,), -1 where there is none."""
+    codes, names = encode_labels(obs[collection.known("obs", name, obs.columns)].iloc[rows])
+    if len(names) > _FEW_CODES:  # whole numbers are their own codes, with any gaps between them
+        codes = np.where(codes < 0, -1, pd.factorize(codes)[0])
+    return codes.astype(np.int32, copy=False)
+
+
 def _classes(
     obs: pd.DataFrame, strata: list[str], rows: slice | NDArray[np.int64], n: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the class of each row, and how many rows each class has: those of one column, or combinations."""
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+    """Return the class of each row, how many rows each has, and the class of those without any label, or -1.
+
+    Classes are those of one column, or combinations.
+    """
     classes, counts = np.zeros(n, dtype=np.int32), np.array([n])
+    unlabelled = 0
     for name in strata:
-        codes, _ = _codes(obs, name, rows)
+        codes = _labels(obs, name, rows)
         n_codes = int(codes.max(initial=-1)) + 2
         if len(counts) * n_codes > _MAX_COUNTS:
             raise InputError(f"stratify={strata!r} has too many combinations; give columns of fewer values")
@@ -209,7 +225,10 @@ def _classes(
         for piece in _pieces(n):
             classes[piece] = lookup[classes[piece]]
         counts = counted[1:][present] if len(present) else np.array([0])
-    return classes, counts
+        # Those that had no label so far, and have none here.
+        found = np.flatnonzero(present == unlabelled * n_codes)
+        unlabelled = int(found[0]) if len(found) else -1
+    return classes, counts, unlabelled
 
 
 def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
@@ -242,8 +261,12 @@ def _parts_of_groups(
     *,
     what: str,
     counts_values: bool,
+    unlabelled: int,
 ) -> NDArray[np.int8]:
-    """Return the part of each row, those that share a value of any column in one."""
+    """Return the part of each row, those that share a value of any column in one.
+
+    With `counts_values` a value has the class that most of its rows have, other than `unlabelled`.
+    """
     for codes, name in columns:
         n_missing = int((codes < 0).sum())
         if n_missing:
@@ -258,6 +281,9 @@ def _parts_of_groups(
     if counts_values:
         by_value = _counted(first, classes, n_classes)
         values = np.flatnonzero(by_value.sum(axis=1))
+        if unlabelled >= 0:
+            # Only where there is nothing else, it is the largest.
+            by_value[:, unlabelled] = by_value.sum(axis=1) == by_value[:, unlabelled]
         counts = np.zeros_like(counts)
         np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)
     units = np.flatnonzero(is_there)

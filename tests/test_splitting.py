@@ -90,6 +90,37 @@ def test_by_deals_values_and_not_rows(n_donors: int, seed: int) -> None:
         assert abs((held % 2).sum() - n_donors / 4) <= 1
 
 
+@pytest.mark.parametrize("kind", ["integers", "floats", "nullable", "strings", "categories"])
+def test_rows_without_a_label_are_split_and_do_not_outvote_those_with_one(kind: str) -> None:
+    # Of each donor 3 rows are labelled and 7 are not, half of these -1 and half missing where that can be.
+    donor = np.repeat(np.arange(40), 10)
+    labels = np.where(np.tile(np.arange(10), 40) < 3, donor % 2, -1 - np.tile(np.arange(10) % 2, 40)).astype(float)
+    numbers = pd.Series(labels)
+    status = {
+        "integers": numbers.astype(int),
+        "floats": numbers.where(numbers != -2),
+        "nullable": numbers.astype("Int64").mask(numbers == -2),
+        "strings": numbers.map({0: "ill", 1: "well"}),
+        "categories": numbers.map({0: "ill", 1: "well"}).astype("category"),
+    }[kind]
+    obs = pd.DataFrame({"donor": donor, "status": status})
+    for seed in range(5):
+        parts = dasksc.split(obs, fractions=(0.5, 0.5), by="donor", stratify="status", seed=seed)
+        check_parts(parts, np.arange(400))
+        assert [int((np.unique(donor[part]) % 2).sum()) for part in parts.values()] == [10, 10]
+        # Those without a label are one class, whatever says so.
+        parts = dasksc.split(obs, fractions=(0.25, 0.75), stratify="status", seed=seed)
+        check_parts(parts, np.arange(400))
+        assert [int((labels[part] < 0).sum()) for part in parts.values()] == [70, 210]
+        assert len(dasksc.split(obs, fractions=(0.01, 0.99), stratify=["status", "donor"], seed=seed)) == 2
+
+
+def test_a_continuous_column_has_no_classes_to_stratify_by() -> None:
+    obs = pd.DataFrame({"score": np.random.default_rng(0).random(600)})
+    with pytest.raises(InputError, match="continuous"):
+        dasksc.split(obs, stratify="score")
+
+
 def test_groups_of_several_columns_are_joined_where_they_are_linked() -> None:
     rng = np.random.default_rng(0)
     batch = rng.integers(0, 40, 3000)
