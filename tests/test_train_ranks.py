@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import dasksc
-from dasksc.train import load_model
+from dasksc.train import Config, fit, load_model
 from dasksc.train.checkpoint import Checkpoints, save_model
 from dasksc.train.config import Validation
 from dasksc.train.data import split_rows
@@ -276,12 +276,13 @@ def rows_of(file: Path) -> list[list[int]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("moment", ["begin", "complete", "model"])
-def test_where_rank_0_cannot_write_no_rank_waits_for_it(moment, tmp_path):
+@pytest.mark.parametrize("moment", ["begin", "complete", "model", "table", "figures", "plot"])
+def test_where_rank_0_cannot_write_no_rank_waits_for_it(moment, atlas, tmp_path):
     context = get_context("spawn")
     told, done = context.Queue(), context.Event()
     ranks = [
-        context.Process(target=_save_without_space, args=(rank, moment, tmp_path, told, done)) for rank in range(2)
+        context.Process(target=_save_without_space, args=(rank, moment, atlas, tmp_path, told, done))
+        for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
@@ -294,19 +295,28 @@ def test_where_rank_0_cannot_write_no_rank_waits_for_it(moment, tmp_path):
         assert text.endswith("cannot be written: OSError, [Errno 28] No space left on device on rank 0")
 
 
-def _save_without_space(rank: int, moment: str, folder: Path, told: Any, done: Any) -> None:
+def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told: Any, done: Any) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     place = Place(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
     model = torch.nn.Linear(2, 2)
     checkpoints = Checkpoints(folder=folder / "checkpoints", keep=1, mode="min", place=place)
-    failing = {"begin": "pathlib.Path.mkdir", "complete": "json.dump", "model": "torch.save"}[moment]
+    failing = {
+        "begin": "pathlib.Path.mkdir",
+        "complete": "json.dump",
+        "model": "torch.save",
+        "table": "dasksc.train.loggers.CSVLog._rewrite",
+        "figures": "dasksc.train.loggers.CSVLog.write",
+        "plot": "dasksc.train.loop.plot",
+    }[moment]
     try:
         if moment == "model":
             folder.joinpath("checkpoints").mkdir(exist_ok=True)
         with patch(failing, side_effect=OSError(28, "No space left on device")) if rank == 0 else nullcontext():
             if moment == "model":
                 save_model(folder / "model.pt", model, name="linear", arguments={}, place=place, more={})
+            elif moment in ("table", "figures", "plot"):
+                fit(Config.of(training(atlas, folder / "run", training__max_steps=3)), say=lambda line: None)
             else:
                 checkpoints.save(1, model, torch.optim.SGD(model.parameters()), {}, None)
         told.put((rank, "nothing"))

@@ -66,7 +66,7 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     TrainingError
         If the loss becomes NaN or infinite.
     StorageError
-        If a checkpoint cannot be written; on every rank.
+        If a checkpoint, the model or figures cannot be written; on every rank.
     """
     check(config)
     with places(config.training) as place:
@@ -117,9 +117,13 @@ class _Run:
         self.pace = Pace(place)
         self.table: CSVLog | None = None
         self.logs: list[Log] = []
-        if place.rank == 0:
+        self._unwritten = f"the figures of the run in {self.folder} cannot be written"
+
+        def begin_logs() -> None:
             self.table = CSVLog(self.folder / "metrics.csv", resumed_at=self.step if self.step else None)
             self.logs = [self.table, *make_logs(config, say=say)]
+
+        place.by_first(begin_logs, self._unwritten)
 
     @property
     def _loader(self) -> Loader:
@@ -270,8 +274,12 @@ class _Run:
 
     def _log(self, epoch: int, figures: dict[str, Any]) -> None:
         self.figures |= figures
-        for log in self.logs:
-            log.write({"step": self.step, "epoch": epoch, **figures})
+
+        def write() -> None:
+            for log in self.logs:
+                log.write({"step": self.step, "epoch": epoch, **figures})
+
+        self.place.by_first(write, self._unwritten)
 
     def _validate(self, epoch: int) -> None:
         loader = self.loaders.validation
@@ -339,8 +347,6 @@ class _Run:
             place=self.place,
             more={"step": self.step, "categories": dict(self._loader.dataset.categories)},
         )
-        for log in self.logs:
-            log.close()
         hidden = {"cells_per_s", "wait_share", "lr"}
         report = Report(
             strategy=self.place.strategy,
@@ -357,12 +363,16 @@ class _Run:
             checkpoint=None if self.latest is None else str(self.latest),
             model=str(path),
         )
-        if self.table is not None:
-            step_cells = (
-                self.config.data.batch_size * self.place.world_size * self.config.training.gradient_accumulation
-            )
-            title = f"{self.config.model.name}, {report.ranks}: {report.n_steps:,} steps of {step_cells:,} cells"
-            plot(self.table.rows, self.folder / "training.png", title=title)
+        step_cells = self.config.data.batch_size * self.place.world_size * self.config.training.gradient_accumulation
+        title = f"{self.config.model.name}, {report.ranks}: {report.n_steps:,} steps of {step_cells:,} cells"
+
+        def end_logs() -> None:
+            for log in self.logs:
+                log.close()
+            if self.table is not None:
+                plot(self.table.rows, self.folder / "training.png", title=title)
+
+        self.place.by_first(end_logs, self._unwritten)
         return report
 
     @contextlib.contextmanager

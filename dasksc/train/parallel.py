@@ -98,7 +98,7 @@ class Place:
         StorageError
             If rank 0 raised an `OSError`.
         TrainingError
-            If it raised anything else; rank 0 raises that itself.
+            If it raised anything else; rank 0 raises that itself. So is an output that nobody reads any more.
         """
         error: Exception | None = None
         if self.rank == 0:
@@ -106,7 +106,8 @@ class Place:
                 act()
             except Exception as raised:
                 error = raised
-        failure = None if error is None else (isinstance(error, OSError), f"{type(error).__name__}, {error}")
+        is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
+        failure = None if error is None else (is_of_storage, f"{type(error).__name__}, {error}")
         failure = self.agreed(failure)
         if failure is None:
             self.barrier()
