@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from dask.utils import parse_bytes
 
 import dasksc
+from dasksc.conversion.workplace import array_appearing
 from dasksc.errors import StorageError
 from tests.support.conversions import contents, make_parts_small, read, same, write_gzipped
 from tests.support.programs import PROGRAMS, ROOT
@@ -92,6 +95,92 @@ def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzi
     dasksc.convert(gzipped, tmp_path / "elsewhere.zarr")
     assert contents(out) == contents(tmp_path / "elsewhere.zarr")
     assert os.listdir(disk) == ["out.zarr"]
+
+
+@pytest.mark.parametrize("how", ["given", "refused", "missing"])
+def test_space_is_taken_before_a_file_is_mapped(small_disk, monkeypatch, how):
+    disk, _ = small_disk
+
+    def refused(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    if how == "refused":
+        monkeypatch.setattr(os, "posix_fallocate", refused)
+    elif how == "missing":
+        monkeypatch.delattr(os, "posix_fallocate")
+    with pytest.raises(OSError, match="No space left") as told, array_appearing(disk / "large.npy", np.int64, 30_000):
+        pytest.fail("an array was mapped for which there is no space")
+    assert told.value.errno == errno.ENOSPC
+    assert os.listdir(disk) == []
+    before = shutil.disk_usage(disk).free
+    with array_appearing(disk / "small.npy", np.int64, 10_000) as out:
+        assert shutil.disk_usage(disk).free <= before - 80_000
+        out[:] = np.arange(10_000)
+    assert np.array_equal(np.load(disk / "small.npy"), np.arange(10_000))
+
+
+SMALL_DISK_PROGRAM = """
+import sys, dasksc
+try:
+    dasksc.convert(sys.argv[1], sys.argv[2], overwrite=True)
+except dasksc.StorageError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def many_short_rows(tmp_path_factory):
+    """An atlas, mapped and compressed, of rows so short that what is known of them takes most of the room."""
+    folder, rng = tmp_path_factory.mktemp("short"), np.random.default_rng(0)
+    X = sp.random(20_000, 50, density=0.05, format="csr", rng=rng, dtype=np.float32)
+    X.data[:] = rng.integers(1, 300, X.nnz)
+    kinds = pd.Categorical(rng.choice(["a", "b"], 20_000))
+    source = ad.AnnData(X=X, obs=pd.DataFrame({"kind": kinds}, index=[f"c{i}" for i in range(20_000)]))
+    for name, compression in (("mapped", None), ("compressed", "gzip")):
+        source.write_h5ad(folder / f"{name}.h5ad", compression=compression)
+        dasksc.convert(folder / f"{name}.h5ad", folder / f"{name}.zarr")
+    dasksc.convert(source[:500].copy(), folder / "old.zarr")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mapped", "compressed"])
+def test_a_disk_of_any_size_that_fills_up_ends_no_conversion_by_a_signal(small_disk, many_short_rows, kind):
+    disk, resize = small_disk
+    source, out = many_short_rows / f"{kind}.h5ad", disk / "out.zarr"
+    old, whole = contents(many_short_rows / "old.zarr"), contents(many_short_rows / f"{kind}.zarr")
+
+    def convert():
+        command = [sys.executable, "-c", SMALL_DISK_PROGRAM, str(source), str(out)]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+
+    codes = set()
+    for kilobytes in (150, 600, 1200, 1500, 1800, 3500):
+        assert resize("64m").returncode == 0
+        for path in disk.iterdir():
+            shutil.rmtree(path)
+        shutil.copytree(many_short_rows / "old.zarr", out)
+        assert resize(f"{kilobytes}k").returncode == 0
+        first = convert()
+        codes.add(first.returncode)
+        if first.returncode == 0:
+            assert contents(out) == whole
+            continue
+        assert first.returncode == 3, (kilobytes, first.returncode, first.stderr)
+        words = r"no space is left for (\S+): about ([\d.]+ \w+) more will be needed, [\d.]+ \w+ are free there"
+        told = re.search(words, first.stdout)
+        assert told is not None, first.stdout
+        assert told[1] == str(out)
+        assert contents(out) == old
+        # As much as was asked for is enough.
+        assert resize(str(shutil.disk_usage(disk).used + parse_bytes(told[2]) + 2**16)).returncode == 0
+        again = convert()
+        assert again.returncode == 0, (kilobytes, again.stdout, again.stderr)
+        assert contents(out) == whole
+        assert os.listdir(disk) == ["out.zarr"]
+    assert codes == {0, 3}
 
 
 MEMORY_PROGRAM = """

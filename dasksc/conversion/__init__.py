@@ -24,10 +24,10 @@ from dasksc.concat import Join, noting_left_out
 from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.rows import Order, row_order
 from dasksc.conversion.running import Runner, check_progress, progress_bar
-from dasksc.conversion.scanning import Scan, Verification, pieces
+from dasksc.conversion.scanning import ROW, Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, check_tables, write_tables
-from dasksc.conversion.workplace import Workplace, appearing
+from dasksc.conversion.workplace import Workplace, array_appearing
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count, wide_enough
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, StorageError
 from dasksc.lazy import DaskMatrix, leaves_of, matrix_of
@@ -287,19 +287,18 @@ class _Conversion:
         self._limit = limit
         self._scheduler = scheduler
         self._order = place.folder / "order.npy"
+        self._places = place.folder / "places.npy"
         self._copies: dict[str, Copy] = {}
+        in_order = recipe.order == "keep" and recipe.group_by is None
+        self._staged = {key for key, matrix in matrices.items() if not in_order and _needs_runs(matrix)}
 
     def run(self, *, verify: bool, shown: bool) -> None:
         """Go on until the store is there."""
         n_obs, place, recipe = self._adata.n_obs, self._place, self._recipe
         if not self._order.exists():
-            with appearing(self._order) as path:
-                out = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(n_obs,))
+            with array_appearing(self._order, np.int64, n_obs) as out:
                 row_order(self._adata.obs, order=recipe.order, group_by=recipe.group_by, seed=recipe.seed, out=out)
-                out.flush()
-        in_order = recipe.order == "keep" and recipe.group_by is None
-        staged = {key for key, matrix in self._matrices.items() if not in_order and _needs_runs(matrix)}
-        n_passes = len(self._matrices) * (2 + verify) + len(staged)
+        n_passes = len(self._matrices) * (2 + verify) + len(self._staged)
         with progress_bar(total=n_obs * n_passes, shown=shown) as advance:
             runner = Runner(self._scheduler, advance)
             budget = max(1, self._limit // runner.n_threads)
@@ -307,7 +306,7 @@ class _Conversion:
             for key, matrix in self._matrices.items():
                 rows[key] = self._scanned(runner, key, matrix, budget)
                 self._copies[key] = self._copy(key, matrix, rows[key], budget)
-                self._written(runner, key, self._copies[key], budget, in_runs=key in staged)
+                self._written(runner, key, self._copies[key], budget, in_runs=key in self._staged)
             written = np.load(self._order, mmap_mode="r")
             how = {"order": recipe.order, "group_by": recipe.group_by, "seed": recipe.seed}
             write_tables(self._adata, place.folder / "tables", place.store, written, how)
@@ -354,8 +353,9 @@ class _Conversion:
             )
         indptr = rows.with_name("indptr.npy")
         if not indptr.exists():
-            with appearing(indptr) as path:
-                _write_indptr(path, known, np.load(self._order, mmap_mode="r"))
+            order = np.load(self._order, mmap_mode="r")
+            with array_appearing(indptr, np.int64, len(order) + 1) as out:
+                _fill_indptr(out, known, order)
         return CSRCopy(
             matrix=matrix,
             order=self._order,
@@ -376,8 +376,8 @@ class _Conversion:
         elif in_runs:
             runs = self._runs(runner, key, copy.matrix, budget)
             order = runs.folder / "order.npy"
-            with appearing(order) as path:
-                np.save(path, runs.order())
+            with array_appearing(order, np.int64, copy.matrix.shape[0]) as out:
+                runs.fill_order(out)
             copy = replace(copy, matrix=runs.staged(), order=order)
             if isinstance(copy, CSRCopy):
                 # Each piece is read from every run: the longer, the fewer reads.
@@ -388,19 +388,16 @@ class _Conversion:
             shutil.rmtree(runs.folder)
 
     def _runs(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Staging:
-        places = self._place.folder / "places.npy"
-        if not places.exists():
+        if not self._places.exists():
             order = np.load(self._order, mmap_mode="r")
-            with appearing(places) as path:
-                out = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=order.shape)
+            with array_appearing(self._places, np.int64, len(order)) as out:
                 for start, stop in pieces(0, len(order), _PIECE_ROWS):
                     out[order[start:stop]] = np.arange(start, stop)
-                out.flush()
         # A run is held as it was decoded, and once more sorted, its columns wide.
         run_rows = max(1, int(budget // (3 * matrix.cost.row)))
         staging = Staging(
             matrix=matrix,
-            places=places,
+            places=self._places,
             folder=self._place.folder / "stage" / f"{key}-{run_rows}",
             run_rows=run_rows,
         )
@@ -420,15 +417,24 @@ class _Conversion:
         runner.run(check, what=f"checking {key}", n_cells=matrix.shape[0])
 
     def needed_bytes(self) -> int:
-        """Return how much room what is left may take: what is left of the matrices, uncompressed."""
-        total = 0.0
+        """Return how much room what is left may take: uncompressed, with what is known of rows, and runs."""
+        n_obs = self._adata.n_obs
+        total = float(self._adata.obs.memory_usage(deep=True).sum())
+        total += 8 * n_obs * (not self._order.exists())
+        runs = 0.0
         for key, matrix in self._matrices.items():
             copy = self._copies.get(key)
             left = 1.0
-            if copy is not None and copy.n_tasks:
+            if copy is None:
+                # Rows by task, and together; offsets.
+                total += n_obs * (2 * ROW.itemsize + 8)
+            elif copy.n_tasks:
                 left = sum(not copy.is_done(k) for k in range(copy.n_tasks)) / copy.n_tasks
-            total += left * matrix.cost.row * matrix.shape[0]
-        return int(total)
+            total += left * matrix.cost.row * n_obs
+            if key in self._staged and left == 1:
+                # They go when their matrix is there.
+                runs = max(runs, n_obs * (matrix.cost.row + 8 + 8 * (not self._places.exists())))
+        return int(total + runs)
 
 
 def _paths_of(data: Any) -> Iterator[str]:
@@ -511,12 +517,10 @@ def _piece_rows(matrix: Matrix, budget: int) -> int:
     return max(1, min(_SCAN_ROWS, int(budget // (4 * matrix.cost.row))))
 
 
-def _write_indptr(path: Path, rows: NDArray[Any], order: NDArray[np.int64]) -> None:
+def _fill_indptr(indptr: NDArray[np.int64], rows: NDArray[Any], order: NDArray[np.int64]) -> None:
     """Write where each row of the output begins."""
-    indptr = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(len(order) + 1,))
     indptr[0] = 0
     for start, stop in pieces(0, len(order), _PIECE_ROWS):
         lengths = rows["length"][order[start:stop]]
         np.cumsum(lengths, out=indptr[start + 1 : stop + 1])
         indptr[start + 1 : stop + 1] += indptr[start]
-    indptr.flush()

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.conversion.workplace import appearing
+from dasksc.conversion.workplace import array_appearing
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend
@@ -131,19 +131,17 @@ class Scan:
         for start, stop in pieces(*self.rows(k), self.piece_rows):
             wanted = np.arange(start, stop, dtype=np.int64)
             found.append(described(self.matrix.fetch(wanted), wanted - start, dtype=self.matrix.stored_dtype))
-        with appearing(self._path(k)) as path:
-            np.save(path, np.concatenate(found))
+        with array_appearing(self._path(k), ROW, sum(map(len, found))) as out:
+            np.concatenate(found, out=out)
 
     def collect(self) -> Path:
         """Put together what all tasks found; return the file, an array of `ROW` by row of the input."""
         whole = self.folder / "rows.npy"
         if not whole.exists():
-            with appearing(whole) as path:
-                rows = np.lib.format.open_memmap(path, mode="w+", dtype=ROW, shape=(self.matrix.shape[0],))
+            with array_appearing(whole, ROW, self.matrix.shape[0]) as rows:
                 for k in range(self.n_tasks):
                     start, stop = self.rows(k)
                     rows[start:stop] = np.load(self._path(k))
-                rows.flush()
         return whole
 
 

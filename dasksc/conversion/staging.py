@@ -73,14 +73,12 @@ class Staging:
                 fetched.gather(ranked, out=block)
                 file["X"] = block
 
-    def order(self) -> NDArray[np.int64]:
-        """Return which row of the runs, one below the other, each row of the output is."""
+    def fill_order(self, order: NDArray[np.int64]) -> None:
+        """Write which row of the runs, one below the other, each row of the output is."""
         places = np.load(self.places, mmap_mode="r")
-        order = np.empty(len(places), dtype=np.int64)
         for k in range(self.n_tasks):
             start, stop = self.rows(k)
             order[np.sort(places[start:stop])] = np.arange(start, stop)
-        return order
 
     def staged(self) -> StackedMatrix:
         """Return the runs as one matrix."""

@@ -18,11 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from dask.utils import format_bytes
+from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError, StorageError
 
-__all__ = ["Workplace", "appearing"]
+__all__ = ["Workplace", "appearing", "array_appearing"]
+
+_ZEROS_BYTES = 2**20
 
 
 class Workplace:
@@ -201,6 +205,41 @@ def appearing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
+    """Give a mapped array to fill, shape (n,); as a ``.npy`` file it appears at `path`, in one step.
+
+    Raises
+    ------
+    OSError
+        If the disk has no room for it, before anything is mapped: a page of a map for which there is none ends the
+        process by a signal.
+    """
+    dtype = np.dtype(dtype)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
+    with appearing(path) as partial:
+        with partial.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            _extend(file, n * dtype.itemsize)
+        out = np.load(partial, mmap_mode="r+")
+        yield out
+        out.flush()
+
+
+def _extend(file: IO[bytes], n_bytes: int) -> None:
+    """Have the file system give a file so many bytes more, of zeros."""
+    start = file.tell()
+    file.flush()
+    try:
+        os.posix_fallocate(file.fileno(), 0, start + n_bytes)
+    except (AttributeError, OSError) as error:
+        # Where there is no such call (macOS), or the file system does not know it, zeros are written.
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        for at in range(0, n_bytes, _ZEROS_BYTES):
+            file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
 
 
 def _discard(path: Path) -> None:
