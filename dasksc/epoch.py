@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from dasksc.errors import StorageError
+
 __all__ = ["EpochCounter"]
 
 _REMEMBERED_PASSES = 16
@@ -37,12 +39,22 @@ class EpochCounter:
         self._make(next_epoch=0)
 
     def _make(self, next_epoch: int) -> None:
-        descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
+        try:
+            descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
+            self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
+            except OSError:
+                self._finalizer()
+                raise
+        except OSError as error:
+            raise StorageError(
+                f"the count of epochs cannot be written to {tempfile.gettempdir()}: {error}. Make room there, or set "
+                "TMPDIR to a folder that has some"
+            ) from error
         self._next = next_epoch
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self._path, "next": self.peek(), "pid": self._pid}

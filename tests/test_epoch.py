@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import itertools
 import os
@@ -11,10 +12,12 @@ import subprocess
 import sys
 from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from dasksc.epoch import EpochCounter
+from dasksc.errors import StorageError
 
 pytestmark = pytest.mark.core
 
@@ -24,6 +27,14 @@ def test_epochs_count_up_and_peeking_uses_none() -> None:
     assert [counter.peek(), counter.advance(), counter.peek(), counter.advance()] == [0, 0, 1, 1]
     counter.set(7)
     assert counter.advance() == 7
+
+
+def test_a_full_temporary_folder_is_named_and_nothing_stays_in_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch("dasksc.epoch.json.dump", side_effect=full), pytest.raises(StorageError, match=f"{tmp_path}.*TMPDIR"):
+        EpochCounter()
+    assert os.listdir(tmp_path) == []
 
 
 def test_workers_of_one_pass_read_one_epoch() -> None:

@@ -8,6 +8,7 @@ its code depends on, files appear in one step, and what is found is what was ask
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -96,6 +97,8 @@ class _CacheFiles:
             os.replace(temporary, path)
         except OSError as error:
             logger.info("a compiled kernel could not be kept in %s: %s", self._folder, error)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
 
     def flush(self) -> None:
         """Forget nothing: names change with the code, and others may be using the files."""
