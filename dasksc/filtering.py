@@ -116,6 +116,9 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
         try:
             asked, answered = _with_answers(safe, table.iloc[piece])
             result = answered.eval(asked, engine="python")
+        except (MemoryError, ImportError, AssertionError):
+            raise
+        # Whatever pandas raises on columns that an expression does not fit.
         except Exception as error:
             dtypes = ", ".join(f"{name} is {obs[name].dtype}" for name in names.values())
             raise InputError(f"the filter {expression!r} cannot be evaluated ({dtypes}): {error}") from error

@@ -170,13 +170,13 @@ def array_of(name: str, values: Any) -> NDArray[Any]:
     Raises
     ------
     InputError
-        If NumPy makes no array of it, or entries are masked.
+        If NumPy makes no array of its type or values, or entries are masked.
     """
     if hasattr(values, "detach"):
         values = values.detach().cpu()  # NumPy takes no tensor that requires gradients or is on a GPU
     try:
         array = np.asanyarray(values)
-    except Exception as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name} cannot be made an array: {error}") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         n_masked = int(np.ma.getmaskarray(array).sum())

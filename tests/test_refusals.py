@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import dask
 import h5py
 import numcodecs
 import numpy as np
@@ -22,7 +24,10 @@ from anndata import AnnData
 import dasksc
 from dasksc import collection
 from dasksc.errors import CorruptDataError, StorageError
+from dasksc.sampling import array_of
 from dasksc.storage import open_matrix, zarr_guard
+from dasksc.storage.client import client_of
+from dasksc.storage.swell import check_swelling
 from tests.support.data import make_adata, write_store
 from tests.support.hostile import (
     BOMB_BYTES,
@@ -466,6 +471,58 @@ def test_memory_that_is_short_is_not_said_to_be_a_damaged_row(tmp_path: Path) ->
         pytest.raises(MemoryError, match="no room"),
     ):
         matrix.fetch(np.arange(50))
+
+
+class _Short:
+    """What needs more memory than there is, whatever is done with it."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+    def __reduce__(self) -> Any:
+        raise MemoryError("no room")
+
+
+def _ask_a_store(path: Path) -> None:
+    client_of(f"file://{path}", {}).stat("x")
+
+
+def _ask_a_file_system(path: Path) -> None:
+    client_of("memory://short", {}).stat("x")
+
+
+def _read_edges_without_filters(path: Path) -> None:
+    with h5py.File(path / "x.h5ad", "w") as file:
+        file.create_dataset("X", data=np.ones((50, 30)), chunks=(7, 30), shuffle=True)
+    open_matrix(path / "x.h5ad", "X")
+
+
+def _convert_tables(path: Path) -> None:
+    dasksc.convert(make_adata(20), path / "out.zarr")
+
+
+@pytest.mark.parametrize(
+    ("failing", "act"),
+    [
+        (None, lambda path: array_of("labels", _Short())),
+        (None, lambda path: client_of("memory://short", {"token": _Short()})),
+        ("pandas.DataFrame.eval", lambda path: dasksc.rows_where(make_adata(20).obs, "float32 > 1")),
+        ("obstore.head", _ask_a_store),
+        ("fsspec.implementations.memory.MemoryFileSystem.info", _ask_a_file_system),
+        ("dasksc.storage.codecs.Chain.decode", _read_edges_without_filters),
+        ("gzip.GzipFile", lambda path: check_swelling("gzip", bytes(9), at_most=1)),
+        ("dasksc.conversion.tables.write_elem", _convert_tables),
+    ],
+    ids=["labels", "options", "filter", "obstore", "fsspec", "edges", "swelling", "tables"],
+)
+def test_memory_that_is_short_is_nobodys_fault(tmp_path: Path, failing: str | None, act: Any) -> None:
+    with (
+        nullcontext() if failing is None else mock.patch(failing, side_effect=MemoryError("no room")) as mocked,
+        dask.config.set({"dasksc.retry-timeout": "1s"}),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        act(tmp_path)
+    assert failing is None or mocked.call_count == 1
 
 
 def test_what_the_system_refuses_is_not_said_to_be_corrupt(tmp_path: Path) -> None:

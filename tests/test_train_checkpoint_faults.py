@@ -71,6 +71,18 @@ def test_interrupting_a_load_is_no_error_of_the_checkpoint(raw, monkeypatch):
         train(raw, training__resume_from="auto")
 
 
+@pytest.mark.parametrize("where", ["Writer.write_data", "Reader.read_data", "Reader.read_metadata"])
+def test_memory_that_is_short_is_no_error_of_the_checkpoint(where, raw, monkeypatch):
+    def short(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    if where.startswith("Reader"):
+        train(raw)
+    monkeypatch.setattr(f"torch.distributed.checkpoint.filesystem.FileSystem{where}", short)
+    with pytest.raises(MemoryError, match="no room"):
+        train(raw, training__resume_from="auto")
+
+
 def test_a_disk_that_cannot_be_written_is_named(raw, folder, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,6 +21,14 @@ TRANSFORMER = {"model": "transformer_encoder", "tokenizer": {"masking": {"mask_r
 def config(tmp_path: Path, **sections: Any) -> Config:
     training = {"checkpoint_dir": str(tmp_path / "run"), **sections.pop("training", {})}
     return Config.of({"data": {"path": "a.h5ad"}, "model": CLASSIFIER, **sections, "training": training})
+
+
+def test_memory_that_is_short_is_no_error_of_the_configuration(tmp_path):
+    with (
+        patch("torch.optim.AdamW.__init__", side_effect=MemoryError("no room")),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        check(config(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from zarr.storage import MemoryStore
 from dasksc.conversion.scanning import pieces
 from dasksc.conversion.writing import write_group
 from dasksc.errors import CorruptDataError, InputError
+from dasksc.storage import is_of_content
 
 __all__ = ["check_obs", "check_tables", "storable", "write_tables"]
 
@@ -115,6 +116,8 @@ def _error_of_writing(element: Any) -> Exception | None:
         write_elem(zarr.open_group(MemoryStore(), mode="w", zarr_format=3), "tried", element)
     # Whatever AnnData and what it writes by raise.
     except Exception as error:
+        if not is_of_content(error):
+            raise
         return error
     return None
 
@@ -219,10 +222,10 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
     with _as_anndata_writes():
         try:
             written = read_elem(zarr.open_group(store, mode="r")["obs"])
-        except MemoryError:
-            raise
         # Whatever the libraries raise on damaged metadata.
         except Exception as error:
+            if not is_of_content(error):
+                raise
             raise CorruptDataError(
                 f"{store}: obs cannot be read as it was written ({type(error).__name__}: {error}). The disk or memory "
                 "may be failing. What was written is removed; convert again."

@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from dasksc import config
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
+from dasksc.storage.arrays import is_of_content
 
 __all__ = [
     "SCHEMES",
@@ -178,6 +179,8 @@ def client_of(root: str, options: Mapping[str, Any]) -> Client:
     """
     try:
         key = (os.getpid(), root, pickle.dumps(sorted(options.items())), config.get_seconds("retry-timeout"))
+    except MemoryError:
+        raise
     except Exception as error:
         raise InputError(f"storage_options must be plain values that pickle: {error}") from error
     client = _clients.get(key)
@@ -223,6 +226,8 @@ class ObstoreClient:
         try:
             self._store = _store(root, options)
         except Exception as error:
+            if not is_of_content(error):
+                raise
             # Without the original error, whose text holds what was given.
             raise InputError(
                 f"{self._shown} cannot be opened with these storage_options: {cleaned(error, self._secrets)}. They are "
@@ -291,6 +296,8 @@ class ObstoreClient:
         except self._library.exceptions.PreconditionError:
             raise replaced(self._path(key)) from None
         except Exception as error:
+            if not is_of_content(error):
+                raise
             raise self._translated(error, key, span) from None
 
     def _path(self, key: str) -> str:
@@ -334,7 +341,7 @@ def patiently(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
     Parameters
     ----------
     ask
-        What it raises last is raised, errors of this package at once,
+        What it raises last is raised; errors of this package, and those of a program, at once,
     is_final
         and errors of which this is true.
     """
@@ -346,7 +353,7 @@ def patiently(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
         except DaskscError:
             raise
         except Exception as error:
-            if is_final(error) or time.monotonic() + pause > deadline:
+            if is_final(error) or not is_of_content(error) or time.monotonic() + pause > deadline:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
+from dasksc.storage.arrays import is_of_content
 from dasksc.storage.client import (
     SCHEMES,
     WHOLE_BYTES,
@@ -223,6 +224,8 @@ class FsspecClient:
         except DaskscError:
             raise
         except Exception as error:
+            if not is_of_content(error):
+                raise
             raise self._translated(error, key, span) from None
 
     def _read(self, system: Any, path: str, start: int, stop: int, identity: ObjectIdentity) -> bytes:

@@ -267,7 +267,7 @@ def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[Non
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, KeyboardInterrupt):
+        if isinstance(cause, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError):
             raise cause from None
         raise kind(f"{what}: {type(cause).__name__} on rank {rank}, {cause}. {advice}") from error
 
@@ -328,7 +328,11 @@ def _known_tensors(path: Path) -> dict[str, Any]:
     """Return what a checkpoint has, by names such as ``model.layer.weight``; tensors have a `size`."""
     try:
         return dict(FileSystemReader(path).read_metadata().state_dict_metadata)
+    except MemoryError:
+        raise
     except Exception as error:  # unpickling what was cut off raises anything
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise StorageError(f"{path / '.metadata'} cannot be read: {error}") from error
         raise CorruptDataError(
             f"{path / '.metadata'} is missing or damaged: {type(error).__name__}, {error}. Remove {path} to go on from "
             "the checkpoint before it"

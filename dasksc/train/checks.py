@@ -85,7 +85,7 @@ def _check_optimizer(config: Config) -> None:
 def _made(make: Callable[..., Any], arguments: dict[str, Any], what: str) -> None:
     try:
         make(**arguments)
-    except InputError:
+    except (InputError, MemoryError, ImportError):
         raise
     except Exception as error:
         raise InputError(f"{what} has a value that cannot be used: {type(error).__name__}: {error}") from error
