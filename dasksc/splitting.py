@@ -282,7 +282,7 @@ def _parts_of_groups(
         by_value = _counted(first, classes, n_classes)
         values = np.flatnonzero(by_value.sum(axis=1))
         if unlabelled >= 0:
-            # Only where there is nothing else, it is the largest.
+            # It counts only where no row has a label.
             by_value[:, unlabelled] = by_value.sum(axis=1) == by_value[:, unlabelled]
         counts = np.zeros_like(counts)
         np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)

@@ -417,7 +417,7 @@ class _Conversion:
         runner.run(check, what=f"checking {key}", n_cells=matrix.shape[0])
 
     def needed_bytes(self) -> int:
-        """Return how much room what is left may take: uncompressed, with what is known of rows, and runs."""
+        """Estimate the bytes still to be written: matrices uncompressed, runs, obs, and the facts about rows."""
         n_obs = self._adata.n_obs
         total = float(self._adata.obs.memory_usage(deep=True).sum())
         total += 8 * n_obs * (not self._order.exists())
@@ -426,13 +426,13 @@ class _Conversion:
             copy = self._copies.get(key)
             left = 1.0
             if copy is None:
-                # Rows by task, and together; offsets.
+                # Facts about rows are written by task and again together, then the offsets.
                 total += n_obs * (2 * ROW.itemsize + 8)
             elif copy.n_tasks:
                 left = sum(not copy.is_done(k) for k in range(copy.n_tasks)) / copy.n_tasks
             total += left * matrix.cost.row * n_obs
             if key in self._staged and left == 1:
-                # They go when their matrix is there.
+                # Runs of one matrix at a time lie on the disk.
                 runs = max(runs, n_obs * (matrix.cost.row + 8 + 8 * (not self._places.exists())))
         return int(total + runs)
 

@@ -229,7 +229,7 @@ def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[An
 
 
 def _extend(file: IO[bytes], n_bytes: int) -> None:
-    """Have the file system give a file so many bytes more, of zeros."""
+    """Extend a file by zeros for which the file system sets space aside."""
     start = file.tell()
     file.flush()
     try:

@@ -98,7 +98,7 @@ class Place:
         StorageError
             If rank 0 raised an `OSError`.
         TrainingError
-            If it raised anything else; rank 0 raises that itself. So is an output that nobody reads any more.
+            If it raised anything else, or its output is a closed pipe; rank 0 raises that error itself.
         """
         error: Exception | None = None
         if self.rank == 0:
