@@ -64,11 +64,6 @@ class Place:
     device: torch.device
     strategy: str
 
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        # On the rank's own device: a barrier would have to guess which that is.
-        self.reduced(torch.zeros(1, device=self.device)).item()
-
     def reduced(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Combine `values` of all ranks, in place."""
         if dist.is_initialized():
@@ -106,13 +101,11 @@ class Place:
                 act()
             except Exception as raised:
                 error = raised
-        is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
-        failure = None if error is None else (is_of_storage, f"{type(error).__name__}, {error}")
-        failure = self.agreed(failure)
-        if failure is None:
-            self.barrier()
+        # One number where all is well; the words, which take longer, only where it is not.
+        if not self.reduced(torch.tensor(float(error is not None), device=self.device)).item():
             return
-        is_of_storage, said = failure
+        is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
+        is_of_storage, said = self.agreed((is_of_storage, f"{type(error).__name__}, {error}"))
         if error is not None and not is_of_storage:
             raise error
         raise (StorageError if is_of_storage else TrainingError)(f"{what}: {said} on rank 0") from error
