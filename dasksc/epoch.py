@@ -12,7 +12,6 @@ or the workers are persistent).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import tempfile
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dasksc.errors import StorageError
+from dasksc.platforms import lock_file
 
 __all__ = ["EpochCounter"]
 
@@ -67,7 +67,7 @@ class EpochCounter:
         if not os.path.exists(self._path):
             self._make(self._next)
         with open(self._path, "r+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file, wait=True)
             before = file.readall()
             state = json.loads(before)
             yield state

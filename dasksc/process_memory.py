@@ -7,7 +7,6 @@ again from the disk by a process that maps it. `dasksc.memory_model` decides by 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,9 +153,10 @@ def _of_group(folder: Path) -> list[tuple[int, int, str]]:
 
 
 def _address_bytes(root: Path) -> int | None:
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:  # Windows
         return None
-    import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:

@@ -24,6 +24,7 @@ PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_t
 # Lowest first: a room imports from rooms before it, never from one after it.
 ROOMS = [
     "errors",
+    "platforms",
     "config",
     "process_memory",
     "kernels",

@@ -9,9 +9,9 @@ rest is made. Metadata of the store's root come last: until then nothing opens i
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +23,7 @@ from dask.utils import format_bytes
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError, StorageError
+from dasksc.platforms import lock_file
 
 __all__ = ["Workplace", "appearing", "array_appearing"]
 
@@ -73,7 +74,7 @@ class Workplace:
             except FileNotFoundError:  # the folder went away: another process is done with it
                 continue
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, wait=False)
             except BlockingIOError as error:
                 lock.seek(0)
                 owner = lock.read().strip() or "another process"
@@ -84,7 +85,7 @@ class Workplace:
             # Whoever had it may have removed it between the opening and the locking.
             if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 lock.truncate(0)
-                lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+                lock.write(f"process {os.getpid()} on {platform.node()}\n")
                 lock.flush()
                 return lock
             lock.close()
@@ -251,6 +252,8 @@ def _discard(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":  # which opens no folders
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

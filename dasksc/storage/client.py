@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from dasksc import config
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
+from dasksc.platforms import after_fork
 from dasksc.storage.arrays import is_of_content
 
 __all__ = [
@@ -165,8 +166,7 @@ def _after_fork() -> None:
     _is_orphaned = _is_orphaned or "obstore" in sys.modules
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def client_of(root: str, options: Mapping[str, Any]) -> Client:

@@ -26,7 +26,7 @@ from dasksc.storage.identity import FileIdentity
 from dasksc.storage.pools import ThreadsOfProcess
 from dasksc.storage.runs import merge
 
-__all__ = ["LocalFile", "UseMmap", "can_map", "let_go_of_pages", "mapping", "maps", "read_at"]
+__all__ = ["READ_FLAGS", "LocalFile", "UseMmap", "can_map", "let_go_of_pages", "mapping", "maps", "read_at"]
 
 UseMmap: TypeAlias = bool | Literal["auto"]
 """Whether files are mapped: always, never, or unless `mapping` says otherwise in the thread that reads."""
@@ -50,12 +50,28 @@ _MOST_OPEN = 128
 _direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
 # What a thread reads before it returns to Python, in ranges and about in bytes.
 _PART_RANGES, _PART_BYTES = 16, 2**21
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_pread = np.uint64(ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
+# With what a file is opened to be read; Windows has another set of flags.
+READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+# Where no call reads at an offset (Windows), threads take turns with the file position; no fork shares it there.
+_position = threading.Lock()
+
+
+def _libc_with_mmap() -> Any:
+    """Return the C library of this process; None where it has no ``mmap`` (Windows)."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    except (AttributeError, OSError, TypeError):
+        return None
+    return libc
+
+
+_libc = _libc_with_mmap()
+# Called by a kernel where files have direct reads, which is on Linux.
+_pread = np.uint64(0 if _libc is None else ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
 
 # File systems of other machines, where a page fault waits for the network and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
@@ -288,11 +304,21 @@ def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = 
     """Fill `into` from byte `offset` of an open file, at least `enough` of it; return how many bytes there were."""
     done = 0
     while done < (len(into) if enough is None else enough):
-        n = os.preadv(number, [into[done:]], offset + done)
+        n = _read_some(number, offset + done, into[done:])
         if n == 0:
             break
         done += n
     return done
+
+
+def _read_some(number: int, offset: int, into: memoryview) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(number, [into], offset)
+    with _position:
+        os.lseek(number, offset, os.SEEK_SET)
+        data = os.read(number, len(into))
+    into[: len(data)] = data
+    return len(data)
 
 
 def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:
@@ -313,7 +339,7 @@ class _Descriptor:
     """An open file descriptor that closes when it is dropped."""
 
     def __init__(self, path: str, flags: int = 0) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        self.number = os.open(path, READ_FLAGS | flags)
         weakref.finalize(self, os.close, self.number)
 
 
@@ -334,12 +360,20 @@ def let_go_of_pages() -> None:
 
 
 class _Map:
-    """A file mapped into memory until nothing refers to it; Python's own maps keep the file open as well."""
+    """A file mapped into memory until nothing refers to it.
+
+    Python's own maps keep the file open as well; they are used where there are no others.
+    """
 
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
         size = identity.size
         if os.fstat(descriptor.number).st_size < size:
             raise CorruptDataError(f"{identity.path} was truncated after it was opened: {size} bytes were there")
+        self._place: tuple[int, int] | None = None
+        if _libc is None:
+            self._map = mmap.mmap(descriptor.number, size, access=mmap.ACCESS_READ) if size else b""
+            self.__array_interface__ = np.frombuffer(self._map, dtype=np.uint8).__array_interface__
+            return
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor.number, 0)
         if address in (None, ctypes.c_void_p(-1).value):
             code = ctypes.get_errno()
@@ -354,7 +388,8 @@ class _Map:
 
     def let_go(self) -> None:
         """Have the next touch of every page look for it in the page cache again."""
-        _libc.madvise(*self._place, mmap.MADV_DONTNEED)
+        if self._place is not None:
+            _libc.madvise(*self._place, mmap.MADV_DONTNEED)
 
 
 def can_map(path: str) -> bool:

@@ -10,7 +10,6 @@ it, which torch's own allocator of pinned memory knows about.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import weakref
 from collections import deque
@@ -18,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from dasksc.platforms import after_fork
 
 __all__ = ["Recycling", "empty", "kept_bytes"]
 
@@ -109,7 +110,7 @@ def _after_fork() -> None:
     _pool = _Pool()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 class Recycling:

@@ -19,6 +19,7 @@ from typing import Any
 
 from dasksc import config
 from dasksc.errors import StorageError
+from dasksc.platforms import after_fork
 from dasksc.storage.client import WHOLE_BYTES, ObjectIdentity, client_of, shown
 
 __all__ = ["OrphanClient"]
@@ -130,8 +131,7 @@ def _after_fork() -> None:
     _starting = threading.Lock()  # another thread of the parent may have held the old one
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def _send(connection: socket.socket, value: Any) -> None:

@@ -25,6 +25,7 @@ from zarr.registry import register_pipeline
 from zarr.storage import LocalStore, ZipStore
 
 from dasksc.errors import CorruptDataError, StorageError
+from dasksc.platforms import after_fork
 from dasksc.storage.client import WHOLE_BYTES
 from dasksc.storage.swell import ROOM_BYTES, SWELLING, check_swelling
 
@@ -245,7 +246,7 @@ def _begin_anew_after_fork() -> None:
         _n_inside = 0
 
 
-os.register_at_fork(after_in_child=_begin_anew_after_fork)
+after_fork(_begin_anew_after_fork)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dasksc import DaskscError, InputError, World
+from dasksc.platforms import cpus_of_process
 from dasksc.train.config import Training
 from dasksc.world import LAUNCHERS
 
@@ -86,7 +87,7 @@ def processes_to_start(
         n = 1 if training.strategy in ("single", "dp") else n_gpus // n_nodes
         return 0 if n == n_nodes == 1 else n
     if nproc == "auto":
-        return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+        return torch.cuda.device_count() or cpus_of_process()
     if not nproc.isdigit() or int(nproc) < 1:
         raise InputError(f"--nproc {nproc} must be a number of processes, or auto")
     return int(nproc)
@@ -195,7 +196,7 @@ def _death(exit_code: int) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:  # of real time, which have no names
         name = f"signal {-exit_code}"
-    if -exit_code == signal.SIGKILL:
+    if name == "SIGKILL":
         name += " (if nobody sent it, the memory of the node was full: lower data.batch_size or data.fetch_factor)"
     return f"was killed by {name}"
 

@@ -25,6 +25,8 @@ from dask.callbacks import Callback
 from dask.local import get_sync
 from dask.task_spec import Task
 
+from dasksc.platforms import after_fork
+
 __all__ = ["OnDemandRunner", "ThreadRunner"]
 
 logger = logging.getLogger(__name__)
@@ -295,4 +297,4 @@ def _after_fork() -> None:
     _Threads._current = None
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)

@@ -6,13 +6,13 @@ could import it, at ``/metrics``.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dasksc.platforms import after_fork
 from dasksc.storage.clock import Spent
 
 __all__ = ["Totals", "count", "export", "totals"]
@@ -60,7 +60,7 @@ def _after_fork() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 class _Collector:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import re
 import sys
 import threading
@@ -21,6 +20,7 @@ import dask
 from dask.system import cpu_count as _dask_cpu_count
 
 from dasksc.errors import InputError
+from dasksc.platforms import after_fork
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -321,7 +321,7 @@ def _after_fork() -> None:
     _clients.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def cpu_count() -> int:
