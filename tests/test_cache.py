@@ -1,8 +1,13 @@
-"""The cache of blocks: bounded, shared, checked, and never another value than that of the object."""
+"""The cache of blocks: bounded, shared by processes of one user, checked, and never another value than the object's."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import dataclasses
 import os
+import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +33,10 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture(autouse=True)
-def _nothing_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def _like_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_written", {})
+    monkeypatch.setattr(module, "_keys", {})
+    monkeypatch.setattr(module, "_said", set())
 
 
 @pytest.fixture
@@ -70,7 +77,7 @@ def test_a_damaged_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
             case "another":
                 content = bytearray(os.urandom(len(content)))
             case "checksums":
-                content[-25] ^= 1
+                content[-5] ^= 1
         path.write_bytes(content)
     thing.requests.clear()
     thing.read(cache, 0, len(thing.data))
@@ -90,6 +97,144 @@ def test_damage_in_pages_that_are_not_wanted_does_not_matter(tmp_path: Path) -> 
     thing.read(cache, 100, 200)
     assert not thing.requests
     thing.read(cache, BLOCK_BYTES // 2, BLOCK_BYTES)
+    assert len(thing.requests) == 1
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_what_is_kept_is_of_its_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    with umask(0):
+        Object(1000).read(cache_in(tmp_path), 0, 1000)
+    folder = tmp_path / "cache"
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
+    assert len(modes) == 4  # the folder, its key, a folder in it and a block
+    assert {path.name: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o755, 0o711, 0o720])
+def test_a_folder_that_others_have_access_to_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    folder, thing = tmp_path / "cache", Object(1000)
+    folder.mkdir()
+    folder.chmod(mode)
+    for _ in range(3):
+        thing.read(cache_in(tmp_path), 0, 1000)
+    assert len(thing.requests) == 3
+    assert not any(folder.iterdir())
+    assert [record.message for record in caplog.records] == [
+        f"blocks cannot be kept in the cache {folder}: other users have access to it (mode {mode:03o}), who could read "
+        f"private data there, or plant other. Run chmod 700 {folder}, or give a folder that does not exist yet: it is "
+        "made for this user alone"
+    ]
+    folder.chmod(0o700)
+    thing.read(cache_in(tmp_path), 0, 1000)
+    thing.read(cache_in(tmp_path), 0, 1000)
+    assert len(thing.requests) == 4
+
+
+@pytest.mark.parametrize("which", ["folder", "key"])
+def test_what_belongs_to_another_user_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    thing = Object(1000)
+    thing.read(cache_in(tmp_path), 0, 1000)
+    owned = tmp_path / "cache" / ("key" if which == "key" else "")
+    real = owned.stat()
+    monkeypatch.setattr(module, "_keys", {})
+
+    def of_another(status: os.stat_result) -> os.stat_result:
+        if not os.path.samestat(status, real):
+            return status
+        return os.stat_result([*status[:4], os.geteuid() + 1, *status[5:]])
+
+    for name in ("stat", "fstat"):
+        look = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, look=look, **kwargs: of_another(look(*args, **kwargs)))
+    thing.read(cache_in(tmp_path), 0, 1000)
+    assert len(thing.requests) == 2
+    assert f"it belongs to another user (uid {os.geteuid() + 1}" in caplog.text
+
+
+def test_a_folder_that_is_exposed_later_is_no_longer_used(tmp_path: Path) -> None:
+    thing, cache = Object(1000), cache_in(tmp_path)
+    thing.read(cache, 0, 1000)
+    (tmp_path / "cache").chmod(0o777)
+    thing.read(cache, 0, 1000)
+    assert len(thing.requests) == 2
+
+
+@pytest.mark.parametrize("key", ["read by others", "cut short"])
+def test_a_key_that_may_be_known_to_others_or_is_damaged_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    thing, path = Object(1000), tmp_path / "cache" / "key"
+    thing.read(cache_in(tmp_path), 0, 1000)
+    monkeypatch.setattr(module, "_keys", {})
+    if key == "read by others":
+        path.chmod(0o644)
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    thing.read(cache_in(tmp_path), 0, 1000)
+    assert len(thing.requests) == 2
+    assert "cannot be kept in the cache" in caplog.text
+
+
+@pytest.mark.parametrize("whose", ["another key", "another block", "another page"])
+def test_a_planted_block_is_not_taken_for_one_that_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    thing, planted = Object(BLOCK_BYTES), Object(BLOCK_BYTES)
+    planted.data = os.urandom(BLOCK_BYTES)
+    cache = cache_in(tmp_path)
+    thing.read(cache, 0, 10)
+    (path,) = files(tmp_path)
+    if whose == "another key":
+        # All that is in a cache but its key can be made by anybody who has the program.
+        planted.read(cache_in(tmp_path / "elsewhere"), 0, 10)
+        (other,) = files(tmp_path / "elsewhere")
+        assert other.name != path.name
+        shutil.copyfile(other, path)
+    elif whose == "another block":
+        planted.identity = dataclasses.replace(planted.identity, path="s3://bucket/another")
+        planted.read(cache, 0, 10)
+        (other,) = set(files(tmp_path)) - {path}
+        shutil.copyfile(other, path)
+    else:
+        content = bytearray(path.read_bytes())
+        page, tag = module._PAGE_BYTES, module._TAG_BYTES
+        for at, n in ((0, page), (BLOCK_BYTES, tag)):
+            content[at : at + n], content[at + n : at + 2 * n] = content[at + n : at + 2 * n], content[at : at + n]
+        path.write_bytes(content)
+    thing.requests.clear()
+    thing.read(cache, 0, 100)
+    assert len(thing.requests) == 1
+
+
+def test_processes_that_begin_a_cache_at_once_use_one_key(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        keys = set(threads.map(lambda _: module._key_in(str(tmp_path / "cache")), range(64)))
+    assert len(keys) == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key"]
+
+
+def test_a_file_system_without_links_has_a_key_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    thing, cache = Object(1000), cache_in(tmp_path)
+    thing.read(cache, 0, 1000)
+    monkeypatch.setattr(module, "_keys", {})
+    thing.read(cache, 0, 1000)
     assert len(thing.requests) == 1
 
 

@@ -3,27 +3,31 @@
 A block is a file named by what it is a block of: the object's URL, size, ETag and time of change. So nothing is ever
 changed in place, and another version of an object has other names. Files come by renaming, whole or not at all, and go
 when the folder has grown to its limit, the longest unused first. No lock is held by anybody.
+
+The folder is of one user, mode 0700; one to which others have access is not used. A random key in it, mode 0600,
+enters the name of each block and the tag of each page: whoever does not know it can neither ask what the folder holds
+nor make a file that is taken for a block, whatever access the folder gave before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import os
 import secrets
+import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import google_crc32c
-import numpy as np
+from typing import IO, Any
 
 from dasksc import config
 from dasksc.errors import InputError
 from dasksc.storage.client import ObjectIdentity
-from dasksc.storage.files import read_at
+from dasksc.storage.files import READ_FLAGS, read_at
+from dasksc.storage.private import exposure
 
 __all__ = ["BLOCK_BYTES", "Cache"]
 
@@ -31,9 +35,11 @@ logger = logging.getLogger("dasksc.storage")
 
 # What is asked for at once where something is lacking.
 BLOCK_BYTES = 2**22
-# Each of these has a checksum of its own, so that a few rows do not cost the reading of a block.
+# Each of these has a tag of its own, so that a few rows do not cost the reading of a block.
 _PAGE_BYTES = 2**16
-_MAGIC = b"dasksc1\n"
+_TAG_BYTES = 16
+_KEY_BYTES = 32
+_KEY_NAME = "key"
 _DEFAULT_LIMIT = "100GiB"
 # A process measures the folder whenever it has written this share of the limit; found fuller than the second, it is
 # emptied to the third. So four processes that write at once stay below the limit, and n below 15/16 + n/64 of it.
@@ -45,6 +51,10 @@ _STALE_S = 3600.0
 
 # Bytes that this process has written to each folder since it measured it.
 _written: dict[str, float] = {}
+# Device and inode of each folder that this process uses, and the key that was in it.
+_keys: dict[str, tuple[tuple[int, int], bytes]] = {}
+# Folders that this process cannot use, and why: each is said once.
+_said: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class Cache:
     Parameters
     ----------
     folder
-        Where it is; made when the first block is kept.
+        Where it is; made, for this user alone, when the first block is read.
     limit
         Bytes that it may hold; while more than four processes write to it, a 64th more for each further one.
     """
@@ -101,63 +111,66 @@ class Cache:
         """
         if identity.etag is None and identity.modified.startswith("1970-01-01"):
             return request(start, stop)  # nothing would tell another version from this one
+        key = self._key()
+        if key is None:
+            return request(start, stop)
         pieces = []
         for base in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
             end = min(base + BLOCK_BYTES, identity.size)
             low, high = max(start, base) - base, min(stop, end) - base
-            path = self._path(identity, base)
-            piece = self._kept(path, end - base, low, high)
+            block = self._block(key, identity, base)
+            piece = block.kept(end - base, low, high)
             if piece is None:
                 whole = request(base, end)
-                self._keep(path, whole)
+                self._keep(block, whole)
                 piece = whole[low:high]
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
-    def _path(self, identity: ObjectIdentity, base: int) -> str:
-        words = (identity.path, str(identity.size), identity.etag or "", identity.modified, str(base))
-        name = hashlib.blake2b("\n".join(words).encode(), digest_size=20).hexdigest()
-        return os.path.join(self.folder, name[:2], name)
-
-    def _kept(self, path: str, n_bytes: int, low: int, high: int) -> memoryview | None:
-        """Return bytes [low, high) of a block; None if it is not here, or damaged, in which case it goes."""
+    def _key(self) -> bytes | None:
+        """Return the key of the folder, made if there is none; None if the folder cannot be used, and say why, once."""
+        # Looked at each time: who may write to the folder above can put another one in its place.
         try:
-            number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            piece = _checked(number, n_bytes, low, high)
-            if time.time() - os.fstat(number).st_mtime > _FRESH_S:
-                with contextlib.suppress(OSError):
-                    os.utime(path)
-            return piece
-        except (OSError, ValueError) as error:
-            logger.warning("%s in the cache is damaged (%s); what it holds is fetched again", path, error)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            return None
-        finally:
-            os.close(number)
-
-    def _keep(self, path: str, block: memoryview) -> None:
-        """Write a block; what cannot be written is told, and not kept."""
-        temporary = os.path.join(self.folder, f"new-{os.getpid()}-{secrets.token_hex(8)}")
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
             try:
-                with open(temporary, "xb") as file:
-                    file.write(block)
-                    file.write(_trailer(block))
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+                status = os.stat(self.folder)
+            except FileNotFoundError:
+                os.makedirs(self.folder, mode=0o700, exist_ok=True)
+                status = os.stat(self.folder)
+            if not stat.S_ISDIR(status.st_mode):
+                raise NotADirectoryError("it is no folder")
+            _refuse_exposed(status, f"chmod 700 {self.folder}")
+            place = status.st_dev, status.st_ino
+            known = _keys.get(self.folder)
+            if known is None or known[0] != place:
+                known = _keys[self.folder] = place, _key_in(self.folder)
+        except OSError as error:
+            if (self.folder, str(error)) not in _said:
+                _said.add((self.folder, str(error)))
+                logger.warning("blocks cannot be kept in the cache %s: %s", self.folder, error)
+            return None
+        return known[1]
+
+    def _block(self, key: bytes, identity: ObjectIdentity, base: int) -> _Block:
+        words = (identity.path, str(identity.size), identity.etag or "", identity.modified, str(base))
+        digest = hashlib.blake2b("\n".join(words).encode(), key=key).digest()
+        name = digest[:20].hex()
+        return _Block(path=os.path.join(self.folder, name[:2], name), key=digest[32:])
+
+    def _keep(self, block: _Block, content: memoryview) -> None:
+        """Write a block; what cannot be written is told, and not kept."""
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(block.path), mode=0o700)
+            with _new_file(self.folder) as (temporary, file):
+                file.write(content)
+                file.write(block.tags(content, 0))
+                file.close()
+                os.replace(temporary, block.path)
         except OSError as error:
             logger.warning("a block cannot be kept in the cache %s: %s", self.folder, error)
             return
         # What was there before this process came may be too much already.
-        written = _written.get(self.folder, float("inf")) + len(block)
+        written = _written.get(self.folder, float("inf")) + len(content)
         _written[self.folder] = written
         if written > self.limit * _MEASURED:
             _written[self.folder] = 0.0
@@ -174,7 +187,7 @@ class Cache:
                     status = os.stat(path)
                     if name.startswith("new-") and now - status.st_mtime > _STALE_S:
                         os.unlink(path)
-                    else:
+                    elif name != _KEY_NAME:
                         files.append((status.st_mtime, status.st_size, path))
         total = sum(size for _, size, _ in files)
         if total <= self.limit * _FULL:
@@ -187,30 +200,62 @@ class Cache:
             total -= size
 
 
-def _trailer(block: memoryview) -> bytes:
-    """Return what follows a block in its file: a checksum for each page, and what says that they are whole."""
-    sums: Any = np.array(
-        [_checksum(block[at : at + _PAGE_BYTES]) for at in range(0, len(block), _PAGE_BYTES)], dtype="<u4"
-    )
-    end = len(block).to_bytes(8, "little") + _checksum(memoryview(sums).cast("B")).to_bytes(4, "little")
-    return bytes(sums.tobytes()) + end + _MAGIC
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """A file that holds a block, or will: its bytes, then the tag of each page.
 
+    Parameters
+    ----------
+    path
+        Where the file is.
+    key
+        What its tags are made with; no other block has it.
+    """
 
-def _checked(number: int, n_bytes: int, low: int, high: int) -> memoryview:
-    """Return bytes [low, high) of the block in an open file; a ValueError says what is wrong with it."""
-    n_pages = -(-n_bytes // _PAGE_BYTES)
-    trailer = _read(number, n_bytes, 4 * n_pages + 12 + len(_MAGIC))
-    sums, end = trailer[: 4 * n_pages], trailer[4 * n_pages :]
-    expected = n_bytes.to_bytes(8, "little") + _checksum(sums).to_bytes(4, "little") + _MAGIC
-    if end != expected or os.fstat(number).st_size != n_bytes + len(trailer):
-        raise ValueError("it is not whole")
-    first = low - low % _PAGE_BYTES
-    data = _read(number, first, min(-(-high // _PAGE_BYTES) * _PAGE_BYTES, n_bytes) - first)
-    wanted = np.frombuffer(sums, dtype="<u4")[first // _PAGE_BYTES :].tolist()
-    for at in range(0, len(data), _PAGE_BYTES):
-        if _checksum(data[at : at + _PAGE_BYTES]) != wanted[at // _PAGE_BYTES]:
-            raise ValueError("a checksum does not match")
-    return data[low - first : high - first]
+    path: str
+    key: bytes
+
+    def kept(self, n_bytes: int, low: int, high: int) -> memoryview | None:
+        """Return bytes [low, high) of it; None if it is not here, or damaged, in which case it goes."""
+        try:
+            number = os.open(self.path, READ_FLAGS)
+        except OSError:
+            return None
+        try:
+            piece = self._checked(number, n_bytes, low, high)
+            if time.time() - os.fstat(number).st_mtime > _FRESH_S:
+                with contextlib.suppress(OSError):
+                    os.utime(self.path)
+            return piece
+        except (OSError, ValueError) as error:
+            logger.warning("%s in the cache is damaged (%s); what it holds is fetched again", self.path, error)
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            return None
+        finally:
+            os.close(number)
+
+    def _checked(self, number: int, n_bytes: int, low: int, high: int) -> memoryview:
+        """Return bytes [low, high) of the block in an open file; a ValueError says what is wrong with it."""
+        n_pages = -(-n_bytes // _PAGE_BYTES)
+        if os.fstat(number).st_size != n_bytes + n_pages * _TAG_BYTES:
+            raise ValueError("it is not whole")
+        first, after = low // _PAGE_BYTES, -(-high // _PAGE_BYTES)
+        start = first * _PAGE_BYTES
+        data = _read(number, start, min(after * _PAGE_BYTES, n_bytes) - start)
+        tags = _read(number, n_bytes + first * _TAG_BYTES, (after - first) * _TAG_BYTES)
+        if self.tags(data, first) != tags:
+            raise ValueError("its content is not what was kept")
+        return data[low - start : high - start]
+
+    def tags(self, content: memoryview, first: int) -> bytes:
+        """Return the tags of pages, the first of which has this number."""
+        pages = (content[at : at + _PAGE_BYTES] for at in range(0, len(content), _PAGE_BYTES))
+        # SHA-256, for which processors have instructions: twice as fast as BLAKE2 without them.
+        return b"".join(
+            hmac.new(self.key + number.to_bytes(8, "little"), page, "sha256").digest()[:_TAG_BYTES]
+            for number, page in enumerate(pages, first)
+        )
 
 
 def _read(number: int, offset: int, n_bytes: int) -> memoryview:
@@ -220,5 +265,48 @@ def _read(number: int, offset: int, n_bytes: int) -> memoryview:
     return data
 
 
-def _checksum(data: memoryview) -> int:
-    return int(google_crc32c.value(bytes(data)))
+@contextlib.contextmanager
+def _new_file(folder: str) -> Iterator[tuple[str, IO[bytes]]]:
+    """Give a file that only this user may read, and its path; it goes unless it is renamed."""
+    path = os.path.join(folder, f"new-{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            yield path, file
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _key_in(folder: str) -> bytes:
+    """Return the key of a folder, made if there is none."""
+    path = os.path.join(folder, _KEY_NAME)
+    if not os.path.lexists(path):
+        with _new_file(folder) as (temporary, file):
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            try:
+                with contextlib.suppress(FileExistsError):  # the key of the process that is first stays
+                    os.link(temporary, path)
+            except OSError:  # a file system without links
+                os.replace(temporary, path)
+    number = os.open(path, READ_FLAGS)
+    try:
+        _refuse_exposed(os.fstat(number), f"rm -r {folder}")
+        key = os.read(number, _KEY_BYTES + 1)
+    finally:
+        os.close(number)
+    if len(key) != _KEY_BYTES:
+        raise OSError(f"{path} is damaged. Remove the folder: what it holds is fetched again")
+    return key
+
+
+def _refuse_exposed(status: os.stat_result, remedy: str) -> None:
+    """Refuse what other users have access to; the message names what puts it right."""
+    complaint = exposure(status)
+    if complaint is not None:
+        raise PermissionError(
+            f"{complaint}, who could read private data there, or plant other. Run {remedy}, or give a folder that does "
+            "not exist yet: it is made for this user alone"
+        )

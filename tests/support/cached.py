@@ -37,4 +37,5 @@ def cache_in(folder: Path, limit: int = LIMIT) -> Cache:
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in (folder / "cache").rglob("*") if path.is_file()]
+    """The blocks in a cache, and what is being written of them."""
+    return [path for path in (folder / "cache").rglob("*") if path.is_file() and path.name != "key"]
