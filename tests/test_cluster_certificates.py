@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ import pytest
 from distributed.security import Security
 
 import dasksc
-from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch
+from dasksc.window import start
+from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch, secret_file
 from tests.support.data import make_adata, write_store
 
 pytestmark = [pytest.mark.core, pytest.mark.xdist_group("encrypted cluster")]
@@ -89,3 +93,108 @@ def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(Security, "temporary", temporary)
     with pytest.raises(dasksc.InputError, match=re.escape("pip install dasksc[cluster]")):
         dasksc.start_cluster(host=NOT_LOOPBACK)
+
+
+# Several ranks, and the store through which they find each other
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The store of a run of two ranks on this machine, of which this process is rank 0."""
+    import torch.distributed
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(start, "shared_store", lambda prefix: store)
+    return store
+
+
+def secret_of(kind: str, folder: Path) -> Any:
+    pytest.importorskip("cryptography")
+    return secret_file(folder) if kind == "a file" else Security.temporary()
+
+
+@pytest.mark.parametrize("host", [NOT_LOOPBACK, "127.0.0.1"])
+@pytest.mark.parametrize("kind", ["a file", "in memory"])
+def test_ranks_share_a_secret_that_never_goes_through_the_store(
+    store: Any, tmp_path: Path, kind: str, host: str
+) -> None:
+    secret = secret_of(kind, tmp_path)
+    cluster = dasksc.start_cluster(1, processes=False, host=host, security=secret)
+    try:
+        said = store.get("address").decode()
+        assert "PRIVATE KEY" not in said
+        assert "CERTIFICATE" not in said
+        assert cluster.address.startswith(f"tls://{host}:")
+        with start._join(store, security=start._secured(secret), timeout_s=60) as joined:
+            assert joined.address == cluster.address
+            assert joined.client.submit(os.getpid).result() == os.getpid()
+        with pytest.raises(dasksc.StartError, match="every rank the same security="):
+            start._join(store, security=Security.temporary(), timeout_s=1)
+        gc.collect()
+    finally:
+        cluster.close(wait_s=0)
+
+
+def test_several_ranks_off_loopback_need_a_secret(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "LocalCluster", lambda **_: pytest.fail("a cluster was started"))
+    with pytest.raises(dasksc.InputError, match=r"needs security=.*openssl req.*leave host= out"):
+        dasksc.start_cluster(host=NOT_LOOPBACK)
+    assert "needs security=" in store.get("address").decode()
+
+
+@pytest.mark.parametrize(
+    ("address", "has_secret", "complaint"),
+    [
+        ("tcp://10.77.0.1:8786", False, "not on loopback"),
+        ("tls://10.77.0.1:8786", False, "not on loopback"),
+        ("tcp://[2001:db8::1]:8786", False, "not on loopback"),
+        ("tcp://example.org:8786", False, "not on loopback"),
+        ("tcp://10.77.0.1:8786", True, "not encrypted"),
+        ("tcp://127.0.0.1:8786", True, "not encrypted"),
+    ],
+)
+def test_a_rank_does_not_go_where_a_forged_address_leads(
+    store: Any, monkeypatch: pytest.MonkeyPatch, address: str, has_secret: bool, complaint: str
+) -> None:
+    security = secret_of("in memory", Path()) if has_secret else None
+    monkeypatch.setattr(start, "connected", lambda *_, **__: pytest.fail("it has connected"))
+    store.set("address", json.dumps({"address": address, "dashboard": None, "token": "forged"}))
+    with pytest.raises(dasksc.StartError, match=complaint):
+        start._join(store, security=security, timeout_s=5)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_file_that_others_have_access_to_is_no_secret(tmp_path: Path, mode: int) -> None:
+    path = secret_of("a file", tmp_path)
+    path.chmod(mode)
+    with pytest.raises(dasksc.InputError, match=rf"is no secret: other users have access to it \(mode {mode:03o}\)"):
+        dasksc.start_cluster(security=path)
+
+
+@pytest.mark.parametrize("content", ["", "not a key", "-----BEGIN CERTIFICATE-----\n", "certificate alone", None])
+def test_a_file_without_key_and_certificate_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "ranks.pem"
+    if content is not None:
+        path.touch(mode=0o600)
+        alone = content == "certificate alone"
+        path.write_text(secret_of("in memory", tmp_path).tls_client_cert if alone else content)
+    with pytest.raises(dasksc.InputError, match=r"ranks\.pem.*openssl req"):
+        dasksc.start_cluster(security=str(path))
+
+
+@pytest.mark.parametrize("given", [Security(), True, 3])
+def test_what_holds_no_certificates_is_refused(given: Any) -> None:
+    with pytest.raises(dasksc.InputError, match=r"security.*openssl req"):
+        dasksc.start_cluster(security=given)
+
+
+def test_the_command_that_errors_advise_makes_a_secret(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no program openssl")
+    command = start._HOW.partition("made by ")[2].split()
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    security = start._secured(tmp_path / "ranks.pem")
+    assert security is not None
+    assert security.require_encryption

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dask_processes import NOT_LOOPBACK
+from tests.support.dask_processes import NOT_LOOPBACK, secret_file
 from tests.support.data import make_adata, write_store
 from tests.support.programs import PROGRAMS, ROOT, torchrun
 
@@ -28,7 +28,9 @@ def test_the_ranks_of_torchrun_share_what_rank_0_starts_and_are_told_why_it_coul
     atlas: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("cryptography")
-    torchrun(2, "shared_cluster.py", atlas, tmp_path / "seen.json", "port", "dashboard", "127.0.0.1", NOT_LOOPBACK)
+    secret = secret_file(tmp_path)
+    whats = ("port", "dashboard", "127.0.0.1", NOT_LOOPBACK)
+    torchrun(2, "shared_cluster.py", atlas, tmp_path / "seen.json", secret, *whats)
     *wrong, plain, encrypted = zip(*json.loads((tmp_path / "seen.json").read_text()), strict=True)
     for (mine, told), expected in zip(wrong, ["InputError: port=-5", "RuntimeError: Cluster failed"], strict=True):
         assert mine.startswith(expected)
@@ -77,12 +79,13 @@ def test_ranks_on_two_machines_share_an_encrypted_cluster(
     two_machines: list[tuple[list[str], str]], atlas: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("cryptography")
+    secret = secret_file(tmp_path)
     host = two_machines[0][1]
     settled = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     settled |= {"MASTER_ADDR": host, "MASTER_PORT": "29500"}
     ranks = [
         subprocess.Popen(
-            [*enter, sys.executable, PROGRAMS / "shared_cluster.py", atlas, tmp_path / "seen.json", host],
+            [*enter, sys.executable, PROGRAMS / "shared_cluster.py", atlas, tmp_path / "seen.json", secret, host],
             env={**os.environ, **settled, "RANK": str(i), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

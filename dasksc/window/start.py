@@ -11,7 +11,6 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeGuard
@@ -20,7 +19,8 @@ import distributed
 from distributed.security import Security
 from distributed.utils import ensure_ip
 
-from dasksc.errors import InputError, StartError
+from dasksc.errors import InputError, StartError, WrongTypeError
+from dasksc.storage.private import exposure
 from dasksc.window.links import listening_at, with_host
 from dasksc.window.schedulers import connected, cpu_count, remember_security
 from dasksc.world import World, shared_store
@@ -34,6 +34,13 @@ _POLL_S = 0.05
 _FIRST_TRY_S = 2.0  # to connect to what may be gone; each further try takes twice as long
 # Modules that the scheduler loads when it starts, by name.
 PRELOAD = ["dasksc.dashboard"]
+
+_ROLES = ("client", "scheduler", "worker")
+# How to make what `security` takes.
+_HOW = (
+    "the path of a file that only you can read and every rank finds, made by "
+    "openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem"
+)
 
 _ordinals = itertools.count()
 
@@ -144,7 +151,7 @@ def start_cluster(
     port: int = 0,
     dashboard_address: str | None = "127.0.0.1:0",
     memory_limit: str | int | float | None = "auto",
-    security: Security | None = None,
+    security: Security | str | os.PathLike[str] | None = None,
     timeout_s: float = 60.0,
 ) -> StartedCluster:
     """Start a Dask cluster that all ranks of this run share, and connect to it.
@@ -166,8 +173,8 @@ def start_cluster(
         rank 0, which for a single rank costs no serialisation.
     host
         Where scheduler and workers listen: an address of this machine, or a name that leads to one. Anything but this
-        machine's loopback is encrypted: both ends must show a certificate, which is made for this run, kept in
-        memory, and handed to the ranks by the store.
+        machine's loopback is encrypted, and both ends must show a certificate: several ranks that of `security`, a
+        single rank one that is made for this run and kept in memory.
     port
         Of the scheduler; 0 takes a free one.
     dashboard_address
@@ -176,7 +183,11 @@ def start_cluster(
         Of each worker; as for `distributed.LocalCluster`. ``"auto"`` is no limit for workers that are threads, to which
         all that the program holds would be counted.
     security
-        Certificates of your own, the same on every rank, instead of those made for this run.
+        The secret that ranks know each other by: the path of a file in PEM format with a private key and its
+        certificate, the same on every rank and readable by its user alone, or a `distributed.Security`. Loopback is
+        encrypted, too, if it is given. It does not go through the store. ::
+
+            openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem
     timeout_s
         How long the ranks wait for rank 0 to start, and rank 0 for the others to leave.
 
@@ -188,7 +199,8 @@ def start_cluster(
     Raises
     ------
     InputError
-        If an argument cannot work, there are several ranks and no process group, or they run on several machines and
+        If an argument cannot work, there are several ranks and no process group, several ranks have no `security` and
+        `host` is not loopback, other users can read the file of `security`, or ranks run on several machines and
         `host` is loopback, also by way of a name.
     StartError
         If rank 0 failed, did not answer in time or cannot be reached; says why. Rank 0 raises what it failed with,
@@ -196,7 +208,8 @@ def start_cluster(
 
     Notes
     -----
-    Whoever can connect to a Dask scheduler can run any program on its workers.
+    Whoever can connect to a Dask scheduler can run any program on its workers; without `security` that is every user
+    of the machine. A rank without `security` connects to nothing but loopback, wherever the store leads it.
     """
     world = World.detect()
     several = world.world_size > 1
@@ -216,18 +229,20 @@ def start_cluster(
             dashboard_address=dashboard_address,
             timeout_s=timeout_s,
             is_spread=world.local_world_size < world.world_size,
+            is_secret=security is not None or not several,
         )
 
     if world.rank != 0:
         check()
-        return _join(store, security=security, timeout_s=timeout_s)
+        return _join(store, security=_secured(security), timeout_s=timeout_s)
     token = uuid.uuid4().hex
     with contextlib.ExitStack() as started:
         try:
             check()
             _check_resolved(host, is_spread=world.local_world_size < world.world_size)
-            if security is None and host not in _LOOPBACK:
-                security = _certificates()
+            certificates = _secured(security)
+            if certificates is None and host not in _LOOPBACK:
+                certificates = _certificates()
             cluster = _local_cluster(
                 n_workers,
                 threads_per_worker,
@@ -237,17 +252,16 @@ def start_cluster(
                 port=port,
                 dashboard_address=dashboard_address,
                 memory_limit=memory_limit,
-                security=security,
+                security=certificates,
             )
             started.callback(cluster.close)
-            remember_security(cluster.scheduler_address, security)
+            remember_security(cluster.scheduler_address, certificates)
             client = connected(cluster)
             started.callback(client.close)
             link = None
             if dashboard_address is not None:
                 link = with_host(str(cluster.dashboard_link), listening_at(cluster.scheduler))
-            address, tls = cluster.scheduler_address, _pem(security)
-            _tell(store, {"address": address, "dashboard": link, "tls": tls, "token": token})
+            _tell(store, {"address": cluster.scheduler_address, "dashboard": link, "token": token})
         except BaseException as error:
             # At once, before what was started is closed: the others wait for it.
             with contextlib.suppress(RuntimeError):
@@ -274,6 +288,7 @@ def _check(
     dashboard_address: object,
     timeout_s: object,
     is_spread: bool,
+    is_secret: bool,
 ) -> None:
     """Refuse arguments that cannot work, whatever the machine."""
     if not isinstance(host, str) or not host:
@@ -291,7 +306,12 @@ def _check(
     if is_spread and (host == "localhost" or _is_loopback(host)):
         raise InputError(
             f"host={host!r} is out of reach for ranks on other machines. Give the address of rank 0's machine by which "
-            "they reach it, e.g. host=os.environ['MASTER_ADDR']; connections are encrypted then"
+            "they reach it, e.g. host=os.environ['MASTER_ADDR'], and security=, by which ranks know each other"
+        )
+    if host not in _LOOPBACK and not is_secret:
+        raise InputError(
+            f"host={host!r} with several ranks needs security=, a secret by which they know each other: {_HOW}. If all "
+            "ranks are on this machine, leave host= out"
         )
 
 
@@ -386,12 +406,10 @@ def _join(store: Any, *, security: Security | None, timeout_s: float) -> Started
     try_s = _FIRST_TRY_S
     while True:
         answer = _answer(store, deadline, timeout_s=timeout_s)
-        given = security
-        if given is None and answer["tls"] is not None:
-            given = Security(require_encryption=True, **answer["tls"])
         try:
+            _refuse_untrusted(answer["address"], security)
             left_s = max(_POLL_S, deadline - time.monotonic())
-            client = connected(answer["address"], security=given, timeout=min(try_s, left_s))
+            client = connected(answer["address"], security=security, timeout=min(try_s, left_s))
             break
         except OSError as error:
             if time.monotonic() >= deadline:
@@ -400,7 +418,7 @@ def _join(store: Any, *, security: Security | None, timeout_s: float) -> Started
             raise _no_connection(answer["address"], error, timeout_s=timeout_s) from error
         try_s *= 2
         time.sleep(_POLL_S)
-    remember_security(answer["address"], given)
+    remember_security(answer["address"], security)
     return StartedCluster(
         client,
         cluster=None,
@@ -449,15 +467,40 @@ def _certificates() -> Security:
         ) from error
 
 
-_TLS_FIELDS: Sequence[str] = (
-    "tls_ca_file",
-    *(f"tls_{role}_{part}" for role in ("client", "scheduler", "worker") for part in ("cert", "key")),
-)
-
-
-def _pem(security: Security | None) -> dict[str, str] | None:
-    """Return what other ranks need of certificates that are held in memory; files they must have themselves."""
-    if security is None:
+def _secured(given: object) -> Security | None:
+    """Return the certificates that a user gave; a file is refused if others than its user can get at it."""
+    if given is None:
         return None
-    fields = {name: getattr(security, name) for name in _TLS_FIELDS}
-    return {name: value for name, value in fields.items() if value is not None and "\n" in value} or None
+    if isinstance(given, Security):
+        security, what = given, "security"
+    elif isinstance(given, str | os.PathLike):
+        path = os.path.abspath(os.path.expanduser(os.fspath(given)))
+        what = f"security={path!r}"
+        try:
+            complaint = exposure(os.stat(path))
+        except OSError as error:
+            raise InputError(f"{what} cannot be read ({error}). Give {_HOW}") from error
+        if complaint is not None:
+            raise InputError(f"{what} is no secret: {complaint}. Make it anew, for others may have it: {_HOW}")
+        fields = {f"tls_{role}_{part}": path for role in _ROLES for part in ("cert", "key")}
+        security = Security(require_encryption=True, tls_ca_file=path, **fields)
+    else:
+        raise WrongTypeError(f"security={given!r} is neither a distributed.Security nor a path. Give {_HOW}")
+    try:
+        contexts = [security.get_connection_args(role)["ssl_context"] for role in _ROLES]
+    except OSError as error:  # an ssl.SSLError is one
+        raise InputError(
+            f"{what} has no certificate and private key that fit each other ({error}). Give {_HOW}"
+        ) from error
+    if None in contexts:
+        raise InputError(f"{what} has no certificates (tls_ca_file, tls_scheduler_cert, ...): {given!r}. Give {_HOW}")
+    return security
+
+
+def _refuse_untrusted(address: str, security: Security | None) -> None:
+    """Refuse an address from the store, which anybody may have written, unless certificates tell who is there."""
+    host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
+    if security is None and not (host in _LOOPBACK or _is_loopback(host)):
+        raise ValueError("it is not on loopback, and this rank has no security=")
+    if security is not None and not address.startswith("tls://"):
+        raise ValueError("it is not encrypted, and this rank has security=")

@@ -1,7 +1,7 @@
-"""Under torchrun: ranks share the Dask clusters that rank 0 starts: ``shared_cluster.py ATLAS OUT WHAT...``.
+"""Under torchrun: ranks share the Dask clusters that rank 0 starts: ``shared_cluster.py ATLAS OUT SECRET WHAT...``.
 
-Each WHAT is the host of a cluster through which the ranks read an epoch; or ``port`` or ``dashboard``, of which rank 0,
-and that alone, is given one that does not work. OUT has what each rank saw of each.
+Each WHAT is the host of a cluster through which the ranks read an epoch, off loopback with the file SECRET; or ``port``
+or ``dashboard``, of which rank 0, and that alone, is given one that does not work. OUT has what each rank saw of each.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dasksc.world import leave_group
 WRONG: dict[str, dict[str, Any]] = {"port": {"port": -5}, "dashboard": {"dashboard_address": "no such host:0"}}
 
 
-def main(path: str, out: str, *whats: str) -> None:
+def main(path: str, out: str, secret: str, *whats: str) -> None:
     dist.init_process_group("gloo")
-    seen = [refused(what) if what in WRONG else epoch(path, what) for what in whats]
+    seen = [refused(what) if what in WRONG else epoch(path, what, secret) for what in whats]
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, seen)
     if dist.get_rank() == 0:
@@ -29,10 +29,10 @@ def main(path: str, out: str, *whats: str) -> None:
     leave_group()
 
 
-def epoch(path: str, host: str) -> dict[str, Any]:
+def epoch(path: str, host: str, secret: str) -> dict[str, Any]:
     """Read an epoch through a cluster at `host`; off loopback its workers are threads of rank 0."""
-    processes = None if host == "127.0.0.1" else False
-    with dasksc.start_cluster(2, threads_per_worker=1, processes=processes, host=host) as cluster:
+    more: dict[str, Any] = {} if host == "127.0.0.1" else {"processes": False, "host": host, "security": secret}
+    with dasksc.start_cluster(2, threads_per_worker=1, **more) as cluster:
         dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["int64"], seed=0)
         rows = [row for batch in dataset for row in batch.index.tolist()]
         return {"address": cluster.address, "rows": rows, "starts": cluster.cluster is not None}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from distributed.security import Security
 
 import dasksc
 
@@ -84,3 +85,12 @@ class DaskProcesses:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait(timeout=30)
+
+
+def secret_file(folder: Path) -> Path:
+    """A private key and its certificate, as users make them for the ranks of a run."""
+    path = folder / "ranks.pem"
+    security = Security.temporary()
+    path.touch(mode=0o600)
+    path.write_text(security.tls_client_key + security.tls_client_cert)
+    return path
