@@ -470,3 +470,17 @@ def test_names_and_errors_have_nothing_of_the_query_of_a_url(folder: Path) -> No
             dasksc.open(url.replace("part0", "part2"), raw=True)
     shown = [str(joined.X.dask), str(dasksc.check(dataset)), str(caught.value), str(raw.value)]
     assert not [text for text in shown if SECRET in text]
+
+
+def test_the_times_of_looks_at_many_objects_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_client, "_LOOKS", 20)
+    system = fsspec.filesystem("memory")
+    for number in range(100):
+        system.pipe(f"/looks/{number}", b"x")
+    client = fsspec_client.FsspecClient("memory://", {})
+    try:
+        for number in (*range(100), 0):
+            assert client.stat(f"looks/{number}").size == 1
+        assert [*client._looked] == [*(f"looks/{number}" for number in range(81, 100)), "looks/0"]
+    finally:
+        system.rm("/looks", recursive=True)

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,10 +29,11 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage import Fetched, hdf5_layout, open_matrix, zarr_layout
+from dasksc.storage import Fetched, hdf5_layout, open_matrix, remote_zarr, seen, zarr_layout
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.files import LocalFile, can_map
 from dasksc.storage.identity import FileIdentity
+from dasksc.storage.places import Place
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
@@ -575,3 +577,33 @@ def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path
             gc.collect()
             still_open = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
             assert not [name for name in still_open if name.startswith(str(tmp_path))]
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("shards", [None, (8,)], ids=["chunks", "shards"])
+def test_what_is_remembered_of_many_objects_stays_within_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: tuple[int] | None, is_remote: bool
+) -> None:
+    monkeypatch.setattr(seen, "LIMIT_BYTES", 20 * 1024)
+    monkeypatch.setattr(seen, "_kept", OrderedDict())
+    monkeypatch.setattr(seen, "_n_bytes", 0)
+    values = np.arange(1, 1601).reshape(400, 4)
+    array = zarr.create_array(
+        tmp_path / "array", shape=(1600,), dtype="int64", chunks=(4,), shards=shards, compressors=None
+    )
+    array[:1596] = values.ravel()[:1596]  # the last chunk, or half of the last shard, is never written
+    opened: Any
+    if is_remote:
+        opened = remote_zarr.direct_array(Place.of_local(str(tmp_path / "array")), label="x", cache=None)
+    else:
+        opened = zarr_layout.direct_array(str(tmp_path / "array"), label="x", use_mmap=False)
+    for numbers in (np.arange(200), np.arange(200, 400), np.arange(3, 7), np.arange(396, 400)):
+        read = [
+            None if data is None else np.frombuffer(data, "int64").tolist() for data, _ in opened._source.read(numbers)
+        ]
+        assert read == [None if number == 399 else values[number].tolist() for number in numbers]
+    assert 10 <= len(seen._kept) <= 40
+    assert seen._n_bytes == sum(n_bytes for _, n_bytes in seen._kept.values()) <= 20 * 1024
+    # Nothing else of the source has grown.
+    sizes = [len(value) for value in vars(opened._source).values() if isinstance(value, dict | list | set)]
+    assert max(sizes, default=0) <= 16

@@ -39,6 +39,8 @@ _TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum",
 _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
 # How long a look at an object holds. Some servers tell of whole folders only, or of little in a minute.
 _LOOK_S = 1.0
+# How many looks are remembered; more than this are not made in that time.
+_LOOKS = 1024
 # By these nothing tells one version from another, and a cache keeps nothing.
 _UNKNOWN_TIME = "1970-01-01"
 # Packages whose modules have other names.
@@ -118,7 +120,7 @@ class FsspecClient:
         self._options = {**self._class._get_kwargs_from_urls(root), **options}
         self._secrets = secrets_of(root, self._options)
         self._mine = threading.local()
-        # When each object was last looked at.
+        # When each object was last looked at, the latest last.
         self._looked: dict[str, float] = {}
 
     def stat(self, key: str) -> ObjectIdentity:
@@ -130,7 +132,10 @@ class FsspecClient:
 
         now = time.monotonic()
         identity = self._asked(look, key)
+        self._looked.pop(key, None)
         self._looked[key] = now
+        for oldest in list(self._looked)[:-_LOOKS]:
+            self._looked.pop(oldest, None)
         return identity
 
     def get(

@@ -21,6 +21,7 @@ from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.places import Place
 from dasksc.storage.remote import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
+from dasksc.storage.seen import Seen
 from dasksc.storage.zarr_guard import check_metadata
 from dasksc.storage.zarr_layout import METADATA, Layout, index_bytes, index_places, layout_of
 
@@ -117,11 +118,6 @@ class _Objects:
         self._layout = layout
         self._metadata = metadata
         self._cache = cache
-        # As they were when this process first met them, None where there was none.
-        self._seen: dict[tuple[int, ...], Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_seen": {}}
 
     def check(self) -> None:
         """Do nothing: `read` checks while it waits for the chunks anyway."""
@@ -140,6 +136,11 @@ class _Objects:
 
 class ObjectChunks(_Objects):
     """Chunks of which each is an object; see `_Objects` and `dasksc.storage.chunked.ChunkSource`."""
+
+    def __init__(self, array: Place, *, layout: Layout, metadata: RemoteMetadata, cache: Cache | None) -> None:
+        super().__init__(array, layout=layout, metadata=metadata, cache=cache)
+        # As they were when this process first met them.
+        self._seen = Seen[tuple[int, ...], ObjectIdentity]()
 
     @property
     def _chunk_bytes(self) -> int:
@@ -168,7 +169,7 @@ class ObjectChunks(_Objects):
         try:
             if self._cache is not None:
                 if seen is None:  # whether what the cache has is what is there
-                    seen = self._seen.setdefault(at, place.client.stat(place.key))
+                    seen = self._seen.keep(at, place.client.stat(place.key))
                 if seen.size > self._longest:
                     raise CorruptDataError(f"{place} has {seen.size} bytes, where at most {self._longest} belong")
                 return RemoteFile(place, seen, cache=self._cache).fetch(0, seen.size)
@@ -177,7 +178,7 @@ class ObjectChunks(_Objects):
             if seen is not None:
                 raise CorruptDataError(f"{place} was removed since it was opened") from None
             return None
-        self._seen.setdefault(at, identity).compare(identity)
+        self._seen.keep(at, identity).compare(identity)
         return data
 
 
@@ -191,22 +192,29 @@ class _Shard:
 class ObjectShards(_Objects):
     """Chunks of which many are in an object, behind an index; see `_Objects` and `ChunkSource`."""
 
+    def __init__(self, array: Place, *, layout: Layout, metadata: RemoteMetadata, cache: Cache | None) -> None:
+        super().__init__(array, layout=layout, metadata=metadata, cache=cache)
+        # As they were when this process first met them, (None,) where there was none.
+        self._seen = Seen[tuple[int, ...], tuple[_Shard | None]]()
+
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks, those that follow asked for already."""
         at = np.stack(np.unravel_index(numbers, self._layout.grid))
         per_shard = np.array(self._layout.per_shard)[:, None]
         within = np.ravel_multi_index(tuple(at % per_shard), self._layout.per_shard)
         shard_of = list(zip(*(axis.tolist() for axis in at // per_shard), strict=True))
-        unknown = [one for one in dict.fromkeys(shard_of) if one not in self._seen]
+        shards = {one: self._seen.get(one) for one in shard_of}
+        unknown = [one for one, known in shards.items() if known is None]
         calls: list[tuple[Callable[[], Any], int]] = [(self._opening(one), 0) for one in unknown]
         _, *opened = in_order([self._checking(), *calls])
         for one, shard in zip(unknown, opened, strict=True):
-            self._seen.setdefault(one, shard)
+            n_bytes = 0 if shard is None else shard.offsets.nbytes + shard.sizes.nbytes
+            shards[one] = self._seen.keep(one, (shard,), n_bytes=n_bytes)
         ends = [i for i in range(1, len(shard_of) + 1) if i == len(shard_of) or shard_of[i] != shard_of[i - 1]]
         groups = []
         written = np.zeros(len(numbers), dtype=bool)
         for first, after in zip([0, *ends[:-1]], ends, strict=True):
-            shard = self._seen[shard_of[first]]
+            (shard,) = shards[shard_of[first]] or (None,)
             if shard is None:
                 continue
             offsets, sizes = shard.offsets[within[first:after]], shard.sizes[within[first:after]]

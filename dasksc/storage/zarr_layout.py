@@ -22,6 +22,7 @@ from dasksc.storage.client import ObjectIdentity
 from dasksc.storage.codecs import Chain, Codec, Crc32c, codec_of_config
 from dasksc.storage.files import LocalFile, UseMmap, can_map, maps, read_at
 from dasksc.storage.identity import FileIdentity
+from dasksc.storage.seen import Seen
 
 __all__ = ["METADATA", "Layout", "direct_array", "index_bytes", "index_places", "layout_of"]
 
@@ -348,10 +349,7 @@ class FileChunks:
         self._grid = grid
         self._use_mmap = use_mmap
         # As they were when this process first read them: to look at all of them on opening would take too long.
-        self._seen: dict[tuple[int, ...], FileIdentity] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_seen": {}}
+        self._seen = Seen[tuple[int, ...], FileIdentity]()
 
     working_bytes = 0
 
@@ -397,14 +395,15 @@ class FileChunks:
             try:
                 file = stack.enter_context(open(path, "rb", buffering=0))
             except FileNotFoundError:
-                if at in self._seen:
-                    self._seen[at].check()
+                seen = self._seen.get(at)
+                if seen is not None:
+                    seen.check()
                 self._keys.check_absent(path)
                 yield None
                 return
             now = FileIdentity.of_open(path, file.fileno())
             self._keys.check_object(now)
-            self._seen.setdefault(at, now).compare(now)
+            self._seen.keep(at, now).compare(now)
             yield file.fileno(), now.size
 
 
@@ -427,12 +426,12 @@ class ShardChunks:
         self._per_shard = layout.per_shard
         self._layout = layout
         self._use_mmap = use_mmap
-        self._shards: dict[tuple[int, ...], _Shard | None] = {}
+        self._shards = Seen[tuple[int, ...], tuple[_Shard | None]]()
         # An atlas may have more shards than a process may have files: a few stay open.
         self._files: dict[tuple[int, ...], LocalFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_shards": {}, "_files": {}}
+        return self.__dict__ | {"_files": {}}
 
     working_bytes = 0
 
@@ -493,18 +492,20 @@ class ShardChunks:
             yield file, offsets, sizes
 
     def _shard(self, at: tuple[int, ...]) -> _Shard | None:
-        """Return a shard's index, read once in a process; None if the shard was never written."""
-        if at not in self._shards:
+        """Return a shard's index, remembered; None if the shard was never written."""
+        known = self._shards.get(at)
+        if known is None:
             path = self._keys.path(at)
             try:
                 identity = FileIdentity.of(path)
             except FileNotFoundError:
                 self._keys.check_absent(path)
-                self._shards[at] = None
+                known = self._shards.keep(at, (None,))
             else:
                 self._keys.check_object(identity)
-                self._shards[at] = self._read_index(identity)
-        return self._shards[at]
+                shard = self._read_index(identity)
+                known = self._shards.keep(at, (shard,), n_bytes=shard.offsets.nbytes + shard.sizes.nbytes)
+        return known[0]
 
     def _read_index(self, identity: FileIdentity) -> _Shard:
         start, stop = index_bytes(self._layout, identity)
