@@ -1,0 +1,172 @@
+"""The public names of the package as text: what users write in their programs, so that a change shows.
+
+Annotations are as they stand in the source and values are shown in short, so that every Python says the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+import dasksc
+from dasksc.cli import group
+
+__all__ = ["interface"]
+
+ROOT = Path(__file__).parents[2]
+MODULES = (
+    *("dasksc", "dasksc.errors", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.dashboard"),
+    *("dasksc.train", "dasksc.train.config", "dasksc.train.models", "dasksc.integrations.data_module"),
+)
+# Importing these imports a trainer, which takes longer than all the rest.
+TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")
+SPECIAL = ("__call__", "__contains__", "__getitem__", "__iter__", "__len__")
+
+
+def interface() -> str:
+    """The public names of the documented modules, their signatures, and other names that users hold."""
+    sections = {module: sorted(_of_module(module)) for module in MODULES}
+    sections |= {f"dasksc.integrations.{name}": sorted(_of_source(f"dasksc.integrations.{name}")) for name in TRAINERS}
+    sections["names in the pages"] = sorted(_documented())
+    dataset = dasksc.scDataset(np.arange(4), dasksc.Streaming(), 2, scheduler="synchronous")
+    inherited = set(dir(type(dataset)))
+    sections["attributes of a data set"] = sorted(
+        name for name in vars(dataset) if not name.startswith("_") and name not in inherited
+    )
+    sections["figures of scDataset.stats()"] = sorted(dataset.stats())
+    sections["keys of scDataset.state_dict()"] = sorted(dataset.state_dict())
+    configuration = (Path(dasksc.__file__).parent / "dasksc.yaml").read_text()
+    sections["configuration"] = [
+        f"{key} = {value}" for key, value in sorted(yaml.safe_load(configuration)["dasksc"].items())
+    ]
+    sections["commands"] = sorted(_commands())
+    return "\n".join(f"[{name}]\n" + "".join(f"{line}\n" for line in lines) for name, lines in sections.items())
+
+
+def _of_module(module_name: str) -> Iterator[str]:
+    module = importlib.import_module(module_name)
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    for name in names:
+        thing = getattr(module, name)
+        if inspect.isclass(thing):
+            yield from _of_class(name, thing)
+        elif inspect.isfunction(thing):
+            yield f"{name}{_signature(thing)}"
+        else:
+            yield f"{name}: {type(thing).__name__}"
+
+
+def _of_class(name: str, thing: type) -> Iterator[str]:
+    ours = [base for base in thing.__mro__ if base.__module__.partition(".")[0] == "dasksc"]
+    theirs = {direct for base in ours for direct in base.__bases__} - {object}  # not what libraries build them on
+    bases = [base.__name__ for base in thing.__mro__[1:] if base in theirs and not base.__name__.startswith("_")]
+    is_made_by_us = any("__init__" in vars(base) for base in ours)
+    yield f"class {name}({', '.join(bases)}): {_fields(thing) or (_signature(thing) if is_made_by_us else '')}".rstrip()
+    for member in sorted({member for base in ours for member in vars(base)}):
+        if member.startswith("_") and member not in SPECIAL:
+            continue
+        value = next(vars(base)[member] for base in ours if member in vars(base))
+        if isinstance(value, classmethod | staticmethod):
+            yield f"{name}.{member}{_signature(value.__func__)} {type(value).__name__}"
+        elif inspect.isfunction(value):
+            yield f"{name}.{member}{_signature(value)}"
+        else:
+            yield f"{name}.{member}"
+
+
+def _fields(thing: type) -> str:
+    """The arguments of a pydantic model, whose signature differs between its versions."""
+    if not hasattr(thing, "model_fields"):
+        return ""
+    shown = []
+    for name, one in thing.model_fields.items():
+        shown.append(f"{name}" if one.is_required() else f"{name}={_value(one.get_default(call_default_factory=True))}")
+    return f"({', '.join(shown)})"
+
+
+def _signature(thing: Any) -> str:
+    try:
+        signature = inspect.signature(thing)
+    except ValueError:  # of what is compiled
+        return ""
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    shown: list[str] = []
+    is_named_only = False
+    for one in signature.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not is_named_only:
+            shown.append("*")
+        is_named_only = is_named_only or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
+        text = marks.get(one.kind, "") + one.name
+        if isinstance(one.annotation, str):
+            text += f": {one.annotation}"
+        if one.default is not one.empty:
+            text += f" = {_value(one.default)}"
+        shown.append(text)
+        if one.kind is one.POSITIONAL_ONLY:
+            shown.append("/")
+    returned = signature.return_annotation
+    return f"({', '.join(shown)})" + (f" -> {returned}" if isinstance(returned, str) else "")
+
+
+def _value(value: Any) -> str:
+    """A default; of what has no value in the source, its type."""
+    if isinstance(value, bool | int | float | str | bytes | tuple | list | dict | None):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or f"<{type(value).__name__}>"
+
+
+def _of_source(module_name: str) -> Iterator[str]:
+    """What a module defines, without importing it."""
+    spec = importlib.util.find_spec(module_name)
+    assert spec is not None
+    assert spec.origin is not None
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield f"{node.name}({', '.join(map(ast.unparse, node.bases))})"
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef) and (member.name == "__init__" or member.name[0] != "_"):
+                    yield f"{node.name}.{member.name}({ast.unparse(member.args)})"
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield f"{node.name}({ast.unparse(node.args)})"
+
+
+def _documented() -> Iterator[str]:
+    """Every dotted name of the package that the pages for users and the examples have, if it is there."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    text = "\n".join(page.read_text() for page in pages if page.name != "architecture.md")
+    names = set(re.findall(r"\bdasksc(?:\.[A-Za-z]\w*)+", text))
+    for module, imported in re.findall(r"from (dasksc(?:\.\w+)*) import \(?([\w, \n]+)", text):
+        names |= {f"{module}.{name}" for name in re.findall(r"\w+", imported)}
+    for name in sorted(names):
+        if not name.startswith(tuple(f"dasksc.integrations.{trainer}" for trainer in TRAINERS)) and _exists(name):
+            yield name
+
+
+def _exists(name: str) -> bool:
+    head, _, rest = name.partition(".")
+    thing: Any = importlib.import_module(head)
+    for part in rest.split("."):
+        head = f"{head}.{part}"
+        if hasattr(thing, part):
+            thing = getattr(thing, part)
+        elif inspect.ismodule(thing) and importlib.util.find_spec(head) is not None:
+            thing = importlib.import_module(head)
+        else:
+            return False
+    return True
+
+
+def _commands() -> Iterator[str]:
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        for one in command.params:
+            yield f"{name} {'/'.join([*one.opts, *one.secondary_opts])}"

@@ -1,0 +1,641 @@
+"""What the package yields, case by case, as digests that are the same on any machine.
+
+Changes that only move code must leave them as they are. The atlas is integer arithmetic, values are copied or
+doubled, and what a machine's mathematical library may round otherwise is rounded first. Record them with
+``python -m tests.support.recorder``: the new file shows in the diff which cases changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import combinations, islice
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import dask.array as da
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+
+import dasksc
+from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, SamplingStrategy, Streaming
+from dasksc.integrations.data_module import DataModule
+from dasksc.tokens import RankTokens, ValueBins
+from dasksc.train import Config, fit, load_model
+from tests.support.data import write_store
+from tests.support.interface import interface
+
+__all__ = [
+    "FACTORS",
+    "RECORDED",
+    "Atlas",
+    "Case",
+    "after_training",
+    "cases",
+    "data_module",
+    "differences",
+    "digest_of",
+    "loss_of",
+    "other_results",
+    "pairs_of",
+    "recorded",
+    "resumed",
+    "training",
+]
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+N_OBS, N_VARS = 103, 17
+SEED = 20_240_229
+
+# --- The atlas ----------------------------------------------------------------------------------------
+
+
+def scattered(n_rows: int, n_columns: int, salt: int, *, most: int = 1000) -> NDArray[np.int64]:
+    """Numbers from 1 to `most` in a third of the places, zeros in the others: splitmix64 of the place."""
+    mixed = (np.arange(n_rows * n_columns, dtype=np.uint64) + np.uint64(salt << 32)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    values = np.where(mixed % np.uint64(3) == 0, 1 + mixed // np.uint64(3) % np.uint64(most), 0)
+    return values.astype(np.int64).reshape(n_rows, n_columns)
+
+
+ROWS = np.arange(N_OBS)
+KINDS = np.repeat([0, 1, 2], [60, 30, 13])[ROWS * 41 % N_OBS]
+WEIGHTS = ROWS % 7
+# In no order, and some twice.
+UNORDERED = np.concatenate([ROWS * 29 % N_OBS, [5, 77]])[10:]
+
+
+def make_adata(layout: str) -> ad.AnnData:
+    """A small atlas with a layer and an obsm, X in one of two layouts."""
+    as_stored: Callable[[Any], Any] = sp.csr_matrix if layout == "csr" else np.asarray
+    kinds = pd.Categorical.from_codes(KINDS, categories=["T cell", "B cell", "NK cell", "never seen"])
+    obs = pd.DataFrame(
+        {
+            "kind": kinds,
+            "some": pd.Categorical(pd.Series(kinds.astype(str)).mask(ROWS % 5 == 0)),
+            "donor": np.array([f"donor{i}" for i in ROWS * 13 % 8], dtype=object),
+            "n": ROWS * 37 % 101,
+            "score": (ROWS * 53 % 64 / 8).astype(np.float32),
+        },
+        index=[f"cell{i}" for i in ROWS],
+    )
+    adata = ad.AnnData(
+        X=as_stored(scattered(N_OBS, N_VARS, 1).astype(np.float32)),
+        obs=obs,
+        var=pd.DataFrame(index=[f"gene{i}" for i in range(N_VARS)]),
+        layers={"counts": sp.csr_matrix(scattered(N_OBS, N_VARS, 2).astype(np.int32))},
+        obsm={"X_pca": scattered(N_OBS, 5, 3).astype(np.float64)},
+    )
+    adata.raw = ad.AnnData(X=sp.csr_matrix(scattered(N_OBS, N_VARS + 3, 4).astype(np.float32)), obs=obs[[]])
+    return adata
+
+
+# --- Factors ------------------------------------------------------------------------------------------
+
+
+class Backwards(SamplingStrategy):
+    """A user's strategy."""
+
+    def get_len(self, data_collection: Any) -> int:
+        return N_OBS
+
+    def get_indices(self, data_collection: Any, seed: Any = None, rng: Any = None) -> NDArray[np.int64]:
+        return np.roll(np.arange(N_OBS)[::-1], int(seed) % N_OBS)
+
+
+STRATEGIES: dict[str, SamplingStrategy] = {
+    "streaming": Streaming(),
+    "streaming shuffled": Streaming(shuffle=True),
+    "streaming a mask": Streaming(ROWS % 3 != 1),
+    "blocks": BlockShuffling(8),
+    "blocks of rows": BlockShuffling(1),
+    "blocks, drop_last": BlockShuffling(5, drop_last=True),
+    "blocks larger than all": BlockShuffling(512),
+    "blocks of a slice": BlockShuffling(4, indices=slice(3, 99, 2)),
+    "blocks of indices": BlockShuffling(4, indices=UNORDERED),
+    "blocks of a filter": BlockShuffling(4, indices=slice(0, 90)),
+    "weighted": BlockWeightedSampling(4, weights=WEIGHTS),
+    "weighted rows": BlockWeightedSampling(1, weights=WEIGHTS, total_size=50),
+    "weighted entries": BlockWeightedSampling(4, indices=UNORDERED, weights=np.arange(len(UNORDERED)) % 5),
+    "weighted once": BlockWeightedSampling(4, weights=WEIGHTS, total_size=60, replace=False),
+    "weighted rounds": BlockWeightedSampling(4, weights=WEIGHTS, total_size=90, replace=False, sampling_size=20),
+    "balanced": ClassBalancedSampling(KINDS, 4),
+    "balanced by a column": ClassBalancedSampling(label_key="kind", block_size=2),
+    "balanced, smoothed": ClassBalancedSampling(KINDS, 2, smoothing=0.5, class_weights={1: 2.0}),
+    "balanced once": ClassBalancedSampling(KINDS, 4, replace=False),
+    "balanced rounds": ClassBalancedSampling(KINDS, 4, total_size=60, replace=False, sampling_size=12),
+    "a user's": Backwards(),
+}
+FILTER = "n > 20 and kind != 'NK cell'"
+
+# What is asked for beside X, the type and the genes.
+ASKED: dict[str, dict[str, Any]] = {
+    "X": {},
+    "obs": {"obs": ["kind", "some", "donor", "n", "score"]},
+    "everything": {"obs": ["kind", "n"], "layers": ["counts"], "obsm": ["X_pca"], "dtype": None},
+    "genes": {"obs": ["score"], "genes": ["gene11", "gene2", "gene5"], "dtype": "int64"},
+}
+# dataset's drop_last and equal_ranks; batch_size and fetch_factor.
+ENDS = {"padded": (False, True), "dropped": (True, True), "exact": (False, False)}
+SIZES = {"8x2": (8, 2), "5x3": (5, 3)}
+STARTS = ("first epoch", "second epoch", "epoch 7", "resumed", "resumed elsewhere")
+OTHER_SIZES = {"batch_size": 6, "fetch_factor": 3}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an atlas comes to a data set: what is handed over, and which options of the data set it takes."""
+
+    data: Callable[[Atlas, str], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    takes: frozenset[str] = frozenset({"obs", "layers", "obsm", "genes", "dtype", "layout"})
+    has_columns: bool = True
+
+
+def _opened(name: str, **options: Any) -> Callable[[Atlas, str], Any]:
+    return lambda atlas, layout: dasksc.open(atlas.path(layout, name), **options)
+
+
+def _path(name: str) -> Callable[[Atlas, str], Any]:
+    return lambda atlas, layout: atlas.path(layout, name)
+
+
+def _joined(join: str) -> Callable[[Atlas, str], Any]:
+    def opened(atlas: Atlas, layout: str) -> Any:
+        parts = {name: atlas.path(layout, name) for name in ("first.h5ad", "second.h5ad")}
+        return dasksc.open(parts, join=join, label="part", fill_value=0 if join == "outer" else None)
+
+    return opened
+
+
+def _computed(function: Callable[[Any], Any]) -> Callable[[Atlas, str], Any]:
+    def opened(atlas: Atlas, layout: str) -> Any:
+        adata = dasksc.open(atlas.path(layout, "atlas.h5ad"))
+        adata.X = function(adata.X)
+        return adata
+
+    return opened
+
+
+def _modalities(atlas: Atlas, layout: str) -> Any:
+    return dasksc.Modalities({"rna": atlas.path(layout, "atlas.h5ad"), "prot": atlas.path(layout, "zarr3.zarr")})
+
+
+def _as_dict(adata: ad.AnnData) -> dict[str, Any]:
+    return {"X": adata.X, "kind": adata.obs["kind"].cat.codes.to_numpy(), "n": adata.obs["n"].to_numpy()}
+
+
+GENES = [f"gene{i}" for i in range(N_VARS)]
+_X = frozenset({"dtype", "layout"})
+_NONE: frozenset[str] = frozenset()
+WAYS: dict[str, Way] = {
+    "h5ad": Way(_path("atlas.h5ad")),
+    "h5ad, opened": Way(_opened("atlas.h5ad")),
+    "h5ad, unmapped": Way(_path("atlas.h5ad"), {"mmap": False}),
+    "h5ad, gzip": Way(_opened("gzip.h5ad")),
+    "zarr 2": Way(_opened("zarr2.zarr")),
+    "zarr 3": Way(_opened("zarr3.zarr")),
+    "converted": Way(_path("converted.zarr")),
+    "memory": Way(lambda atlas, layout: atlas.adata[layout]),
+    "backed": Way(lambda atlas, layout: atlas.backed(layout)),
+    "joined": Way(_joined("inner")),
+    "joined, outer": Way(_joined("outer")),
+    "rows": Way(lambda atlas, layout: dasksc.open(atlas.path(layout, "zarr3.zarr"))[ROWS * 17 % N_OBS]),
+    "doubled": Way(_computed(lambda x: x * 2)),
+    "logarithms": Way(_computed(da.log1p), takes=frozenset({"obs", "layout"})),
+    "raw": Way(_opened("atlas.h5ad", raw=True), takes=frozenset({"obs", "obsm", "layout"})),
+    "modalities": Way(_modalities, {"obs": ["rna:kind", "prot:n"], "layers": ["rna:counts"]}, _X, False),
+    "a Dask array": Way(lambda atlas, layout: dasksc.open(atlas.path(layout, "atlas.h5ad")).X, {}, _X, False),
+    "indexing": Way(lambda atlas, layout: atlas.adata[layout].X, {}, _NONE, False),
+    "hooks": Way(_opened("atlas.h5ad"), {"batch_transform": _as_dict}, _NONE),
+    "tokens": Way(
+        _opened("atlas.h5ad"),
+        {
+            "transform": RankTokens(
+                GENES, max_genes=5, prepend_cls=True, mask_ratio=0.4, random_replace_ratio=0.2, seed=3
+            )
+        },
+        frozenset({"layout"}),
+    ),
+    "bins": Way(
+        _opened("gzip.h5ad"), {"transform": ValueBins(GENES, n_bins=4, max_genes=4, seed=3)}, frozenset({"layout"})
+    ),
+}
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "strategy": tuple(STRATEGIES),
+    "way": tuple(WAYS),
+    "world_size": (1, 2, 3),
+    "start": STARTS,
+    "stored": ("csr", "dense"),
+    "yielded": ("csr", "dense"),
+    "asked": tuple(ASKED),
+    "ends": tuple(ENDS),
+    "sizes": tuple(SIZES),
+    "scheduler": ("synchronous", "threads"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One value of each of `FACTORS`."""
+
+    strategy: str
+    way: str
+    world_size: int
+    start: str
+    stored: str
+    yielded: str
+    asked: str
+    ends: str
+    sizes: str
+    scheduler: str
+
+    @property
+    def name(self) -> str:
+        return " | ".join(map(str, dataclasses.astuple(self)))
+
+
+def cases() -> Iterator[Case]:
+    """Every strategy by every way; by each of both, every start by every world size; any two values of others."""
+    moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
+    others = [name for name in FACTORS if name not in ("strategy", "way", "world_size", "start")]
+    for i, strategy in enumerate(STRATEGIES):
+        for j, way in enumerate(WAYS):
+            world_size, start = moments[(i + j) % len(moments)]
+            place, chosen = i * len(WAYS) + j + i // 2, {}
+            for name in others:
+                place, which = divmod(place * 5 + i, len(FACTORS[name]))
+                chosen[name] = FACTORS[name][which]
+            yield Case(strategy=strategy, way=way, world_size=world_size, start=start, **chosen)
+
+
+def pairs_of(case: Case) -> set[tuple[Any, ...]]:
+    """The pairs of values that a case has, but for that of strategy and way."""
+    return {
+        (one, other, getattr(case, one), getattr(case, other))
+        for one, other in combinations(FACTORS, 2)
+        if (one, other) != ("strategy", "way")
+    }
+
+
+def covering() -> list[Case]:
+    """Some of the cases that have all pairs, chosen one by one, each time that with the most pairs that are missing."""
+    left = {case: pairs_of(case) for case in cases()}
+    missing = set().union(*left.values())
+    chosen = []
+    while missing:
+        best = max(left, key=lambda case: len(left[case] & missing))
+        missing -= left.pop(best)
+        chosen.append(best)
+    return chosen
+
+
+# --- The stores ---------------------------------------------------------------------------------------
+
+
+class Atlas:
+    """The atlas in every store, written when first asked for, in a folder that is the caller's to remove."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._data: dict[tuple[str, str], Any] = {}
+
+    @cached_property
+    def adata(self) -> dict[str, ad.AnnData]:
+        return {layout: make_adata(layout) for layout in FACTORS["stored"]}
+
+    def close(self) -> None:
+        for data in self._data.values():
+            if isinstance(data, ad.AnnData) and data.isbacked:
+                data.file.close()
+
+    def data(self, way: str, layout: str) -> Any:
+        """What a way hands over, the same for every case."""
+        if (way, layout) not in self._data:
+            self._data[way, layout] = WAYS[way].data(self, layout)
+        return self._data[way, layout]
+
+    def path(self, layout: str, name: str) -> Path:
+        """The path of a store: ``atlas.h5ad``, ``gzip.h5ad``, ``zarr2.zarr``, ``second.h5ad`` and so on."""
+        path = self.folder / layout / name
+        if path.exists():
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        adata, stem = self.adata[layout], path.stem
+        if stem in ("zarr2", "zarr3"):
+            return write_store(adata, path.parent, stem, name="made").rename(path)
+        if stem == "converted":
+            dasksc.convert(self.path(layout, "atlas.h5ad"), path, seed=SEED)
+            return path
+        if stem == "first":
+            adata = adata[:60, 2:].copy()
+        elif stem == "second":
+            adata = adata[60:, ::-1][:, 3:].copy()
+        adata.write_h5ad(path, compression="gzip" if stem == "gzip" else None)
+        return path
+
+    def backed(self, layout: str) -> ad.AnnData:
+        return ad.read_h5ad(self.path(layout, "atlas.h5ad"), backed="r")
+
+
+# --- Digests ------------------------------------------------------------------------------------------
+
+
+def digest_of(value: Any, *, n_bytes: int = 6) -> str:
+    """A digest of names, types, shapes and values, in their order."""
+    state = hashlib.blake2b(digest_size=n_bytes)
+    for part in _parts(value):
+        state.update(part + b"|")
+    return state.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Mapping):
+        yield b"%d names" % len(value)
+        for name, part in value.items():
+            yield str(name).encode()
+            yield from _parts(part)
+    elif isinstance(value, (list, tuple)):
+        yield b"%d parts" % len(value)
+        for part in value:
+            yield from _parts(part)
+    elif isinstance(value, torch.Tensor) and value.layout == torch.sparse_csr:
+        yield f"csr {tuple(value.shape)}".encode()
+        for part in (value.crow_indices(), value.col_indices(), value.values()):
+            yield from _parts(part)
+    elif isinstance(value, torch.Tensor):
+        yield from _parts(value.numpy())
+    elif sp.issparse(value):
+        yield f"{value.format} {value.shape}".encode()
+        matrix = value.tocsr()
+        yield from _parts([matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64), matrix.data])
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype.name} {value.shape}".encode()
+        if value.dtype.kind == "f":
+            value = np.where(np.isnan(value), value.dtype.type(np.nan), value)  # there are many, and two zeros
+            value = value + value.dtype.type(0)
+        yield np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"))).tobytes()
+    else:
+        yield repr(value).encode()
+
+
+def _exact(value: Any) -> Any:
+    """The numbers that logarithms are of, in hundredths: libraries may differ in the last digit of these."""
+    if value.layout == torch.sparse_csr:
+        return [value.crow_indices(), value.col_indices(), _exact(value.values()), value.dtype]
+    return torch.expm1(value.double()).mul(100).round()
+
+
+# --- Cases --------------------------------------------------------------------------------------------
+
+_COUNTS = ("epoch", "rank", "world_size", "n_batches", "n_batches_before", "n_batches_left", "n_rows")
+_COUNTS = (*_COUNTS, "n_rank_batches", "n_rank_padded", "n_rank_dropped", "n_padded", "n_dropped")
+
+
+def _ranks(case: Case, atlas: Atlas, world_size: int, state: Any = None, **changed: Any) -> list[dasksc.scDataset]:
+    way = WAYS[case.way]
+    strategy: SamplingStrategy = STRATEGIES[case.strategy]
+    drop_last, equal_ranks = ENDS[case.ends]
+    batch_size, fetch_factor = SIZES[case.sizes]
+    wanted = {**ASKED[case.asked], "layout": case.yielded}
+    options = {name: value for name, value in wanted.items() if name in way.takes} | way.options
+    if not way.has_columns and getattr(strategy, "label_key", None):
+        strategy = dataclasses.replace(strategy, label_key=None, labels=KINDS)  # type: ignore[type-var]
+    if way.has_columns and case.strategy == "blocks of a filter":
+        options["filter"] = FILTER
+    if case.way == "joined" and "genes" in options:
+        options["genes"] = options["genes"][:2]  # not all have the third
+    sizes = {"batch_size": batch_size, "fetch_factor": fetch_factor} | changed
+    ends = {"drop_last": drop_last, "equal_ranks": equal_ranks}
+    ranks = []
+    for rank in range(world_size):
+        one = dasksc.scDataset(
+            atlas.data(case.way, case.stored),
+            strategy,
+            seed=SEED,
+            rank=rank,
+            world_size=world_size,
+            scheduler=case.scheduler,
+            **sizes,
+            **ends,
+            **options,
+        )
+        if state is not None:
+            one.load_state_dict(state)
+        ranks.append(one)
+    return ranks
+
+
+def state_of(case: Case, atlas: Atlas, world_size: int, **changed: Any) -> dict[str, Any]:
+    """The state in the middle of an epoch, as the ranks of a world have it, through JSON."""
+    ranks = _ranks(case, atlas, world_size, **changed)
+    n_batches = min(3, min(map(len, ranks)) // 2)
+    states = []
+    for rank in ranks:
+        with closing(iter(rank)) as iterator:
+            assert len(list(islice(iterator, n_batches))) == n_batches
+            states.append(json.loads(json.dumps(rank.state_dict())))
+    assert states == states[:1] * world_size
+    return states[0]
+
+
+def batches_of(case: Case, atlas: Atlas) -> str:
+    """Digests of the batches of all ranks of a case, and of what the data sets count."""
+    state = None
+    if case.start == "resumed":
+        state = state_of(case, atlas, case.world_size)
+    elif case.start == "resumed elsewhere":
+        state = state_of(case, atlas, case.world_size % 3 + 1, **OTHER_SIZES)
+    return rest_of(case, atlas, state)
+
+
+def rest_of(case: Case, atlas: Atlas, state: Any = None) -> str:
+    """Digests of what a case reads after a state."""
+    batches, counts = [], []
+    for rank in _ranks(case, atlas, case.world_size, state):
+        if case.start == "second epoch":
+            list(rank)
+        elif case.start == "epoch 7":
+            rank.set_epoch(7)
+        counts += [len(rank), rank.n_batches_left]
+        of_rank = list(rank)
+        if case.way == "logarithms":
+            of_rank = [
+                {**batch, "X": _exact(batch["X"])} if isinstance(batch, Mapping) else _exact(batch) for batch in of_rank
+            ]
+        batches.append(of_rank)
+        figures = rank.stats()
+        counts += [figures[name] for name in _COUNTS]
+        counts += [dict(rank.categories), rank.state_dict()["epoch"]]
+    return f"{digest_of(batches)} {digest_of(counts, n_bytes=3)}"
+
+
+def other_results(atlas: Atlas) -> dict[str, str]:
+    """Digests of what functions and objects beside data sets return."""
+    adata = dasksc.open(atlas.path("csr", "atlas.h5ad"))
+    found: dict[str, Any] = {
+        "split of rows": dasksc.split(adata, seed=SEED),
+        "split by donor": dasksc.split(adata, by="donor", fractions=(0.75, 0.25), seed=SEED),
+        "split of groups, stratified": dasksc.split(adata, groups="donor", stratify="kind", seed=SEED),
+        "rows_where": dasksc.rows_where(adata, FILTER),
+        "estimate_sample_size": dasksc.estimate_sample_size(atlas.path("csr", "atlas.h5ad")),
+    }
+    for name, strategy in STRATEGIES.items():
+        found[f"get_indices of {name}"] = (strategy.get_len(adata), strategy.get_indices(adata, seed=SEED))
+    dataset = dasksc.scDataset(adata, STRATEGIES["blocks"], 8, 2, seed=SEED, rank=1, world_size=2)
+    plan = dataset.plan(5)
+    found["plan"] = [plan.batch_rows(i) for i in range(plan.n_batches)]
+    diversity = dasksc.diversity(dataset, "kind")
+    found["diversity"] = [round(diversity.mean * 1e6), round(diversity.ideal_mean * 1e6), diversity.n_batches]
+    limited = dasksc.scDataset(adata, STRATEGIES["blocks"], 64, None, seed=SEED, memory_limit="1GiB")
+    found["fetch_factor"] = limited.fetch_factor
+    return {name: digest_of(value) for name, value in found.items()}
+
+
+# --- States and a training ----------------------------------------------------------------------------
+
+
+def make_states(atlas: Atlas) -> list[dict[str, Any]]:
+    """States taken on two ranks in the middle of an epoch, and what two or three ranks read after them."""
+    made = []
+    for case in cases():
+        if case.start == "resumed" and case.world_size == 2:
+            state, then = state_of(case, atlas, 2), dataclasses.replace(case, world_size=2 + len(made) % 2)
+            made.append({"case": dataclasses.asdict(then), "state": state, "rest": rest_of(then, atlas, state)})
+    return made
+
+
+def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
+    """The state that is taken now where a recorded one was, and what is read after the recorded one."""
+    case = Case(**one["case"])
+    return state_of(case, atlas, 2), rest_of(case, atlas, one["state"])
+
+
+def data_module(atlas: Atlas, state: Any = None) -> DataModule:
+    """What a trainer is given, set up."""
+    module = DataModule(
+        atlas.path("csr", "atlas.h5ad"), 8, train=BlockShuffling(8), fetch_factor=2, seed=SEED, scheduler="synchronous"
+    )
+    if state is not None:
+        module.load_state_dict(state)
+    module.setup("fit")
+    return module
+
+
+def training(atlas: Path | str, folder: Path | str) -> dict[str, Any]:
+    """The configuration of a small training, whose fifth step is in the middle of an epoch."""
+    return {
+        "data": {
+            "path": str(atlas),
+            "strategy": {"name": "BlockShuffling", "block_size": 4},
+            "validation": 0.1,
+            "batch_size": 8,
+            "fetch_factor": 4,
+            "seed": SEED,
+        },
+        "model": {"name": "mlp_classifier", "label": "kind", "hidden_dim": 8, "dropout": 0.0},
+        "training": {
+            "max_epochs": 2,
+            "seed": SEED,
+            "optimizer": {"name": "adamw", "lr": 0.01},
+            "checkpoint_dir": str(folder),
+            "save_every": 5,
+            "save_top_k": -1,
+            "log_every_n_steps": 1,
+            "logger": "csv",
+        },
+    }
+
+
+def after_training(folder: Path) -> dict[str, list[float]]:
+    """The losses of a training from its sixth step on, and that of its model."""
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) > 5]
+    found = {name: [float(row[name]) for row in rows if row.get(name)] for name in ("loss", "validation_loss")}
+    return found | {"model": [loss_of(folder / "model.pt")]}
+
+
+def loss_of(model: Path) -> float:
+    """The loss of a model that was saved, over cells that are the same every time."""
+    X = torch.from_numpy(scattered(20, N_VARS, 9).astype(np.float32))
+    with torch.no_grad():
+        told = load_model(model)({"X": X, "obs": {"kind": torch.arange(20) % 3}})
+    return float(told["loss"])
+
+
+# --- Files --------------------------------------------------------------------------------------------
+
+
+@cache
+def recorded(name: str) -> Any:
+    return json.loads((RECORDED / name).read_text())
+
+
+def dumped(found: Any) -> str:
+    return json.dumps(found, indent=1) + "\n"
+
+
+def differences(group: str, way: str, atlas: Atlas) -> dict[str, tuple[str, str]]:
+    """Digests that are not those recorded, of the cases of a group and a way, and those recorded."""
+    expected = recorded("batches.json")[group]
+    found = {case.name: batches_of(case, atlas) for case in cases() if case.way == way and case.name in expected}
+    assert found
+    return {name: (one, expected[name]) for name, one in found.items() if one != expected[name]}
+
+
+@contextmanager
+def an_atlas() -> Iterator[Atlas]:
+    """An atlas in a folder of its own, which is removed."""
+    with tempfile.TemporaryDirectory() as folder, closing(Atlas(Path(folder))) as atlas:
+        yield atlas
+
+
+def record() -> None:
+    """Write what the package yields, and its public names, as they are now."""
+    RECORDED.mkdir(exist_ok=True)
+    with an_atlas() as atlas:
+        some = {case.name: batches_of(case, atlas) for case in covering()}
+        rest = {case.name: batches_of(case, atlas) for case in cases() if case.name not in some}
+        batches = {"some cases": some, "all other cases": rest, "other results": other_results(atlas)}
+    (RECORDED / "batches.json").write_text(dumped(batches))
+    (RECORDED / "interface.txt").write_text(interface())
+
+
+def record_states() -> None:
+    """Write states and a checkpoint; those that are there were made by an earlier version, and are worth more."""
+    torch.set_num_threads(1)
+    with an_atlas() as atlas:
+        module = data_module(atlas)
+        list(islice(module.train_dataloader(), 3))
+        state = json.loads(json.dumps(module.state_dict()))
+        of_module = {"state": state, "rest": digest_of(list(data_module(atlas, state).train_dataloader()))}
+        (RECORDED / "states.json").write_text(dumped({"cases": make_states(atlas), "data module": of_module}))
+        atlas.path("csr", "atlas.h5ad")
+        with contextlib.chdir(atlas.folder / "csr"):  # so that paths in the checkpoint are of no machine
+            fit(Config.of(training("atlas.h5ad", "training")))
+        made, kept = atlas.folder / "csr" / "training", RECORDED / "training"
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(made / "step-00000005", kept / "step-00000005")
+        shutil.copy(made / "model.pt", kept)
+        (kept / "figures.json").write_text(dumped(after_training(made)))
+
+
+if __name__ == "__main__":
+    record_states() if sys.argv[1:] == ["states"] else record()

@@ -1,0 +1,83 @@
+"""What an earlier version yielded, saved and called its parts: `tests/recorded/`, by `tests/support/recorder.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import recorder
+from tests.support.interface import interface
+from tests.support.recorder import FACTORS, RECORDED, Atlas, recorded
+from tests.support.training import RTOL, train
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Atlas]:
+    with closing(Atlas(tmp_path_factory.mktemp("recorded"))) as atlas:
+        yield atlas
+
+
+@pytest.mark.parametrize("way", FACTORS["way"])
+def test_batches_are_those_recorded(way: str, atlas: Atlas) -> None:
+    assert recorder.differences("some cases", way, atlas) == {}
+
+
+def test_other_results_are_those_recorded(atlas: Atlas) -> None:
+    assert recorder.other_results(atlas) == recorded("batches.json")["other results"]
+
+
+def test_every_case_is_recorded_and_some_have_all_pairs_of_values() -> None:
+    every = {case.name: case for case in recorder.cases()}
+    some = recorded("batches.json")["some cases"]
+    assert every.keys() == some.keys() | recorded("batches.json")["all other cases"].keys()
+    met = set().union(*(recorder.pairs_of(every[name]) for name in some))
+    n_values = [len(values) for values in FACTORS.values()]
+    n_pairs = (sum(n_values) ** 2 - sum(n * n for n in n_values)) // 2
+    assert len(met) == n_pairs - len(FACTORS["strategy"]) * len(FACTORS["way"])
+    for factor in ("strategy", "way"):
+        starts = {(getattr(case, factor), case.world_size, case.start) for case in every.values()}
+        assert len(starts) == len(FACTORS[factor]) * len(FACTORS["world_size"]) * len(FACTORS["start"])
+
+
+def test_the_recorded_states_are_of_every_strategy_and_way() -> None:
+    ones = [one["case"] for one in recorded("states.json")["cases"]]
+    for factor in ("strategy", "way"):
+        assert {one[factor] for one in ones} == set(FACTORS[factor])
+
+
+def test_some_recorded_states_are_taken_again_and_resumed_with_the_batches_recorded(atlas: Atlas) -> None:
+    for one in recorded("states.json")["cases"][::4]:
+        assert recorder.resumed(one, atlas) == (one["state"], one["rest"]), one["case"]
+
+
+def test_the_recorded_state_of_a_data_module_is_resumed(atlas: Atlas) -> None:
+    one = recorded("states.json")["data module"]
+    module = recorder.data_module(atlas, one["state"])
+    assert recorder.digest_of(list(module.train_dataloader())) == one["rest"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_recorded_training_is_resumed_with_the_figures_recorded(atlas: Atlas, tmp_path: Path) -> None:
+    kept, folder = RECORDED / "training", tmp_path / "run"
+    raw = recorder.training(atlas.path("csr", "atlas.h5ad"), folder)
+    report = train(raw, training__resume_from=str(kept / "step-00000005"))
+    assert report.n_epochs == 2
+    expected = json.loads((kept / "figures.json").read_text())
+    found = recorder.after_training(folder)
+    assert {name: len(values) for name, values in found.items()} == {name: len(v) for name, v in expected.items()}
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=RTOL, err_msg=name)
+    np.testing.assert_allclose(recorder.loss_of(kept / "model.pt"), expected["model"], rtol=RTOL)
+
+
+def test_public_names_and_signatures_are_those_recorded() -> None:
+    found, expected = interface().splitlines(), (RECORDED / "interface.txt").read_text().splitlines()
+    assert (sorted(set(expected) - set(found)), sorted(set(found) - set(expected))) == ([], [])
+    assert found == expected
