@@ -9,7 +9,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from dasksc.cli import group
 
 __all__ = ["interface"]
 
-ROOT = Path(__file__).parents[2]
 MODULES = (
     *("dasksc", "dasksc.errors", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.dashboard"),
     *("dasksc.train", "dasksc.train.config", "dasksc.train.models", "dasksc.integrations.data_module"),
@@ -36,7 +34,6 @@ def interface() -> str:
     """The public names of the documented modules, their signatures, and other names that users hold."""
     sections = {module: sorted(_of_module(module)) for module in MODULES}
     sections |= {f"dasksc.integrations.{name}": sorted(_of_source(f"dasksc.integrations.{name}")) for name in TRAINERS}
-    sections["names in the pages"] = sorted(_documented())
     dataset = dasksc.scDataset(np.arange(4), dasksc.Streaming(), 2, scheduler="synchronous")
     inherited = set(dir(type(dataset)))
     sections["attributes of a data set"] = sorted(
@@ -137,32 +134,6 @@ def _of_source(module_name: str) -> Iterator[str]:
                     yield f"{node.name}.{member.name}({ast.unparse(member.args)})"
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield f"{node.name}({ast.unparse(node.args)})"
-
-
-def _documented() -> Iterator[str]:
-    """Every dotted name of the package that the pages for users and the examples have, if it is there."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
-    text = "\n".join(page.read_text() for page in pages if page.name != "architecture.md")
-    names = set(re.findall(r"\bdasksc(?:\.[A-Za-z]\w*)+", text))
-    for module, imported in re.findall(r"from (dasksc(?:\.\w+)*) import \(?([\w, \n]+)", text):
-        names |= {f"{module}.{name}" for name in re.findall(r"\w+", imported)}
-    for name in sorted(names):
-        if not name.startswith(tuple(f"dasksc.integrations.{trainer}" for trainer in TRAINERS)) and _exists(name):
-            yield name
-
-
-def _exists(name: str) -> bool:
-    head, _, rest = name.partition(".")
-    thing: Any = importlib.import_module(head)
-    for part in rest.split("."):
-        head = f"{head}.{part}"
-        if hasattr(thing, part):
-            thing = getattr(thing, part)
-        elif inspect.ismodule(thing) and importlib.util.find_spec(head) is not None:
-            thing = importlib.import_module(head)
-        else:
-            return False
-    return True
 
 
 def _commands() -> Iterator[str]:
