@@ -185,7 +185,7 @@ def test_classes_are_balanced_among_all_rows_by_weights():
     weights = 1 / np.bincount(all_labels)[all_labels]
 
     def share(strategy):
-        rows = np.concatenate([batch for batch in scDataset(np.arange(N_OBS), strategy, BATCH, seed=0)])
+        rows = np.concatenate(list(scDataset(np.arange(N_OBS), strategy, BATCH, seed=0)))
         return all_labels[rows].mean()
 
     ours = dasksc.BlockWeightedSampling(weights=weights, indices=subset, total_size=2000)
