@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -65,11 +65,11 @@ def test_the_recorded_state_of_a_data_module_is_resumed(atlas: Atlas) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_recorded_training_is_resumed_with_the_figures_recorded(atlas: Atlas, tmp_path: Path) -> None:
-    kept, folder = RECORDED / "training", tmp_path / "run"
+    kept, folder, expected = tmp_path / "kept", tmp_path / "run", recorded("training.json")
+    shutil.unpack_archive(RECORDED / "training.zip", kept)
     raw = recorder.training(atlas.path("csr", "atlas.h5ad"), folder)
     report = train(raw, training__resume_from=str(kept / "step-00000005"))
     assert report.n_epochs == 2
-    expected = json.loads((kept / "figures.json").read_text())
     found = recorder.after_training(folder)
     assert {name: len(values) for name, values in found.items()} == {name: len(v) for name, v in expected.items()}
     for name, values in expected.items():

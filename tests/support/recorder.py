@@ -630,11 +630,11 @@ def record_states() -> None:
         atlas.path("csr", "atlas.h5ad")
         with contextlib.chdir(atlas.folder / "csr"):  # so that paths in the checkpoint are of no machine
             fit(Config.of(training("atlas.h5ad", "training")))
-        made, kept = atlas.folder / "csr" / "training", RECORDED / "training"
-        shutil.rmtree(kept, ignore_errors=True)
+        made, kept = atlas.folder / "csr" / "training", atlas.folder / "kept"
         shutil.copytree(made / "step-00000005", kept / "step-00000005")
         shutil.copy(made / "model.pt", kept)
-        (kept / "figures.json").write_text(dumped(after_training(made)))
+        shutil.make_archive(str(RECORDED / "training"), "zip", kept)
+        (RECORDED / "training.json").write_text(dumped(after_training(made)))
 
 
 if __name__ == "__main__":
