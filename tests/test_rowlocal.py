@@ -272,6 +272,7 @@ SLY: dict[str, Callable[[da.Array], da.Array]] = {
     "sorted where a block has many rows": lambda x: x.map_blocks(sorted_if_many),
     "sorted beyond some value": lambda x: x.map_blocks(sorted_if_large),
     "rolled beyond what is made up": lambda x: (x * 1e6).map_blocks(swapped_if_huge),
+    "cleared far below the diagonal": lambda x: x.map_blocks(np.triu, k=-45),
     "turned where values repeat": lambda x: x.map_blocks(sorted_if_some_are_alike),
 }
 
@@ -283,6 +284,19 @@ def test_code_that_mixes_rows_at_times_is_found_out(name: str, chunk_rows: int) 
     values = array.compute(scheduler="synchronous")
     rows = np.sort(np.random.default_rng(0).integers(0, len(values), 30))
     np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows], rtol=1e-6)
+    # A first fetch of whole chunks says nothing of the parts of chunks that come later.
+    matrix = matrix_of(array)
+    for later in (np.arange(len(values)), rows):
+        np.testing.assert_allclose(rows_of(matrix, later), values[later], rtol=1e-6)
+
+
+def test_functions_that_numpy_vectorizes_over_blocks_are_not_believed() -> None:
+    def code(function: Any) -> da.Array:
+        return leaf("dense").map_blocks(function, dtype=float, meta=np.empty((0, 0)))
+
+    assert type(matrix_of(code(np.vectorize(doubled, signature="(m,n)->(m,n)")))) is DaskMatrix
+    assert type(matrix_of(code(np.vectorize(row_local(doubled), signature="(n)->(n)")))) is RowLocalMatrix
+    assert type(matrix_of(code(np.vectorize(doubled, otypes=[float])))) is RowLocalMatrix
 
 
 def test_what_is_merely_believed_is_compared_with_one_whole_chunk_in_each_process(

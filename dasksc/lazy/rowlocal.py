@@ -67,6 +67,10 @@ N_COMPUTED = 4096
 # Made-up rows of the trial: of functions that are known, and of others, whose mixing may depend on how many there are.
 N_TRIED = {True: 6, False: 41}
 
+# Rows computed together, about, where functions are merely believed: pieces of several chunks may be nearly twice as
+# many, and no more than were tried.
+N_BELIEVED = N_TRIED[False] // 2
+
 # Rows compared at a time, dense.
 N_COMPARED = 64
 
@@ -143,7 +147,7 @@ class RowLocalMatrix(DaskMatrix):
             )
             row = 8 + min(values, self.shape[1]) * itemsize
         # One chunk is computed whole, for once, where functions are merely believed.
-        once = 0 if all(self._is_known(kind) for kind in set(self._kinds)) else super().cost.fixed
+        once = 0 if self._is_all_known else super().cost.fixed
         return FetchCost(
             row=row,
             held=row,
@@ -175,22 +179,28 @@ class RowLocalMatrix(DaskMatrix):
         rows = check_rows(self.label, self.shape[0], rows)
         if not self._rows_are_independent(rows):
             return super().fetch(rows)
-        wanted = [
-            (number, first, rows[first : min(first + N_COMPUTED, stop)] - self._bounds[number])
-            for number, start, stop in runs_by_block(rows, self._bounds)
-            for first in range(start, stop, N_COMPUTED)
-        ]
-        run = _Run.reading([(self._blocks[number], need) for number, _, need in wanted])
-        blocks = []
-        for _, several in itertools.groupby(wanted, key=lambda one: (self._kinds[one[0]], one[1] // N_COMPUTED)):
-            numbers, _, needs = zip(*several, strict=True)
-            blocks.append(_joined([self._blocks[number] for number in numbers], needs, run, self))
-            # Their memory, which is still in the cache, is taken for the next ones.
-            run.values.clear()
+        blocks = self._computed(rows)
         if len({tuple(array.dtype for array in _arrays(block)) for block in blocks}) != 1:
             blocks = [stack(blocks, self.layout, self.shape[1], self.dtype)]
         # Side by side as they are: to copy them into one costs as much as a layer of the graph.
         return join([_all_rows(block, self.label) for block in blocks])
+
+    def _computed(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Compute `rows`, some at a time."""
+        n_together = N_COMPUTED if self._is_all_known else N_BELIEVED
+        wanted = [
+            (number, first, rows[first : min(first + n_together, stop)] - self._bounds[number])
+            for number, start, stop in runs_by_block(rows, self._bounds)
+            for first in range(start, stop, n_together)
+        ]
+        run = _Run.reading([(self._blocks[number], need) for number, _, need in wanted])
+        blocks = []
+        for _, several in itertools.groupby(wanted, key=lambda one: (self._kinds[one[0]], one[1] // n_together)):
+            numbers, _, needs = zip(*several, strict=True)
+            blocks.append(_joined([self._blocks[number] for number in numbers], needs, run, self))
+            # Their memory, which is still in the cache, is taken for the next ones.
+            run.values.clear()
+        return blocks
 
     def _rows_are_independent(self, rows: NDArray[np.int64]) -> bool:
         """Try what computes `rows`: each kind of row chunk once in each process."""
@@ -254,8 +264,7 @@ class RowLocalMatrix(DaskMatrix):
 
     def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
         """What shows that rows of a block are others when all of it is computed, if anything does."""
-        run = _Run.reading([(self._blocks[number], need)])
-        rows = _joined([self._blocks[number]], (need,), run, self)
+        rows = stack(self._computed(self._bounds[number] + need), self.layout, self.shape[1], self.dtype)
         whole = self._block(number, need)
         differs = next(
             (
@@ -273,6 +282,10 @@ class RowLocalMatrix(DaskMatrix):
     @cached_property
     def _n_kinds(self) -> int:
         return len(set(self._kinds))
+
+    @cached_property
+    def _is_all_known(self) -> bool:
+        return all(self._is_known(kind) for kind in set(self._kinds))
 
     def _is_known(self, kind: int) -> bool:
         """Whether nothing that computes row chunks of a kind is merely believed."""

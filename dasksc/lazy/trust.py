@@ -159,6 +159,9 @@ def _called(function: Any, keywords: Mapping[str, Any]) -> Iterator[tuple[Any, M
         # The keyword arguments of a call go before those of the partial.
         yield from _called(function.func, {**function.keywords, **keywords})
         yield from calls((function.args, function.keywords))
+    elif isinstance(function, np.vectorize) and function.signature is not None:
+        # What it wraps is given rows, or whole blocks.
+        yield from calls(function.pyfunc)
     elif hasattr(function, "first") and hasattr(function, "funcs"):  # toolz.compose
         yield from calls((function.first, function.funcs))
     else:
