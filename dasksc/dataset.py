@@ -1267,14 +1267,14 @@ def _checked_state(state: Mapping[str, Any]) -> tuple[int, int, tuple[Stretch, .
         part, expected = "fingerprint", "a dict"
         state["fingerprint"].keys()
         part, expected = "epoch", "a whole number"
-        epoch = config.whole_number(part, int(state[part]), 0, 2**32)
+        epoch = config.whole_number(part, _whole(state[part]), 0, 2**32)
         part, expected = "seed", "a whole number"
-        seed = config.whole_number(part, int(state[part]), 0, 2**64)
+        seed = config.whole_number(part, _whole(state[part]), 0, 2**64)
         part, expected = "consumed", f"a list of lists of whole numbers: {', '.join(names)}"
         stretches = tuple(
             Stretch(
                 **{
-                    name: config.whole_number(name, int(number), low=name != "n_batches")
+                    name: config.whole_number(name, _whole(number), low=name != "n_batches")
                     for name, number in zip(names, stretch, strict=True)
                 }
             )
@@ -1287,6 +1287,14 @@ def _checked_state(state: Mapping[str, Any]) -> tuple[int, int, tuple[Stretch, .
             "Load another checkpoint, or set_epoch(n) to begin an epoch anew"
         ) from error
     return epoch, seed, stretches
+
+
+def _whole(value: Any) -> int:
+    """Return a number of a state, which may be a tensor by now, as an int; a ValueError if that is another number."""
+    number = int(value)
+    if number != value:
+        raise ValueError(f"{value!r} is no whole number")
+    return number
 
 
 def _n_batches(plan: EpochPlan, ks: range) -> int:
@@ -1359,7 +1367,8 @@ def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns
 def _value_dtype(dtype: Any) -> np.dtype[Any]:
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     try:
-        result = np.dtype(name)
+        # Tensors have no byte order.
+        result = np.dtype(name).newbyteorder("=")
         torch_dtype(result)
     except TypeError as error:
         raise InputError(f"dtype={dtype!r} is no type that tensors gathered from NumPy can have") from error

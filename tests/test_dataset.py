@@ -219,7 +219,13 @@ def test_genes_keeps_columns_in_the_order_asked_for(adata, path, genes, layout):
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [(None, torch.float32), ("float64", torch.float64), (torch.float16, torch.float16), (np.int32, torch.int32)],
+    [
+        (None, torch.float32),
+        ("float64", torch.float64),
+        (torch.float16, torch.float16),
+        (np.int32, torch.int32),
+        (">i2", torch.int16),
+    ],
 )
 def test_dtype_is_that_of_the_values(adata, path, dtype, expected):
     for layout in ("dense", "csr"):

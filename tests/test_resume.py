@@ -325,7 +325,9 @@ def test_what_is_wrong_in_a_state_is_named():
     for name, wrong in (
         ("epoch", None),
         ("epoch", -1),
+        ("epoch", 2.5),
         ("seed", "five"),
+        ("seed", 0.5),
         ("fingerprint", ["n_obs"]),
         ("consumed", 3),
         ("consumed", [[1, 2]]),
