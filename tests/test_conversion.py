@@ -924,6 +924,48 @@ def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp
         dasksc.convert(source, tmp_path / "out.zarr", verify=True)
 
 
+# What AnnData stores of each kind of column, and the name that the error gives it.
+@pytest.mark.parametrize(
+    ("array", "named"),
+    [
+        ("number", "number"),
+        ("text", "text"),
+        ("kind/codes", "kind"),
+        ("kind/categories", "kind"),
+        ("whole/values", "whole"),
+        ("whole/mask", "whole"),
+        ("note/values", "note"),
+        ("_index", "the names of the cells"),
+    ],
+)
+def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, named, monkeypatch):
+    from dasksc.conversion import tables
+
+    n = 9
+    source = small(
+        n,
+        number=np.where(np.arange(n) % 2, np.nan, np.arange(n)),
+        text=[f"t{i}" for i in range(n)],
+        kind=pd.Categorical(pd.array(["a", "b", None] * 3, dtype="string")),
+        whole=pd.array([1, 2, None] * 3, dtype="Int64"),
+        note=pd.array(["x", "y", None] * 3, dtype="string"),
+    )
+    write = tables.write_tables
+
+    def damaged(adata: Any, folder: Path, store: Path, *more: Any) -> None:
+        write(adata, folder, store, *more)
+        stored = zarr.open_array(store / "obs" / array, mode="r+")
+        value = stored[-1:]
+        stored[-1:] = np.array(["other"]) if value.dtype.kind in "OT" else ~value if value.dtype == bool else value + 1
+
+    monkeypatch.setattr(tables, "_PIECE_ROWS", 4)
+    dasksc.convert(source, tmp_path / "whole.zarr", order="keep", verify=True)
+    monkeypatch.setattr(conversion, "write_tables", damaged)
+    with pytest.raises(CorruptDataError, match=f"obs differs from the input's in {named}\\. .* convert again"):
+        dasksc.convert(source, tmp_path / "out.zarr", order="keep", verify=True)
+    assert not (tmp_path / "out.zarr").exists()
+
+
 # --- Its parts --------------------------------------------------------------------------------------
 
 

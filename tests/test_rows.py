@@ -136,15 +136,16 @@ def test_what_looks_at_every_row_takes_few_bytes_of_each(
     assert bytes_a_row(work, path_of, N, 2 * N) <= allowed + of_columns
 
 
-@pytest.mark.parametrize("group_by", [None, "cell_type"])
+@pytest.mark.parametrize(("group_by", "verify"), [(None, False), ("cell_type", False), (None, True)])
 def test_converting_takes_few_bytes_a_row_beside_the_tables(
-    group_by: str | None, path_of: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group_by: str | None, verify: bool, path_of: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_pieces_of(2**12, monkeypatch)
     monkeypatch.setattr(matrices, "_INDPTR_KEPT_BYTES", 0)
 
     def converted(path: str) -> Any:
-        return dasksc.convert(path, tmp_path / "atlas.zarr", group_by=group_by, overwrite=True, scheduler="sync")
+        target = tmp_path / "atlas.zarr"
+        return dasksc.convert(path, target, group_by=group_by, overwrite=True, verify=verify, scheduler="sync")
 
     assert bytes_a_row(converted, path_of, N // 8, N // 4) <= 16 + 1 + 4 + NAME_BYTES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -162,22 +162,38 @@ def write_tables(
 
 
 def _write_in_order(parent: zarr.Group, name: str, table: pd.DataFrame, order: NDArray[np.int64]) -> None:
-    """Write a table of cells in a new order, holding a column of codes, or a piece of another, at a time."""
+    """Write a table of cells in a new order, holding a piece of a column at a time."""
     write_elem(parent, name, table.iloc[order[:_PIECE_ROWS]])
     if len(order) <= _PIECE_ROWS:
         return
     group = cast(zarr.Group, parent[name])
-    columns = {str(column): values.array for column, values in table.items()}
-    columns[str(group.attrs["_index"])] = table.index.array
-    for column, values in columns.items():
-        stored = group[column]
-        if not isinstance(stored, zarr.Array):  # categories and nullable values
-            del group[column]
-            write_elem(group, column, values.take(order))
-            continue
-        stored.resize((len(order),))
-        for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
-            stored[start:stop] = np.asarray(values.take(order[start:stop]))
+    for column, values in _columns(table, group):
+        for stored, rows_of in _arrays(group[column], values):
+            stored.resize((len(order),))
+            for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
+                stored[start:stop] = rows_of(order[start:stop])
+
+
+def _columns(table: pd.DataFrame, group: zarr.Group) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a table, its index last, by their names in the group that AnnData writes them to."""
+    for column, values in table.items():
+        yield str(column), values.array
+    yield str(group.attrs["_index"]), table.index.array
+
+
+def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[NDArray[np.int64]], NDArray[Any]]]]:
+    """Return the arrays of a stored column that hold a value for each row, and what returns the values of rows."""
+    encoding = str(stored.attrs["encoding-type"])
+    if encoding == "categorical":
+        return [(stored["codes"], values.codes.take)]
+    if encoding.startswith("nullable-"):
+        is_text = isinstance(values.dtype, pd.StringDtype)
+        dtype, missing = (object, "") if is_text else (values.dtype.numpy_dtype, 0)
+        return [
+            (stored["mask"], lambda rows: np.asarray(values.take(rows).isna())),
+            (stored["values"], lambda rows: values.take(rows).to_numpy(dtype=dtype, na_value=missing)),
+        ]
+    return [(stored, lambda rows: np.asarray(values.take(rows)))]
 
 
 def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
@@ -212,16 +228,23 @@ def _as_anndata_writes() -> Iterator[None]:
 
 
 def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> None:
-    """Compare obs as written with what it was to be, column by column.
+    """Compare obs as written with what it was to be, holding a piece of a column at a time.
 
     Raises
     ------
     CorruptDataError
         If they differ.
     """
+    expected = storable(adata.obs, "obs")
     with _as_anndata_writes():
         try:
-            written = read_elem(zarr.open_group(store, mode="r")["obs"])
+            written = cast(zarr.Group, zarr.open_group(store, mode="r")["obs"])
+            differing = [
+                name
+                for name, values in _columns(expected, written)
+                if name not in written or not _is_written(written[name], values, order)
+            ]
+            names, columns = str(written.attrs["_index"]), list(cast(list[str], written.attrs["column-order"]))
         # Whatever the libraries raise on damaged metadata.
         except Exception as error:
             if not is_of_content(error):
@@ -230,26 +253,31 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
                 f"{store}: obs cannot be read as it was written ({type(error).__name__}: {error}). The disk or memory "
                 "may be failing. What was written is removed; convert again."
             ) from error
-    expected = storable(adata.obs, "obs").iloc[order]
-    differing = [name for name in expected if name not in written or not _equal(written[name], expected[name])]
-    if not written.index.equals(expected.index):
-        differing.append("the names of the cells")
-    if differing or list(written.columns) != list(expected.columns):
+    if differing or columns != list(expected.columns):
+        what = ["the names of the cells" if name == names else name for name in differing] or ["its columns"]
         raise CorruptDataError(
-            f"{store}: obs differs from the input's in {', '.join(map(str, differing)) or 'its columns'}. The disk or "
+            f"{store}: obs differs from the input's in {', '.join(what)}. The disk or "
             "memory may be failing. What was written is removed; convert again."
         )
 
 
-def _equal(written: pd.Series[Any], expected: pd.Series[Any]) -> bool:
-    if isinstance(expected.dtype, pd.CategoricalDtype):
-        return (
-            isinstance(written.dtype, pd.CategoricalDtype)
-            and bool(np.array_equal(written.cat.codes, expected.cat.codes))
-            and written.cat.categories.equals(expected.cat.categories)
+def _is_written(stored: Any, values: Any, order: NDArray[np.int64]) -> bool:
+    """Whether a stored column has the values of a column in a new order."""
+    if isinstance(values, pd.Categorical):
+        categories = np.asarray(read_elem(stored["categories"]))
+        if not _equal(categories, values.categories.to_numpy()):
+            return False
+    return all(
+        array.shape == order.shape
+        and all(
+            _equal(np.asarray(array[start:stop]), rows_of(order[start:stop]))
+            for start, stop in pieces(0, len(order), _PIECE_ROWS)
         )
-    # By value: AnnData may write a type as another one of the same values, strings above all.
-    missing = expected.isna().to_numpy()
-    if not np.array_equal(written.isna().to_numpy(), missing):
-        return False
-    return bool((written.to_numpy()[~missing] == expected.to_numpy()[~missing]).all())
+        for array, rows_of in _arrays(stored, values)
+    )
+
+
+def _equal(written: NDArray[Any], expected: NDArray[Any]) -> bool:
+    if written.dtype.kind == "T":  # strings as Zarr reads them
+        written = written.astype(object)
+    return np.array_equal(written, expected, equal_nan=expected.dtype.kind in "fc")
