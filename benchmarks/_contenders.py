@@ -49,7 +49,7 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
     from concurrent.futures import ThreadPoolExecutor
     from unittest import mock
 
-    from dasksc import dataset as module
+    from dasksc.loader import epoch_run as module
     from dasksc.progress import FetchFigures
 
     class PlainWindow:

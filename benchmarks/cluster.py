@@ -123,11 +123,14 @@ def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
     """Gather the bytes of an epoch from the workers, directly, as many tasks at a time as the data set."""
     import torch
 
-    n_rows = dataset.fetch_size // dataset._n_parts
+    from dasksc.loader import parts_of
+
+    projection = parts_of(dataset).projection
+    n_rows = dataset.fetch_size // projection.n_parts
     row_bytes = sent_bytes(path, n_rows=n_rows) // n_rows
-    n_tasks = dataset.plan().n_fetches * dataset._n_parts
+    n_tasks = dataset.plan().n_fetches * projection.n_parts
     arriving: deque[Any] = deque()
-    depth = dataset._depth()
+    depth = projection.depth()
     ks = iter(range(n_tasks))
     while True:
         while len(arriving) < depth and (k := next(ks, None)) is not None:

@@ -28,13 +28,12 @@ if TYPE_CHECKING:
     from dasksc.batch import Batch
     from dasksc.collection import AnnDataView, open
     from dasksc.conversion import ConversionReport, convert
-    from dasksc.dataset import scDataset
     from dasksc.description import describe
-    from dasksc.dryrun import check
+    from dasksc.dryrun import check, diversity
     from dasksc.experimental import estimate_sample_size, suggest_parameters
     from dasksc.filtering import rows_where
     from dasksc.lazy import row_local
-    from dasksc.mixing import diversity
+    from dasksc.loader import scDataset
     from dasksc.modalities import Modalities
     from dasksc.multiindexable import MultiIndexable
     from dasksc.plan import EpochPlan
@@ -75,14 +74,14 @@ _HOMES = {
     "check": "dasksc.dryrun",
     "convert": "dasksc.conversion",
     "describe": "dasksc.description",
-    "diversity": "dasksc.mixing",
+    "diversity": "dasksc.dryrun",
     "estimate_sample_size": "dasksc.experimental",
     "fetch_transform_adata": "dasksc.transforms",
     "hf_tahoe_to_tensor": "dasksc.transforms",
     "open": "dasksc.collection",
     "row_local": "dasksc.lazy",
     "rows_where": "dasksc.filtering",
-    "scDataset": "dasksc.dataset",
+    "scDataset": "dasksc.loader",
     "split": "dasksc.splitting",
     "start_cluster": "dasksc.window.start",
     "suggest_parameters": "dasksc.experimental",

@@ -21,8 +21,8 @@ from dask.utils import format_bytes
 from dasksc import collection
 from dasksc.batch import Batch
 from dasksc.concat import Join
-from dasksc.dataset import scDataset
 from dasksc.errors import InputError, StorageError
+from dasksc.loader import scDataset
 from dasksc.modalities import Modalities, is_modalities
 from dasksc.sampling import BlockShuffling
 from dasksc.storage import Cache, Layout, Place, is_url, open_place, shown

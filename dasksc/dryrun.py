@@ -12,9 +12,10 @@ import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
-from dasksc.dataset import scDataset
 from dasksc.errors import InputError
 from dasksc.kernels.draw import count_codes
+from dasksc.loader import MatrixSource, parts_of, scDataset
+from dasksc.mixing import Diversity
 from dasksc.plan import EpochPlan
 from dasksc.process_memory import to_ask_for
 from dasksc.sampling import encode_labels
@@ -24,7 +25,7 @@ from dasksc.world import World
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["Check", "ClassShare", "RankShare", "check"]
+__all__ = ["Check", "ClassShare", "RankShare", "check", "diversity"]
 
 # Rows of the epoch that are looked at for its mix of classes, at most.
 _LOOKED_AT = 2**20
@@ -233,17 +234,19 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         raise InputError(f"check takes a dasksc.scDataset, or a DataLoader of one; got {data!r}")
     loader = None if dataset is data else data
     if world_size is None:
-        world_size = dataset._here().world_size
-    plan = dataset._plan_of(World(0, world_size), dataset._counter.peek())
+        world_size = dataset.world_size
+    parts = parts_of(dataset)
+    source = parts.source
+    plan = parts.plan_of(World(0, world_size), parts.counter.peek())
     ranks = tuple(_share_of(dataclasses.replace(plan, rank=rank)) for rank in range(world_size))
     num_workers = int(getattr(loader, "num_workers", 0))
     prefetch_factor = int(getattr(loader, "prefetch_factor", None) or 0)
     name, labels = _labels_of(dataset, label_key)
-    known = dataset._matrices is not None
+    known = isinstance(source, MatrixSource)
     return Check(
-        name=f"{dataset._name} by {type(dataset.strategy).__name__}",
+        name=f"{source.name} by {type(dataset.strategy).__name__}",
         epoch=plan.epoch,
-        n_obs=dataset._n_obs,
+        n_obs=source.n_obs,
         n_rows=plan.n_rows,
         n_blocks=-(-plan.n_rows // plan.block_size),
         block_size=plan.block_size,
@@ -259,10 +262,31 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         prefetch_factor=prefetch_factor,
         process_bytes=dataset.projected_bytes,
         pages_bytes=dataset.projected_pages,
-        job_bytes=max(1, num_workers) * dataset._job_bytes() if known else None,
-        prefetched_bytes=int(num_workers * prefetch_factor * dataset._batch_bytes()) if known else None,
+        job_bytes=max(1, num_workers) * parts.projection.job_bytes if known else None,
+        prefetched_bytes=int(num_workers * prefetch_factor * parts.projection.batch_bytes) if known else None,
         warnings=(*_of_sizes(dataset, plan, ranks), *_of_loader(loader, plan), *_of_mixing(plan, name, labels)),
     )
+
+
+def diversity(dataset: Any, column: str, n_batches: int = 1000) -> Diversity:
+    """Measure how well the batches of a data set mix the labels of an obs column; reads no matrix.
+
+    Parameters
+    ----------
+    dataset
+        A `scDataset` of an AnnData.
+    column
+        Which column of obs, such as ``"plate"``.
+    n_batches
+        About how many batches of this rank's next epoch to look at.
+
+    Returns
+    -------
+    Diversity
+        Mean and spread of the entropy of batches, beside those of ideal random batches.
+    """
+    measured: Diversity = dataset.plan().diversity(parts_of(dataset).source.labels_of(column), n_batches)
+    return measured
 
 
 def _share_of(plan: EpochPlan) -> RankShare:
@@ -282,10 +306,10 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
     name = label_key or getattr(strategy, "label_key", None)
     labels = getattr(strategy, "labels", None)
     if name is None and labels is not None:
-        return None, labels if len(labels) == dataset._n_obs else None
+        return None, labels if len(labels) == parts_of(dataset).source.n_obs else None
     if name is None:
         name = next(iter(dataset.categories), None)
-    return name, None if name is None else dataset._labels_of(name)
+    return name, None if name is None else parts_of(dataset).source.labels_of(name)
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
@@ -326,7 +350,8 @@ def _of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...])
             "pieces of the same chunks. Lower block_size"
             + ("" if plan.sampler.block_size else " (for Streaming a fetch: lower fetch_factor)")
         )
-    for name, matrix in (dataset._matrices or {}).items():
+    source = parts_of(dataset).source
+    for name, matrix in source.matrices.items() if isinstance(source, MatrixSource) else ():
         chunk_rows = matrix.cost.chunk_rows
         if plan.fetch_rows < chunk_rows:
             yield (
@@ -334,7 +359,7 @@ def _of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...])
                 f"{chunk_rows:,.0f} rows): chunks are decoded again and again for a few rows each. Raise fetch_factor, "
                 "or store smaller chunks"
             )
-        elif is_url(matrix.label) and (share := _wanted_share(plan, dataset._n_obs, chunk_rows)) < _WANTED:
+        elif is_url(matrix.label) and (share := _wanted_share(plan, source.n_obs, chunk_rows)) < _WANTED:
             yield (
                 f"about {share:.0%} of what is asked for of {name} over the network is wanted: chunks of about "
                 f"{chunk_rows:,.0f} rows come whole, and blocks have {plan.block_size:,}. Raise block_size or "

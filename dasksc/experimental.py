@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
-from dasksc.dataset import scDataset
+from dasksc.loader import parts_of, scDataset
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 from dasksc.process_memory import memory_limit
 from dasksc.sampling import BlockShuffling
@@ -191,7 +191,7 @@ def _measure_blocks(
         dataset = scDataset(
             data, BlockShuffling(block_size), batch_size, fetch_factor, **hooks, rank=0, world_size=1, seed=0
         )
-        of_rows = dataset._labels_of(labels) if isinstance(labels, str) else labels
+        of_rows = parts_of(dataset).source.labels_of(labels) if isinstance(labels, str) else labels
         measured.append(
             {
                 "block_size": block_size,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Diversity", "diversity", "diversity_of"]
+__all__ = ["Diversity", "diversity_of"]
 
 _N_IDEAL = 1000
 
@@ -85,24 +85,3 @@ def _entropies(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
     entropies: NDArray[np.float64] = np.abs((shares * logs).sum(axis=1))
     return entropies
-
-
-def diversity(dataset: Any, column: str, n_batches: int = 1000) -> Diversity:
-    """Measure how well the batches of a data set mix the labels of an obs column; reads no matrix.
-
-    Parameters
-    ----------
-    dataset
-        A `scDataset` of an AnnData.
-    column
-        Which column of obs, such as ``"plate"``.
-    n_batches
-        About how many batches of this rank's next epoch to look at.
-
-    Returns
-    -------
-    Diversity
-        Mean and spread of the entropy of batches, beside those of ideal random batches.
-    """
-    measured: Diversity = dataset.plan().diversity(dataset._labels_of(column), n_batches)
-    return measured

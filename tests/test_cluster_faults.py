@@ -453,7 +453,7 @@ def test_nothing_is_left_on_scheduler_and_workers(
 def test_a_rank_that_ends_without_a_word_leaves_nothing_on_the_cluster(processes: DaskProcesses, atlas: Path) -> None:
     with distributed.Client(processes.address, set_as_default=False) as client:
         client.wait_for_workers(1, timeout=WAIT_S)
-        for end in ("os.kill(os.getpid(), 9)", "dataset._scheduler.close()"):
+        for end in ("os.kill(os.getpid(), 9)", "client.close()"):
             program = f"""
 import os, dasksc, distributed
 client = distributed.Client({processes.address!r})

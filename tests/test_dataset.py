@@ -539,7 +539,7 @@ def test_a_chunk_of_to_dask_travels_with_its_own_rows_alone(kind):
     expected = array.blocks[3].compute()
     np.testing.assert_array_equal(expected[:8, 0], values[one.plan(0).batch_rows(3 * 4), 0])
     # What the chunk reads from is in memory here, and is sent as well.
-    source = len(cloudpickle.dumps(one._matrices["X"]))
+    source = len(cloudpickle.dumps(one._source.matrices["X"]))
     key = (array.name, 3, 0)
     # A client sends the graph of a delayed chunk as it is.
     for graph in (array.to_delayed()[3, 0].__dask_graph__(), array.dask.cull({key})):
@@ -665,7 +665,7 @@ def test_looking_changes_nothing(path, monkeypatch):
 def test_a_spawned_worker_reads_the_share_of_its_rank(path):
     # Which only the process that makes the workers knows.
     one = dataset(path, obs=["cell_type"])
-    with mock.patch("dasksc.dataset.get_spawning_popen", return_value=object()):
+    with mock.patch("dasksc.loader.rank_session.get_spawning_popen", return_value=object()):
         with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
             sent = pickle.dumps(one)
         alone = pickle.dumps(dataset(path, obs=["cell_type"]))
@@ -735,3 +735,9 @@ def test_the_environment_says_which_rank_this_is(path, monkeypatch):
     assert (alone.rank, alone.world_size) == (0, 1)
     with pytest.raises(dasksc.InputError, match="Pass seed="):
         len(dataset(path, seed=None))
+
+
+def test_the_former_module_still_has_the_data_set() -> None:
+    from dasksc import dataset as former
+
+    assert former.scDataset is dasksc.scDataset

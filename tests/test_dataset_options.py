@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from anndata import AnnData
 
 import dasksc
-import dasksc.dataset
+import dasksc.loader.projection
 from dasksc.errors import InputError
 
 pytestmark = pytest.mark.core
@@ -39,12 +39,12 @@ def test_the_fetch_factor_chosen_is_the_same_on_every_machine(
         settings = {"prefetch": prefetch, "memory_limit": "100MB", "seed": 0, "rank": 0, "world_size": 1}
         return dasksc.scDataset(gzipped, dasksc.BlockShuffling(8), 64, **settings, **options)
 
-    with mock.patch.object(dasksc.dataset, "default_threads", return_value=2):
+    with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=2):
         usual = made(fetch_factor=None)
         if prefetch is not None:  # else fewer would be kept in flight
             with pytest.raises(InputError, match="memory_limit"):
                 made(fetch_factor=usual.fetch_factor * 2)
-    with mock.patch.object(dasksc.dataset, "default_threads", return_value=n_threads):
+    with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=n_threads):
         dataset = made(fetch_factor=None)
     assert dataset.fetch_factor == usual.fetch_factor > 1
     assert dataset.projected_bytes <= 100e6
@@ -52,10 +52,10 @@ def test_the_fetch_factor_chosen_is_the_same_on_every_machine(
 
 def test_memory_is_projected_for_the_threads_there_are_now(gzipped: Path) -> None:
     # Workers join a cluster, and a Client becomes the active one, after the data set was made.
-    with mock.patch.object(dasksc.dataset, "default_threads", return_value=1):
+    with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=1):
         dataset = dasksc.scDataset(gzipped, dasksc.BlockShuffling(8), 64, fetch_factor=8, seed=0, rank=0, world_size=1)
         before = dataset.projected_bytes
-    with mock.patch.object(dasksc.dataset, "default_threads", return_value=4):
+    with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=4):
         assert dataset.projected_bytes > before
 
 

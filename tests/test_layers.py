@@ -50,6 +50,7 @@ ROOMS = [
     "batch",
     "transforms",
     "tokens",
+    "loader",
     "dataset",
     "dryrun",
     "description",
@@ -67,18 +68,18 @@ ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public name
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
     "torch": (
-        {"batch", "transforms", "tokens", "dataset", "integrations", "train"},
+        {"batch", "transforms", "tokens", "loader", "integrations", "train"},
         {"world", "multiindexable", "cli"},
     ),
     "h5py": ({"storage", "collection", "description", "conversion"}, set()),
     "zarr": ({"storage", "collection", "description", "conversion"}, {"cli"}),
     "numcodecs": ({"storage", "conversion"}, set()),
     "anndata": (
-        {"concat", "collection", "modalities", "filtering", "dataset", "description", "conversion", "cli"},
+        {"concat", "collection", "modalities", "filtering", "loader", "description", "conversion", "cli"},
         {"transforms", "multiindexable", "experimental"},
     ),
     "numba": ({"kernels"}, set()),
-    "distributed": ({"dashboard"}, {"collection", "window", "dataset", "experimental", "conversion"}),
+    "distributed": ({"dashboard"}, {"collection", "window", "loader", "experimental", "conversion"}),
     "dask": (
         {
             "config",
@@ -89,7 +90,7 @@ LIBRARIES = {
             "modalities",
             "window",
             "batch",
-            "dataset",
+            "loader",
             "dryrun",
             "description",
             "experimental",

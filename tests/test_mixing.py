@@ -51,7 +51,7 @@ def test_a_data_set_is_measured_by_a_column_of_obs() -> None:
     obs = pd.DataFrame({"plate": plates}, index=[str(i) for i in range(2000)])
     adata = ad.AnnData(np.zeros((2000, 3), dtype=np.float32), obs=obs)
     dataset = dasksc.scDataset(adata, dasksc.BlockShuffling(50), batch_size=50, fetch_factor=4, seed=0)
-    measured = mixing.diversity(dataset, "plate")
+    measured = dasksc.diversity(dataset, "plate")
     assert measured == dataset.plan().diversity(plates)
     assert 0 < measured.mean < measured.ideal_mean
 

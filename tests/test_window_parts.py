@@ -11,6 +11,7 @@ import pytest
 
 import dasksc
 from dasksc import memory_model
+from dasksc.loader import parts_of
 from dasksc.storage import as_matrix, join
 from dasksc.window.parts import Assembled, PartNumbers, part_of
 from dasksc.window.tasks import FetchedMatrices
@@ -129,7 +130,7 @@ def test_batches_do_not_depend_on_the_parts(tmp_path: Any, scheduler: str, monke
         first = [batch.clone() for batch in islice(dataset, 4)]
         state = dataset.state_dict()
         dataset.load_state_dict({**state, "epoch": 0})
-        return dataset._n_parts, first + [batch.clone() for batch in dataset]
+        return parts_of(dataset).projection.n_parts, first + [batch.clone() for batch in dataset]
 
     (one, expected), (several, batches) = epoch(2**25), epoch(500)
     assert one == 1

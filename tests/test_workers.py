@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, scDataset
+from dasksc.loader import parts_of
 from tests.support.data import make_adata, write_store
 
 N_OBS = 203
@@ -108,24 +109,28 @@ def test_batches_handed_over_as_they_come_are_the_same_ones(path, epochs):
 
 def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(path, epochs, caplog):
     one = dataset(path)
-    one._memory_limit = 3 * one.projected_bytes
-    alone = one._depth()
+    projection = parts_of(one).projection
+    projection.limit = 3 * one.projected_bytes
+    alone = projection.depth()
     seen = {}
 
     def worker(n_workers: int) -> None:
         info = mock.Mock(id=0, num_workers=n_workers)
-        with mock.patch("dasksc.dataset.get_worker_info", return_value=info), caplog.at_level("WARNING", "dasksc"):
-            one._warn_of_workers()
+        with (
+            mock.patch("dasksc.loader.projection.get_worker_info", return_value=info),
+            caplog.at_level("WARNING", "dasksc"),
+        ):
+            projection.warn_of_workers()
             assert all(f"{n_workers} DataLoader workers need" in message for message in caplog.messages)
-            seen[n_workers] = (one._depth(), one._memory_share(), len(caplog.messages))
+            seen[n_workers] = (projection.depth(), projection.share, len(caplog.messages))
             caplog.clear()
 
     worker(3)
-    assert seen[3] == (alone, one._memory_limit // 3, 0)
+    assert seen[3] == (alone, projection.limit // 3, 0)
     worker(4)
     worker(1_000)
     assert seen[4][0] < alone
-    assert seen[1_000] == (1, one._memory_limit // 1_000, 1)
+    assert seen[1_000] == (1, projection.limit // 1_000, 1)
 
 
 def test_more_workers_than_fetches_leave_some_idle(path):

@@ -1,0 +1,339 @@
+"""One epoch, or the rest of one, as a process reads it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
+
+from dasksc import config
+from dasksc.ahead import run_ahead
+from dasksc.batch import Batch
+from dasksc.loader.position import EpochPosition
+from dasksc.loader.projection import MemoryProjection
+from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
+from dasksc.multiindexable import take_rows
+from dasksc.plan import EpochPlan, FetchPlan, Stretch
+from dasksc.progress import EpochStats, progress_bar
+from dasksc.reading import Reading
+from dasksc.window import Scheduler, Window, resolve_scheduler
+from dasksc.window.parts import Assembled, PartNumbers, part_of
+from dasksc.window.reporting import reporting
+from dasksc.window.tasks import FetchedMatrices, FetchMatrices
+
+__all__ = ["EpochRun", "Placement"]
+
+_TOGETHER_BYTES = 2**23
+
+# Of a batch in which something went wrong.
+_ROWS_TOLD = 16
+
+
+class _Made(NamedTuple):
+    batches: list[Any]
+    gather_s: float
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where batches are put."""
+
+    device: torch.device | str | int | None = None
+    pin_memory: bool = False
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch there."""
+        if self.pin_memory:
+            batch = _each(batch, "pin_memory")
+        if self.device is not None:
+            batch = _each(batch, "to", self.device, non_blocking=self.pin_memory)
+        return batch
+
+
+class EpochRun:
+    """What one process yields of an epoch: one plan, one window of fetches, one set of figures.
+
+    Parameters
+    ----------
+    source
+        What is read.
+    plan
+        The rank's plan of the epoch.
+    fetches
+        Numbers of the fetches that this process reads.
+    n_done
+        Batches of them that have been yielded before.
+    scheduler
+        Where fetches run.
+    projection
+        What memory they take.
+    hooks, transform, placement
+        What is called with what is read, and with each batch.
+    key
+        Tells the data set from others of its name on the loader page.
+    """
+
+    def __init__(
+        self,
+        source: MatrixSource | IndexedSource,
+        plan: EpochPlan,
+        fetches: range,
+        n_done: int,
+        *,
+        scheduler: Scheduler,
+        projection: MemoryProjection,
+        hooks: Hooks,
+        transform: Callable[[Batch], Any] | None,
+        placement: Placement,
+        key: str,
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._n_done = n_done
+        self._ks = fetches[n_done // plan.fetch_factor :]
+        self._n_skipped = n_done % plan.fetch_factor
+        self._n_threads = projection.n_threads_here
+        self._scheduler = scheduler
+        self._projection = projection
+        self._hooks = hooks
+        self._transform = transform
+        self._placement = placement
+        self._key = key
+        self.n_batches = _n_batches(plan, fetches) - n_done
+        has_last = plan.n_fetches - 1 in fetches
+        self.stats = EpochStats(plan, n_done=n_done, n_left=self.n_batches, has_last=has_last)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all batches have been yielded."""
+        return self.stats.n_batches == self.n_batches
+
+    def batches(
+        self,
+        sizes: Stretch,
+        *,
+        moved: Callable[[EpochPosition], None],
+        after_first: Callable[[], None] | None,
+        shown: bool,
+    ) -> Generator[Any, None, None]:
+        """Yield the batches.
+
+        Parameters
+        ----------
+        sizes
+            Sizes in which they are read.
+        moved
+            Called with the position after each batch, before it is yielded.
+        after_first
+            Called when the first has been used.
+        shown
+            Whether a progress bar is.
+        """
+        stats = self.stats
+        made = self._gathered() if isinstance(self._source, MatrixSource) else self._indexed()
+        try:
+            with progress_bar(stats, n_batches=self.n_batches, shown=shown) as bar:
+                for batch in stats.timed(made):
+                    bar.update()
+                    read = replace(sizes, n_batches=self._n_done + stats.n_batches)
+                    moved(EpochPosition(self._plan.epoch, (*self._plan.consumed, read)))
+                    yield batch
+                    if stats.n_batches == 1 and after_first is not None:
+                        after_first()
+        finally:
+            made.close()
+            stats.freeze()
+
+    # --- Fetching -------------------------------------------------------------------------------------
+
+    def _window(
+        self, task: Callable[[Any], Any], reading: Reading | None = None
+    ) -> tuple[Window[Any], dict[int, FetchPlan]]:
+        """Start fetching. The plans of fetches in flight are kept beside it, to make their batches by."""
+        plans: dict[int, FetchPlan] = {}
+        planning = threading.Lock()
+        in_process = isinstance(self._source, IndexedSource)
+        n_parts = self._projection.n_parts if reading is None else reading.n_parts
+
+        def rows_of(i: int) -> NDArray[np.int64]:
+            k, part = divmod(i, n_parts)
+            with planning:
+                if k not in plans:
+                    plans[k] = self._plan.fetch(k)
+            return part_of(plans[k].rows, part, n_parts)
+
+        scheduler = self._scheduler
+        depth: int | Callable[[], int]
+        if reading is not None:
+            depth = reading.depth
+        elif scheduler.client is None:
+            depth = self._projection.depth()
+        elif in_process:
+            scheduler, depth = resolve_scheduler("threads"), self._projection.depth(self._n_threads)
+        else:
+            depth = self._projection.depth_on(scheduler)
+        unmapped = () if reading is None else reading.unmapped
+        window: Window[Any] = Window(
+            task,
+            PartNumbers(self._ks, n_parts) if n_parts > 1 else self._ks,
+            name=f"dasksc-fetch-{self._source.name}-e{self._plan.epoch}-r{self._plan.rank}",
+            scheduler=scheduler,
+            depth=depth,
+            max_bytes=self._projection.share,
+            argument=rows_of,
+            describe=self._describe(plans, n_parts),
+            n_threads=self._n_threads,
+            expected_bytes=None if in_process else self._projection.part_bytes(n_parts, unmapped),
+        )
+        self.stats.fetches = window.figures
+        return window, plans
+
+    def _describe(self, plans: dict[int, FetchPlan], n_parts: int) -> Callable[[int], str]:
+        plan = self._plan
+
+        def describe(i: int) -> str:
+            k, part = divmod(i, n_parts)
+            what = f"fetch {k} of {plan.n_fetches} (epoch {plan.epoch}, rank {plan.rank}"
+            if k in plans:  # else it is the plan itself that failed
+                rows = part_of(plans[k].rows, part, n_parts)
+                what += f", {len(rows)} rows from {rows[0]} to {rows[-1]}"
+            return f"{what}) of {', '.join(self._source.labels)}"
+
+        return describe
+
+    # --- Batches --------------------------------------------------------------------------------------
+
+    def _gathered(self) -> Generator[Any, None, None]:
+        """Yield batches gathered straight from fetched matrices."""
+        source = cast(MatrixSource, self._source)
+        plan, stats, projection = self._plan, self.stats, self._projection
+        reading = None if projection.travels else Reading(projection.way, source.name, lambda: projection.job_bytes)
+        n_parts = projection.n_parts if reading is None else reading.n_parts
+        task = FetchMatrices(source.matrices, reading)
+        n_ahead = projection.n_batches_ahead
+        # Handing a batch over costs as much as gathering a small one: some are made in one go.
+        n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))
+        left_in_fetch = 0
+        transform = self._transform
+        if transform is not None and hasattr(transform, "at_epoch"):
+            transform = transform.at_epoch(plan.epoch)
+
+        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
+            start = perf_counter()
+            made: list[Any] = []
+            for i in numbers:
+                try:
+                    batch = source.maker.make(fetched, fetch.rows, fetch.batch(i))
+                    made.append(batch if transform is None else transform(cast(Batch, batch)))
+                except Exception as error:
+                    _note(error, fetch, i, plan)
+                    return _Made(made, perf_counter() - start, error)
+            return _Made(made, perf_counter() - start)
+
+        def jobs() -> Iterator[Callable[[], _Made]]:
+            nonlocal left_in_fetch
+            for k, fetched in fetches:
+                fetch = plans.pop(k)
+                for first in range(self._n_skipped if k == self._ks[0] else 0, fetch.n_batches, n_together):
+                    numbers = range(first, min(first + n_together, fetch.n_batches))
+                    left_in_fetch = fetch.n_batches - numbers.stop
+                    yield functools.partial(make, fetched, fetch, numbers)
+                del fetched
+
+        _ = source.recycling
+        loader = self._loader()
+        window, plans = self._window(task, reading)
+        # Entered at once, since Ctrl-C before that would leave it open; closed before its last report.
+        with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
+            fetches = Assembled(window, n_parts)
+            synchronous = window.scheduler.kind == "synchronous"
+            for made, gather_s, error in run_ahead(
+                jobs(),
+                is_ready=lambda: left_in_fetch > 0 or fetches.is_ready(),
+                n_ahead=-(-n_ahead // n_together),
+                n_threads=0 if synchronous else min(config.get("gather-threads"), self._n_threads + 1),
+            ):
+                stats.gather_s += gather_s
+                made.reverse()
+                while made:
+                    yield self._placement(made.pop())
+                if error is not None:
+                    raise error
+
+    def _indexed(self) -> Generator[Any, None, None]:
+        """Yield batches of a collection that is indexed, or read through hooks."""
+        source = cast(IndexedSource, self._source)
+        take = self._hooks.batch_callback or take_rows
+        window, plans = self._window(functools.partial(source.read, self._hooks))
+        with window:
+            for k, data in window:
+                fetch = plans.pop(k)
+                for i in range(self._n_skipped if k == self._ks[0] else 0, fetch.n_batches):
+                    with source.alone(), self.stats.gathering(), _noting(fetch, i, self._plan):
+                        batch = take(data, fetch.batch(i))
+                        if self._hooks.batch_transform is not None:
+                            batch = self._hooks.batch_transform(batch)
+                    yield self._placement(batch)
+                del data
+
+    def _loader(self) -> dict[str, str | int | None]:
+        """Return what tells this loader from others on the loader page."""
+        worker = get_worker_info()
+        return {
+            "key": self._key,
+            "name": self._source.name,
+            "worker": None if worker is None else worker.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+
+
+def _n_batches(plan: EpochPlan, ks: range) -> int:
+    """Return the batches of the fetches `ks`: all but the rank's last fetch are full."""
+    if not ks:
+        return 0
+    last = plan.n_fetches - 1
+    return len(ks) * plan.fetch_factor - (plan.n_fetches * plan.fetch_factor - plan.n_batches) * (last in ks)
+
+
+@contextmanager
+def _noting(fetch: FetchPlan, i: int, plan: EpochPlan) -> Iterator[None]:
+    """Add to any error raised inside in which batch it happened."""
+    try:
+        yield
+    except Exception as error:
+        _note(error, fetch, i, plan)
+        raise
+
+
+def _note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
+    batch = fetch.number * plan.fetch_factor + i
+    rows = fetch.rows[fetch.batch(i)].tolist()
+    more = f" and {len(rows) - _ROWS_TOLD} more" if len(rows) > _ROWS_TOLD else ""
+    error.add_note(
+        f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size}), "
+        f"rows {', '.join(map(str, rows[:_ROWS_TOLD]))}{more}"
+    )
+
+
+def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
+    """Call a method of what is moved as one, or of the tensors in it; leave the rest as it is."""
+    if hasattr(batch, method):
+        return getattr(batch, method)(*args, **options)
+    if isinstance(batch, dict):
+        return {key: _each(value, method, *args, **options) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_each(value, method, *args, **options) for value in batch)
+    return batch

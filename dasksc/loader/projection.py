@@ -1,0 +1,245 @@
+"""What memory an epoch takes in this process, and how it is read therefore."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from dask.utils import format_bytes
+from torch.utils.data import get_worker_info
+
+from dasksc import config, process_memory
+from dasksc.errors import InputError
+from dasksc.loader.rank_session import RankSession
+from dasksc.loader.source import IndexedSource, MatrixSource
+from dasksc.memory_model import NOMINAL_THREADS, MemoryModel, Way
+from dasksc.storage import memory
+from dasksc.window import Scheduler, default_threads
+
+__all__ = ["MemoryProjection"]
+
+logger = logging.getLogger("dasksc.dataset")
+
+_AHEAD_BYTES = 2**24
+
+
+class MemoryProjection:
+    """The memory that fetches and batches of a source take, against what this process may use.
+
+    Parameters
+    ----------
+    source
+        What is read.
+    session
+        Says how many ranks there are, and how many on this machine.
+    scheduler
+        Returns where fetches run.
+    batch_size, fetch_factor
+        Sizes of a fetch; None: the largest factor that fits `limit`.
+    run_rows
+        Neighbouring rows that a fetch reads together, on average.
+    prefetch
+        Fetches in flight beyond the one being yielded; None: as many as fit.
+    limit
+        Anonymous memory that the rank may use, in bytes.
+
+    Raises
+    ------
+    InputError
+        If fetches of this size do not fit `limit`.
+    """
+
+    def __init__(
+        self,
+        source: MatrixSource | IndexedSource,
+        session: RankSession,
+        scheduler: Callable[[], Scheduler],
+        *,
+        batch_size: int,
+        fetch_factor: int | None,
+        run_rows: float,
+        prefetch: int | None,
+        limit: int,
+    ) -> None:
+        self._source = source
+        self._session = session
+        self._scheduler = scheduler
+        self._batch_size = batch_size
+        self._run_rows = run_rows
+        self._prefetch = prefetch
+        self.limit = limit
+        if fetch_factor is None:
+            if isinstance(source, IndexedSource):
+                raise InputError("fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size")
+            fetch_factor = self._model(1).fitting_fetch_factor(limit, prefetch=prefetch)
+        self.fetch_factor = config.whole_number("fetch_factor", fetch_factor)
+        self._refuse_too_large()
+
+    @property
+    def travels(self) -> bool:
+        """Whether other processes fetch, and what they read is sent here."""
+        return not self._scheduler().in_process
+
+    @property
+    def batch_bytes(self) -> float:
+        """Bytes of a batch."""
+        return self._batch_size * self._matrices.batch_row_bytes
+
+    @property
+    def n_batches_ahead(self) -> int:
+        """Batches to gather ahead: no more than stay in the caches of the cores until they are used."""
+        return max(2, min(int(config.get("batches-ahead")), int(_AHEAD_BYTES / self.batch_bytes)))
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that fetch, in a process that is no DataLoader worker: as many as the memory allows.
+
+        Of a cluster, this rank's share for now.
+        """
+        world = self._session.detect()
+        n_of_cluster = self._scheduler().n_threads
+        if n_of_cluster is not None:
+            return max(1, n_of_cluster // world.world_size)
+        n_threads = default_threads(local_world_size=world.local_world_size)
+        if isinstance(self._source, MatrixSource) and self._prefetch is not None:
+            model = self._model(self.fetch_factor)
+            depth = model.depth((), prefetch=self._prefetch, n_threads=n_threads)
+            while (
+                n_threads > NOMINAL_THREADS
+                and model.demand(depth=depth, n_threads=n_threads, unmapped=()).anonymous > self.limit
+            ):
+                n_threads -= 1
+        return n_threads
+
+    @property
+    def n_threads_here(self) -> int:
+        """Threads that fetch in this process, which may be a DataLoader worker."""
+        worker = get_worker_info()
+        n_threads = default_threads(
+            local_world_size=self._session.here().local_world_size,
+            n_workers=1 if worker is None else worker.num_workers,
+        )
+        return min(n_threads, self.n_threads) if isinstance(self._source, MatrixSource) else n_threads
+
+    @property
+    def n_parts(self) -> int:
+        """Tasks of a fetch."""
+        return self.way().n_parts if isinstance(self._source, MatrixSource) else 1
+
+    @property
+    def share(self) -> int:
+        """Bytes that this process may use: DataLoader workers share what the rank may."""
+        worker = get_worker_info()
+        return self.limit if worker is None else self.limit // worker.num_workers
+
+    @property
+    def job_bytes(self) -> int:
+        """Bytes that a process needs to read at full speed, with page cache, code and what it holds now."""
+        demand = self._model(self.fetch_factor).everything(prefetch=self._prefetch, n_threads=self.n_threads)
+        # Batches that are held now were counted, too.
+        held = max(0, process_memory.own_bytes() - memory.kept_bytes())
+        return held + process_memory.CODE_BYTES + demand.total
+
+    def depth(self, n_threads: int | None = None) -> int:
+        """Return the parts of fetches in flight beyond the fetch being yielded, if `n_threads` fetch."""
+        if isinstance(self._source, MatrixSource):
+            return self.way(n_threads).depth
+        return self._prefetch if self._prefetch is not None else 2 * (n_threads or self.n_threads)
+
+    def depth_on(self, scheduler: Scheduler) -> Callable[[], int]:
+        """Return a function that returns the depth on a cluster, whose workers come and go."""
+        world = self._session.settle()
+        depths: dict[int, int] = {}
+
+        def depth() -> int:
+            # Asked with every result, so projecting the memory is left to when the number of threads has changed.
+            n_threads = max(1, (scheduler.n_threads or 0) // world.world_size)
+            if n_threads not in depths:
+                depths[n_threads] = self.depth(n_threads)
+            return depths[n_threads]
+
+        return depth
+
+    def way(self, n_threads: int | None = None, n_parts: int | None = None) -> Way:
+        """Return how fetches are read here and now, and how many at a time, if `n_threads` fetch `n_parts` of each."""
+        if n_threads is None:
+            n_threads = self.n_threads
+        model = dataclasses.replace(self._model(self.fetch_factor), parted=n_parts)
+        limit = process_memory.memory_limit()
+        worker = get_worker_info()
+        n_processes = self._session.detect().local_world_size * (1 if worker is None else worker.num_workers)
+        available = process_memory.share_of(
+            limit, n_processes=n_processes, own=process_memory.own_bytes(), reused=memory.kept_bytes()
+        )
+        mappable_bytes = sum(model.read[name].row for name in model.mappable) * self._source.n_obs
+        return model.way(
+            prefetch=self._prefetch,
+            n_threads=n_threads,
+            limit=self.share,
+            available=available,
+            n_sharing=n_processes,
+            may_map=limit.address_bytes is None or 2 * mappable_bytes < limit.address_bytes,
+        )
+
+    def part_bytes(self, n_parts: int, unmapped: frozenset[str] | tuple[()] = ()) -> int:
+        """Return the bytes that one of `n_parts` parts of a fetch holds in this process."""
+        n_rows = self._batch_size * self.fetch_factor
+        return int(n_rows / n_parts * self._model(self.fetch_factor).held_row_bytes(unmapped))
+
+    def warn_of_workers(self) -> None:
+        """Warn if the DataLoader workers of a rank need more memory than it may use, however little they prefetch."""
+        worker = get_worker_info()
+        if worker is None or worker.id > 0 or isinstance(self._source, IndexedSource):
+            return
+        needed = self.way().demand.anonymous
+        if needed > self.share:
+            logger.warning(
+                "%d DataLoader workers need %s of memory each, together more than memory_limit (%s). Use fewer "
+                "(num_workers=0 prefetches on threads), or lower fetch_factor, now %d",
+                worker.num_workers,
+                format_bytes(needed),
+                format_bytes(self.limit),
+                self.fetch_factor,
+            )
+
+    @property
+    def _matrices(self) -> MatrixSource:
+        assert isinstance(self._source, MatrixSource)
+        return self._source
+
+    def _model(self, fetch_factor: int) -> MemoryModel:
+        return MemoryModel(
+            **self._matrices.costs,
+            n_obs=self._source.n_obs,
+            batch_size=self._batch_size,
+            fetch_factor=fetch_factor,
+            batch_bytes=self.batch_bytes,
+            n_batches=3 + self.n_batches_ahead,
+            run_rows=self._run_rows,
+            travels=self.travels,
+        )
+
+    def _refuse_too_large(self) -> None:
+        """Refuse sizes whose projection is beyond the limit, with what would fit."""
+        if isinstance(self._source, IndexedSource):
+            return
+        n_threads = 0 if self.travels else self.n_threads
+
+        def needed(factor: int) -> int:
+            model = self._model(factor)
+            depth = self._prefetch * model.n_parts(()) if self._prefetch else 1
+            return model.demand(depth=depth, n_threads=n_threads, unmapped=()).anonymous
+
+        factor = self.fetch_factor
+        if needed(factor) <= self.limit:
+            return
+        while factor > 1 and needed(factor) > self.limit:
+            factor //= 2
+        raise InputError(
+            f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 'few'} in flight, and their "
+            f"batches need {format_bytes(needed(self.fetch_factor))} of memory ({needed(self.fetch_factor)} bytes), "
+            f"but memory_limit is {format_bytes(self.limit)} ({self.limit} bytes). Lower fetch_factor, batch_size or "
+            f"prefetch, or raise the limit: {'' if needed(factor) <= self.limit else 'not even '}"
+            f"fetch_factor={factor} fits"
+        )

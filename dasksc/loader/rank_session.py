@@ -1,0 +1,131 @@
+"""Which rank reads, with which seed, in agreement with the others."""
+
+from __future__ import annotations
+
+import secrets
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import get_worker_info
+
+from dasksc import config
+from dasksc.errors import InputError
+from dasksc.world import Agreement, World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["RankSession"]
+
+
+class RankSession:
+    """Rank, world size and seed of a data set, fixed at the latest when the first epoch begins.
+
+    Parameters
+    ----------
+    rank, world_size, group
+        As given to `scDataset`; None: as found (`World.detect`).
+    seed
+        As given; None: drawn here, and agreed on by the ranks.
+    is_random
+        Whether anything depends on the seed.
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        world_size: int | None,
+        group: ProcessGroup | DeviceMesh | None,
+        *,
+        seed: int | None,
+        is_random: bool,
+    ) -> None:
+        self._given: tuple[int | None, int | None, Any] = (rank, world_size, group)
+        self._world: World | None = None
+        self.agreement: Agreement | None = None
+        self._is_random = is_random
+        # Drawn here rather than when needed: forked DataLoader workers must find the same one.
+        self.seed_is_given = seed is not None
+        if seed is None:
+            self._seed = secrets.randbits(63) if is_random else 0
+        else:
+            self._seed = config.whole_number("seed", seed, 0, 2**64)
+
+    def detect(self) -> World:
+        """Return rank and world size as they are found now, whatever was fixed."""
+        return World.detect(*self._given)
+
+    def here(self) -> World:
+        """Return rank and world size as they are now; this fixes nothing: a process group may be yet to come."""
+        return self.detect() if self._world is None else self._world
+
+    @property
+    def seed(self) -> int:
+        """The seed that all ranks agree on."""
+        if not self.seed_is_given and self.here().world_size > 1:
+            self.settle()
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        # Agreed on or not, the seed of a state is the one that its batches came from.
+        self._seed, self.seed_is_given = seed, True
+
+    @property
+    def own_seed(self) -> int:
+        """The seed of this process, which the ranks may not have agreed on yet."""
+        return self._seed
+
+    def settle_early(self) -> None:
+        """Fix the world where it is larger than one; a world of one may yet become a larger one."""
+        if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or Agreement.is_possible()):
+            self.settle()
+
+    def settle(self) -> World:
+        """Fix rank, world size and seed, unless they are fixed.
+
+        Raises
+        ------
+        InputError
+            If a DataLoader worker would have to agree on a seed with other ranks.
+        """
+        world = self._world
+        if world is None:
+            world = self.detect()
+            agreement = Agreement(world)
+            if world.world_size > 1 and not self.seed_is_given and self._is_random:
+                if get_worker_info() is not None:
+                    raise InputError(
+                        "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "
+                        "len(dataset) once on every rank after init_process_group and before iterating"
+                    )
+                self._seed = agreement.seed(self._seed)
+            self.agreement = agreement
+            self._world = world
+        return world
+
+    def check(self) -> World:
+        """Fix the world, and refuse one that has changed since it was fixed."""
+        world = self.settle()
+        if get_worker_info() is None:
+            found = self.detect()
+            if (found.rank, found.world_size) != (world.rank, world.world_size):
+                raise InputError(
+                    f"this data set was settled as rank {world.rank} of {world.world_size} (from {world.source}), but "
+                    f"this process is rank {found.rank} of {found.world_size} (from {found.source}) now. Make it, or "
+                    "first ask for its length, after the process group is initialised"
+                )
+        return world
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A DataLoader worker that is spawned sees no process group. Other copies, and ranks that are spawned by a
+        # process that is none, find out for themselves.
+        if get_spawning_popen() is not None and self.here().world_size > 1:
+            self.settle()
+        state = self.__dict__ | {"agreement": None}
+        if self._given[2] is not None:
+            # A process group stays where it was made; what it said of this rank goes along.
+            world = self.here()
+            state["_given"] = (world.rank, world.world_size, None)
+        return state

@@ -1,0 +1,434 @@
+"""Where rows come from: the matrices of an atlas, or a collection that is indexed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from anndata import AnnData
+from numpy.typing import NDArray
+
+from dasksc import collection as collections
+from dasksc import filtering, lazy
+from dasksc.batch import BatchMaker, Categories, torch_dtype
+from dasksc.errors import InputError, WrongTypeError
+from dasksc.loader.request import BatchRequest, columns_of
+from dasksc.memory_model import LONGER_ROWS, PLAN_ROW_BYTES
+from dasksc.modalities import Modalities, is_modalities
+from dasksc.multiindexable import count_rows, take_rows
+from dasksc.sampling import SamplingStrategy, n_rows_named
+from dasksc.storage import Columns, FetchCost, Matrix, StackedMatrix, TakenMatrix, UseMmap, mapping, memory
+
+__all__ = ["Hooks", "IndexedSource", "MatrixSource", "Source", "source_of"]
+
+logger = logging.getLogger("dasksc.dataset")
+
+
+class Source:
+    """A collection and its rows.
+
+    Parameters
+    ----------
+    name
+        What logs and tasks call it.
+    collection
+        What hooks are given, and users look at.
+    n_obs
+        How many rows it has.
+    """
+
+    def __init__(self, name: str, collection: Any, n_obs: int) -> None:
+        self.name = name
+        self.collection = collection
+        self.n_obs = n_obs
+
+    def labels_of(self, key: str) -> Any:
+        """Return a column of obs.
+
+        Raises
+        ------
+        InputError
+            If there is no obs, or it has no such column.
+        """
+        table = self._table()
+        if table is None:
+            raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
+        if isinstance(self.collection, collections.AnnDataView):
+            return self.collection.column(key)
+        return table[collections.known("obs", key, table)]
+
+    def rows_where(self, expression: str) -> NDArray[np.bool_]:
+        """Return for each row whether an expression over obs holds."""
+        table = self._table()
+        if table is None:
+            raise InputError(f"filter={expression!r} is over obs, and this collection has none; give indices= instead")
+        return filtering.holds(expression, table)
+
+    def _table(self) -> Any:
+        is_view = isinstance(self.collection, collections.AnnDataView)
+        return getattr(self.collection, "table" if is_view else "obs", None)
+
+
+class MatrixSource(Source):
+    """Matrices of an atlas, whose rows become tensors.
+
+    Parameters
+    ----------
+    name, collection, n_obs
+        See `Source`.
+    matrices
+        Matrices by name: ``"X"``, ``"layers/counts"``.
+    maker
+        Makes batches of fetched rows.
+    categories
+        The labels of encoded obs columns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        collection: Any,
+        n_obs: int,
+        *,
+        matrices: dict[str, Matrix],
+        maker: BatchMaker,
+        categories: dict[str, list[Any]],
+    ) -> None:
+        super().__init__(name, collection, n_obs)
+        self.matrices = matrices
+        self.maker = maker
+        self.categories = categories
+        for key, matrix in matrices.items():
+            columns = maker.columns.get(key)
+            n_missing = matrix.n_missing(columns) if isinstance(matrix, StackedMatrix | TakenMatrix) else 0
+            if n_missing:
+                logger.warning(
+                    "batches have NaN in %d of %d columns of %s, for cells of atlases that lack them. Open them with "
+                    "dasksc.open(..., join='outer', fill_value=0) for zeros there",
+                    *(n_missing, matrix.shape[1] if columns is None else len(columns), matrix.label),
+                )
+
+    @functools.cached_property
+    def costs(self) -> dict[str, Any]:
+        """Arguments of a `MemoryModel`: costs of the matrices by name, mapped and read, and which must be mapped."""
+
+        def costs() -> dict[str, FetchCost]:
+            return {name: matrix.cost for name, matrix in self.matrices.items()}
+
+        with mapping(True):
+            mapped = costs()
+        with mapping(False):
+            forced = frozenset(name for name, cost in costs().items() if cost == mapped[name])
+        with mapping(False, is_strict=True):
+            return {"mapped": mapped, "read": costs(), "forced": forced}
+
+    @functools.cached_property
+    def recycling(self) -> memory.Recycling:
+        """The memory of an epoch, at hand for the next one."""
+        return memory.Recycling()
+
+    @property
+    def batch_row_bytes(self) -> float:
+        """Bytes of a batch, for each of its rows."""
+        row_bytes = PLAN_ROW_BYTES + 8.0 * len(self.maker.obs)
+        for name, matrix in self.matrices.items():
+            dtype = matrix.dtype if self.maker.dtype is None else self.maker.dtype
+            itemsize = int(torch_dtype(dtype).itemsize)
+            if dtype.kind in "iu" and not np.can_cast(matrix.stored_dtype, dtype, "safe"):
+                # Gathered in the stored type first, to be checked.
+                itemsize += matrix.stored_dtype.itemsize
+            dense = itemsize * len(self.maker.columns.get(name, range(matrix.shape[1])))
+            # Values may be converted to a wider type, and columns from two bytes to four.
+            is_dense = _is_obsm(name) or self.maker.layout == "dense"
+            row_bytes += dense if is_dense else 2 * LONGER_ROWS * matrix.cost.row
+        return row_bytes
+
+    @property
+    def labels(self) -> list[str]:
+        """What errors call the matrices."""
+        return [matrix.label for matrix in self.matrices.values()]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Shape and stored type of each matrix."""
+        return {name: [*matrix.shape, str(matrix.stored_dtype)] for name, matrix in self.matrices.items()}
+
+    @property
+    def yielded(self) -> Any:
+        """Layout, type and columns of batches, for ranks to compare."""
+        columns = {name: one.positions.tobytes() for name, one in self.maker.columns.items()}
+        return self.maker.layout, str(self.maker.dtype), columns
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers read matrices; the tables of an atlas would travel for nothing.
+        state = self.__dict__ | {"collection": None}
+        state.pop("recycling", None)
+        return state
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The functions that scDataset's users give in place of indexing, and those called after it."""
+
+    fetch_callback: Callable[[Any, Any], Any] | None = None
+    fetch_transform: Callable[[Any], Any] | None = None
+    batch_callback: Callable[[Any, Any], Any] | None = None
+    batch_transform: Callable[[Any], Any] | None = None
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+class IndexedSource(Source):
+    """A collection that is indexed, or read through hooks; these are called one at a time.
+
+    Parameters
+    ----------
+    name, collection, n_obs
+        See `Source`.
+    """
+
+    def __init__(self, name: str, collection: Any, n_obs: int) -> None:
+        super().__init__(name, collection, n_obs)
+        self.categories: dict[str, list[Any]] = Categories()
+        self._lock = threading.Lock()
+
+    @property
+    def labels(self) -> list[str]:
+        """What errors call the collection."""
+        return [self.name]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Nothing: a collection of the user's own may change between runs."""
+        return {}
+
+    @property
+    def yielded(self) -> None:
+        """Nothing that ranks could compare."""
+        return
+
+    def read(self, hooks: Hooks, rows: NDArray[np.int64]) -> Any:
+        """Return ascending rows, after `fetch_transform`."""
+        # The fetches of an AnnData run side by side; hooks, and the user's own collections, one at a time.
+        ours = isinstance(self.collection, collections.AnnDataView | lazy.MatrixRows)
+        data = None
+        if hooks.fetch_callback is None and ours:
+            data = self.collection[rows]
+        with self._lock:
+            if hooks.fetch_callback is not None:
+                data = hooks.fetch_callback(self.collection, rows)
+            elif not ours:
+                data = take_rows(self.collection, rows)
+            return data if hooks.fetch_transform is None else hooks.fetch_transform(data)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads from calling hooks and indexing the collection."""
+        with self._lock:
+            yield
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+
+def source_of(
+    data: Any,
+    request: BatchRequest,
+    hooks: Hooks,
+    *,
+    strategy: SamplingStrategy,
+    filtered_by: Sequence[str],
+    mmap: UseMmap,
+) -> MatrixSource | IndexedSource:
+    """Find out what `data` is and how its rows are read; open it if it is a path.
+
+    Parameters
+    ----------
+    data
+        What `scDataset` takes.
+    request
+        What batches hold.
+    hooks
+        Functions that read in place of it.
+    strategy
+        Names the obs column of its labels, or, for a collection without length, the rows.
+    filtered_by
+        Columns of obs that a filter is over.
+    mmap
+        Whether files may be mapped.
+
+    Raises
+    ------
+    InputError
+        If the arguments do not fit the collection or each other.
+    """
+    if is_modalities(data):
+        return _of_modalities(data, request, hooks, mmap)
+    name = "data"
+    with_names: Callable[[], AnnData] | None = None
+    opening: Callable[..., AnnData] | None = None
+    if isinstance(data, str | os.PathLike) or collections.is_several(data):
+        name = collections.stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
+        label_key = getattr(strategy, "label_key", None)
+        wanted = [*request.obs, *filtered_by, *([] if label_key is None else [label_key])]
+        # Hooks see every column; without them only what is asked for is read, names when somebody looks at obs.
+        if hooks:
+            data = collections.open(data, mmap=mmap)
+        else:
+            opening = functools.partial(collections.open, data, mmap=mmap)
+            with_names = functools.partial(opening, obs=wanted)
+            data = with_names(names=False)
+    elif isinstance(data, AnnData):
+        if data.filename is not None:
+            name = Path(data.filename).stem
+        if not mmap and not data.isbacked and isinstance(data.X, da.Array):
+            raise InputError("mmap=False comes too late for an AnnData that is open; give it to dasksc.open")
+        with_names = None if hooks else functools.partial(collections.open, data, mmap=mmap)
+        data = collections.open(data, mmap=mmap, names=bool(hooks))
+    is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
+    if hooks or not is_ours:
+        why = "hooks say what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
+        request.refuse_where_rows_are_indexed(why)
+    if isinstance(data, AnnData):
+        collection: Any = collections.AnnDataView(data, with_names, opening)
+        if hooks:
+            return IndexedSource(name, collection, int(data.n_obs))
+        if data.X is None:
+            raise InputError(f"{name} has no X to yield")
+        return _of_atlas(name, collection, data, request)
+    if not is_ours:
+        return IndexedSource(name, data, _count(data, hooks, strategy))
+    if hooks:
+        rows = lazy.MatrixRows(matrix=lazy.matrix_of(data))
+        return IndexedSource(name, rows, int(data.shape[0]))
+    if request.obs or request.layers or request.obsm:
+        raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has none")
+    maker = _maker(request, {}, Categories(), _for_each(columns_of(request.genes, range(data.shape[1])), ["X"]))
+    return MatrixSource(
+        name, data, int(data.shape[0]), matrices=_matrices({"X": data}), maker=maker, categories=Categories()
+    )
+
+
+def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
+    try:
+        return count_rows(data)
+    except TypeError as error:
+        # The callback alone reads it, and indices say which rows there are.
+        n_obs = None if hooks.fetch_callback is None else n_rows_named(strategy)
+        if n_obs is None:
+            raise WrongTypeError(
+                f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an "
+                "array or another collection that row numbers can index; or fetch_callback= and the "
+                "strategy's indices="
+            ) from error
+        return n_obs
+
+
+def _of_atlas(name: str, collection: Any, adata: AnnData, request: BatchRequest) -> MatrixSource:
+    arrays = {"X": adata.X}
+    for group in ("layers", "obsm"):
+        held = getattr(adata, group)
+        arrays |= {f"{group}/{key}": held[collections.known(group, key, held)] for key in getattr(request, group)}
+    columns = columns_of(request.genes, adata.var_names)
+    encoded, categories = _encoded(adata.obs, request.obs)
+    matrices = _matrices(arrays)
+    maker = _maker(request, encoded, categories, _for_each(columns, arrays))
+    return MatrixSource(name, collection, int(adata.n_obs), matrices=matrices, maker=maker, categories=categories)
+
+
+def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap) -> MatrixSource:
+    """Read each matrix of each modality, all by the same rows."""
+    name, genes = "data", request.genes
+    if hooks:
+        raise InputError("hooks cannot be used with several modalities; give scDataset one of them: data['rna']")
+    if not isinstance(data, Modalities):
+        if isinstance(data, str | os.PathLike):
+            name = collections.stem_of(data)
+        data = Modalities(data, mmap=mmap)
+    if genes is not None and not isinstance(genes, Mapping):
+        raise InputError(f"genes= of several modalities is a dict: {{{next(iter(data))!r}: [...]}}")
+    for modality in genes or {}:
+        collections.known("modalities", modality, data.mod)
+    arrays: dict[str, Any] = {}
+    columns: dict[str, Columns] = {}
+    for modality, adata in data.mod.items():
+        own = {f"{modality}:X": adata.X}
+        for group in ("layers", "obsm"):
+            for key in getattr(request, group):
+                of, colon, rest = key.partition(":")
+                if not colon or of not in data.mod:
+                    raise InputError(f"{group}={key!r} must say of which modality it is: '{modality}:{key}'")
+                if of == modality:
+                    held = getattr(adata, group)
+                    own[f"{modality}:{group}/{rest}"] = held[collections.known(f"{group} of {of}", rest, held)]
+        arrays |= own
+        columns |= _for_each(columns_of((genes or {}).get(modality), adata.var_names), own)
+    encoded, categories = _encoded(data.obs, request.obs)
+    matrices = _matrices(arrays)
+    maker = _maker(request, encoded, categories, columns, modalities=tuple(data.mod))
+    return MatrixSource(name, data, data.n_obs, matrices=matrices, maker=maker, categories=categories)
+
+
+def _maker(
+    request: BatchRequest,
+    encoded: dict[str, NDArray[Any]],
+    categories: Mapping[str, Any],
+    columns: dict[str, Columns],
+    modalities: tuple[str, ...] = (),
+) -> BatchMaker:
+    return BatchMaker(
+        obs=encoded,
+        codes=frozenset(categories),
+        layout=request.layout,
+        dtype=request.value_dtype,
+        columns=columns,
+        only_x=request.only_x and not modalities,
+        pinned=request.pin_memory,
+        modalities=modalities,
+    )
+
+
+def _encoded(obs: Any, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, list[Any]]]:
+    """Return obs columns as numbers, codes as narrow as they are, and the labels that codes stand for."""
+    encoded: dict[str, NDArray[Any]] = {}
+    categories: dict[str, list[Any]] = Categories()
+    for name in names:
+        column = obs[collections.known("obs", name, obs)]
+        encoded[name], labels = collections.encode_column(column, narrow=True)
+        if labels is not None:
+            categories[name] = labels
+    return encoded, categories
+
+
+def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
+    for name, array in arrays.items():
+        if not isinstance(array, da.Array):
+            raise InputError(f"{name} is a {type(array).__name__}, not a numeric matrix; it cannot be yielded")
+    return {name: lazy.matrix_of(array) for name, array in arrays.items()}
+
+
+def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
+    """Return the columns to keep of each matrix that has genes."""
+    return {} if columns is None else {key: columns for key in keys if not _is_obsm(key)}
+
+
+def _is_obsm(key: str) -> bool:
+    """Whether a matrix is one of obsm: ``"obsm/X_pca"``, or ``"rna:obsm/X_pca"`` of several modalities."""
+    group, slash, _ = key.partition("/")
+    return bool(slash) and group.endswith("obsm")
