@@ -225,6 +225,8 @@ class scDataset(IterableDataset[Any]):
         self._source = source_of(
             data_collection, request, self._hooks, strategy=strategy, filtered_by=filtered_by, mmap=mmap
         )
+        self.collection = self._source.collection
+        self.categories = self._source.categories
         if filter is not None:
             self.strategy = strategy = restricted(strategy, self._source.rows_where(filter), repr(filter))
         self._sampler: Sampler = bind(strategy, self.collection, self._source.n_obs, self._source.labels_of)
@@ -251,16 +253,6 @@ class scDataset(IterableDataset[Any]):
         self._token = secrets.token_hex(4)  # tells data sets of one name apart
         self._plan_of(self._session.detect(), epoch=0)  # refuse sizes that do not fit
         self._session.settle_early()
-
-    @property
-    def collection(self) -> Any:
-        """What hooks are given: the atlas, or the collection that was given."""
-        return self._source.collection
-
-    @property
-    def categories(self) -> dict[str, list[Any]]:
-        """For each name in `obs` that was encoded, its labels in the order of their codes."""
-        return self._source.categories
 
     @property
     def _hooks(self) -> Hooks:
@@ -589,6 +581,8 @@ class scDataset(IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         del state["_stats"]
+        if isinstance(self._source, MatrixSource):
+            state["collection"] = None  # as the source that travels has none
         state["_securities"] = securities_for_child()
         # Plain pickle, which DataLoader workers get, fails on lambdas.
         state["_called"] = cloudpickle.dumps({name: state.pop(name) for name in _CALLED})
