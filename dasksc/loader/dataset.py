@@ -8,7 +8,6 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
@@ -245,7 +244,7 @@ class scDataset(IterableDataset[Any]):
         self._counter = EpochCounter()
         self._iteration = 0
         # Where this process is, and where it is to resume.
-        self._position: EpochPosition | None = None
+        self._position: EpochPosition | EpochRun | None = None
         self._resume: EpochPosition | None = None
         # The epoch whose end a DataLoader worker has reached, while others may be in the middle of it.
         self._ended: int | None = None
@@ -380,7 +379,7 @@ class scDataset(IterableDataset[Any]):
             ``version``, ``seed``, ``epoch``, ``fingerprint`` (what must match) and ``consumed``: for each
             stretch of the epoch its world size, batch size, fetch factor and batches per rank.
         """
-        position = self._position or EpochPosition(self._counter.peek())
+        position = self._here() or EpochPosition(self._counter.peek())
         state = {
             "version": STATE_VERSION,
             "seed": self.seed,
@@ -470,11 +469,9 @@ class scDataset(IterableDataset[Any]):
         )
         self._stats = run.stats
         # Also what fails before its first batch can be continued.
-        read = (replace(sizes, n_batches=n_done),) if n_done or worker is not None else ()
-        self._moved(EpochPosition(epoch, (*consumed, *read)))
+        self._position = run.position if n_done or worker is not None else EpochPosition(epoch, consumed)
         try:
             yield from run.batches(
-                sizes,
                 moved=self._moved,
                 after_first=None if agreement is None else functools.partial(agreement.go_on, iteration, 1),
                 shown=self._progress and first == 0,
@@ -494,8 +491,11 @@ class scDataset(IterableDataset[Any]):
                 else:
                     agreement.leave(iteration, run.stats.n_batches)
 
-    def _moved(self, position: EpochPosition) -> None:
-        self._position = position
+    def _moved(self, run: EpochRun) -> None:
+        self._position = run
+
+    def _here(self) -> EpochPosition | None:
+        return self._position.position if isinstance(self._position, EpochRun) else self._position
 
     def _resumed(self, epoch: int) -> EpochPosition:
         """Return where an epoch is to resume, once; its start if no state is of it."""
@@ -579,7 +579,7 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = self.__dict__ | {"_position": self._here()}
         del state["_stats"]
         if isinstance(self._source, MatrixSource):
             state["collection"] = None  # as the source that travels has none

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
@@ -120,11 +120,22 @@ class EpochRun:
         """Whether all batches have been yielded."""
         return self.stats.n_batches == self.n_batches
 
+    @property
+    def position(self) -> EpochPosition:
+        """Where in the epoch the process is, after the batches that it has yielded."""
+        plan = self._plan
+        read = Stretch(
+            world_size=plan.world_size,
+            batch_size=plan.batch_size,
+            fetch_factor=plan.fetch_factor,
+            n_batches=self._n_done + self.stats.n_batches,
+        )
+        return EpochPosition(plan.epoch, (*plan.consumed, read))
+
     def batches(
         self,
-        sizes: Stretch,
         *,
-        moved: Callable[[EpochPosition], None],
+        moved: Callable[[EpochRun], None],
         after_first: Callable[[], None] | None,
         shown: bool,
     ) -> Generator[Any, None, None]:
@@ -132,10 +143,8 @@ class EpochRun:
 
         Parameters
         ----------
-        sizes
-            Sizes in which they are read.
         moved
-            Called with the position after each batch, before it is yielded.
+            Called with this run after each batch, before that is yielded.
         after_first
             Called when the first has been used.
         shown
@@ -147,8 +156,7 @@ class EpochRun:
             with progress_bar(stats, n_batches=self.n_batches, shown=shown) as bar:
                 for batch in stats.timed(made):
                     bar.update()
-                    read = replace(sizes, n_batches=self._n_done + stats.n_batches)
-                    moved(EpochPosition(self._plan.epoch, (*self._plan.consumed, read)))
+                    moved(self)
                     yield batch
                     if stats.n_batches == 1 and after_first is not None:
                         after_first()
@@ -281,7 +289,7 @@ class EpochRun:
             for k, data in window:
                 fetch = plans.pop(k)
                 for i in range(self._n_skipped if k == self._ks[0] else 0, fetch.n_batches):
-                    with source.alone(), self.stats.gathering(), _noting(fetch, i, self._plan):
+                    with source.lock, self.stats.gathering(), _noting(fetch, i, self._plan):
                         batch = take(data, fetch.batch(i))
                         if self._hooks.batch_transform is not None:
                             batch = self._hooks.batch_transform(batch)

@@ -6,8 +6,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +199,8 @@ class IndexedSource(Source):
     def __init__(self, name: str, collection: Any, n_obs: int) -> None:
         super().__init__(name, collection, n_obs)
         self.categories: dict[str, list[Any]] = Categories()
-        self._lock = threading.Lock()
+        # Held while hooks are called, or the collection is indexed.
+        self.lock = threading.Lock()
 
     @property
     def labels(self) -> list[str]:
@@ -224,27 +224,21 @@ class IndexedSource(Source):
         data = None
         if hooks.fetch_callback is None and ours:
             data = self.collection[rows]
-        with self._lock:
+        with self.lock:
             if hooks.fetch_callback is not None:
                 data = hooks.fetch_callback(self.collection, rows)
             elif not ours:
                 data = take_rows(self.collection, rows)
             return data if hooks.fetch_transform is None else hooks.fetch_transform(data)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other threads from calling hooks and indexing the collection."""
-        with self._lock:
-            yield
-
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_lock"]
+        del state["lock"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
 
 def source_of(
