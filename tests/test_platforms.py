@@ -16,7 +16,7 @@ from dasksc.train.launch import processes_to_start
 from tests.support.data import make_adata, write_store
 from tests.support.programs import PROGRAMS, run
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 
 @pytest.mark.parametrize("system", ["macos", "windows"])
