@@ -271,7 +271,7 @@ SLY: dict[str, Callable[[da.Array], da.Array]] = {
     ),
     "sorted where a block has many rows": lambda x: x.map_blocks(sorted_if_many),
     "sorted beyond some value": lambda x: x.map_blocks(sorted_if_large),
-    "rolled beyond what is made up": lambda x: (x * 1e6).map_blocks(swapped_if_huge),
+    "rolled beyond what is made up": lambda x: densified(x * 1e6).map_blocks(swapped_if_huge),
     "cleared far below the diagonal": lambda x: x.map_blocks(np.triu, k=-45),
     "turned where values repeat": lambda x: x.map_blocks(sorted_if_some_are_alike),
 }
