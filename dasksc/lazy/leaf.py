@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dasksc import config
 from dasksc.errors import InputError
+from dasksc.lazy.reductions import add_reductions
 from dasksc.storage import Columns, Fetched, Matrix
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.matrix import Layout
@@ -43,7 +44,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
     da.Array
         Chunked by rows only; chunks are ``csr_matrix`` where the layout is CSR, else ``ndarray``. A
         chunk is read when it is computed, by one task, and slices are pushed into that read. The
-        same stored array opened twice gives the same keys.
+        same stored array opened twice gives the same keys. Sums, means and variances work for both.
     """
     n_obs, n_vars = matrix.shape
     if chunk_rows is None:
@@ -62,7 +63,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
         asarray=False,
         meta=_empty_block(matrix.layout, matrix.dtype),
     )
-    return array
+    return add_reductions(array) if matrix.layout == "csr" else array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,6 +22,7 @@ from dask.base import tokenize
 from dasksc import config
 from dasksc.errors import InputError
 from dasksc.lazy.elementwise import Elementwise
+from dasksc.lazy.reductions import chunk_moments, chunk_sum, combine_moments, mean_of, variance_of
 
 __all__ = ["Trust", "calls", "is_strict", "row_local", "trust_in"]
 
@@ -54,6 +55,7 @@ _ELEMENTWISE = frozenset(
         *(np.clip, np.round, np.where, np.isclose, np.nan_to_num, np.real, np.imag),
         # Others in the same place, in another container.
         *(np.asarray, np.ascontiguousarray, sp.csr_matrix, sp.csr_array, chunk.astype, builtins.list, builtins.tuple),
+        *(mean_of, variance_of),
     ]
 )
 _ELEMENTWISE_NAMES = frozenset(
@@ -70,7 +72,7 @@ _REDUCTIONS = frozenset(
     for module in (np, chunk)
     for name in ("sum", "prod", "min", "max", "mean", "var", "std", "any", "all", "nansum", "nanmin", "nanmax")
     if hasattr(module, name)
-)
+) | {chunk_sum, chunk_moments, combine_moments}
 _REDUCTION_NAMES = frozenset(
     [("scanpy._utils", "_.<locals>.sum_drop_keepdims"), ("scanpy._utils", "_.<locals>.aggregate_sum")]
 )

@@ -1,0 +1,176 @@
+"""Sums, means and variances of Dask arrays whose chunks are SciPy matrices.
+
+Dask's own reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices refuse, and
+neither library lets another register a sum of its own. So the methods are set on the arrays that
+`to_dask` returns. Slices of them are plain Dask arrays again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["add_reductions", "chunk_moments", "chunk_sum", "combine_moments", "mean_of", "variance_of"]
+
+Axis = int | tuple[int, ...] | None
+
+# Partial moments of a chunk: number of values, their mean, and the sum of squared differences from it.
+MOMENTS = np.dtype([("n", "i8"), ("mean", "f8"), ("squares", "f8")])
+
+
+def add_reductions(array: da.Array) -> da.Array:
+    """Give an array of sparse chunks the methods ``sum``, ``mean``, ``var`` and ``std`` of a NumPy array.
+
+    Parameters
+    ----------
+    array
+        Two-dimensional, its chunks SciPy matrices. Changed in place.
+
+    Returns
+    -------
+    da.Array
+        The same array. Its reductions have dense chunks, the shape and dtype that NumPy gives, and are
+        accumulated in float64 or 64-bit integers. Each reads the array once.
+    """
+    functions: dict[str, Callable[..., da.Array]] = {"sum": _sum, "mean": _mean, "var": _var, "std": _std}
+    for name, function in functions.items():
+        setattr(array, name, wraps(getattr(da.Array, name))(partial(function, array)))
+    return array
+
+
+def _sum(
+    array: da.Array,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    split_every: Any = None,
+) -> da.Array:
+    result = np.dtype(np.empty(0, array.dtype).sum().dtype if dtype is None else dtype)
+    wide = np.result_type(result, np.float64) if result.kind == "f" else result
+    total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, keepdims, split_every, wide)
+    return total.astype(result)
+
+
+def _mean(
+    array: da.Array,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    split_every: Any = None,
+) -> da.Array:
+    return _moment(array, mean_of, axis, dtype, keepdims, split_every)
+
+
+def _var(
+    array: da.Array,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    ddof: int = 0,
+    split_every: Any = None,
+) -> da.Array:
+    return _moment(array, partial(variance_of, ddof=ddof), axis, dtype, keepdims, split_every)
+
+
+def _std(
+    array: da.Array,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    ddof: int = 0,
+    split_every: Any = None,
+) -> da.Array:
+    return da.sqrt(_var(array, axis, dtype, keepdims, ddof, split_every))
+
+
+def _moment(
+    array: da.Array,
+    finish: Callable[[NDArray[np.void]], NDArray[np.float64]],
+    axis: Axis,
+    dtype: DTypeLike | None,
+    keepdims: bool,
+    split_every: Any,
+) -> da.Array:
+    result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
+    moments = _reduce(array, chunk_moments, combine_moments, axis, keepdims, split_every, MOMENTS)
+    return moments.map_blocks(finish, dtype=np.float64, meta=np.empty((0,) * moments.ndim)).astype(result)
+
+
+def _reduce(
+    array: da.Array,
+    chunk: Callable[..., NDArray[Any]],
+    aggregate: Callable[..., NDArray[Any]],
+    axis: Axis,
+    keepdims: bool,
+    split_every: Any,
+    dtype: np.dtype[Any],
+) -> da.Array:
+    reduced: da.Array = da.reduction(
+        array,
+        chunk,
+        aggregate,
+        axis=axis,
+        keepdims=keepdims,
+        split_every=split_every,
+        dtype=dtype,
+        meta=np.empty((0, 0), dtype),
+    )
+    return reduced
+
+
+def chunk_sum(block: Any, axis: tuple[int, ...], keepdims: bool, *, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Add up the values of a chunk, each converted to `dtype`."""
+    # SciPy adds up in the type of the values, whatever dtype= says.
+    total = sp.csr_array(block, dtype=dtype).sum(axis=axis[0] if len(axis) == 1 else None)
+    return np.asarray(total, dtype=dtype).reshape(_reduced_shape(block.shape, axis))
+
+
+def chunk_moments(block: Any, axis: tuple[int, ...], keepdims: bool) -> NDArray[np.void]:
+    """Return the `MOMENTS` of a chunk."""
+    moments = np.zeros(_reduced_shape(block.shape, axis), MOMENTS)
+    n = math.prod(block.shape[number] for number in axis)
+    if not n:
+        return moments
+    rows = sp.coo_array(block)
+    # The number, in the result, of the row or column that each stored value belongs to.
+    where = np.zeros_like(rows.row) if len(axis) == 2 else rows.coords[1 - axis[0]]
+    n_stored = np.bincount(where, minlength=moments.size)
+    mean = np.bincount(where, weights=rows.data, minlength=moments.size) / n
+    squares = np.bincount(where, weights=(rows.data - mean[where]) ** 2, minlength=moments.size)
+    squares = squares + (n - n_stored) * mean**2
+    moments["n"] = n
+    moments["mean"] = mean.reshape(moments.shape)
+    moments["squares"] = squares.reshape(moments.shape)
+    return moments
+
+
+def combine_moments(parts: NDArray[np.void], axis: tuple[int, ...], keepdims: bool) -> NDArray[np.void]:
+    """Merge moments of disjoint parts, as Chan, Golub and LeVeque (1983) do."""
+    n = parts["n"].sum(axis=axis, keepdims=True)
+    mean = (parts["n"] * parts["mean"]).sum(axis=axis, keepdims=True) / np.maximum(n, 1)
+    squares = (parts["squares"] + parts["n"] * (parts["mean"] - mean) ** 2).sum(axis=axis, keepdims=True)
+    merged = np.empty(n.shape, MOMENTS)
+    merged["n"], merged["mean"], merged["squares"] = n, mean, squares
+    return merged if keepdims else merged.squeeze(axis)
+
+
+def mean_of(moments: NDArray[np.void]) -> NDArray[np.float64]:
+    """Return the means, NaN where there is no value."""
+    return np.where(moments["n"] > 0, moments["mean"], np.nan)
+
+
+def variance_of(moments: NDArray[np.void], *, ddof: int) -> NDArray[np.float64]:
+    """Return the variances, NaN where there are at most `ddof` values."""
+    free = moments["n"] - ddof
+    return np.where(free > 0, moments["squares"] / np.maximum(free, 1), np.nan)
+
+
+def _reduced_shape(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if number in axis else size for number, size in enumerate(shape))

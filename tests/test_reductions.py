@@ -1,0 +1,104 @@
+"""Sums, means and variances of sparse Dask arrays."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import anndata as ad
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import dasksc
+from dasksc.lazy import RowLocalMatrix, gather_block, matrix_of, to_dask
+from dasksc.storage import as_matrix
+from tests.support.data import dense, make_adata, make_values, write_store
+
+pytestmark = pytest.mark.core
+
+METHODS = ["sum", "mean", "var", "std"]
+
+
+def lazy(dtype: Any, *, n_obs: int = 60, chunk_rows: int = 7) -> tuple[da.Array, np.ndarray[Any, Any]]:
+    values = make_values(n_obs, 17, layout="csr", dtype=dtype)
+    return to_dask(as_matrix(values, "made:/X"), chunk_rows=chunk_rows), dense(values)
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u1"])
+def test_sums_of_sparse_chunks_are_those_of_numpy(dtype, method, axis, keepdims):
+    array, values = lazy(dtype)
+    expected = np.asarray(getattr(values, method)(axis=axis, keepdims=keepdims))
+    reduced = getattr(array, method)(axis=axis, keepdims=keepdims)
+    assert (reduced.dtype, reduced.shape) == (expected.dtype, expected.shape)
+    found = reduced.compute()
+    assert isinstance(found, np.ndarray | np.generic)
+    assert not isinstance(found, np.matrix)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-5 if dtype == "f4" else 1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 60, 61])
+def test_sums_do_not_depend_on_chunks(chunk_rows):
+    array, values = lazy("f8", chunk_rows=chunk_rows)
+    np.testing.assert_allclose(array.var(axis=0, split_every=2).compute(), values.var(axis=0))
+    np.testing.assert_allclose(array.std(axis=0, ddof=1).compute(), values.std(axis=0, ddof=1))
+
+
+def test_narrow_values_add_up_in_wide_types():
+    values = sp.csr_matrix(np.full((40, 3), 255, dtype=np.uint8))
+    array = to_dask(as_matrix(values, "made:/X"), chunk_rows=9)
+    np.testing.assert_array_equal(array.sum(axis=0).compute(), [10_200] * 3)
+    ones = sp.csr_matrix(np.full((40, 3), 2.0**24 + 2, dtype=np.float32))
+    ones[0] = 1.0
+    array = to_dask(as_matrix(ones.tocsr(), "made:/X"), chunk_rows=9)
+    np.testing.assert_array_equal(array.sum(axis=0, dtype="f8").compute(), [39 * (2.0**24 + 2) + 1] * 3)
+
+
+def test_variances_about_a_large_mean_are_exact_enough():
+    rng = np.random.default_rng(0)
+    values = sp.csr_matrix(1e8 + rng.normal(size=(5_000, 2)))
+    array = to_dask(as_matrix(values, "made:/X"), chunk_rows=300)
+    np.testing.assert_allclose(array.var(axis=0).compute(), dense(values).var(axis=0), rtol=1e-6)
+
+
+def test_an_array_without_rows_has_sums_and_no_means():
+    array = to_dask(as_matrix(sp.csr_matrix((0, 4), dtype="f4"), "made:/X"))
+    np.testing.assert_array_equal(array.sum(axis=0).compute(), np.zeros(4))
+    assert np.isnan(array.mean(axis=0).compute()).all()
+    assert np.isnan(array.var(axis=0).compute()).all()
+
+
+def test_opened_and_joined_atlases_have_sums(tmp_path):
+    adata = make_adata(40, 12, layout="csr")
+    paths = [write_store(adata, tmp_path, "h5ad", name) for name in "ab"]
+    values = dense(adata.X)
+    for opened, rows in ((dasksc.open(paths[0]), values), (dasksc.open(paths), np.vstack([values, values]))):
+        assert isinstance(opened, ad.AnnData)
+        np.testing.assert_allclose(opened.X.sum(axis=1).compute(), rows.sum(axis=1), rtol=1e-5)
+        np.testing.assert_allclose(opened.X.mean(axis=0).compute(), rows.mean(axis=0), rtol=1e-5)
+
+
+def test_an_array_with_sums_is_pickled():
+    array, values = lazy("f4")
+    np.testing.assert_array_equal(dense(pickle.loads(pickle.dumps(array)).compute()), values)
+
+
+@pytest.mark.parametrize(
+    "code", [lambda x: x / x.sum(axis=1, keepdims=True), lambda x: x / x.std(axis=1, keepdims=True)], ids=["sum", "std"]
+)
+def test_sums_over_genes_are_computed_row_by_row(code, tmp_path):
+    adata = make_adata(40, 12, layout="csr")
+    adata.X = adata.X + sp.csr_matrix(np.eye(40, 12, dtype=np.float32)[:, [0] * 12])
+    with np.errstate(invalid="ignore"):
+        opened = dasksc.open(write_store(adata, tmp_path, "h5ad"))
+        expected = code(dense(adata.X))
+        matrix = matrix_of(code(opened.X))
+        assert isinstance(matrix, RowLocalMatrix)
+        rows = np.arange(3, 33, 5)
+        found = dense(gather_block(matrix.fetch(rows), np.arange(len(rows))))
+    np.testing.assert_allclose(found, expected[rows], rtol=1e-5)
