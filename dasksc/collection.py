@@ -71,7 +71,7 @@ __all__ = [
     "stem_of",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.collection")
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 

@@ -24,7 +24,7 @@ from dasksc.storage import AbsentMatrix, ColumnMaps, Layout, Matrix, StackedMatr
 
 __all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "noting_left_out"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.concat")
 
 Join = Literal["inner", "outer"]
 MERGES = ("same", "unique", "first", "only")

@@ -21,7 +21,7 @@ from dasksc.storage.zarr import ZarrFile
 
 __all__ = ["Part", "is_anncollection", "parts_of", "quoted", "stem_of"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.parts")
 
 # What is an atlas, of what is in a directory.
 ATLAS_ENDINGS = (".h5ad", ".zarr")

@@ -48,7 +48,7 @@ __all__ = [
     "restricted",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.sampling")
 
 _Int64s = NDArray[np.int64]
 

@@ -26,7 +26,7 @@ from dasksc.errors import InputError, RankMismatchError
 
 __all__ = ["LAUNCHERS", "Agreement", "World", "leave_group", "shared_store"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.world")
 
 # Launchers by what they set (rank, number of ranks, rank among those of the node), in order: the first that is
 # complete wins. `srun torchrun` and Kubeflow set several that differ, and the innermost launcher is the one that

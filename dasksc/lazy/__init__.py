@@ -34,7 +34,7 @@ __all__ = [
     "to_dask",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.lazy")
 
 
 def matrix_of(array: da.Array) -> Matrix:

@@ -56,7 +56,7 @@ from dasksc.storage.matrix import Layout
 
 __all__ = ["NotRowLocalError", "RowLocalMatrix"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.lazy.rowlocal")
 
 GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy)
 

@@ -42,7 +42,7 @@ __all__ = ["ClusterRunner"]
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.window.cluster")
 
 _PROBE_S = 5.0  # between questions whether the scheduler is there, at most
 _STUCK_S = 3.0  # a fetch may take; then it is looked whether its worker still works

@@ -29,7 +29,7 @@ from dasksc.platforms import after_fork
 
 __all__ = ["OnDemandRunner", "ThreadRunner"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.window.local")
 
 Timed = tuple[float, Any]  # seconds the fetch took, what it returned
 

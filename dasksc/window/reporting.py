@@ -20,7 +20,7 @@ from dasksc import config
 
 __all__ = ["ASKED_FOR", "OPERATION", "reporting", "runs_here"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.window.reporting")
 
 # In the scheduler's metadata, where a page is; and the operation that it adds to the scheduler's.
 ASKED_FOR = "dasksc-loader-page"

@@ -36,7 +36,7 @@ __all__ = [
     "resolve_scheduler",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.window.schedulers")
 
 _SYNCHRONOUS = ("synchronous", "sync", "single-threaded")
 _THREADS = ("threads", "threading")

@@ -27,7 +27,7 @@ from dasksc.world import World, shared_store
 
 __all__ = ["StartedCluster", "start_cluster"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.window.start")
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLL_S = 0.05
