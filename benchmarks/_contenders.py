@@ -49,8 +49,8 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
     from concurrent.futures import ThreadPoolExecutor
     from unittest import mock
 
+    from dasksc.executor.progress import FetchFigures
     from dasksc.loader import epoch_run as module
-    from dasksc.progress import FetchFigures
 
     class PlainWindow:
         """As many fetches at a time, on as many threads, handed over in order."""

@@ -110,8 +110,8 @@ def sent_bytes(path: str, *, n_rows: int) -> int:
     """Return how many bytes a worker sends of as many rows: values, column numbers, offsets and row numbers."""
     from distributed.protocol import serialize
 
+    from dasksc.executor.tasks import FetchMatrices
     from dasksc.storage import open_matrix
-    from dasksc.window.tasks import FetchMatrices
 
     matrix = open_matrix(path, "X")
     rows = np.arange(min(n_rows, matrix.shape[0]), dtype=np.int64)
@@ -157,7 +157,7 @@ def scheduler_cpu(*, n_ranks: int, n_tasks: int, n_rows: int, folder: Path) -> d
     import distributed
     import psutil
 
-    from dasksc.window import Window
+    from dasksc.executor.window import Window
 
     file = folder / "scheduler.json"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}

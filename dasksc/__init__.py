@@ -25,29 +25,29 @@ from dasksc.errors import (
 
 if TYPE_CHECKING:
     from dasksc import experimental, tokens, transforms
-    from dasksc.batch import Batch
-    from dasksc.collection import AnnDataView, open
+    from dasksc.atlas.collection import AnnDataView, open
+    from dasksc.atlas.filtering import rows_where
+    from dasksc.atlas.modalities import Modalities
+    from dasksc.atlas.splitting import split
+    from dasksc.batches.batch import Batch
     from dasksc.conversion import ConversionReport, convert
-    from dasksc.description import describe
-    from dasksc.dryrun import check, diversity
-    from dasksc.experimental import estimate_sample_size, suggest_parameters
-    from dasksc.filtering import rows_where
-    from dasksc.lazy import row_local
+    from dasksc.executor.cluster.starting import StartedCluster, start_cluster
+    from dasksc.inspection.description import describe
+    from dasksc.inspection.dryrun import check, diversity
+    from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
     from dasksc.loader import scDataset
-    from dasksc.modalities import Modalities
     from dasksc.multiindexable import MultiIndexable
-    from dasksc.plan import EpochPlan
-    from dasksc.sampling import (
+    from dasksc.planning.plan import EpochPlan
+    from dasksc.planning.ranks import World
+    from dasksc.pushdown import row_local
+    from dasksc.sampling.strategies import (
         BlockShuffling,
         BlockWeightedSampling,
         ClassBalancedSampling,
         SamplingStrategy,
         Streaming,
     )
-    from dasksc.splitting import split
-    from dasksc.transforms import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
-    from dasksc.window.start import StartedCluster, start_cluster
-    from dasksc.world import World
+    from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
 try:
     __version__ = version("dasksc")
@@ -56,35 +56,35 @@ except PackageNotFoundError:  # imported from a checkout that is not installed
 
 # Where each public name lives. Loaded when first used, so that planning and reading need no torch.
 _HOMES = {
-    "AnnDataView": "dasksc.collection",
-    "Batch": "dasksc.batch",
-    "BlockShuffling": "dasksc.sampling",
-    "BlockWeightedSampling": "dasksc.sampling",
-    "ClassBalancedSampling": "dasksc.sampling",
+    "AnnDataView": "dasksc.atlas.collection",
+    "Batch": "dasksc.batches.batch",
+    "BlockShuffling": "dasksc.sampling.strategies",
+    "BlockWeightedSampling": "dasksc.sampling.strategies",
+    "ClassBalancedSampling": "dasksc.sampling.strategies",
     "ConversionReport": "dasksc.conversion",
-    "EpochPlan": "dasksc.plan",
-    "Modalities": "dasksc.modalities",
+    "EpochPlan": "dasksc.planning.plan",
+    "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
-    "SamplingStrategy": "dasksc.sampling",
-    "StartedCluster": "dasksc.window.start",
-    "Streaming": "dasksc.sampling",
-    "World": "dasksc.world",
-    "adata_to_mindex": "dasksc.transforms",
-    "bionemo_to_tensor": "dasksc.transforms",
-    "check": "dasksc.dryrun",
+    "SamplingStrategy": "dasksc.sampling.strategies",
+    "StartedCluster": "dasksc.executor.cluster.starting",
+    "Streaming": "dasksc.sampling.strategies",
+    "World": "dasksc.planning.ranks",
+    "adata_to_mindex": "dasksc.transforms.hooks",
+    "bionemo_to_tensor": "dasksc.transforms.hooks",
+    "check": "dasksc.inspection.dryrun",
     "convert": "dasksc.conversion",
-    "describe": "dasksc.description",
-    "diversity": "dasksc.dryrun",
-    "estimate_sample_size": "dasksc.experimental",
-    "fetch_transform_adata": "dasksc.transforms",
-    "hf_tahoe_to_tensor": "dasksc.transforms",
-    "open": "dasksc.collection",
-    "row_local": "dasksc.lazy",
-    "rows_where": "dasksc.filtering",
+    "describe": "dasksc.inspection.description",
+    "diversity": "dasksc.inspection.dryrun",
+    "estimate_sample_size": "dasksc.inspection.suggestions",
+    "fetch_transform_adata": "dasksc.transforms.hooks",
+    "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
+    "open": "dasksc.atlas.collection",
+    "row_local": "dasksc.pushdown",
+    "rows_where": "dasksc.atlas.filtering",
     "scDataset": "dasksc.loader",
-    "split": "dasksc.splitting",
-    "start_cluster": "dasksc.window.start",
-    "suggest_parameters": "dasksc.experimental",
+    "split": "dasksc.atlas.splitting",
+    "start_cluster": "dasksc.executor.cluster.starting",
+    "suggest_parameters": "dasksc.inspection.suggestions",
 }
 _MODULES = ("dashboard", "experimental", "integrations", "tokens", "train", "transforms")
 

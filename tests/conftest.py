@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from make_atlas import make_atlas
 
-from dasksc import lazy
+from dasksc import pushdown as lazy
 from tests.programs import with_slurm
 from tests.support.data import FORMATS, LAYOUTS, make_adata, write_store
 from tests.support.servers import Bucket, HTTPServer, s3_endpoint, serving

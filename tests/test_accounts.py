@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, Streaming, scDataset
-from dasksc.progress import EpochStats, merged
+from dasksc.executor.progress import EpochStats, merged
 
 N_OBS = 103
 

@@ -10,7 +10,7 @@ from torch.nn.parallel.scatter_gather import scatter
 from torch.utils.data import default_collate, default_convert
 
 from dasksc import InputError
-from dasksc.batch import Batch
+from dasksc.batches.batch import Batch
 
 pytestmark = pytest.mark.core
 

@@ -20,9 +20,9 @@ import pytest
 import dasksc
 from dasksc.errors import InputError, StorageError
 from dasksc.storage import Cache
-from dasksc.storage import cache as module
-from dasksc.storage.cache import BLOCK_BYTES
-from dasksc.storage.client import ObjectIdentity
+from dasksc.storage.remote import cache as module
+from dasksc.storage.remote.cache import BLOCK_BYTES
+from dasksc.storage.remote.client import ObjectIdentity
 from tests.support.cached import LIMIT, Object, cache_in, files
 from tests.support.data import dense, make_adata, write_store
 from tests.support.servers import HTTPServer, serving, touch_later

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dasksc.storage import cache as module
-from dasksc.storage.cache import BLOCK_BYTES
+from dasksc.storage.remote import cache as module
+from dasksc.storage.remote.cache import BLOCK_BYTES
 from tests.support.cached import LIMIT, Object, cache_in, files
 
 pytest.importorskip("obstore")

@@ -23,9 +23,10 @@ from anndata import AnnData
 from anndata.io import write_elem
 
 import dasksc
-from dasksc import cli, description
+from dasksc import cli
 from dasksc.cli import _loaders, bench
 from dasksc.cli._shared import aligned
+from dasksc.inspection import description
 from tests.support.servers import SECRET, Bucket, serving
 
 pytestmark = pytest.mark.core

@@ -19,7 +19,7 @@ import pytest
 from distributed.security import Security
 
 import dasksc
-from dasksc.window import start
+from dasksc.executor.cluster import starting as start
 from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch, secret_file
 from tests.support.data import make_adata, write_store
 

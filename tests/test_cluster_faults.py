@@ -26,9 +26,10 @@ import torch
 
 import dasksc
 from dasksc import FetchError
-from dasksc.window import Window, heartbeats
-from dasksc.window import cluster as window_cluster
-from dasksc.window import schedulers as window_schedulers
+from dasksc.executor import schedulers as window_schedulers
+from dasksc.executor.cluster import heartbeats
+from dasksc.executor.cluster import runner as window_cluster
+from dasksc.executor.window import Window
 from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
 from tests.support.programs import PROGRAMS, TORCHRUN, run

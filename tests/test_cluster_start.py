@@ -18,8 +18,9 @@ import pytest
 from distributed.security import Security
 
 import dasksc
-from dasksc.window import resolve_scheduler, start
-from dasksc.window import schedulers as window_schedulers
+from dasksc.executor import schedulers as window_schedulers
+from dasksc.executor.cluster import starting as start
+from dasksc.executor.schedulers import resolve_scheduler
 from tests.support.dask_processes import listening, rows_of_epoch
 from tests.support.data import make_adata, write_store
 
@@ -283,7 +284,7 @@ def test_the_environment_names_the_scheduler(scheduler_file: Path, by: str) -> N
     address = json.loads(scheduler_file.read_text())["address"]
     value = str(scheduler_file) if by == "DASK_SCHEDULER_FILE" else address
     done = subprocess.run(
-        [sys.executable, "-c", "from dasksc.window import resolve_scheduler; print(resolve_scheduler())"],
+        [sys.executable, "-c", "from dasksc.executor.schedulers import resolve_scheduler; print(resolve_scheduler())"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), by: value},
         capture_output=True,
         text=True,

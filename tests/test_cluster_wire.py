@@ -19,10 +19,12 @@ from distributed.protocol import deserialize, serialize
 
 import dasksc
 from dasksc.errors import InputError
+from dasksc.executor.cluster import file_visibility as sight
+from dasksc.executor.cluster import runner as window_cluster
+from dasksc.executor.schedulers import resolve_scheduler
+from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
+from dasksc.executor.window import Window
 from dasksc.storage import as_matrix, join, open_matrix
-from dasksc.window import Window, resolve_scheduler, sight
-from dasksc.window import cluster as window_cluster
-from dasksc.window.tasks import FetchedMatrices, FetchMatrices
 from tests.support.data import make_adata, make_values, write_store
 
 pytestmark = pytest.mark.core
@@ -295,7 +297,7 @@ def test_the_files_behind_array_code_and_joined_files_are_found(tmp_path: Path) 
     one = write_store(make_adata(), tmp_path, "h5ad", "one")
     two = write_store(make_adata(), tmp_path, "h5ad", "two")
     arrays = [dasksc.open(path).X for path in (one, two)]
-    matrix = dasksc.lazy.matrix_of(da.log1p(da.concatenate(arrays)))
+    matrix = dasksc.pushdown.matrix_of(da.log1p(da.concatenate(arrays)))
     assert files_of(matrix) == {str(one), str(two)}
     pickled, _ = sight.pickle_with_files(FetchMatrices({"X": matrix}))
     assert pickle.loads(pickled).matrices["X"].shape == (120, 17)
@@ -327,7 +329,7 @@ def test_a_fingerprint_says_how_a_file_differs(tmp_path: Path) -> None:
 
 def hide(path: str) -> None:
     """In this process, `path` is not there."""
-    from dasksc.window import sight
+    from dasksc.executor.cluster import file_visibility as sight
 
     of = sight.Fingerprint.of
 
@@ -342,7 +344,7 @@ def hide(path: str) -> None:
 
 def show() -> None:
     """In this process, everything is there again."""
-    from dasksc.window import sight
+    from dasksc.executor.cluster import file_visibility as sight
 
     if hasattr(sight.Fingerprint, "_of"):
         sight.Fingerprint.of = sight.Fingerprint._of

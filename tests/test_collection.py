@@ -22,10 +22,10 @@ import zarr
 from anndata.io import sparse_dataset
 
 import dasksc
-from dasksc import collection
-from dasksc.collection import AnnDataView, encode_column
+from dasksc.atlas import collection
+from dasksc.atlas.collection import AnnDataView, encode_column
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
-from dasksc.lazy import DaskMatrix, matrix_of
+from dasksc.pushdown import DaskMatrix, matrix_of
 from tests.support.data import (
     FORMATS,
     LAYOUTS,

@@ -27,7 +27,7 @@ from dasksc import cli, conversion
 from dasksc.conversion import scanning, shards, staging, writing
 from dasksc.conversion.workplace import Workplace
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
-from dasksc.window import schedulers
+from dasksc.executor import schedulers
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
 from tests.support.programs import ROOT

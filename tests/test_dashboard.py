@@ -27,7 +27,7 @@ import dasksc
 from dasksc import dashboard
 from dasksc.dashboard.page import LoaderPage
 from dasksc.errors import InputError
-from dasksc.window import reporting
+from dasksc.executor import reporting
 
 pytestmark = pytest.mark.core
 
@@ -418,7 +418,7 @@ def test_workers_serve_what_their_fetches_do_to_prometheus(atlas, two_process_cl
 
 
 def test_without_prometheus_nothing_is_exported(monkeypatch):
-    from dasksc.window import metrics as figures
+    from dasksc.executor import metrics as figures
 
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     figures.export("never", object())

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 import pytest
 
-from dasksc.epoch import EpochCounter
 from dasksc.errors import StorageError
+from dasksc.planning.epochs import EpochCounter
 
 pytestmark = pytest.mark.core
 
@@ -32,7 +32,10 @@ def test_epochs_count_up_and_peeking_uses_none() -> None:
 def test_a_full_temporary_folder_is_named_and_nothing_stays_in_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     full = OSError(errno.ENOSPC, "No space left on device")
-    with patch("dasksc.epoch.json.dump", side_effect=full), pytest.raises(StorageError, match=f"{tmp_path}.*TMPDIR"):
+    with (
+        patch("dasksc.planning.epochs.json.dump", side_effect=full),
+        pytest.raises(StorageError, match=f"{tmp_path}.*TMPDIR"),
+    ):
         EpochCounter()
     assert os.listdir(tmp_path) == []
 
@@ -103,7 +106,7 @@ def test_the_file_goes_with_the_counter_and_not_with_a_forked_child() -> None:
 
 
 def test_the_file_goes_with_the_interpreter(tmp_path) -> None:
-    code = "from dasksc.epoch import EpochCounter; c = EpochCounter(); print(c._path)"
+    code = "from dasksc.planning.epochs import EpochCounter; c = EpochCounter(); print(c._path)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(tmp_path))

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from dasksc import experimental
-from dasksc.experimental import estimate_sample_size, suggest_parameters
+from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
 from dasksc.multiindexable import MultiIndexable
-from dasksc.transforms import adata_to_mindex, fetch_transform_adata
+from dasksc.transforms.hooks import adata_to_mindex, fetch_transform_adata
 
 pytestmark = pytest.mark.core
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc import filtering
+from dasksc.atlas import filtering
+from dasksc.atlas.filtering import columns_of
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.filtering import columns_of
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core

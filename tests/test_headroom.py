@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from dasksc.window import headroom
-from dasksc.window.headroom import Headroom
+from dasksc.executor import memory_admission as headroom
+from dasksc.executor.memory_admission import Headroom
 
 pytestmark = pytest.mark.faults
 

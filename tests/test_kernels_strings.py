@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dasksc.storage.hdf5_strings import read_strings
+from dasksc.storage.hdf5.strings import read_strings
 
 pytestmark = pytest.mark.core
 

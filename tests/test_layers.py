@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,38 +29,25 @@ ROOMS = [
     "errors",
     "platforms",
     "config",
-    "process_memory",
     "kernels",
     "multiindexable",
-    "world",
-    "epoch",
-    "mixing",
     "sampling",
-    "plan",
-    "progress",
+    "planning",
     "storage",
-    "memory_model",
-    "reading",
-    "lazy",
-    "concat",
-    "parts",
-    "collection",
-    "modalities",
-    "filtering",
-    "splitting",
-    "window",
-    "ahead",
-    "batch",
+    "memory",
+    "pushdown",
+    "atlas",
+    "executor",
+    "batches",
     "transforms",
-    "tokens",
     "loader",
-    "dataset",
-    "dryrun",
-    "description",
-    "experimental",
+    "inspection",
     "conversion",
     "dashboard",
     "integrations",
+    "dataset",  # modules that users know by these names
+    "experimental",
+    "tokens",
     "train",
     "cli",  # the way in to all programs
     "__main__",
@@ -67,36 +57,17 @@ ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public name
 
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
-    "torch": (
-        {"batch", "transforms", "tokens", "loader", "integrations", "train"},
-        {"world", "multiindexable", "cli"},
-    ),
-    "h5py": ({"storage", "collection", "description", "conversion"}, set()),
-    "zarr": ({"storage", "collection", "description", "conversion"}, {"cli"}),
+    "torch": ({"batches", "transforms", "loader", "integrations", "train"}, {"planning", "multiindexable", "cli"}),
+    "h5py": ({"storage", "atlas", "inspection", "conversion"}, set()),
+    "zarr": ({"storage", "atlas", "inspection", "conversion"}, {"cli"}),
     "numcodecs": ({"storage", "conversion"}, set()),
-    "anndata": (
-        {"concat", "collection", "modalities", "filtering", "loader", "description", "conversion", "cli"},
-        {"transforms", "multiindexable", "experimental"},
-    ),
+    "anndata": ({"atlas", "loader", "inspection", "conversion", "cli"}, {"transforms", "multiindexable"}),
     "numba": ({"kernels"}, set()),
-    "distributed": ({"dashboard"}, {"collection", "window", "loader", "experimental", "conversion"}),
+    "distributed": ({"dashboard"}, {"atlas", "executor", "loader", "inspection", "conversion"}),
     "dask": (
         {
-            "config",
-            "reading",
-            "lazy",
-            "concat",
-            "collection",
-            "modalities",
-            "window",
-            "batch",
-            "loader",
-            "dryrun",
-            "description",
-            "experimental",
-            "conversion",
-            "dashboard",
-            "cli",
+            *("config", "memory", "pushdown", "atlas", "executor", "batches"),
+            *("loader", "inspection", "conversion", "dashboard", "cli"),
         },
         set(),
     ),
@@ -127,11 +98,11 @@ USERS_OWN = {"annbatch", "bionemo", "hdf5plugin", "pytorch_lightning"}
 # Rooms that are imported only by who asks for them.
 OPTIONAL_ROOMS = {"train", "integrations"}
 # Chosen only once a Client is there, so it may import what a Client needs.
-DISTRIBUTED_ONLY = {"window/cluster.py", "window/blocks.py", "window/heartbeats.py", "window/start.py"}
+DISTRIBUTED_ONLY = "executor/cluster/"
 
 
 class Import(NamedTuple):
-    """One imported module: ``dasksc.lazy``, ``torch``, ...
+    """One imported module: ``dasksc.pushdown``, ``torch``, ...
 
     `when` is "load" (as the file is imported), "call" (inside a function) or "types" (only for
     annotations).
@@ -203,9 +174,96 @@ def wrong_libraries(files: dict[str, str]) -> list[str]:
             continue
         always, when_called = LIBRARIES[library]
         fine = arrow.room in always or (arrow.when == "call" and arrow.room in when_called)
-        if not fine and not (library == "distributed" and arrow.file in DISTRIBUTED_ONLY):
+        if not fine and not (library == "distributed" and arrow.file.startswith(DISTRIBUTED_ONLY)):
             wrong.append(f"{arrow} ({arrow.when})")
     return wrong
+
+
+def modules(files: dict[str, str]) -> dict[str, str]:
+    """Return the source of each module by its name."""
+    return {
+        ".".join(["dasksc", *Path(file).with_suffix("").parts]).removesuffix(".__init__"): source
+        for file, source in files.items()
+    }
+
+
+def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
+    """Return the modules that each module imports, whenever it does."""
+    sources = modules(files)
+    arrows: dict[str, set[str]] = {name: set() for name in sources}
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    deeper = f"{node.module}.{alias.name}"
+                    arrows[name].add(deeper if deeper in sources else str(node.module))
+            elif isinstance(node, ast.Import):
+                arrows[name] |= {alias.name for alias in node.names}
+        # Public names come from the top, which imports what they need when they are asked for.
+        arrows[name] = {target for target in arrows[name] if target in sources} - {"dasksc", name}
+    return arrows
+
+
+def circles(files: dict[str, str]) -> list[str]:
+    """Return circles of imports between modules."""
+    try:
+        list(TopologicalSorter(module_arrows(files)).static_order())
+    except CycleError as circle:
+        return [" <- ".join(circle.args[1])]
+    return []
+
+
+def private_names_of_others(files: dict[str, str]) -> list[str]:
+    """Return the uses of a name with an underscore in front that belongs to a module of another package."""
+    sources = modules(files)
+    wrong = []
+    for file, source in files.items():
+        package = Path(file).parts[0].removesuffix(".py")
+        imported: dict[str, str] = {}
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "dasksc":
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    imported[alias.asname or alias.name] = full
+                    is_private = alias.name.startswith("_") and not alias.name.endswith("__")
+                    if is_private and full not in sources and full.split(".")[1] != package:
+                        wrong.append(f"dasksc/{file}:{node.lineno} imports {full}")
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                continue
+            full = imported.get(node.value.id, "")
+            is_private = node.attr.startswith("_") and not node.attr.endswith("__")
+            if is_private and full and full.split(".")[1] != package:
+                wrong.append(f"dasksc/{file}:{node.lineno} uses {full}.{node.attr}")
+    return wrong
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(package_files()) == []
+
+
+def test_no_package_uses_private_names_of_another():
+    assert private_names_of_others(package_files()) == []
+
+
+def test_no_module_has_the_name_of_a_function_of_its_package():
+    """Importing ``dasksc.convert`` would put a module where ``dasksc.convert`` is a function."""
+    names = modules(package_files())
+    packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    assert {"dasksc", "dasksc.conversion"} <= packages
+    for package in packages:
+        module = importlib.import_module(package)
+        functions = {name for name in getattr(module, "__all__", ()) if inspect.isfunction(getattr(module, name))}
+        assert not functions & {name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == package}
+
+
+def test_circles_and_private_names_are_found():
+    assert circles({"a.py": "import dasksc.b", "b.py": "def f():\n    from dasksc.a import x"})
+    assert not circles({"a.py": "from dasksc.b import x", "b.py": ""})
+    assert private_names_of_others({"a.py": "from dasksc.b import _x"})
+    assert private_names_of_others({"a.py": "from dasksc import b\nb._x()"})
+    assert not private_names_of_others({"a/c.py": "from dasksc.a.b import _x"})
 
 
 def test_every_module_has_a_room():
@@ -277,18 +335,18 @@ def test_kernels_are_serial_and_release_the_gil():
 @pytest.mark.parametrize(
     "source",
     [
-        "import dasksc.dataset",
+        "import dasksc.loader",
         "import dasksc",
-        "from dasksc import lazy",
+        "from dasksc import pushdown",
         "from dasksc import scDataset",
-        "from dasksc.window.tasks import FetchMatrices",
-        "def later():\n    from dasksc.plan import EpochPlan",
-        "if TYPE_CHECKING:\n    from dasksc.plan import EpochPlan",
+        "from dasksc.executor.tasks import FetchMatrices",
+        "def later():\n    from dasksc.planning.plan import EpochPlan",
+        "if TYPE_CHECKING:\n    from dasksc.planning.plan import EpochPlan",
     ],
 )
 def test_an_upward_arrow_is_found_however_it_is_written(source):
     files = {"sampling.py": source} | {f"{room}.py": "" for room in ROOMS if room != "sampling"}
-    files["window/tasks.py"] = files.pop("window.py")
+    files["executor/tasks.py"] = files.pop("executor.py")
     assert len(wrong_arrows(files)) == 1
     (arrow,) = wrong_arrows(files)
     assert arrow.startswith("dasksc/sampling.py:")
@@ -296,25 +354,25 @@ def test_an_upward_arrow_is_found_however_it_is_written(source):
 
 def test_an_undeclared_library_is_found():
     declared = {"dependencies": ["pyyaml>=6"], "optional-dependencies": PROJECT["optional-dependencies"]}
-    assert not undeclared({"plan.py": "import yaml"}, declared)
-    assert undeclared({"plan.py": "import toolz"}, declared)
+    assert not undeclared({"planning/plan.py": "import yaml"}, declared)
+    assert undeclared({"planning/plan.py": "import toolz"}, declared)
     # An extra is no reason to import it without one, nor is another extra that has it.
-    assert undeclared({"plan.py": "import tqdm"}, declared)
-    assert not undeclared({"plan.py": "def f():\n    import tqdm"}, declared)
-    assert undeclared({"plan.py": "def f():\n    import bokeh"}, declared)
+    assert undeclared({"planning/plan.py": "import tqdm"}, declared)
+    assert not undeclared({"planning/plan.py": "def f():\n    import tqdm"}, declared)
+    assert undeclared({"planning/plan.py": "def f():\n    import bokeh"}, declared)
     without = declared | {"optional-dependencies": {"demo": []}}
-    assert undeclared({"plan.py": "def f():\n    import tqdm"}, without)
-    assert undeclared({"plan.py": "import psutil"}, declared)
-    assert undeclared({"plan.py": "def f():\n    import psutil"}, declared)
+    assert undeclared({"planning/plan.py": "def f():\n    import tqdm"}, without)
+    assert undeclared({"planning/plan.py": "import psutil"}, declared)
+    assert undeclared({"planning/plan.py": "def f():\n    import psutil"}, declared)
     assert not undeclared({"train/config.py": "import pydantic"}, declared)
-    assert not undeclared({"plan.py": "if TYPE_CHECKING:\n    import toolz"}, declared)
+    assert not undeclared({"planning/plan.py": "if TYPE_CHECKING:\n    import toolz"}, declared)
 
 
 def test_a_misplaced_library_is_found():
-    assert wrong_libraries({"plan.py": "import torch"})
-    assert wrong_libraries({"plan.py": "def f():\n    import torch"})
-    assert wrong_libraries({"world.py": "import torch.distributed as dist"})
-    assert not wrong_libraries({"world.py": "def f():\n    import torch.distributed as dist"})
-    assert wrong_libraries({"window/local.py": "import distributed"})
-    assert not wrong_libraries({"window/cluster.py": "import distributed"})
-    assert wrong_libraries({"batch.py": "from numba import njit"})
+    assert wrong_libraries({"planning/plan.py": "import torch"})
+    assert wrong_libraries({"sampling/draws.py": "def f():\n    import torch"})
+    assert wrong_libraries({"planning/ranks.py": "import torch.distributed as dist"})
+    assert not wrong_libraries({"planning/ranks.py": "def f():\n    import torch.distributed as dist"})
+    assert wrong_libraries({"executor/local.py": "import distributed"})
+    assert not wrong_libraries({"executor/cluster/runner.py": "import distributed"})
+    assert wrong_libraries({"batches/batch.py": "from numba import njit"})

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.lazy import DaskMatrix, chunk_rows_for, gather_block, matrix_of, to_dask
+from dasksc.pushdown import DaskMatrix, chunk_rows_for, gather_block, matrix_of, to_dask
 from dasksc.storage import Fetched, Matrix, as_matrix, open_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 

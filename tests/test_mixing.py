@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 import dasksc
-from dasksc import mixing
-from dasksc.sampling import bind, encode_labels
+from dasksc.planning import label_entropy as mixing
+from dasksc.sampling.strategies import bind, encode_labels
 
 pytestmark = pytest.mark.core
 

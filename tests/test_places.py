@@ -26,9 +26,9 @@ from fsspec.utils import infer_storage_options
 
 import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
-from dasksc.storage import fsspec_client
-from dasksc.storage.client import client_of
-from dasksc.storage.places import Place
+from dasksc.storage.remote import fsspec_client
+from dasksc.storage.remote.connecting import client_of
+from dasksc.storage.remote.places import Place
 from tests.support.data import batches, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, azure_container, google_options, serving
 
@@ -356,7 +356,7 @@ def test_what_fails_for_good_is_named_without_credentials(
     options = {"password": SECRET + "2"}
     adata = dasksc.open(url, storage_options=options)
     assert len(batches(adata)) == 2
-    assert SECRET in pickle.dumps(dasksc.lazy.matrix_of(adata.X)).decode("latin1")
+    assert SECRET in pickle.dumps(dasksc.pushdown.matrix_of(adata.X)).decode("latin1")
     monkeypatch.setattr(faulty, "fails", staticmethod(lambda number: True))
     monkeypatch.setattr(faulty, "error", OSError(f"550 {url} with {options}"))
     with dask.config.set({"dasksc.retry-timeout": "200ms"}), pytest.raises(dasksc.DaskscError) as caught:

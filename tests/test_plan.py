@@ -18,7 +18,7 @@ from scipy import stats
 
 import dasksc
 from dasksc import EpochPlan
-from dasksc.sampling import BlockOrder, bind
+from dasksc.sampling.strategies import BlockOrder, bind
 
 pytestmark = pytest.mark.core
 

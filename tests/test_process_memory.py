@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dasksc import process_memory
-from dasksc.process_memory import CODE_BYTES, Limit, memory_limit, own_bytes, share_of, to_ask_for
+from dasksc.memory import limits as process_memory
+from dasksc.memory.limits import CODE_BYTES, Limit, memory_limit, own_bytes, share_of, to_ask_for
 
 pytestmark = pytest.mark.core
 
@@ -90,7 +90,7 @@ def test_what_leaves_least_is_the_limit(tmp_path: Path) -> None:
 def test_an_address_space_limit_is_told(tmp_path: Path) -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
-        "from dasksc.process_memory import memory_limit\n"
+        "from dasksc.memory.limits import memory_limit\n"
         "print(memory_limit().address_bytes)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc import process_memory, reading
 from dasksc.errors import CorruptDataError
-from dasksc.memory_model import Demand, Way
-from dasksc.reading import Reading
+from dasksc.memory import limits as process_memory
+from dasksc.memory import way_of_reading as reading
+from dasksc.memory.model import Demand, Way
+from dasksc.memory.way_of_reading import Reading
 from dasksc.storage import files
 from dasksc.storage.files import LocalFile
 from dasksc.storage.identity import FileIdentity
@@ -135,7 +136,7 @@ def test_opening_for_batches_reads_no_names(path: Path, monkeypatch: pytest.Monk
         return real(dataset, *arguments)
 
     monkeypatch.setattr(h5py.Dataset, "__getitem__", noted)
-    monkeypatch.setattr("dasksc.collection.read_strings", lambda stored, path: read.append(stored.name))
+    monkeypatch.setattr("dasksc.atlas.collection.read_strings", lambda stored, path: read.append(stored.name))
     dataset = dasksc.scDataset(
         path,
         dasksc.ClassBalancedSampling(label_key="cell_type"),

@@ -12,7 +12,7 @@ import pytest
 import scipy.sparse as sp
 
 import dasksc
-from dasksc.lazy import RowLocalMatrix, gather_block, matrix_of, to_dask
+from dasksc.pushdown import RowLocalMatrix, gather_block, matrix_of, to_dask
 from dasksc.storage import as_matrix
 from tests.support.data import dense, make_adata, make_values, write_store
 

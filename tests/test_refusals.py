@@ -22,12 +22,13 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc import collection
+from dasksc.atlas import collection
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.sampling import array_of
-from dasksc.storage import open_matrix, zarr_guard
-from dasksc.storage.client import client_of
-from dasksc.storage.swell import check_swelling
+from dasksc.sampling.strategies import array_of
+from dasksc.storage import open_matrix
+from dasksc.storage.remote.connecting import client_of
+from dasksc.storage.safety import zarr as zarr_guard
+from dasksc.storage.safety.decompression_limits import check_swelling
 from tests.support.data import make_adata, write_store
 from tests.support.hostile import (
     BOMB_BYTES,
@@ -448,7 +449,7 @@ def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_not_the_fault_of_a_file_is_not_said_to_be(tmp_path: Path, kind: str, raised: Exception) -> None:
     path = write_store(make_adata(50), tmp_path, "h5ad" if kind == "h5ad" else "zarr2")
     with (
-        mock.patch("dasksc.collection.read_elem", side_effect=raised),
+        mock.patch("dasksc.atlas.collection.read_elem", side_effect=raised),
         pytest.raises(type(raised)) as caught,
     ):
         dasksc.open(path)

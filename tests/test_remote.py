@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import InputError, StorageError
-from dasksc.lazy import gather_block, matrix_of
+from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
-from dasksc.storage.places import Place
-from dasksc.storage.remote import AHEAD_BYTES, RemoteFile, in_order, parts_of
-from dasksc.storage.remote_hdf5 import BlockReader
+from dasksc.storage.hdf5.remote import BlockReader
+from dasksc.storage.remote.objects import AHEAD_BYTES, RemoteFile, in_order, parts_of
+from dasksc.storage.remote.places import Place
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving
 

@@ -22,11 +22,11 @@ from dasksc import (
     InputError,
     SamplingStrategy,
     Streaming,
-    sampling,
     scDataset,
 )
-from dasksc.plan import EpochPlan, Stretch
-from dasksc.sampling import bind
+from dasksc.planning.plan import EpochPlan, Stretch
+from dasksc.sampling import strategies as sampling
+from dasksc.sampling.strategies import bind
 
 pytestmark = pytest.mark.core
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.lazy import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, shared, to_dask
+from dasksc.pushdown import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, shared, to_dask
 from dasksc.storage import as_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 from tests.support.recorders import recorded_reads
@@ -465,7 +465,7 @@ def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str,
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert CALLS == [30]
 
-    monkeypatch.setattr("dasksc.lazy.rowlocal.N_COMPUTED", 7)
+    monkeypatch.setattr("dasksc.pushdown.rowlocal.N_COMPUTED", 7)
     CALLS.clear()
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert sum(CALLS) == 30

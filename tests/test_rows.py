@@ -17,12 +17,15 @@ import scipy.sparse as sp
 from anndata import AnnData
 
 import dasksc
-from dasksc import conversion, filtering, plan, splitting
+from dasksc import conversion
+from dasksc.atlas import filtering, splitting
 from dasksc.conversion import rows as order_of_rows
 from dasksc.conversion import tables, writing
-from dasksc.plan import EpochPlan, Stretch
-from dasksc.sampling import bind, restricted
-from dasksc.storage import hdf5_strings, matrices
+from dasksc.planning import plan
+from dasksc.planning.plan import EpochPlan, Stretch
+from dasksc.sampling.strategies import bind, restricted
+from dasksc.storage import matrices
+from dasksc.storage.hdf5 import strings as hdf5_strings
 
 pytestmark = pytest.mark.faults
 

@@ -20,17 +20,10 @@ from numpy.typing import NDArray
 from scipy import stats
 
 import dasksc
-from dasksc import (
-    BlockShuffling,
-    BlockWeightedSampling,
-    ClassBalancedSampling,
-    InputError,
-    MissingKeyError,
-    Streaming,
-    sampling,
-)
+from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, MissingKeyError, Streaming
 from dasksc.kernels import draw as draw_kernels
-from dasksc.sampling import BlockOrder, Purpose, Sampler, bind, epoch_keys
+from dasksc.sampling import strategies as sampling
+from dasksc.sampling.strategies import BlockOrder, Purpose, Sampler, bind, epoch_keys
 
 pytestmark = pytest.mark.core
 

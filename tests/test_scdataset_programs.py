@@ -22,7 +22,7 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from dasksc.transforms import adata_to_mindex, fetch_transform_adata, hf_tahoe_to_tensor
+from dasksc.transforms.hooks import adata_to_mindex, fetch_transform_adata, hf_tahoe_to_tensor
 
 N_OBS, N_VARS = 600, 30
 BATCH, FETCH_FACTOR = 16, 4
@@ -558,7 +558,7 @@ def test_sizes_that_are_not_positive_are_value_errors(program):
 def test_every_public_name_is_found_where_it_was():
     import dasksc
     import dasksc.experimental
-    import dasksc.transforms
+    import dasksc.transforms.hooks
 
     names = """
         scDataset SamplingStrategy Streaming BlockShuffling BlockWeightedSampling ClassBalancedSampling

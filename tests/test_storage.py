@@ -128,8 +128,8 @@ WRITERS: dict[str, Callable[[ad.AnnData, Path], Path]] = {
 @pytest.fixture(autouse=True)
 def _short_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read neighbouring runs apart, as in a file that is larger than the gap worth reading over."""
-    monkeypatch.setattr("dasksc.storage.hdf5._GAP_BYTES", 8)
-    monkeypatch.setattr("dasksc.storage.zarr._GAP_BYTES", 8)
+    monkeypatch.setattr("dasksc.storage.hdf5.reader._GAP_BYTES", 8)
+    monkeypatch.setattr("dasksc.storage.zarr.reader._GAP_BYTES", 8)
 
 
 # Every way in which a store lies on the disk; test_storage_fast has every filter and codec.

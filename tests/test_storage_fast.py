@@ -29,11 +29,15 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage import Fetched, hdf5_layout, open_matrix, remote_zarr, seen, zarr_layout
+from dasksc.storage import Fetched, open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.hdf5 import layout as hdf5_layout
 from dasksc.storage.identity import FileIdentity
-from dasksc.storage.places import Place
+from dasksc.storage.remote import seen
+from dasksc.storage.remote.places import Place
+from dasksc.storage.zarr import layout as zarr_layout
+from dasksc.storage.zarr import remote as remote_zarr
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core

@@ -24,18 +24,20 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import CorruptDataError
-from dasksc.storage import hdf5_index, open_matrix, remote
+from dasksc.storage import open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
-from dasksc.storage.cache import Cache
 from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.files import LocalFile
-from dasksc.storage.hdf5_index import ChunkTable, chunk_table
-from dasksc.storage.hdf5_layout import direct_array
+from dasksc.storage.hdf5 import chunk_index as hdf5_index
+from dasksc.storage.hdf5.chunk_index import ChunkTable, chunk_table
+from dasksc.storage.hdf5.layout import direct_array
+from dasksc.storage.hdf5.remote import open_remote
 from dasksc.storage.identity import FileIdentity
-from dasksc.storage.places import Place
 from dasksc.storage.plain import PlainArray
-from dasksc.storage.remote import RemoteFile
-from dasksc.storage.remote_hdf5 import open_remote
+from dasksc.storage.remote import objects as remote
+from dasksc.storage.remote.cache import Cache
+from dasksc.storage.remote.objects import RemoteFile
+from dasksc.storage.remote.places import Place
 from tests.support.servers import serving
 
 pytestmark = pytest.mark.core

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from dasksc.storage.arrays import BrokenRunError
 from dasksc.storage.files import LocalFile
-from dasksc.storage.hdf5 import H5Array, H5File
+from dasksc.storage.hdf5.reader import H5Array, H5File
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.sliced import SlicedArray
-from dasksc.storage.zarr import ZarrArray, ZarrFile
+from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
 
 pytestmark = pytest.mark.core
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dasksc.storage.codecs import zstd
-from dasksc.storage.swell import SWELLING, check_swelling
+from dasksc.storage.safety.decompression_limits import SWELLING, check_swelling
 from tests.support.data import lzf
 
 pytestmark = pytest.mark.core

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.batch import Batch
+from dasksc.batches.batch import Batch
 from dasksc.errors import InputError, MissingKeyError, MissingPathError
-from dasksc.tokens import CLS, IGNORED, MASK, PAD, RankTokens, ValueBins, Vocabulary, from_config
+from dasksc.transforms.tokens import CLS, IGNORED, MASK, PAD, RankTokens, ValueBins, Vocabulary, from_config
 from tests.support import twins
 from tests.support.data import make_adata, write_store
 

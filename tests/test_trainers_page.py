@@ -250,7 +250,7 @@ SHARDED = """
 import json
 from pathlib import Path
 
-from dasksc.world import leave_group
+from dasksc.planning.ranks import leave_group
 
 
 class Watch(pl.Callback):

@@ -13,7 +13,7 @@ import scipy.sparse as sp
 import torch
 
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.transforms import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
+from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
 pytestmark = pytest.mark.core
 

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.collection import AnnDataView, encode_column
+from dasksc.atlas.collection import AnnDataView, encode_column
 from dasksc.errors import CorruptDataError, InputError
-from dasksc.lazy import matrix_of
+from dasksc.pushdown import matrix_of
 from tests.support.data import (
     SAMPLE_FILES,
     SAMPLE_ZARRS,

@@ -27,17 +27,11 @@ from dask.callbacks import Callback
 from dask.diagnostics import Profiler, ProgressBar
 
 from dasksc.errors import FetchError, InputError
-from dasksc.window import (
-    Scheduler,
-    Window,
-    cpu_count,
-    default_threads,
-    portable_scheduler,
-    resolve_scheduler,
-)
-from dasksc.window import cluster as window_cluster
-from dasksc.window import local as window_local
-from dasksc.window import schedulers as window_schedulers
+from dasksc.executor import local as window_local
+from dasksc.executor import schedulers as window_schedulers
+from dasksc.executor.cluster import runner as window_cluster
+from dasksc.executor.schedulers import Scheduler, cpu_count, default_threads, portable_scheduler, resolve_scheduler
+from dasksc.executor.window import Window
 
 pytestmark = pytest.mark.core
 
@@ -443,7 +437,7 @@ def test_a_window_collected_in_one_of_its_own_threads_does_not_wait_for_itself()
 def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedProcess[str]:
     prelude = (
         "import os, sys, threading, time\n"
-        "from dasksc.window import Window\n"
+        "from dasksc.executor.window import Window\n"
         "def cluster(protocol):\n"
         "    import distributed\n"
         "    return distributed.Client(n_workers=1, threads_per_worker=2, processes=False,\n"
@@ -549,8 +543,8 @@ if __name__ == "__main__":
 def test_a_stuck_fetch_does_not_keep_the_interpreter_from_exiting() -> None:
     done = run_script(
         """
-import dasksc.window
-dasksc.window.EXIT_WAIT_S = 0.2
+import dasksc.executor
+dasksc.executor.EXIT_WAIT_S = 0.2
 begun = threading.Event()
 def stuck(k):
     begun.set()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc import memory_model
+from dasksc.executor.parts import Assembled, PartNumbers, part_of
+from dasksc.executor.tasks import FetchedMatrices
 from dasksc.loader import parts_of
+from dasksc.memory import model as memory_model
 from dasksc.storage import as_matrix, join
-from dasksc.window.parts import Assembled, PartNumbers, part_of
-from dasksc.window.tasks import FetchedMatrices
 from tests.support.data import make_values
 
 pytestmark = pytest.mark.core

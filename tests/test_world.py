@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dasksc import InputError, RankMismatchError, World
-from dasksc import world as world_module
+from dasksc.planning import ranks as world_module
 
 pytestmark = pytest.mark.core
 

@@ -14,7 +14,7 @@ import dask
 from anndata import AnnData
 
 import dasksc
-from dasksc.modalities import is_modalities
+from dasksc.atlas.modalities import is_modalities
 from dasksc.storage import is_url, shown
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 import dasksc
+from dasksc.atlas.parts import parts_of
 from dasksc.cli._shared import StorageOptions, cached_in, data_of, data_options, opened, print_json
-from dasksc.parts import parts_of
 from dasksc.storage import is_url, shown
 
 __all__ = ["command"]

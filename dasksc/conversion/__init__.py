@@ -19,8 +19,8 @@ from dask.base import tokenize
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc.collection import Openable, open, several_of
-from dasksc.concat import Join, noting_left_out
+from dasksc.atlas.collection import Openable, open, several_of
+from dasksc.atlas.concat import Join, noting_left_out
 from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.rows import Order, row_order
 from dasksc.conversion.running import Runner, check_progress, progress_bar
@@ -30,11 +30,11 @@ from dasksc.conversion.tables import check_obs, check_tables, write_tables
 from dasksc.conversion.workplace import Workplace, array_appearing
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count, wide_enough
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, StorageError
-from dasksc.lazy import DaskMatrix, leaves_of, matrix_of
-from dasksc.process_memory import memory_limit
+from dasksc.executor.schedulers import Scheduler, resolve_scheduler
+from dasksc.memory.limits import memory_limit
+from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of
 from dasksc.storage import Matrix, Place, StackedMatrix, is_url
 from dasksc.storage.arrays import logical_dtype
-from dasksc.window import Scheduler, resolve_scheduler
 
 if TYPE_CHECKING:
     from distributed import Client

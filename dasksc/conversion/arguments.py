@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dasksc.concat import MERGES, Join, check_fill_value
+from dasksc.atlas.concat import MERGES, Join, check_fill_value
 from dasksc.config import whole_number
 from dasksc.conversion.rows import Order
 from dasksc.errors import InputError

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from dasksc.errors import DaskscError, FetchError, InputError
-from dasksc.window import Scheduler, Window, default_threads
+from dasksc.executor.schedulers import Scheduler, default_threads
+from dasksc.executor.window import Window
 
 __all__ = ["Runner", "Tasks", "check_progress", "progress_bar"]
 

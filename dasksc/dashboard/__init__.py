@@ -7,7 +7,7 @@ There are three ways to it:
 - ``dasksc.dashboard`` among Dask's ``distributed.scheduler.http.routes``, in its configuration.
 
 Ranks that fetch through the scheduler tell the page once a second how they are doing
-(`dasksc.window.reporting`); what a rank told is dropped when its Client goes. The scheduler's
+(`dasksc.executor.reporting`); what a rank told is dropped when its Client goes. The scheduler's
 ``/metrics`` show the same figures.
 """
 
@@ -19,7 +19,7 @@ import distributed
 
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
-from dasksc.window.links import listening_at, with_host
+from dasksc.executor.cluster.links import listening_at, with_host
 
 __all__ = ["dask_setup", "install", "routes"]
 

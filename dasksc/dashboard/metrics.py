@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
-from dasksc.window.metrics import export
-
-if TYPE_CHECKING:
-    from dasksc.dashboard.page import LoaderPage
+from dasksc.executor.metrics import export
 
 __all__ = ["show"]
 
@@ -27,10 +24,18 @@ _FETCHES = {"fetching": "n_fetching", "ready": "n_ready", "taken": "n_fetched"}
 _PARTS = {part: f"{part}_s" for part in ("fetch", "read", "decode", "transfer", "gather")}
 _LABELS = ["dataset", "rank", "worker", "host", "pid", "loader"]
 
-_pages: weakref.WeakSet[LoaderPage] = weakref.WeakSet()
+
+class _Page(Protocol):
+    """Where ranks report to; each of its loaders has the figures that it last reported."""
+
+    @property
+    def loaders(self) -> Iterable[Any]: ...
 
 
-def show(page: LoaderPage) -> None:
+_pages: weakref.WeakSet[_Page] = weakref.WeakSet()
+
+
+def show(page: _Page) -> None:
     """Show what ranks report to `page`, and what the fetches in this process do, where Prometheus is installed."""
     _pages.add(page)
     export("loaders", _Collector())

@@ -14,7 +14,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.http.utils import RequestHandler
 
 from dasksc.dashboard import metrics
-from dasksc.window.reporting import ASKED_FOR, OPERATION
+from dasksc.executor.reporting import ASKED_FOR, OPERATION
 
 __all__ = ["FiguresHandler", "Loader", "LoaderPage", "PageHandler", "page_of"]
 

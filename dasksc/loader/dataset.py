@@ -15,24 +15,30 @@ import dask.array as da
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dasksc import config, filtering
-from dasksc.batch import Batch, refuse_stacking
-from dasksc.epoch import EpochCounter
+from dasksc import config
+from dasksc.atlas import filtering
+from dasksc.batches.batch import Batch, refuse_stacking
 from dasksc.errors import InputError, WrongTypeError
+from dasksc.executor.epoch_array import epoch_array
+from dasksc.executor.progress import EpochStats, line_of, merged
+from dasksc.executor.schedulers import (
+    Scheduler,
+    portable_scheduler,
+    remember_security,
+    resolve_scheduler,
+    securities_for_child,
+)
 from dasksc.loader.epoch_run import EpochRun, Placement
 from dasksc.loader.position import STATE_VERSION, EpochPosition, parse_state
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource, source_of
-from dasksc.plan import EpochPlan, Stretch
-from dasksc.progress import EpochStats, line_of, merged
-from dasksc.sampling import Sampler, SamplingStrategy, bind, is_random, restricted
+from dasksc.planning.epochs import EpochCounter
+from dasksc.planning.plan import EpochPlan, Stretch
+from dasksc.planning.ranks import World
+from dasksc.sampling.strategies import Sampler, SamplingStrategy, bind, is_random, restricted
 from dasksc.storage import Layout, UseMmap
-from dasksc.window import Scheduler, portable_scheduler, resolve_scheduler
-from dasksc.window.epoch_array import epoch_array
-from dasksc.window.schedulers import remember_security, securities_for_child
-from dasksc.world import World
 
 if TYPE_CHECKING:
     from distributed import Client

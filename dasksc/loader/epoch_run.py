@@ -18,19 +18,20 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dasksc import config
-from dasksc.ahead import run_ahead
-from dasksc.batch import Batch
+from dasksc.batches.ahead import run_ahead
+from dasksc.batches.batch import Batch
+from dasksc.executor.parts import Assembled, PartNumbers, part_of
+from dasksc.executor.progress import EpochStats, progress_bar
+from dasksc.executor.reporting import reporting
+from dasksc.executor.schedulers import Scheduler, resolve_scheduler
+from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
+from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
+from dasksc.memory.way_of_reading import Reading
 from dasksc.multiindexable import take_rows
-from dasksc.plan import EpochPlan, FetchPlan, Stretch
-from dasksc.progress import EpochStats, progress_bar
-from dasksc.reading import Reading
-from dasksc.window import Scheduler, Window, resolve_scheduler
-from dasksc.window.parts import Assembled, PartNumbers, part_of
-from dasksc.window.reporting import reporting
-from dasksc.window.tasks import FetchedMatrices, FetchMatrices
+from dasksc.planning.plan import EpochPlan, FetchPlan, Stretch
 
 __all__ = ["EpochRun", "Placement"]
 

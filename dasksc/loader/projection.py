@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dask.utils import format_bytes
 from torch.utils.data import get_worker_info
 
-from dasksc import config, process_memory
+from dasksc import config
 from dasksc.errors import InputError
+from dasksc.executor.schedulers import Scheduler, default_threads
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
-from dasksc.memory_model import NOMINAL_THREADS, MemoryModel, Way
+from dasksc.memory import limits as process_memory
+from dasksc.memory.model import NOMINAL_THREADS, MemoryModel, Way
 from dasksc.storage import memory
-from dasksc.window import Scheduler, default_threads
 
 __all__ = ["MemoryProjection"]
 

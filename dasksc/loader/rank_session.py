@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 
 from dasksc import config
 from dasksc.errors import InputError
-from dasksc.world import Agreement, World
+from dasksc.planning.ranks import Agreement, World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

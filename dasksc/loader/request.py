@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dasksc.batch import Batch, torch_dtype
-from dasksc.collection import known
+from dasksc.atlas.collection import known
+from dasksc.batches.batch import Batch, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
-from dasksc.sampling import array_of
+from dasksc.sampling.strategies import array_of
 from dasksc.storage import Columns, Layout
 
 __all__ = ["BatchRequest", "columns_of"]

@@ -16,15 +16,16 @@ import numpy as np
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc import collection as collections
-from dasksc import filtering, lazy
-from dasksc.batch import BatchMaker, Categories, torch_dtype
+from dasksc import pushdown as lazy
+from dasksc.atlas import collection as collections
+from dasksc.atlas import filtering
+from dasksc.atlas.modalities import Modalities, is_modalities
+from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.request import BatchRequest, columns_of
-from dasksc.memory_model import LONGER_ROWS, PLAN_ROW_BYTES
-from dasksc.modalities import Modalities, is_modalities
+from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
-from dasksc.sampling import SamplingStrategy, n_rows_named
+from dasksc.sampling.strategies import SamplingStrategy, n_rows_named
 from dasksc.storage import Columns, FetchCost, Matrix, StackedMatrix, TakenMatrix, UseMmap, mapping, memory
 
 __all__ = ["Hooks", "IndexedSource", "MatrixSource", "Source", "source_of"]

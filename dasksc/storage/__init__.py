@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dasksc.storage.arrays import is_of_content
-from dasksc.storage.cache import Cache
-from dasksc.storage.client import shown
 from dasksc.storage.fetched import join
 from dasksc.storage.files import UseMmap, mapping
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix, open_place
-from dasksc.storage.places import HDF5_ENDINGS, Place, is_url
+from dasksc.storage.remote.cache import Cache
+from dasksc.storage.remote.client import shown
+from dasksc.storage.remote.places import HDF5_ENDINGS, Place, is_url
 from dasksc.storage.stacked import AbsentMatrix, StackedMatrix
 from dasksc.storage.taken import TakenMatrix
 

@@ -20,7 +20,7 @@ from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, r
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile, UseMmap, maps
 from dasksc.storage.reach import Reached
-from dasksc.storage.remote import RemoteFile
+from dasksc.storage.remote.objects import RemoteFile
 from dasksc.storage.runs import cut, locate, merge
 
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]

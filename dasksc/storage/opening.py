@@ -14,18 +14,20 @@ import scipy.sparse as sp
 import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
-from dasksc.storage import hdf5_layout, remote_zarr, zarr_layout
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, is_of_content, logical_dtype
-from dasksc.storage.cache import Cache
 from dasksc.storage.files import LocalFile, UseMmap
-from dasksc.storage.hdf5 import H5Array, H5File
-from dasksc.storage.hdf5_links import check_item, check_path
+from dasksc.storage.hdf5 import layout as hdf5_layout
+from dasksc.storage.hdf5.reader import H5Array, H5File
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
-from dasksc.storage.places import Place
-from dasksc.storage.remote import RemoteFile
-from dasksc.storage.zarr import ZarrArray, ZarrFile
+from dasksc.storage.remote.cache import Cache
+from dasksc.storage.remote.objects import RemoteFile
+from dasksc.storage.remote.places import Place
+from dasksc.storage.safety.hdf5_links import check_item, check_path
+from dasksc.storage.zarr import layout as zarr_layout
+from dasksc.storage.zarr import remote as remote_zarr
+from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
 
 __all__ = ["as_matrix", "open_matrix", "open_place"]
 

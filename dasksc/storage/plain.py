@@ -15,7 +15,7 @@ from dasksc.storage.arrays import BrokenRunError, row_bytes
 from dasksc.storage.clock import reading
 from dasksc.storage.files import LocalFile, UseMmap, maps
 from dasksc.storage.reach import Reached
-from dasksc.storage.remote import RemoteFile
+from dasksc.storage.remote.objects import RemoteFile
 from dasksc.storage.runs import locate, merge
 
 __all__ = ["Extents", "PlainArray"]

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from dasksc import DaskscError, InputError
-from dasksc.tokens import from_config
 from dasksc.train.config import Config
 from dasksc.train.data import STRATEGIES
 from dasksc.train.models import BUILT_IN
 from dasksc.train.names import arguments_of, check_arguments, find
 from dasksc.train.optim import make_optimizer
+from dasksc.transforms.tokens import from_config
 
 __all__ = ["check"]
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from dasksc import DaskscError, InputError, World
+from dasksc.planning.ranks import LAUNCHERS
 from dasksc.platforms import cpus_of_process
 from dasksc.train.config import Training
-from dasksc.world import LAUNCHERS
 
 __all__ = [
     "launch",

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from dasksc import DaskscError
+from dasksc.planning.ranks import leave_group
 from dasksc.train import Config, fit
-from dasksc.world import leave_group
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))  # ranks that wait for ever fail soon

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from dasksc.storage import Cache
-from dasksc.storage.cache import BLOCK_BYTES
-from dasksc.storage.client import ObjectIdentity
+from dasksc.storage.remote.cache import BLOCK_BYTES
+from dasksc.storage.remote.client import ObjectIdentity
 
 LIMIT = 16 * BLOCK_BYTES
 

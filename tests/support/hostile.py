@@ -24,7 +24,8 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc import collection, process_memory
+from dasksc.atlas import collection
+from dasksc.memory import limits as process_memory
 from tests.support.data import write_store
 from tests.support.servers import serving
 

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, SamplingStrategy, Streaming
 from dasksc.integrations.data_module import DataModule
-from dasksc.tokens import RankTokens, ValueBins
 from dasksc.train import Config, fit, load_model
+from dasksc.transforms.tokens import RankTokens, ValueBins
 from tests.support.data import write_store
 from tests.support.interface import interface
 

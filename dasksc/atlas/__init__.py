@@ -1,0 +1,1 @@
+"""Atlases as AnnData objects over arrays that are not read yet."""

@@ -1,0 +1,293 @@
+"""Several opened atlases as one: tables concatenated by AnnData, matrices stacked without reading them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from numbers import Real
+from typing import Any, Literal
+
+import anndata
+import dask.array as da
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
+from dasksc.storage import AbsentMatrix, ColumnMaps, Layout, Matrix, StackedMatrix
+
+__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "noting_left_out"]
+
+logger = logging.getLogger("dasksc.concat")
+
+Join = Literal["inner", "outer"]
+MERGES = ("same", "unique", "first", "only")
+"""What AnnData knows of what describes genes in several."""
+
+_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
+
+
+def check_fill_value(fill_value: Any, join: str) -> None:
+    """Refuse what is no number, or would fill nothing."""
+    if fill_value is None:
+        return
+    if not isinstance(fill_value, Real | np.number | np.bool_):
+        raise InputError(f"fill_value={fill_value!r} must be a number, such as 0")
+    if join != "outer":
+        raise InputError(
+            f"fill_value={fill_value!r} stands where an atlas lacks a variable, which join='inner' leaves out; give "
+            "join='outer', or leave fill_value out"
+        )
+
+
+@contextmanager
+def noting_left_out() -> Iterator[list[str]]:
+    """Collect what joining leaves out while this is entered, by its place in a store: ``raw``, ``layers/counts``."""
+    noted: list[str] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def concatenated(
+    adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, fill_value: float | None = None, **options: Any
+) -> AnnData:
+    """Return AnnDatas of Dask arrays as one, row after row; nothing of their matrices is read.
+
+    Parameters
+    ----------
+    adatas
+        What `dasksc.open` returned, at least one.
+    names
+        What to call them in errors.
+    join
+        Which variables to keep: those that all have, or any.
+    fill_value
+        What dense matrices have of variables that their atlas lacks; None: NaN.
+    options
+        As for `anndata.concat`, which concatenates the tables.
+
+    Raises
+    ------
+    InputError
+        If variables repeat within one, some have no X, or ``"inner"`` finds no common variable.
+    """
+    without = [name for name, adata in zip(names, adatas, strict=True) if adata.X is None]
+    if without and len(without) < len(adatas):
+        raise InputError(f"{', '.join(without[:5])} has no X, and others have; give layers= to all, or leave them out")
+    for name, adata in zip(names, adatas, strict=True):
+        if not adata.var_names.is_unique:
+            repeated = adata.var_names[adata.var_names.duplicated()].unique()[:3].tolist()
+            raise InputError(f"variables of {name} repeat ({repeated}), so they cannot be matched with those of others")
+    result = _tables(adatas, join=join, fill_value=fill_value, **options)
+    if not result.n_vars:
+        _refuse_nothing_common(adatas, names)
+    sizes = [adata.n_obs for adata in adatas]
+    maps = _maps([adata.var_names for adata in adatas], result.var_names, fill_value)
+
+    def stacked(arrays: Sequence[da.Array | None], label: str, maps: ColumnMaps | None) -> Matrix:
+        layout: Layout = (
+            "csr" if any(array is not None and matrix_of(array).layout == "csr" for array in arrays) else "dense"
+        )
+        # What is filled needs no type that holds NaN.
+        types = [array.dtype for array in arrays if array is not None] if fill_value is not None else [np.float64]
+        absent = np.result_type(*types)
+        parts = [
+            AbsentMatrix(n, layout, absent) if array is None else matrix_of(array)
+            for array, n in zip(arrays, sizes, strict=True)
+        ]
+        joined = StackedMatrix(label=f"{label} of {len(names)} atlases", parts=parts, maps=maps)
+        if layout == "csr" and fill_value and maps is not None and maps.n_filled():
+            raise InputError(
+                f"{label} is sparse, where what an atlas lacks is 0; fill_value={fill_value} would store a value for "
+                "each. Give fill_value=0, or leave it out"
+            )
+        _warn_of_types(parts, joined, names, label)
+        if joined.n_missing():
+            logger.warning(
+                "%s of %d atlases is NaN in %d of %d columns, for the cells of atlases that lack them. Give "
+                "fill_value=0 for zeros there, or join='inner' for the columns that all have",
+                *(label, len(names), joined.n_missing(), joined.shape[1]),
+            )
+        return joined
+
+    aligned = {} if without else {"X": stacked([adata.X for adata in adatas], "X", maps)}
+    for name, arrays in _joined([_layers(adata) for adata in adatas], names, "layers", join).items():
+        of_layer = maps
+        if any(array is None for array in arrays):
+            held = [adata.var_names if array is not None else None for adata, array in zip(adatas, arrays, strict=True)]
+            of_layer = _maps(held, result.var_names, fill_value)
+        aligned[name] = stacked(arrays, f"layers/{name}", of_layer)
+    rows = chunk_rows_for(*aligned.values()) if aligned else None
+    for name, matrix in aligned.items():
+        array = to_dask(matrix, chunk_rows=rows)
+        if name == "X":
+            result.X = array
+        else:
+            result.layers[name] = array
+    for name, arrays in _joined([adata.obsm for adata in adatas], names, "obsm", join).items():
+        widths = [0 if array is None else array.shape[1] for array in arrays]
+        result.obsm[name] = to_dask(stacked(arrays, f"obsm/{name}", _widths(widths, fill_value, join=join)))
+    result.raw = _joined_raw(adatas, names, join=join, fill_value=fill_value, **{**options, "merge": None})
+    noted = _noted.get()
+    if noted is not None:
+        kept = _held(result)
+        noted += dict.fromkeys(key for adata in adatas for key in _held(adata) if key not in kept)
+    return result
+
+
+def _refuse_nothing_common(adatas: Sequence[AnnData], names: Sequence[str]) -> None:
+    """Refuse atlases that leave each other no variable, with what two of them call theirs."""
+    first = next((i for i, adata in enumerate(adatas) if adata.n_vars), None)
+    if first is None:
+        return  # tables of cells only
+    # Most likely one of another kind; else, the variables of all are of one kind, and still none is in all.
+    own = adatas[first].var_names
+    other = min(range(len(adatas)), key=lambda i: len(own.intersection(adatas[i].var_names)))
+    found = [
+        f"{names[i]!r} has {', '.join(map(str, adatas[i].var_names[:3])) or 'none at all'}" for i in (first, other)
+    ]
+    raise InputError(
+        f"{len(adatas)} atlases have no variable in common, so join='inner' leaves no column: {', and '.join(found)}. "
+        "Give all of them names of one kind, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "
+        "join='outer' to keep the variables of each"
+    )
+
+
+def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, **options: Any) -> AnnData | None:
+    """Return the raw of all as one; None, said, if some have none or their genes cannot be matched."""
+    raws = [adata.raw for adata in adatas]
+    if all(raw is None for raw in raws):
+        return None
+    without = [name for name, raw in zip(names, raws, strict=True) if raw is None]
+    if without:
+        _log_left_out("raw", without)
+        return None
+    repeating = [name for name, raw in zip(names, raws, strict=True) if not raw.var_names.is_unique]
+    if repeating:
+        logger.warning("raw is left out: its variables repeat in %s", ", ".join(repeating[:3]))
+        return None
+    if join == "inner" and not functools.reduce(lambda a, b: a.intersection(b), (raw.var_names for raw in raws)).size:
+        logger.warning("raw is left out: no variable of it is in all of %s", ", ".join(names[:3]))
+        return None
+    of_raw = [
+        AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
+        for adata, raw in zip(adatas, raws, strict=True)
+    ]
+    with noting_left_out():  # raw is there, whatever of it is not
+        return concatenated(of_raw, [f"raw of {name}" for name in names], join=join, **options)
+
+
+def _held(adata: AnnData) -> dict[str, None]:
+    """Return what there is in an AnnData beside X, by its place in a store."""
+    groups = {name: getattr(adata, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns")}
+    groups["layers"] = _layers(adata)
+    held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group)
+    return held if adata.raw is None else held | {"raw": None}
+
+
+def _tables(adatas: Sequence[AnnData], **options: Any) -> AnnData:
+    """Return what `anndata.concat` makes of everything but the matrices."""
+    tables = _tables_of_obsm(adatas)
+    bare = [
+        AnnData(
+            obs=adata.obs,
+            var=adata.var,
+            varm=dict(adata.varm),
+            uns=adata.uns,
+            obsm={name: adata.obsm[name] for name in tables if name in adata.obsm},
+        )
+        for adata in adatas
+    ]
+    try:
+        return anndata.concat(bare, **options)
+    except (TypeError, ValueError, pd.errors.InvalidIndexError) as error:
+        raise InputError(f"the atlases cannot be concatenated: {error}") from error
+
+
+def _tables_of_obsm(adatas: Sequence[AnnData]) -> list[str]:
+    held: dict[str, list[Any]] = {}
+    for adata in adatas:
+        for name in adata.obsm:
+            held.setdefault(name, []).append(adata.obsm[name])
+    return [name for name, values in held.items() if all(isinstance(value, pd.DataFrame) for value in values)]
+
+
+def _maps(
+    var_names: Sequence[pd.Index[Any] | None], common: pd.Index[Any], fill_value: float | None
+) -> ColumnMaps | None:
+    """Return where each atlas's variables go among the common ones; None if all have these, in this order.
+
+    One that has none of a matrix is None.
+    """
+    distinct: list[tuple[pd.Index[Any], NDArray[np.int64]]] = []
+    positions = []
+    for given in var_names:
+        names = common[:0] if given is None else given
+        where = next((where for known, where in distinct if known is names or known.equals(names)), None)
+        if where is None:
+            where = common.get_indexer(names)
+            distinct.append((names, where))
+        positions.append(where)
+    if len(distinct) == 1 and distinct[0][0].equals(common):
+        return None
+    return ColumnMaps(positions, len(common), fill_value=fill_value)
+
+
+def _widths(widths: Sequence[int], fill_value: float | None, *, join: Join) -> ColumnMaps | None:
+    """Columns of obsm have no names: the first of one are the first of all."""
+    if len(set(widths)) == 1:
+        return None
+    kept = min(widths) if join == "inner" else max(widths)
+    every = {width: np.where(np.arange(width) < kept, np.arange(width), -1) for width in set(widths)}
+    return ColumnMaps([every[width] for width in widths], kept, fill_value=fill_value)
+
+
+def _joined(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: str, join: Join
+) -> dict[str, list[da.Array | None]]:
+    """Return the matrices that all have, or any, with None for those that lack one; say which others are left out."""
+    joined: dict[str, list[da.Array | None]] = {}
+    for key in dict.fromkeys(key for held in groups for key in held):
+        arrays = [held.get(key) for held in groups]
+        if all(array is None or isinstance(array, pd.DataFrame) for array in arrays):
+            continue  # among the tables
+        without = [name for name, array in zip(names, arrays, strict=True) if array is None]
+        if not all(array is None or isinstance(array, da.Array) for array in arrays):
+            logger.warning("%s[%r] is left out: it is no numeric matrix", group, key)
+        elif without and join == "inner":
+            _log_left_out(f"{group}[{key!r}]", without)
+        else:
+            joined[key] = arrays
+    return joined
+
+
+def _log_left_out(what: str, without: Sequence[str]) -> None:
+    logger.warning("%s is left out: %s has none", what, ", ".join(without[:3]))
+
+
+def _layers(adata: AnnData) -> dict[str, Any]:
+    # From AnnData 0.13 on, layers[None] is X.
+    return {name: adata.layers[name] for name in adata.layers if name is not None}
+
+
+def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[str], label: str) -> None:
+    types = {
+        str(matrix.dtype): name
+        for name, matrix in zip(names, matrices, strict=True)
+        if not isinstance(matrix, AbsentMatrix)
+    }
+    if len(types) > 1:
+        found = ", ".join(f"{dtype} (as in {name})" for dtype, name in types.items())
+        warnings.warn(f"{label} is of several types and becomes {joined.dtype}: {found}", stacklevel=2)
+    elif str(joined.dtype) not in types:
+        what = "what some lack has no type of its own; fill_value=0 keeps it, and so does join='inner'"
+        warnings.warn(f"{label} is of {next(iter(types))} and becomes {joined.dtype}: {what}", stacklevel=2)

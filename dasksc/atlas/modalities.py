@@ -1,0 +1,187 @@
+"""Several modalities of the same cells, their rows aligned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from numpy.typing import NDArray
+
+from dasksc.atlas import collection
+from dasksc.errors import InputError
+from dasksc.pushdown import matrix_of, to_dask
+from dasksc.storage import UseMmap
+from dasksc.storage.taken import TakenMatrix
+
+__all__ = ["Modalities", "is_modalities"]
+
+_RESERVED = ("obs", "index")
+
+
+class Modalities:
+    """Several modalities of the same cells, such as RNA and surface proteins, for `dasksc.scDataset`.
+
+    Row i is the same cell in each. Cells that some modality lacks are left out; nothing is rewritten, and nothing of
+    the matrices read.
+
+    Parameters
+    ----------
+    data
+        The path or URL of an ``.h5mu`` file or of the Zarr store of a MuData, a MuData (in memory or backed), or a dict
+        of what `dasksc.open` takes, by the name of the modality.
+    obs
+        The columns of obs to read: those that modalities have by ``"modality:column"``, those of a MuData itself by
+        their names. Default: all.
+    mmap
+        As for `dasksc.open`.
+    raw
+        As for `dasksc.open`, of each modality.
+    storage_options, cache
+        As for `dasksc.open`.
+
+    Attributes
+    ----------
+    mod
+        An AnnData of Dask arrays for each modality, of the cells that all have: in the order of the MuData, or else of
+        the first modality.
+    obs
+        One table: the columns of the MuData's own obs, but for its copies of what modalities have, and those of the
+        modalities as ``"modality:column"``.
+    obsm
+        What a MuData itself has in obsm, as Dask arrays; none in a dict of modalities. To have it in batches, put it
+        into a modality: ``data["rna"].obsm["X_mofa"] = data.obsm["X_mofa"]`` and ``obsm=["rna:X_mofa"]``.
+
+    Raises
+    ------
+    InputError
+        If there is no modality, cells of one repeat, or no cell is in all.
+    MissingPathError, StorageError
+        As for `dasksc.open`.
+    MissingKeyError
+        If obs has no such column, or a modality no raw.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        obs: Sequence[str] | None = None,
+        mmap: UseMmap = "auto",
+        raw: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(obs, str):
+            raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
+        shared, opened = _opened(data, obs, mmap=mmap, raw=raw, storage_options=storage_options, cache=cache)
+        if not opened:
+            raise InputError(f"there is no modality in {data!r:.100}")
+        for name, adata in opened.items():
+            if name in _RESERVED or ":" in name or "/" in name:
+                raise InputError(f"a modality cannot be called {name!r}: batches have that name, or it holds : or /")
+            if not adata.obs_names.is_unique:
+                raise InputError(f"obs_names of {name} repeat, so its cells cannot be matched with those of others")
+        if shared is not None and not shared.obs_names.is_unique:
+            raise InputError("obs_names of the MuData repeat, so its cells cannot be matched with those of modalities")
+        names = next(iter(opened.values())).obs_names if shared is None else shared.obs_names
+        for adata in opened.values():
+            if not adata.obs_names.equals(names):
+                names = names[names.isin(adata.obs_names)]
+        if not len(names):
+            raise InputError(f"no cell is in all of {', '.join(opened)}: their obs_names have none in common")
+        self.mod = {name: _aligned(adata, names) for name, adata in opened.items()}
+        tables = [adata.obs.add_prefix(f"{name}:") for name, adata in self.mod.items()]
+        self.obsm: dict[str, Any] = {}
+        if shared is not None:
+            own, copied = _aligned(shared, names), {name for table in tables for name in table}
+            self.obsm = dict(own.obsm)
+            tables.insert(0, own.obs[[name for name in own.obs if name not in copied]])
+        self.obs = pd.concat(tables, axis=1)
+        if obs is not None:
+            self.obs = self.obs[[collection.known("obs", name, self.obs.columns) for name in obs]]
+
+    @property
+    def n_obs(self) -> int:
+        """Cells that all modalities have."""
+        return len(self.obs)
+
+    @property
+    def obs_names(self) -> pd.Index[Any]:
+        """Their names."""
+        return self.obs.index
+
+    def __len__(self) -> int:
+        return len(self.obs)
+
+    def __getitem__(self, name: str) -> AnnData:
+        return self.mod[collection.known("modalities", name, self.mod)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mod)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}: {adata.n_vars} variables" for name, adata in self.mod.items())
+        return f"<Modalities of {self.n_obs} cells; {sizes}>"
+
+
+def is_modalities(data: Any) -> bool:
+    """Return whether `data` is what `Modalities` alone opens: itself, a MuData, or the path of one."""
+    if isinstance(data, Modalities) or _is_mudata(data):
+        return True
+    return isinstance(data, str | os.PathLike) and collection.holds_modalities(os.fspath(data))
+
+
+def _is_mudata(data: Any) -> bool:
+    return type(data).__name__ == "MuData" and hasattr(data, "mod")
+
+
+def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnData | None, dict[str, AnnData]]:
+    """Return what all share, if there is such, and the modalities as they are stored."""
+    if isinstance(data, str | os.PathLike):
+        return collection.open_modalities(os.fspath(data), obs, **options)
+    if _is_mudata(data):
+        own, columns = collection.split_columns(obs, data.obs, {name: adata.obs for name, adata in data.mod.items()})
+        # MuData keeps there, by the names of modalities, which cells each has.
+        obsm = {name: array for name, array in data.obsm.items() if name not in data.mod}
+        return collection.open(AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)), {
+            name: collection.open(adata, obs=columns[name], **options) for name, adata in data.mod.items()
+        }
+    if isinstance(data, Mapping):
+        parts = {str(name): part for name, part in data.items()}
+        _, columns = collection.split_columns(obs, (), dict.fromkeys(parts, ()))
+        return None, {name: collection.open(part, obs=columns[name], **options) for name, part in parts.items()}
+    raise InputError(
+        f"cannot open a {type(data).__name__} as modalities; expected the path of an .h5mu file or of a MuData's Zarr "
+        "store, a MuData, or a dict of atlases by modality"
+    )
+
+
+def _aligned(adata: AnnData, names: pd.Index[Any]) -> AnnData:
+    """Return the rows of these names, their matrices still unread."""
+    if adata.obs_names.equals(names):
+        return adata
+    rows = adata.obs_names.get_indexer(names).astype(np.int64)
+    result = AnnData(
+        X=None if adata.X is None else _taken(adata.X, rows),
+        obs=adata.obs.iloc[rows],
+        var=adata.var,
+        uns=adata.uns,
+        varm=dict(adata.varm),
+    )
+    for group in ("layers", "obsm"):
+        for name, array in getattr(adata, group).items():
+            # From AnnData 0.13 on, layers[None] is X.
+            if name is not None:
+                getattr(result, group)[name] = _taken(array, rows)
+    return result
+
+
+def _taken(array: Any, rows: NDArray[np.int64]) -> Any:
+    if isinstance(array, da.Array) and array.ndim == 2:
+        return to_dask(TakenMatrix(matrix_of(array), rows))
+    return array.iloc[rows] if isinstance(array, pd.DataFrame) else array[rows]

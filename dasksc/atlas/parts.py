@@ -1,0 +1,281 @@
+"""Which atlases are meant by what was given, and what each is called."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pandas as pd
+
+from dasksc.errors import InputError, MissingPathError, StorageError
+from dasksc.storage import HDF5_ENDINGS, Place, is_of_content, is_url, shown
+from dasksc.storage.remote.places import ZARR_MARKERS, is_recursive, matching
+from dasksc.storage.zarr.reader import ZarrFile
+
+__all__ = ["Part", "is_anncollection", "parts_of", "quoted", "stem_of"]
+
+logger = logging.getLogger("dasksc.parts")
+
+# What is an atlas, of what is in a directory.
+ATLAS_ENDINGS = (".h5ad", ".zarr")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of several atlases.
+
+    Parameters
+    ----------
+    data
+        A path, a URL or an AnnData.
+    name
+        What it is called: its key, the end of its path, or its number.
+    obs
+        What an AnnCollection says of its cells, in place of its own obs.
+    """
+
+    data: Any
+    name: str = ""
+    obs: pd.DataFrame | None = None
+
+
+def parts_of(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
+    """Return the atlases that `data` stands for; None if it is one.
+
+    Parameters
+    ----------
+    data
+        As for `dasksc.open`.
+    options
+        For URLs.
+
+    Raises
+    ------
+    InputError
+        If a value of a dict stands for several, or `data` is some of the rows of an AnnCollection.
+    MissingPathError
+        If nothing fits a pattern.
+    """
+    if isinstance(data, Mapping):
+        return [replace(_one_of(key, given, options), name=str(key)) for key, given in data.items()]
+    if isinstance(data, list | tuple):
+        return _named([part for given in data for part in _inside(given, options) or [Part(data=given)]])
+    found = _inside(data, options)
+    return None if found is None else _named(found)
+
+
+def is_anncollection(data: Any) -> bool:
+    """Return whether `data` is an AnnCollection of AnnData."""
+    return type(data).__name__ == "AnnCollection" and hasattr(data, "adatas")
+
+
+def quoted(data: Any) -> str:
+    """Return what was given as errors quote it."""
+    return f"{shown(data) if isinstance(data, str) and is_url(data) else data!r:.100}"
+
+
+def stem_of(path: str | os.PathLike[str]) -> str:
+    """Return the name of an atlas by its path or URL, without ending, and without a URL's query."""
+    text = os.fspath(path)
+    return Path(shown(text) if is_url(text) else text).stem
+
+
+def _inside(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
+    if is_anncollection(data):
+        return list(_of_collection(data))
+    if type(data).__name__ == "AnnCollectionView":
+        raise InputError(
+            "an AnnCollectionView is some of the rows of an AnnCollection; open that, and choose these of its rows: "
+            "dasksc.open(view.reference)[view.oidx]"
+        )
+    if not isinstance(data, str | os.PathLike):
+        return None
+    paths = _paths_at(os.fspath(data), options)
+    return None if paths is None else [Part(data=path) for path in paths]
+
+
+def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Part:
+    """Return the atlas that a value of a dict is, or stands for."""
+    parts = _inside(data, options) or [Part(data=data)]
+    if len(parts) > 1:
+        raise InputError(
+            f"{key!r}: {quoted(data)} is {len(parts)} atlases, and in a dict each has a key; give a list, or each by "
+            "itself"
+        )
+    return parts[0]
+
+
+# --- AnnCollection ------------------------------------------------------------------------------------
+
+
+def _of_collection(collection: Any) -> Iterator[Part]:
+    if collection.convert is not None:
+        logger.warning(
+            "convert= of the AnnCollection is not applied to what is opened; map_blocks of X can do the same"
+        )
+    own = collection.obs
+    # What join_obs=None leaves to the parts.
+    viewed = [name for name in collection.attrs_keys.get("obs", ()) if name not in own]
+    stops = np.cumsum([adata.n_obs for adata in collection.adatas]).tolist()
+    keys = _keys_in(own, stops)
+    for number, (adata, start, stop) in enumerate(zip(collection.adatas, [0, *stops], stops, strict=False)):
+        table = own.iloc[start:stop].copy()
+        for name in table.columns.intersection(adata.obs.columns):
+            table[name] = _categories_again(table[name], adata.obs[name])
+        if viewed:
+            table = pd.concat([adata.obs[viewed].set_axis(table.index), table], axis=1)
+        yield Part(data=adata, name=keys[number] if keys else "", obs=table)
+
+
+def _categories_again(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Series[Any]:
+    """Return a column as categories if that of its part is: an AnnCollection makes strings of those that differ."""
+    if not isinstance(stored.dtype, pd.CategoricalDtype) or isinstance(column.dtype, pd.CategoricalDtype):
+        return column
+    again = column.astype(stored.dtype)
+    return column if (again.isna() & column.notna()).any() else again
+
+
+def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
+    """Return the keys of an AnnCollection, which it does not keep but in the column that `label` made."""
+    codes = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
+    for column in (obs[name] for name in obs):
+        is_one = isinstance(column.dtype, pd.CategoricalDtype) and len(column.cat.categories) == len(stops)
+        if is_one and np.array_equal(column.cat.codes, codes):
+            return [str(key) for key in column.cat.categories]
+    return None
+
+
+# --- Names --------------------------------------------------------------------------------------------
+
+
+def _named(parts: Sequence[Part]) -> list[Part]:
+    """Return parts with names: of paths their stems, with as much before these as tells them apart."""
+    paths = {i: part.data for i, part in enumerate(parts) if isinstance(part.data, str | os.PathLike)}
+    stems = [stem_of(path) for path in paths.values()]
+    names = stems if len(set(stems)) == len(stems) else _told_apart(list(paths.values()))
+    of_paths = dict(zip(paths, names, strict=True))
+    return [replace(part, name=part.name or of_paths.get(i, str(i))) for i, part in enumerate(parts)]
+
+
+def _told_apart(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the shortest end of each path that no other has; its ending counts only where nothing else differs."""
+    texts = [os.fspath(path) for path in paths]
+    folders = [(shown(text) if is_url(text) else os.path.abspath(text)).split("/")[:-1] for text in texts]
+    names = [stem_of(text) for text in texts]
+    whole = [(shown(text) if is_url(text) else text).rstrip("/").rpartition("/")[2] for text in texts]
+    chosen: dict[int, str] = {}
+    for last in (names, whole):
+        for depth in range(max(map(len, folders)) + 1):
+            ends = ["/".join([*folder[len(folder) - min(depth, len(folder)) :], name])
+                    for folder, name in zip(folders, last, strict=True)]  # fmt: skip
+            how_many = Counter(ends)
+            for i, end in enumerate(ends):
+                if how_many[end] == 1:
+                    chosen.setdefault(i, end)
+            if len(chosen) == len(texts):
+                return [chosen[i] for i in range(len(texts))]
+    return [chosen.get(i, name) for i, name in enumerate(names)]
+
+
+# --- Paths --------------------------------------------------------------------------------------------
+
+
+def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
+    """Return the atlases that a pattern or a directory stands for, by name; None if it is one."""
+    if is_url(path):
+        place = Place.of(path, options)
+        if place.local is None:
+            return _urls_at(place)
+        path = place.local
+    if os.path.exists(path):
+        return _paths_in(path) or None
+    if not glob.has_magic(path):
+        return None
+    found = [(one, _paths_in(one)) for one in matching(path)]
+    return _joined(path, found) or _nothing_fits(path)
+
+
+def _paths_in(path: str) -> list[str] | None:
+    """Return the atlases in a directory, of which there may be none; None of what is one atlas."""
+    if not os.path.isdir(path):
+        return None
+    if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
+        inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
+        return inside if inside and not os.path.exists(os.path.join(path, "obs")) else None
+    return sorted(entry.path for entry in os.scandir(path) if _is_atlas(entry.name))
+
+
+def _urls_at(place: Place) -> list[str] | None:
+    """Do as `_paths_at` does, behind a URL."""
+    is_pattern = glob.has_magic(place.key)
+    if place.key.endswith(HDF5_ENDINGS) and not is_pattern:
+        return None
+    if place.is_zarr():
+        return _groups_of(place)
+    if place.exists():
+        return None
+    if is_pattern:
+        found = [(one.url, _urls_in(one)) for one in place.matching()]
+        return _joined(place.key, found) or _nothing_fits(str(place))
+    if place.is_on_web:
+        raise MissingPathError(
+            f"there is nothing at {place}. If it is a folder: a web server does not tell what is in it, so give the "
+            "URLs of its atlases as a list"
+        )
+    return _urls_in(place) or None
+
+
+def _urls_in(place: Place) -> list[str] | None:
+    """Do as `_paths_in` does, behind a URL."""
+    if place.key.endswith(HDF5_ENDINGS):
+        return None
+    if place.is_zarr():
+        return _groups_of(place)
+    children = place.children()
+    if not children and place.exists():
+        return None
+    return [one.url for one in children if _is_atlas(one.name)]
+
+
+def _groups_of(place: Place) -> list[str] | None:
+    try:
+        root = ZarrFile(place).root()
+        names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
+    except StorageError:
+        raise
+    # Whatever zarr-python raises on damaged metadata.
+    except Exception as error:
+        if not is_of_content(error):
+            raise
+        raise StorageError(f"{place} cannot be read as a Zarr store: {error}") from error
+    return [place.below(name).url for name in sorted(names, key=_by_number)] or None
+
+
+def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list[str]:
+    """Return what fits a pattern, each once: atlases, and those in folders that fit.
+
+    A folder without any is named when it is opened, unless the pattern goes on into those in it.
+    """
+    inside = ([one] if paths is None or not (paths or is_recursive(pattern)) else paths for one, paths in found)
+    return list(dict.fromkeys(path for paths in inside for path in paths))
+
+
+def _is_atlas(name: str) -> bool:
+    """Return whether what has this name in a directory is an atlas; some systems leave hidden files beside them."""
+    return name.endswith(ATLAS_ENDINGS) and not name.startswith(".")
+
+
+def _nothing_fits(pattern: str) -> NoReturn:
+    raise MissingPathError(f"nothing fits the pattern {pattern!r}")
+
+
+def _by_number(path: str) -> tuple[int, str]:
+    digits = path.rpartition("_")[2]
+    return int(digits) if digits.isdigit() else 0, path

@@ -1,0 +1,1 @@
+"""Fetched rows as tensors."""

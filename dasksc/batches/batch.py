@@ -1,0 +1,265 @@
+"""From the rows of a fetch to the tensors of a minibatch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+from torch.utils.data.dataloader import default_collate
+
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.executor.tasks import FetchedMatrices
+from dasksc.storage import Columns, Fetched, Layout, memory
+
+__all__ = ["Batch", "BatchMaker", "Categories", "refuse_stacking"]
+
+# Torch says once per process, at the first sparse CSR tensor, that these are in beta: no news to those who
+# ask for them, and an error in the middle of an epoch where warnings are errors. So it is said here, unheard.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
+
+
+_STACKED = (
+    "the DataLoader has a batch_size of its own, and would stack batches of shape (batch_size, n_vars) to "
+    "(1, batch_size, n_vars). The data set makes the batches: DataLoader(dataset, batch_size=None)"
+)
+
+
+class _Named(dict[str, Any]):
+    """A dict that says what it has to whoever asks for something else."""
+
+    _advice: ClassVar[str]
+
+    def __missing__(self, key: Any) -> Any:
+        raise MissingKeyError(
+            f"there is no {key!r} here, only {', '.join(map(repr, self)) or 'nothing'}; {self._advice}"
+        )
+
+
+class Parts(_Named):
+    """Tensors of a batch by the names that were asked for."""
+
+    _advice = "scDataset yields what its obs=, layers= and obsm= name"
+
+
+class Categories(_Named):
+    """Labels of obs columns, in the order of their codes."""
+
+    _advice = "these are the columns in obs= that have labels, and numbers are yielded as they are"
+
+
+class Batch(_Named):
+    """A minibatch: a dict of tensors whose parts are attributes too.
+
+    It rebuilds itself from any mapping or pairs, so what moves or copies dicts of tensors (DataLoader,
+    DataParallel, Lightning, Accelerate) gives a `Batch` back.
+
+    Attributes
+    ----------
+    X
+        Shape (batch, n_vars), dense or sparse CSR; columns of a CSR row ascend and none comes twice.
+    obs
+        Dict of tensors of shape (batch,); categoricals and strings as int64 codes, -1 for missing.
+    layers, obsm
+        Dicts of tensors whose first dimension is the batch. Of `dasksc.Modalities` there is a `Batch` of X, layers
+        and obsm by the name of each modality, ``batch["rna"].X``, and one obs and index.
+    index
+        Row numbers in the collection, shape (batch,), int64.
+    """
+
+    _advice = "scDataset yields X, index, and what its obs=, layers= and obsm= name"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"this batch has {', '.join(self)}, but no {name!r}") from None
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        """Return the batch with every tensor on `device`.
+
+        Parameters
+        ----------
+        device
+            As for ``torch.Tensor.to``.
+        non_blocking
+            Do not wait for copies from pinned memory.
+
+        Raises
+        ------
+        InputError
+            If `device` is a dtype, which row numbers and labels would not survive.
+        """
+        if isinstance(device, torch.dtype):
+            raise InputError(
+                f"Batch.to takes a device; got {device}, as which row numbers and labels would be others. Convert "
+                f"batch.X alone, or ask for it: scDataset(..., dtype={str(device)!r})"
+            )
+        return cast(Batch, _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory."""
+        return cast(Batch, _map_tensors(self, pin))
+
+
+def refuse_stacking(caller: Any) -> None:
+    """Refuse a DataLoader that makes batches of batches.
+
+    Parameters
+    ----------
+    caller
+        What asks a data set for its iterator; a DataLoader does by what fetches for it, in this process or a worker.
+
+    Raises
+    ------
+    InputError
+        If `caller` stacks what it is given, as a DataLoader does unless its ``batch_size`` is None.
+    """
+    if isinstance(caller, _IterableDatasetFetcher) and caller.auto_collation and caller.collate_fn is default_collate:
+        raise InputError(_STACKED)
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in page-locked memory, from torch's own caching allocator."""
+    if tensor.layout == torch.sparse_csr:
+        return _csr_tensor(
+            tensor.crow_indices().pin_memory(),
+            tensor.col_indices().pin_memory(),
+            tensor.values().pin_memory(),
+            (tensor.shape[0], tensor.shape[1]),
+        )
+    return tensor.pin_memory()
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
+    return value
+
+
+def _csr_tensor(
+    indptr: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    # The parts are right by construction; checking them would cost a pass over the nonzeros.
+    return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMaker:
+    """Makes minibatches of fetched rows; safe to use from several threads.
+
+    Parameters
+    ----------
+    obs
+        Encoded columns by name, each of shape (n_obs,).
+    codes
+        Names of those that are codes of labels, which batches have as int64 whatever they are held in.
+    layout
+        Of X and the layers; obsm is always dense.
+    dtype
+        Of the values; None keeps each matrix's own.
+    columns
+        The columns to keep of each matrix, by its key; default: all.
+    modalities
+        Names of the modalities whose matrices these are, keyed ``"rna:X"``; none where there is one kind only.
+    only_x
+        Yield X by itself rather than a `Batch`.
+    pinned
+        Gather dense values straight into page-locked memory.
+    """
+
+    obs: Mapping[str, NDArray[Any]]
+    codes: frozenset[str]
+    layout: Layout
+    dtype: np.dtype[Any] | None
+    columns: Mapping[str, Columns]
+    only_x: bool
+    pinned: bool
+    modalities: tuple[str, ...] = ()
+
+    def make(
+        self, fetched: FetchedMatrices, rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> torch.Tensor | Batch:
+        """Gather the rows at `positions` of a fetch whose row numbers are `rows`."""
+        if self.only_x:
+            return self._tensor("X", fetched.parts["X"], positions)
+        index = rows[positions]
+        obs = Parts(
+            (name, torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False)))
+            for name, column in self.obs.items()
+        )
+        batch = Batch()
+        if self.modalities:
+            batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)
+        else:
+            one = self._grouped(fetched, positions, "")
+            batch.update(X=one.pop("X"), obs=obs, **one)
+        batch["index"] = torch.from_numpy(index)
+        return batch
+
+    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str) -> Batch:
+        """Gather the matrices of one modality: X, layers and obsm."""
+        batch = Batch(X=None, layers=Parts(), obsm=Parts())
+        for key, part in fetched.parts.items():
+            if not key.startswith(prefix):
+                continue
+            group, _, name = key.removeprefix(prefix).partition("/")
+            tensor = self._dense(key, part, positions) if group == "obsm" else self._tensor(key, part, positions)
+            if name:
+                batch[group][name] = tensor
+            else:
+                batch[group] = tensor
+        return batch
+
+    def _tensor(self, key: str, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
+        if self.layout == "dense":
+            return self._dense(key, part, positions)
+        columns = self.columns.get(key)
+        dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
+        indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=columns)
+        n_vars = part.shape[1] if columns is None else len(columns)
+        if indptr[-1] > np.iinfo(np.int32).max:
+            raise InputError(f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros; lower batch_size")
+        return _csr_tensor(
+            # Both index arrays of a CSR tensor are of one type.
+            torch.from_numpy(indptr.astype(np.int32)),
+            torch.from_numpy(indices),
+            torch.from_numpy(data),
+            (len(positions), n_vars),
+        )
+
+    def _dense(self, key: str, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
+        columns = self.columns.get(key)
+        dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
+        n_vars = part.shape[1] if columns is None else len(columns)
+        shape = (len(positions), n_vars)
+        if self.pinned:
+            out = torch.empty(shape, dtype=torch_dtype(dtype), pin_memory=True)
+        else:
+            out = torch.from_numpy(memory.empty(shape, dtype))
+        part.gather(positions, out=out.numpy(), columns=columns)
+        return out
+
+
+def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type a tensor holds values of `dtype` in: native byte order, and nothing beyond float64."""
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return np.dtype(np.float64)
+    return dtype.newbyteorder("=")
+
+
+def torch_dtype(dtype: DTypeLike) -> torch.dtype:
+    """Return torch's name for a NumPy type."""
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

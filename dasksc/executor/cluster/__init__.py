@@ -1,0 +1,1 @@
+"""Fetches on the workers of a Dask cluster."""

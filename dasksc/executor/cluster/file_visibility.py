@@ -1,0 +1,97 @@
+"""Whether the workers of a cluster see the files that a rank has opened.
+
+A rank takes the fingerprints of the files behind its task while it pickles it, and each worker compares
+them with what is at the same paths where it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from dasksc.pushdown import DaskMatrix
+from dasksc.storage.identity import FileIdentity
+
+__all__ = ["Fingerprint", "complaint", "pickle_with_files"]
+
+_SAMPLE_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """A file as a process sees it.
+
+    Parameters
+    ----------
+    identity
+        Its path, size and time of change.
+    digest
+        Of its first and last bytes; None where it cannot be read.
+    """
+
+    identity: FileIdentity
+    digest: str | None
+
+    @classmethod
+    def of(cls, path: str) -> Fingerprint:
+        """Take the fingerprint of the file at `path`."""
+        identity = FileIdentity.of(path)
+        digest = hashlib.blake2b(digest_size=16)
+        with open(path, "rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, identity.size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+        return cls(identity=identity, digest=digest.hexdigest())
+
+    def complaint(self) -> str | None:
+        """Say how the file at the path differs, here and now; None if it does not."""
+        path = self.identity.path
+        try:
+            here = Fingerprint.of(path)
+        except OSError as error:
+            return f"does not see {path} ({error.strerror or error})"
+        if here == self:
+            return None
+        if (here.identity.size, here.digest) == (self.identity.size, self.digest):
+            return (
+                f"sees {path} with another time of change: a copy, it seems. Copy it so that its time is kept "
+                "(cp -p, rsync -t)"
+            )
+        return f"sees another file at {path} ({here.identity.size} bytes, not {self.identity.size})"
+
+
+def complaint(fingerprints: Sequence[Fingerprint]) -> str | None:
+    """Say what is wrong with the first file that differs here; None if all are the same."""
+    return next((said for fingerprint in fingerprints if (said := fingerprint.complaint())), None)
+
+
+def pickle_with_files(task: Callable[[Any], Any]) -> tuple[bytes, tuple[Fingerprint, ...]]:
+    """Pickle `task`, once, and take the fingerprints of the files that it will read."""
+    buffer = io.BytesIO()
+    scout = _Scout(buffer)
+    scout.dump(task)
+    return buffer.getvalue(), tuple(Fingerprint.of(path) for path in sorted(scout.paths))
+
+
+class _Scout(cloudpickle.Pickler):
+    """Notes the files that what it pickles has opened."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.paths: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FileIdentity) and os.path.isfile(obj.path):
+            self.paths.add(obj.path)
+        elif isinstance(obj, DaskMatrix):
+            # It pickles itself into bytes, which hide what is inside.
+            inner = _Scout(io.BytesIO())
+            inner.dump(obj.array)
+            self.paths |= inner.paths
+        return super().reducer_override(obj)

@@ -1,0 +1,91 @@
+"""How fetched rows travel between the processes of a Dask cluster: as their arrays, and nothing else.
+
+Dask asks `sizeof` what a result weighs in a worker's memory, and its serialisers for a small header and
+the frames that go to the socket as they are. Without them a fetch would be pickled, and one that is
+mapped from a file would weigh nothing and be copied by the worker's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+from dask.sizeof import sizeof
+from distributed.protocol import dask_deserialize, dask_serialize, deserialize, serialize
+from numpy.typing import NDArray
+
+from dasksc.executor.tasks import FetchedMatrices
+from dasksc.storage.clock import Spent
+from dasksc.storage.fetched import CSRFetched, DenseFetched
+
+__all__: list[str] = []
+
+Header = dict[str, Any]
+Frames = list[memoryview]
+
+
+def _held_bytes(fetched: CSRFetched | DenseFetched | FetchedMatrices) -> int:
+    return fetched.nbytes
+
+
+def _dump_csr(fetched: CSRFetched) -> tuple[Header, Frames]:
+    header, frames = _dump_arrays([fetched.rows, *fetched.block])
+    return header | {"label": fetched.label, "n_vars": fetched.shape[1], "dtype": fetched.dtype.str}, frames
+
+
+def _load_csr(header: Header, frames: Frames) -> CSRFetched:
+    rows, indptr, indices, data = _load_arrays(header, frames)
+    dtype = np.dtype(header["dtype"])
+    return CSRFetched.of_block(header["label"], rows, header["n_vars"], dtype, (indptr, indices, data))
+
+
+def _dump_dense(fetched: DenseFetched) -> tuple[Header, Frames]:
+    header, frames = _dump_arrays([fetched.rows, fetched.block])
+    return header | {"label": fetched.label, "n_vars": fetched.shape[1], "dtype": fetched.dtype.str}, frames
+
+
+def _load_dense(header: Header, frames: Frames) -> DenseFetched:
+    rows, block = _load_arrays(header, frames)
+    block = block.reshape(len(rows), header["n_vars"])
+    return DenseFetched.of_block(header["label"], rows, np.dtype(header["dtype"]), block)
+
+
+def _dump_matrices(fetched: FetchedMatrices) -> tuple[Header, Frames]:
+    dumped = [serialize(part, on_error="raise") for part in fetched.parts.values()]
+    header = {
+        "names": list(fetched.parts),
+        "headers": [part_header for part_header, _ in dumped],
+        "n_frames": [len(part_frames) for _, part_frames in dumped],
+        "spent": None if fetched.spent is None else astuple(fetched.spent),
+    }
+    return header, [frame for _, part_frames in dumped for frame in part_frames]
+
+
+def _load_matrices(header: Header, frames: Frames) -> FetchedMatrices:
+    parts, first = {}, 0
+    for name, part_header, n_frames in zip(header["names"], header["headers"], header["n_frames"], strict=True):
+        parts[name] = deserialize(part_header, frames[first : first + n_frames])
+        first += n_frames
+    return FetchedMatrices(parts, None if header["spent"] is None else Spent(*header["spent"]))
+
+
+def _dump_arrays(arrays: Sequence[NDArray[Any]]) -> tuple[Header, Frames]:
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    return {"dtypes": [array.dtype.str for array in flat]}, [array.view(np.uint8).data for array in flat]
+
+
+def _load_arrays(header: Header, frames: Frames) -> list[NDArray[Any]]:
+    # At whatever byte a frame begins: the kernels mind as little as with files.
+    return [np.frombuffer(frame, dtype=dtype) for frame, dtype in zip(frames, header["dtypes"], strict=True)]
+
+
+sizeof.register((CSRFetched, DenseFetched, FetchedMatrices), _held_bytes)
+for kind, dump, load in (
+    (CSRFetched, _dump_csr, _load_csr),
+    (DenseFetched, _dump_dense, _load_dense),
+    (FetchedMatrices, _dump_matrices, _load_matrices),
+):
+    dask_serialize.register(kind, dump)
+    dask_deserialize.register(kind, load)

@@ -1,0 +1,109 @@
+"""Large fetches in several tasks: smaller pieces of work, all cores on one fetch, and less memory in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.executor.tasks import FetchedMatrices
+from dasksc.storage import join
+
+__all__ = ["Assembled", "PartNumbers", "part_of"]
+
+
+class PartNumbers(Sequence[int]):
+    """Numbers of the parts of fetches: part j of fetch k is ``k * n_parts + j``.
+
+    Parameters
+    ----------
+    ks
+        Fetch numbers, in order.
+    n_parts
+        Parts of each.
+    """
+
+    def __init__(self, ks: range, n_parts: int) -> None:
+        self._ks = ks
+        self._n_parts = n_parts
+
+    def __len__(self) -> int:
+        return len(self._ks) * self._n_parts
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        """Return one number, or some."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i, part = divmod(range(len(self))[index], self._n_parts)
+        return self._ks[i] * self._n_parts + part
+
+
+def part_of(rows: NDArray[np.int64], part: int, n_parts: int) -> NDArray[np.int64]:
+    """Return the rows of one part: neighbours, so that parts share few chunks."""
+    return rows[len(rows) * part // n_parts : len(rows) * (part + 1) // n_parts]
+
+
+class Parts(Protocol):
+    """A `Window` whose results are parts."""
+
+    def next_is_done(self) -> bool:
+        """Whether the next result, or the end, can be had without waiting."""
+
+    def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]: ...
+
+
+class Assembled:
+    """Fetches, each put together of its parts; iterating yields ``(k, fetched)``.
+
+    Parameters
+    ----------
+    window
+        Yields the parts in order.
+    n_parts
+        Parts of each fetch.
+    """
+
+    def __init__(self, window: Parts, n_parts: int) -> None:
+        self._window = window
+        self._results = iter(window)
+        self._n_parts = n_parts
+        self._held: list[FetchedMatrices] = []
+        self._number = 0
+        self._ended = False
+        self._failure: Exception | None = None
+
+    def is_ready(self) -> bool:
+        """Take what is there already; return whether the next fetch, its error or the end needs no waiting."""
+        while len(self._held) < self._n_parts and not self._ended and self._window.next_is_done():
+            self._take()
+        return len(self._held) == self._n_parts or self._ended
+
+    def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]:
+        while True:
+            while len(self._held) < self._n_parts and not self._ended:
+                self._take()
+            if self._ended:
+                if self._failure is not None:
+                    raise self._failure
+                return
+            held, self._held = self._held, []
+            names = held[0].parts
+            yield self._number, FetchedMatrices({name: join([one.parts[name] for one in held]) for name in names})
+            del held
+
+    def _take(self) -> None:
+        try:
+            i, result = next(self._results)
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._ended, self._failure = True, error
+        else:
+            self._number = i // self._n_parts
+            self._held.append(result)

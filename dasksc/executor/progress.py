@@ -1,0 +1,229 @@
+"""How an epoch is going: counts, times, a line at its end, and a bar to watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any, Protocol, TypeVar
+
+from dasksc.errors import InputError
+from dasksc.planning.plan import EpochPlan
+
+__all__ = ["Bar", "EpochStats", "FetchFigures", "line_of", "merged", "progress_bar"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchFigures:
+    """How the fetch tasks of an epoch are going; a large fetch is several tasks.
+
+    Parameters
+    ----------
+    n_fetching, n_ready, n_fetched
+        Asked for and not finished; finished and not taken; taken.
+    in_flight_bytes, limit_bytes
+        Size of what is ready and, as the largest seen, of what is being fetched; its bound, None without one.
+    fetch_s
+        Seconds that the tasks took which were taken, summed over threads.
+    read_s, decode_s
+        Of these, seconds of reading and decoding. The rest finds chunks and runs array code.
+    transfer_s
+        Seconds that results took from a cluster's workers to here, summed.
+    """
+
+    n_fetching: int = 0
+    n_ready: int = 0
+    n_fetched: int = 0
+    in_flight_bytes: int = 0
+    limit_bytes: int | None = None
+    fetch_s: float = 0.0
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class EpochStats:
+    """What one pass over a data set has done so far.
+
+    Parameters
+    ----------
+    plan
+        Of the epoch; None before any has begun.
+    n_done
+        Batches of the plan that were yielded before.
+    n_left
+        Batches that will come.
+    has_last
+        Whether the last of them is the rank's last, which may be short: only one DataLoader worker has that.
+
+    Attributes
+    ----------
+    fetches
+        Tells how the fetches are going.
+    gather_s
+        Seconds of making batches of what was fetched, summed over threads.
+    """
+
+    def __init__(
+        self, plan: EpochPlan | None = None, *, n_done: int = 0, n_left: int = 0, has_last: bool = True
+    ) -> None:
+        self.plan = plan
+        self._n_done = n_done
+        self._n_left = n_left
+        self._has_last = has_last
+        self.n_batches = 0
+        self.n_rows = 0
+        self.wait_s = 0.0
+        self.gather_s = 0.0
+        self.fetches: Callable[[], FetchFigures] = FetchFigures
+        self._start = perf_counter()
+        self._asked: float | None = None
+        self._latest = self._start
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Pass `batches` on, adding up the time the consumer waits for them."""
+        iterator = iter(batches)
+        while True:
+            self._asked = asked = perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self._asked = None
+                return
+            self._asked = None
+            self._latest = perf_counter()
+            self.wait_s += self._latest - asked
+            self.n_batches += 1
+            self.n_rows += self._rows_of_latest()
+            yield batch
+
+    def _rows_of_latest(self) -> int:
+        if self.plan is None:
+            return 0
+        # All of a rank's batches are full but the last.
+        if self._has_last and self.n_batches == self._n_left:
+            return self.plan.n_rank_rows - (self.plan.n_batches - 1) * self.plan.batch_size
+        return self.plan.batch_size
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time since the epoch began that the consumer spent waiting for batches."""
+        elapsed = self._latest - self._start
+        return self.wait_s / elapsed if elapsed > 0 else 0.0
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Count the making of a batch."""
+        start = perf_counter()
+        yield
+        self.gather_s += perf_counter() - start
+
+    def now(self) -> dict[str, float]:
+        """Return ``clock_s``, since the epoch began, and ``waited_s`` of it, until this very moment."""
+        now, asked = perf_counter(), self._asked
+        return {"clock_s": now - self._start, "waited_s": self.wait_s + (0.0 if asked is None else now - asked)}
+
+    def freeze(self) -> None:
+        """Keep the figures of the fetches as they are, and no longer what tells them."""
+        figures = self.fetches()
+        self.fetches = lambda: figures
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures by name; see `dasksc.scDataset.stats`."""
+        elapsed = self._latest - self._start
+        plan = self.plan
+        return {
+            "epoch": None if plan is None else plan.epoch,
+            "rank": None if plan is None else plan.rank,
+            "world_size": None if plan is None else plan.world_size,
+            "n_batches": self.n_batches,
+            "n_batches_before": self._n_done,
+            "n_batches_left": self._n_left - self.n_batches,
+            "n_rows": self.n_rows,
+            "n_rank_batches": 0 if plan is None else plan.n_batches,
+            "n_rank_padded": 0 if plan is None else plan.n_rank_padded,
+            "n_rank_dropped": 0 if plan is None else plan.n_rank_dropped,
+            "n_padded": 0 if plan is None else plan.n_padded,
+            "n_dropped": 0 if plan is None else plan.n_dropped,
+            "wait_s": self.wait_s,
+            "elapsed_s": elapsed,
+            "wait_share": self.wait_share,
+            "rows_per_s": self.n_rows / elapsed if elapsed > 0 else 0.0,
+            "gather_s": self.gather_s,
+            **asdict(self.fetches()),
+        }
+
+
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the DataLoader workers of a rank did together; waiting and elapsed times are the longest."""
+    result = dict(reports[0])
+    summed = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_fetching", "n_ready", "n_fetched")
+    bytes_and_times = ("in_flight_bytes", "limit_bytes", "fetch_s", "read_s", "decode_s", "transfer_s", "gather_s")
+    for name in (*summed, *bytes_and_times):
+        # A worker that failed before its first fetch has no limit to tell.
+        result[name] = sum(report[name] or 0 for report in reports)
+    for name in ("wait_s", "elapsed_s", "wait_share"):
+        result[name] = max(report[name] for report in reports)
+    result["rows_per_s"] = result["n_rows"] / result["elapsed_s"] if result["elapsed_s"] > 0 else 0.0
+    return result
+
+
+def line_of(report: Mapping[str, Any]) -> str:
+    """Return what the log says of an epoch that has ended."""
+    before = f" after the {report['n_batches_before']:,} of before" if report["n_batches_before"] else ""
+    return (
+        f"epoch {report['epoch']}, rank {report['rank']} of {report['world_size']}: {report['n_rows']:,} rows in "
+        f"{report['n_batches']:,} batches{before}, {report['n_rank_padded']} padded, {report['n_rank_dropped']} "
+        f"dropped ({report['n_padded']} and {report['n_dropped']} over all ranks); {report['elapsed_s']:.1f} s, "
+        f"waited {report['wait_share']:.0%} of it"
+    )
+
+
+class Bar(Protocol):
+    """What is told of each batch."""
+
+    def update(self) -> Any:
+        """Count a batch."""
+
+
+class _NoBar:
+    def update(self) -> None:
+        """Count nothing."""
+
+
+@contextmanager
+def progress_bar(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Bar]:
+    """Show how far an epoch is, cells a second and the share of time that training waited.
+
+    Parameters
+    ----------
+    stats
+        Of the epoch.
+    n_batches
+        Batches that will come.
+    shown
+        Whether to show anything.
+    """
+    if not shown:
+        yield _NoBar()
+        return
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise InputError("progress=True needs tqdm: pip install tqdm") from error
+
+    class Shown(tqdm):
+        def update(self, n: float | None = 1) -> Any:
+            figures = stats.report()
+            self.set_postfix_str(
+                f"{figures['rows_per_s']:,.0f} cells/s, waited {figures['wait_share']:.0%}", refresh=False
+            )
+            return super().update(n)
+
+    plan = stats.plan
+    label = "" if plan is None else f"epoch {plan.epoch}" + (f" rank {plan.rank}" if plan.world_size > 1 else "")
+    with Shown(total=n_batches, desc=label, unit="batch") as bar:
+        yield bar

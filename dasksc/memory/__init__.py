@@ -1,0 +1,1 @@
+"""What memory an epoch takes, what there is, and the way of reading that follows."""

@@ -1,0 +1,109 @@
+"""A `Matrix` as a Dask array, and a Dask array as a `Matrix`.
+
+`to_dask` is for laziness, metadata and whole-array work: one task per row chunk, `csr_matrix` or
+`ndarray` chunks. Minibatches never index that array; they go the other way, through `matrix_of`,
+which finds the `Matrix` behind an array that `to_dask` made and reads it directly. Array code on top
+of such an array that treats every row alone is run on the rows taken (`RowLocalMatrix`). Any other
+Dask array becomes a `DaskMatrix`, which computes whole row chunks and so costs more.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import dask.array as da
+import numpy as np
+from dask.utils import format_bytes
+
+from dasksc.errors import InputError
+from dasksc.pushdown.computed import DaskMatrix
+from dasksc.pushdown.leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
+from dasksc.pushdown.rowlocal import NotRowLocalError, RowLocalMatrix
+from dasksc.pushdown.trust import is_strict, row_local
+from dasksc.storage import Matrix
+
+__all__ = [
+    "DaskMatrix",
+    "MatrixRows",
+    "RowLocalMatrix",
+    "chunk_rows_for",
+    "gather_block",
+    "leaves_of",
+    "matrix_of",
+    "row_local",
+    "to_dask",
+]
+
+logger = logging.getLogger("dasksc.lazy")
+
+
+def matrix_of(array: da.Array) -> Matrix:
+    """Find the matrix from which to fetch rows of a Dask array.
+
+    Parameters
+    ----------
+    array
+        Two-dimensional, with known chunk sizes.
+
+    Returns
+    -------
+    Matrix
+        The very matrix that `to_dask` wrapped, when `array` is what it returned (also after
+        pickling). A `RowLocalMatrix` for array code on top of such arrays that treats every row alone.
+        Otherwise a `DaskMatrix`; one log warning says why, and what that costs.
+
+    Raises
+    ------
+    InputError
+        If the array is not two-dimensional, or does not know its shape or chunk sizes.
+    """
+    if array.ndim != 2:
+        raise InputError(
+            f"the Dask array {array.name!r} has {array.ndim} dimensions; rows can be fetched from "
+            "two-dimensional arrays (cells by columns) only. Reshape it first."
+        )
+    if any(np.isnan(size) for sizes in array.chunks for size in sizes):
+        raise InputError(
+            f"the Dask array {array.name!r} does not know its chunk sizes ({array.chunks}), so its rows "
+            "cannot be numbered. Call its compute_chunk_sizes() first."
+        )
+    leaf = leaf_matrix(array)
+    if leaf is not None:
+        return leaf
+    try:
+        return RowLocalMatrix(array, strict=is_strict())
+    except NotRowLocalError as reason:
+        matrix = DaskMatrix(array)
+        _warn_of_cost(matrix, str(reason))
+        return matrix
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
+    array = matrix.array
+    if array.name in _warned:
+        return
+    _warned.add(array.name)
+    row_chunks = array.chunks[0]
+    chunk_bytes = max(row_chunks, default=0) * array.shape[1] * array.dtype.itemsize
+    logger.warning(
+        "%s cannot be computed row by row: %s. Every fetch computes each of its row chunks that the wanted "
+        "rows touch, whole (%d chunks, of up to %d rows, about %s each if dense). With scattered rows that is "
+        "the whole array, once per fetch. %s",
+        matrix.label,
+        reason,
+        len(row_chunks),
+        max(row_chunks, default=0),
+        format_bytes(chunk_bytes),
+        _ADVICE_ON_SHARED if matrix.shared else _ADVICE,
+    )
+
+
+_ADVICE = "Fewer rows per chunk, a larger block_size, or writing the array to a file and opening that file costs less."
+_ADVICE_ON_SHARED = (
+    "What its row chunks share, such as a mean over the rows, is computed in each process by the first fetch, and "
+    "kept if it is small. Compute it before, and the rest can be computed row by row: m = X.mean(axis=0).compute(), "
+    "then X - m."
+)

@@ -1,0 +1,206 @@
+"""Rows of any Dask array, by computing whole chunks of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
+
+import cloudpickle
+import dask.array as da
+import numpy as np
+import scipy.sparse as sp
+from dask.base import normalize_token
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.pushdown.elementwise import elementwise
+from dasksc.pushdown.shared import shared_keys, with_computed
+from dasksc.storage import FetchCost, Fetched, as_matrix
+from dasksc.storage.matrices import check_rows
+from dasksc.storage.matrix import Layout
+
+__all__ = ["DaskMatrix", "as_layout", "check_shape", "runs_by_block", "stack"]
+
+# A CSR chunk does not say how many values it will have before it is computed.
+_ASSUMED_DENSITY = 0.1
+
+
+class DaskMatrix:
+    """Rows of any Dask array, by computing every row chunk that they touch.
+
+    Chunks are computed one after another on the calling thread, and only the wanted rows of each are
+    kept, so memory holds one row of chunks and the result. What most row chunks use, such as a mean over
+    the rows, is computed by the first fetch and kept, if it is small.
+
+    Parameters
+    ----------
+    array
+        Two-dimensional, with known chunk sizes.
+    label
+        What to call it in errors. Default: the array's name.
+    """
+
+    def __init__(self, array: da.Array, label: str | None = None) -> None:
+        self._array = elementwise(array)
+        self._label = label or f"Dask array {array.name}"
+        self._layout = _layout_of(array)
+        self._pickled: bytes | None = None
+        self._bounds = np.concatenate([[0], np.cumsum(array.chunks[0])]).astype(np.int64)
+        self._with_shared: da.Array | None = None
+        self._sharing = threading.Lock()
+
+    @property
+    def array(self) -> da.Array:
+        """The Dask array whose rows these are."""
+        return self._array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, columns."""
+        n_obs, n_vars = self._array.shape
+        return int(n_obs), int(n_vars)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values."""
+        dtype: np.dtype[Any] = self._array.dtype
+        return dtype
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Type of the values: nothing of them is stored."""
+        return self.dtype
+
+    @property
+    def layout(self) -> Layout:
+        """``"csr"`` if the array's meta is sparse, else ``"dense"``."""
+        return self._layout
+
+    @property
+    def label(self) -> str:
+        """What to call it in errors."""
+        return self._label
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes, an estimate: nothing says how many values a sparse chunk holds."""
+        row = self._row_bytes()
+        chunk_rows = max(self._array.chunks[0], default=0)
+        return FetchCost(row=row, held=row, working=row, fixed=int(3 * row * chunk_rows), chunk_rows=chunk_rows)
+
+    def _row_bytes(self) -> float:
+        n_vars, itemsize = self.shape[1], self.dtype.itemsize
+        if self.layout == "dense":
+            return max(1, n_vars * itemsize)
+        return 8 + n_vars * _ASSUMED_DENSITY * (itemsize + 4)
+
+    @cached_property
+    def shared(self) -> set[Any]:
+        """The keys of what most row chunks use, such as a mean over the rows."""
+        return shared_keys(self._array)
+
+    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+        """Compute the row chunks that `rows` touch and keep those rows.
+
+        Parameters
+        ----------
+        rows
+            Ascending row numbers, shape (n_rows,), int64; repeats allowed.
+
+        Returns
+        -------
+        Fetched
+            Position i is ``rows[i]``; held in memory.
+
+        Raises
+        ------
+        InputError
+            If rows do not ascend within [0, n_obs), or a chunk has another shape than it was declared
+            to have.
+        """
+        rows = check_rows(self.label, self.shape[0], rows)
+        kept = [
+            self._block(number, rows[start:stop] - self._bounds[number])
+            for number, start, stop in runs_by_block(rows, self._bounds)
+        ]
+        return as_matrix(stack(kept, self.layout, self.shape[1], self.dtype), self.label).fetch(
+            np.arange(len(rows), dtype=np.int64)
+        )
+
+    def _block(self, number: int, rows: NDArray[np.int64]) -> NDArray[Any] | sp.csr_matrix:
+        with self._sharing:
+            if self._with_shared is None:
+                self._with_shared = with_computed(self._array, self.shared)
+        # Without callbacks of its own, the inner computation would report to those of the outer one.
+        block = self._with_shared.blocks[number].compute(scheduler="synchronous", callbacks=())
+        check_shape(block, (self._array.chunks[0][number], self.shape[1]), self)
+        return as_layout(block, self.layout)[rows]
+
+    def __dask_tokenize__(self) -> object:
+        return ("dasksc.DaskMatrix", normalize_token(self._array), self._label)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Plain pickle, which DataLoader workers get, fails on the lambdas of a map_blocks.
+        if self._pickled is None:
+            self._pickled = cloudpickle.dumps((self._array, self._label))
+        return _load_dask_matrix, (type(self), self._pickled)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._array!r})"
+
+
+# Every fetch that runs in another process carries its matrices; the graphs are the same each time.
+@lru_cache(maxsize=8)
+def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
+    array, label = cloudpickle.loads(state)
+    return kind(array, label)
+
+
+def runs_by_block(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """Each block that ascending `rows` touch: its number, and the half-open range of `rows` inside it."""
+    cuts = np.searchsorted(rows, bounds)
+    for number, (start, stop) in enumerate(pairwise(cuts.tolist())):
+        if stop > start:
+            yield number, start, stop
+
+
+def check_shape(block: Any, declared: tuple[int, int], matrix: DaskMatrix) -> None:
+    """Refuse a computed block of another shape than `declared`, in rows or in columns."""
+    if np.shape(block) != declared:
+        raise InputError(
+            f"{matrix.label}: its array code (layer {matrix.array.name!r}) was declared to make a block of shape "
+            f"{declared}, and made one of shape {np.shape(block)}. A function in map_blocks that changes the number "
+            f"of columns has to say so: map_blocks(f, chunks=(array.chunks[0], (n_columns,)), dtype=..., meta=...); "
+            "the number of rows has to stay as it is."
+        )
+
+
+def _layout_of(array: da.Array) -> Layout:
+    meta = array._meta
+    if sp.issparse(meta):
+        return "csr"
+    if isinstance(meta, np.ndarray):
+        return "dense"
+    raise InputError(
+        f"the Dask array {array.name!r} has chunks of {type(meta).__module__}.{type(meta).__qualname__}; "
+        "numpy and scipy.sparse chunks can be read. Convert them, e.g. array.map_blocks(np.asarray)."
+    )
+
+
+def as_layout(block: Any, layout: Layout) -> NDArray[Any] | sp.csr_matrix:
+    """Return a block as what `layout` says: ``csr_matrix`` or ``ndarray``."""
+    if layout == "csr":
+        return sp.csr_matrix(block)
+    return block.toarray() if sp.issparse(block) else np.asarray(block)
+
+
+def stack(blocks: list[Any], layout: Layout, n_columns: int, dtype: np.dtype[Any]) -> NDArray[Any] | sp.csr_matrix:
+    """Put blocks of rows one after another."""
+    if not blocks:
+        return sp.csr_matrix((0, n_columns), dtype=dtype) if layout == "csr" else np.empty((0, n_columns), dtype=dtype)
+    if len(blocks) == 1:
+        return blocks[0]
+    return sp.csr_matrix(sp.vstack(blocks, format="csr")) if layout == "csr" else np.concatenate(blocks)

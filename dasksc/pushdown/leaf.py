@@ -1,0 +1,210 @@
+"""A matrix as a Dask array: the leaf of every graph over stored cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import scipy.sparse as sp
+from dask.array.chunk import getitem
+from dask.base import normalize_token, tokenize
+from numpy.typing import NDArray
+
+from dasksc import config
+from dasksc.errors import InputError
+from dasksc.pushdown.reductions import add_reductions
+from dasksc.storage import Columns, Fetched, Matrix
+from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.matrix import Layout
+
+__all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leaves_of", "to_dask"]
+
+# What `da.from_array` puts before the name of an array to make the key of what it reads from.
+MATRIX_KEY_PREFIX = "original-"
+
+
+def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None = None) -> da.Array:
+    """Wrap a matrix as a Dask array, reading nothing.
+
+    Parameters
+    ----------
+    matrix
+        What to wrap.
+    chunk_rows
+        Rows per chunk. Default: as many as fill ``dasksc.chunk-bytes`` of Dask's configuration.
+    token
+        What tells this array from others in its keys. Default: Dask's token of the matrix, which is the
+        identity of the file for stored ones, but for those in memory costs a pass over the values.
+
+    Returns
+    -------
+    da.Array
+        Chunked by rows only; chunks are ``csr_matrix`` where the layout is CSR, else ``ndarray``. A
+        chunk is read when it is computed, by one task, and slices are pushed into that read. The
+        same stored array opened twice gives the same keys. Sums, means and variances work for both.
+    """
+    n_obs, n_vars = matrix.shape
+    if chunk_rows is None:
+        chunk_rows = chunk_rows_for(matrix)
+    if chunk_rows < 1:
+        raise InputError(f"chunk_rows={chunk_rows} must be at least 1")
+    row_chunks = tuple(min(chunk_rows, n_obs - start) for start in range(0, n_obs, chunk_rows)) or (0,)
+    rows = MatrixRows(matrix=matrix)
+    token = tokenize(rows if token is None else token, row_chunks)
+    array: da.Array = da.from_array(
+        rows,
+        chunks=(row_chunks, (n_vars,)),
+        name=f"dasksc-{_short(matrix.label)}-{token}",
+        # Of the functions whose slices Dask fuses into the read, the one that leaves sparse blocks be.
+        getitem=getitem,
+        asarray=False,
+        meta=_empty_block(matrix.layout, matrix.dtype),
+    )
+    return add_reductions(array) if matrix.layout == "csr" else array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatrixRows:
+    """A matrix indexed as an array is: inside the graph of `to_dask`, and as what a hook indexes."""
+
+    matrix: Matrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, columns."""
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values."""
+        return self.matrix.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    def __len__(self) -> int:
+        return self.matrix.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        n_obs, n_vars = self.matrix.shape
+        if isinstance(rows, Integral) or isinstance(columns, Integral):
+            # NumPy and SciPy differ in what one row or column is; let the block's own type say.
+            whole = self[_as_range(rows), _as_range(columns)]
+            return whole[
+                0 if isinstance(rows, Integral) else slice(None),
+                0 if isinstance(columns, Integral) else slice(None),
+            ]
+        wanted = np.arange(n_obs, dtype=np.int64)[rows]
+        kept = np.arange(n_vars, dtype=np.int64)[columns]
+        order, positions = np.unique(wanted, return_inverse=True)
+        fetched = self.matrix.fetch(order)
+        if len(kept) == n_vars and isinstance(columns, slice) and columns.step in (None, 1):
+            return gather_block(fetched, positions)
+        if len(np.unique(kept)) < len(kept):
+            return gather_block(fetched, positions)[:, kept]
+        return gather_block(fetched, positions, columns=Columns(positions=kept, n_vars=n_vars))
+
+    def __dask_tokenize__(self) -> object:
+        return ("dasksc.rows", normalize_token(self.matrix))
+
+
+def leaf_matrix(array: da.Array) -> Matrix | None:
+    """The matrix `to_dask` wrapped, if `array` is exactly what it returned."""
+    key = MATRIX_KEY_PREFIX + array.name
+    layer = array.dask.layers.get(key)
+    if layer is None or array.name not in array.dask.layers:
+        return None
+    node = layer[key]
+    rows = getattr(node, "value", node)
+    return rows.matrix if isinstance(rows, MatrixRows) and rows.shape == array.shape else None
+
+
+def leaves_of(array: da.Array) -> list[Matrix]:
+    """Return the matrices that `to_dask` wrapped, of all that an array is computed from."""
+    return [
+        leaf.matrix
+        for key, layer in array.dask.layers.items()
+        if key.startswith(MATRIX_KEY_PREFIX)
+        for node in layer.values()
+        if isinstance(leaf := getattr(node, "value", node), MatrixRows)
+    ]
+
+
+def gather_block(
+    fetched: Fetched, positions: NDArray[np.int64], *, columns: Columns | None = None
+) -> NDArray[Any] | sp.csr_matrix:
+    """Copy rows of a fetch into a block of their own, in the dtype to compute in.
+
+    Parameters
+    ----------
+    fetched
+        Where the rows are.
+    positions
+        Which of them, shape (n_rows,), int64, in the order wanted; repeats allowed.
+    columns
+        Keep only these columns.
+
+    Returns
+    -------
+    NDArray or csr_matrix
+        n_rows rows, in the layout of `fetched`.
+    """
+    n_columns = fetched.shape[1] if columns is None else len(columns)
+    shape = (len(positions), n_columns)
+    if fetched.layout == "dense":
+        out = np.empty(shape, dtype=fetched.dtype)
+        fetched.gather(positions, out=out, columns=columns)
+        return out
+    indptr, indices, data = fetched.gather_csr(positions, columns=columns)
+    return _csr(data, indices, indptr, shape)
+
+
+def chunk_rows_for(*matrices: Matrix) -> int:
+    """Rows per chunk, so that a chunk of the widest matrix holds about ``dasksc.chunk-bytes``."""
+    budget = config.get_bytes("chunk-bytes")
+    return max(1, int(budget / max(map(_block_row_bytes, matrices))))
+
+
+def _block_row_bytes(matrix: Matrix) -> float:
+    """Return the bytes of a row of a block, whose values are wider than they may be stored."""
+    columns = 4 if matrix.layout == "csr" else 0
+    stored = memory_dtype(matrix.stored_dtype).itemsize
+    return matrix.cost.row * (matrix.dtype.itemsize + columns) / (stored + columns)
+
+
+def _short(label: str) -> str:
+    """The readable part of a key: ``/data/atlas.h5ad:/layers/counts`` gives ``atlas.h5ad:layers.counts``."""
+    path, colon, key = label.rpartition(":")
+    if not colon:
+        path, key = "", label
+    name = path.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    key = key.strip("/").replace("/", ".").replace(" ", "_")
+    return f"{name}:{key}" if name else key
+
+
+def _empty_block(layout: Layout, dtype: np.dtype[Any]) -> NDArray[Any] | sp.csr_matrix:
+    if layout == "csr":
+        return sp.csr_matrix((0, 0), dtype=dtype)
+    return np.empty((0, 0), dtype=dtype)
+
+
+def _csr(
+    data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int64], shape: tuple[int, int]
+) -> sp.csr_matrix:
+    # SciPy widens both index arrays to the wider of the two; most blocks fit the narrow type.
+    if indptr[-1] <= np.iinfo(np.int32).max:
+        indptr = indptr.astype(np.int32)
+    block = sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
+    # Gathered rows are; to find that out again would take a pass over the column numbers.
+    block.has_canonical_format = True
+    return block
+
+
+def _as_range(index: Any) -> Any:
+    return slice(index, index + 1 or None) if isinstance(index, Integral) else index

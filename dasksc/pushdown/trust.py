@@ -1,0 +1,189 @@
+"""Which functions of blocks treat every row alone, and who says so.
+
+That cannot be read off a function. Some are known to: elementwise ones, and reductions over columns. `row_local`
+declares others. Functions of the libraries that array code is made of are believed until tried, or, with
+``dasksc.array-code: strict``, not believed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import scipy.sparse as sp
+from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef
+from dask.array import chunk
+from dask.base import tokenize
+
+from dasksc import config
+from dasksc.errors import InputError
+from dasksc.pushdown.elementwise import Elementwise
+from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, mean_of, variance_of
+
+__all__ = ["Trust", "calls", "is_strict", "row_local", "trust_in"]
+
+Trust = Literal["known", "declared", "believed"]
+
+# Libraries whose functions, where they meet a block, are array code. One that mixes rows (a sort down the columns) is
+# found out when it is tried.
+BELIEVED = frozenset(
+    [
+        "_operator",
+        "anndata",
+        "builtins",
+        "cytoolz",
+        "dask",
+        "fast_array_utils",
+        "numba",
+        "numpy",
+        "operator",
+        "scanpy",
+        "scipy",
+        "toolz",
+    ]
+)
+
+_ELEMENTWISE = frozenset(
+    [
+        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
+        *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+        *(operator.and_, operator.or_, operator.xor, operator.invert, operator.neg, operator.pos, operator.abs),
+        *(np.clip, np.round, np.where, np.isclose, np.nan_to_num, np.real, np.imag),
+        # Others in the same place, in another container.
+        *(np.asarray, np.ascontiguousarray, sp.csr_matrix, sp.csr_array, chunk.astype, builtins.list, builtins.tuple),
+        *(mean_of, variance_of),
+    ]
+)
+_ELEMENTWISE_NAMES = frozenset(
+    [
+        ("dask._task_spec", "_identity_cast"),
+        ("dask.array.core", "_concatenate2"),
+        # Whose factors of rows and of columns lie in the graph as such.
+        ("scanpy._utils", "axis_mul_or_truediv"),
+    ]
+)
+
+_REDUCTIONS = frozenset(
+    getattr(module, name)
+    for module in (np, chunk)
+    for name in ("sum", "prod", "min", "max", "mean", "var", "std", "any", "all", "nansum", "nanmin", "nanmax")
+    if hasattr(module, name)
+) | {chunk_sum, chunk_moments, combine_moments}
+_REDUCTION_NAMES = frozenset(
+    [("scanpy._utils", "_.<locals>.sum_drop_keepdims"), ("scanpy._utils", "_.<locals>.aggregate_sum")]
+)
+
+
+class row_local:
+    """Declare that a function of blocks computes every row from that row alone.
+
+    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row; without the declaration whole
+    chunks are computed, since nothing else can tell what `f` does.
+
+    Parameters
+    ----------
+    function
+        Called with blocks of any number of rows; row i of its result may depend on row i of its
+        arguments and on nothing that differs between calls.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+    def __dask_tokenize__(self) -> object:
+        return ("dasksc.row_local", tokenize(self.function))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.function,)
+
+
+def is_strict() -> bool:
+    """Whether ``dasksc.array-code`` is ``"strict"``.
+
+    Raises
+    ------
+    InputError
+        If it is neither that nor ``"tried"``.
+    """
+    value = config.get("array-code")
+    if value not in ("tried", "strict"):
+        raise InputError(f"dasksc.array-code={value!r} in Dask's configuration must be 'tried' or 'strict'")
+    return bool(value == "strict")
+
+
+def trust_in(function: Any, keywords: Mapping[str, Any]) -> Trust | None:
+    """Return who says that a function treats every row alone; None: nobody.
+
+    Parameters
+    ----------
+    function
+        What a task of a graph calls.
+    keywords
+        The keyword arguments that the graph calls it with.
+    """
+    if isinstance(function, row_local):
+        return "declared"
+    name = getattr(function, "__module__", None) or type(function).__module__, getattr(function, "__qualname__", None)
+    if _is_elementwise(function) or name in _ELEMENTWISE_NAMES:
+        return "known"
+    if (_is_among(function, _REDUCTIONS) or name in _REDUCTION_NAMES) and _is_over_columns(keywords.get("axis")):
+        return "known"
+    return "believed" if name[0].split(".")[0] in BELIEVED else None
+
+
+def calls(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield every function in a task with its keyword arguments, also those inside partial and composed ones."""
+    if isinstance(value, Task):
+        yield from _called(value.func, value.kwargs)
+        yield from calls((value.args, value.kwargs))
+    elif isinstance(value, DataNode):
+        yield from calls(value.value)
+    elif isinstance(value, Mapping):
+        yield from calls(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from calls(part)
+    elif callable(value):
+        yield from _called(value, {})
+
+
+def _called(function: Any, keywords: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    if isinstance(function, functools.partial):
+        # The keyword arguments of a call go before those of the partial.
+        yield from _called(function.func, {**function.keywords, **keywords})
+        yield from calls((function.args, function.keywords))
+    elif isinstance(function, np.vectorize) and function.signature is not None:
+        # What it wraps is given rows, or whole blocks.
+        yield from calls(function.pyfunc)
+    elif hasattr(function, "first") and hasattr(function, "funcs"):  # toolz.compose
+        yield from calls((function.first, function.funcs))
+    else:
+        yield function, keywords
+
+
+def _is_elementwise(function: Any) -> bool:
+    if isinstance(function, np.ufunc):
+        return function.signature is None
+    # References, and what puts the parts of a block together.
+    return isinstance(function, Elementwise | GraphNode | Alias | TaskRef) or _is_among(function, _ELEMENTWISE)
+
+
+def _is_among(function: Any, functions: frozenset[Any]) -> bool:
+    try:
+        return function in functions
+    except TypeError:  # not hashable
+        return False
+
+
+def _is_over_columns(axis: Any) -> bool:
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return axes != () and all(isinstance(one, int | np.integer) and one == 1 for one in axes)

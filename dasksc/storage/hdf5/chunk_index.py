@@ -1,0 +1,329 @@
+"""Where the chunks of an HDF5 dataset lie: its index, read level by level instead of node by node.
+
+HDF5 reads one node of a tree after the other. Behind a URL each is a round trip, and a large atlas has hundreds of
+thousands of nodes. Here all nodes of a level are asked for at once. Read are B-trees of version 1, which the index
+is unless a file was written for new readers only; layouts follow the HDF5 File Format Specification, version 3.0
+(sections II.A superblock, III.A B-trees, IV.A object headers). Any other index is left to HDF5.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError
+from dasksc.storage.files import LocalFile
+from dasksc.storage.hdf5.remote import BlockReader
+from dasksc.storage.remote.objects import RemoteFile
+
+__all__ = ["ChunkTable", "chunk_table"]
+
+# What HDF5 keeps of a chunk at least, beside its values.
+_RECORD_BYTES = 8
+_NOWHERE = 2**64 - 1
+# Messages of object headers.
+_LAYOUT, _CONTINUATION, _TREE_SIZES = 0x08, 0x10, 0x13
+_IS_SHARED = 2
+# Headers beyond this are left to HDF5: they hold many attributes.
+_MOST_HEADER_BYTES = 2**22
+_MOST_HEADER_BLOCKS = 256
+# Half the children of a node, where the file says nothing else.
+_USUAL_HALF = 32
+_NODE_HEADER_BYTES = 24
+# Nodes that are read together, beside those of the level above.
+_BATCH_BYTES = 2**25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkTable:
+    """Where each chunk of a dataset lies, by row-major number.
+
+    Parameters
+    ----------
+    offsets, sizes
+        Place of each in bytes, shape (n_chunks,), int64; offset -1 if it was never written.
+    skipped
+        Which filters each chunk skipped, shape (n_chunks,), uint32.
+    """
+
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    skipped: NDArray[np.uint32]
+
+
+def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTable:
+    """Return where the chunks of a dataset lie.
+
+    Parameters
+    ----------
+    dataset
+        In chunks, open.
+    file
+        The file it is in, without a user block.
+
+    Returns
+    -------
+    ChunkTable
+        A round trip for each level of the tree if it is behind a URL, 20 bytes of memory a chunk.
+
+    Raises
+    ------
+    CorruptDataError
+        If the index contradicts itself, the dataset or the size of the file.
+    """
+    grid = tuple(-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True))
+    n_chunks = math.prod(grid)
+    if n_chunks > max(2**20, file.identity.size // _RECORD_BYTES):
+        raise CorruptDataError(
+            f"{file.path}:{dataset.name} has {n_chunks} chunks by its shape, {dataset.shape}, for which a file of "
+            f"{file.identity.size} bytes has no room. It is corrupt, or was never written."
+        )
+    table = ChunkTable(
+        offsets=np.full(n_chunks, -1, dtype=np.int64),
+        sizes=np.zeros(n_chunks, dtype=np.int64),
+        skipped=np.zeros(n_chunks, dtype=np.uint32),
+    )
+    try:
+        tree = _Tree.of(dataset, file) if n_chunks else None
+        if tree is not None:
+            _fill(table, grid, tree)
+        elif n_chunks:
+            _fill_by_hdf5(table, grid, dataset)
+    finally:
+        if isinstance(file, LocalFile):
+            file.close()  # or a thousand atlases would all be open
+    return table
+
+
+def _fill(table: ChunkTable, grid: tuple[int, ...], tree: _Tree) -> None:
+    chunks = np.array(tree.chunks, dtype=np.uint64)
+    last = -1
+    for records in tree.leaves():
+        at = records["at"]
+        places = at[:, :-1] // chunks
+        if (places * chunks != at[:, :-1]).any() or at[:, -1].any():
+            raise tree.broken("a chunk begins where none can")
+        # Others were left in the file when the dataset was made shorter.
+        inside = (places < np.array(grid, dtype=np.uint64)).all(axis=1)
+        numbers = np.ravel_multi_index(tuple(places[inside].astype(np.int64).T), grid)
+        # So none comes twice, and no node either.
+        if (np.diff(numbers, prepend=last) <= 0).any():
+            raise tree.broken("its chunks are not in order")
+        last = int(numbers[-1]) if len(numbers) else last
+        offsets = records["child"][inside]
+        if (offsets >= tree.file.identity.size).any():
+            raise tree.broken(f"a chunk begins beyond the end of the file, which has {tree.file.identity.size} bytes")
+        table.offsets[numbers] = offsets
+        table.sizes[numbers] = records["size"][inside]
+        table.skipped[numbers] = records["skipped"][inside]
+
+
+def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Dataset) -> None:
+    chunks = dataset.chunks
+
+    def note(chunk: Any) -> None:
+        number = 0
+        for at, length, n in zip(chunk.chunk_offset, chunks, grid, strict=True):
+            if at // length >= n:  # left in the file when the dataset was made shorter
+                return
+            number = number * n + at // length
+        table.offsets[number] = chunk.byte_offset
+        table.sizes[number] = chunk.size
+        table.skipped[number] = chunk.filter_mask
+
+    dataset.id.chunk_iter(note)
+
+
+# --- The tree -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tree:
+    """A B-tree of version 1 over the chunks of a dataset.
+
+    Parameters
+    ----------
+    file
+        Where it is.
+    label
+        What to call the dataset in errors.
+    root
+        Address of its root, `_NOWHERE` if no chunk was ever written.
+    chunks
+        Lengths of a chunk.
+    half
+        Half the children that a node has room for.
+    """
+
+    file: LocalFile | RemoteFile
+    label: str
+    root: int
+    chunks: tuple[int, ...]
+    half: int
+
+    @classmethod
+    def of(cls, dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> _Tree | None:
+        """Return the tree of a dataset; None if its index is another, or may not be in the file yet."""
+        # Behind a user block addresses are counted from its end.
+        readable = dataset.file.mode == "r" and not dataset.file.userblock_size
+        half = _half_of(file) if readable else None
+        # `h5py.h5o.get_info` would walk the tree itself, to add up what nodes take.
+        low, high = h5py.h5g.get_objinfo(dataset.id).objno
+        header = low + (high << 32)
+        layout = None if half is None else next(_messages(file, header, _LAYOUT), None)
+        n_dims = len(dataset.shape) + 1
+        # Version 3, class "chunked".
+        if half is None or layout is None or layout[:3] != bytes((3, 2, n_dims)) or len(layout) < 11 + 4 * n_dims:
+            return None
+        root, *chunks = struct.unpack_from(f"<Q{n_dims}I", layout, 3)
+        if tuple(chunks) != (*dataset.chunks, dataset.dtype.itemsize):
+            return None
+        return cls(file=file, label=f"{file.path}:{dataset.name}", root=root, chunks=dataset.chunks, half=half)
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        """A key, which describes the first chunk below a child, and the child: a node, or in a leaf the chunk."""
+        at = ("at", "<u8", (len(self.chunks) + 1,))
+        return np.dtype([("size", "<u4"), ("skipped", "<u4"), at, ("child", "<u8")])
+
+    @property
+    def node_bytes(self) -> int:
+        """What a node takes in the file, however few children it has; behind them is one more key."""
+        return _NODE_HEADER_BYTES + (2 * self.half + 1) * self.record.itemsize - 8
+
+    def leaves(self) -> Iterator[NDArray[np.void]]:
+        """Yield the records of all chunks in their order, some nodes' at a time."""
+        if self.root == _NOWHERE:
+            return
+        # The root was made with the dataset: it is often near what HDF5 has read already.
+        if len(root := _read(self.file, self.root, self.node_bytes)) < self.node_bytes:
+            raise self.broken(f"its root is beyond the end of the file, at {self.root}")
+        nodes = np.frombuffer(root, dtype=np.uint8)[None, :]
+        level = int(nodes[0, 5])
+        records = self._records(nodes, level)
+        n_nodes = 1
+        while level:
+            level -= 1
+            nodes_at = records["child"]
+            n_nodes += len(nodes_at)
+            if n_nodes > self.file.identity.size // self.node_bytes:
+                raise self.broken("it has more nodes than the file has room for")
+            below = (self._records(nodes, level) for nodes in self._nodes(nodes_at))
+            if level == 0:
+                yield from below
+                return
+            records = np.concatenate([records[:0], *below])
+        yield records
+
+    def _nodes(self, at: NDArray[np.uint64]) -> Iterator[NDArray[np.uint8]]:
+        """Yield nodes, some at a time, shape (n, node_bytes)."""
+        if len(at) and at.max() > self.file.identity.size - self.node_bytes:
+            raise self.broken("a node is beyond the end of the file")
+        file = self.file if isinstance(self.file, LocalFile) else self.file.uncached()
+        n_together = max(1, _BATCH_BYTES // self.node_bytes)
+        for first in range(0, len(at), n_together):
+            offsets = at[first : first + n_together].astype(np.int64)
+            order = np.argsort(offsets)
+            nodes = np.empty((len(offsets), self.node_bytes), dtype=np.uint8)
+            sizes = np.full(len(offsets), self.node_bytes)
+            read = file.ranges(offsets[order], sizes, use_mmap=False)
+            for number, node in zip(order.tolist(), read, strict=True):
+                nodes[number] = node
+            yield nodes
+
+    def _records(self, nodes: NDArray[np.uint8], level: int) -> NDArray[np.void]:
+        """Return what nodes of one level say of their children, in order."""
+        heads = nodes[:, :8]
+        # Signature, kind (chunks) and level.
+        if (heads[:, :6] != np.frombuffer(b"TREE\x01" + bytes((level,)), dtype=np.uint8)).any():
+            raise self.broken(f"what should be a node of level {level} is none")
+        n_used = heads[:, 6:8].copy().view("<u2")
+        if (n_used > 2 * self.half).any():
+            raise self.broken(f"a node has more than {2 * self.half} children")
+        records = nodes[:, _NODE_HEADER_BYTES : _NODE_HEADER_BYTES + 2 * self.half * self.record.itemsize]
+        used: NDArray[np.void] = records.view(self.record)[np.arange(2 * self.half) < n_used]
+        return used
+
+    def broken(self, reason: str) -> CorruptDataError:
+        """Return the error for a tree that is damaged."""
+        return CorruptDataError(
+            f"{self.label}: the index of its chunks is corrupt: {reason}. Copy or download the file again."
+        )
+
+
+# --- What leads to it ---------------------------------------------------------------------------------
+
+
+def _half_of(file: LocalFile | RemoteFile) -> int | None:
+    """Return half the children that nodes over chunks have room for; None if addresses are not of 8 bytes."""
+    start = _read(file, 0, 48)
+    if len(start) < 48:
+        return None
+    version = start[8]
+    if version < 2:
+        if start[13:15] != b"\x08\x08":
+            return None
+        return int.from_bytes(start[24:26], "little") if version == 1 else _USUAL_HALF
+    extension = int.from_bytes(start[20:28], "little")
+    if version > 3 or start[9:11] != b"\x08\x08":
+        return None
+    sizes = None if extension == _NOWHERE else next(_messages(file, extension, _TREE_SIZES), None)
+    return _USUAL_HALF if sizes is None else int.from_bytes(sizes[1:3], "little")
+
+
+def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator[bytes]:
+    """Yield the messages of one kind in an object header; nothing of headers that are not understood.
+
+    HDF5 has opened the object, so its header is whole.
+    """
+    start = _read(file, address, 64)
+    if start[:4] == b"OHDR" and start[4:5] == b"\x02":
+        flags = start[5]
+        # Times, and when attributes are stored elsewhere.
+        at = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+        width = 1 << (flags & 3)
+        n_bytes = int.from_bytes(start[at : at + width], "little")
+        # Kind, size and flags; then the order in which attributes were made.
+        head, is_new = struct.Struct("<BHB2x" if flags & 4 else "<BHB"), True
+        blocks = [(address + at + width, n_bytes)]
+    elif start[:1] == b"\x01" and len(start) >= 16:
+        head, is_new = struct.Struct("<HHB3x"), False
+        blocks = [(address + 16, int.from_bytes(start[8:12], "little"))]
+    else:
+        return
+    n_bytes_left = _MOST_HEADER_BYTES
+    for block_at, n_bytes in blocks:  # grows
+        n_bytes_left -= n_bytes
+        if n_bytes_left < 0 or len(blocks) > _MOST_HEADER_BLOCKS:
+            return
+        block = _read(file, block_at, n_bytes)
+        at = 0
+        while at + head.size <= len(block):
+            found, size, flags = head.unpack_from(block, at)
+            message = block[at + head.size : at + head.size + size]
+            at += head.size + size
+            if found == kind and not flags & _IS_SHARED:
+                yield message
+            elif found == _CONTINUATION and len(message) >= 16:
+                place, n_bytes = struct.unpack_from("<QQ", message)
+                # A signature before, a checksum behind.
+                blocks.append((place + 4, max(0, n_bytes - 8)) if is_new else (place, n_bytes))
+
+
+def _read(file: LocalFile | RemoteFile, offset: int, n_bytes: int) -> bytes:
+    """Return bytes of a file, as many as there are; behind a URL, those that h5py has read are not asked for again."""
+    data = bytearray(max(0, min(n_bytes, file.identity.size - offset)))
+    if isinstance(file, LocalFile):
+        file.read(offset, memoryview(data))
+    elif data:
+        reader = BlockReader(file)
+        reader.seek(offset)
+        reader.readinto(data)
+    return bytes(data)

@@ -1,0 +1,178 @@
+"""Where the bytes of an HDF5 dataset lie, so that they can be read without HDF5."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.storage.arrays import StoredArray, UnknownLayoutError, is_of_content
+from dasksc.storage.chunked import ChunkedArray, TableChunks
+from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
+from dasksc.storage.files import LocalFile, UseMmap
+from dasksc.storage.hdf5.chunk_index import chunk_table
+from dasksc.storage.plain import Extents, PlainArray
+from dasksc.storage.remote.objects import RemoteFile
+from dasksc.storage.safety.hdf5_links import check_item
+
+__all__ = ["direct_array"]
+
+
+_EDGES_TRIED = 8
+
+
+def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap) -> StoredArray:
+    """Return a dataset as an array that is read without HDF5.
+
+    Parameters
+    ----------
+    file
+        The file that `dataset` is in.
+    dataset
+        The dataset, open.
+    label
+        What to call it in errors.
+    use_mmap
+        Whether files of this machine may be mapped.
+
+    Raises
+    ------
+    UnknownLayoutError
+        If it must be read through h5py.
+    CorruptDataError
+        If its bytes lie beyond the end of the file.
+    StorageError
+        If they lie in another file, outside of its folder.
+    """
+    if isinstance(file, LocalFile):  # of a remote one, all was looked at when it was opened
+        check_item(dataset, file.path, folder=os.path.dirname(file.path))
+    dtype = dataset.dtype
+    if dtype.kind not in "biuf" or not dtype.isnative or dtype == np.float16:
+        raise UnknownLayoutError(f"its type is {dtype!r}")
+    if not dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)):
+        raise UnknownLayoutError("its type has padding")
+    plist = dataset.id.get_create_plist()
+    # Of a remote file no link to another one is followed.
+    if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
+        raise UnknownLayoutError("a link leads to it in another file")
+    if dataset.is_virtual or plist.get_external_count():
+        raise UnknownLayoutError("its values lie in other files")
+    layout = plist.get_layout()
+    fill = np.zeros(1, dtype=dtype)
+    plist.get_fill_value(fill)
+    if layout == h5py.h5d.CHUNKED and (plist.get_nfilters() or dataset.chunks[1:] != dataset.shape[1:]):
+        chain = Chain(
+            codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
+        )
+        table = chunk_table(dataset, file)
+        _check_places(dataset, file, table.offsets)
+        if chain.codecs and _has_raw_edges(dataset, chain, table.sizes):
+            raise UnknownLayoutError("chunks at its edges are stored without its filters")
+        return ChunkedArray(
+            label=label,
+            shape=dataset.shape,
+            chunk_shape=dataset.chunks,
+            chain=chain,
+            source=TableChunks(
+                file,
+                offsets=table.offsets,
+                sizes=table.sizes,
+                skipped=table.skipped,
+                use_mmap=use_mmap if file.can_map else False,
+            ),
+            fill=fill[0],
+        )
+    if layout == h5py.h5d.CONTIGUOUS:
+        offset = dataset.id.get_offset()
+        firsts, offsets = np.zeros(1, dtype=np.int64), np.array([-1 if offset is None else offset], dtype=np.int64)
+    elif layout == h5py.h5d.CHUNKED:
+        offsets = chunk_table(dataset, file).offsets
+        firsts = np.arange(len(offsets), dtype=np.int64) * dataset.chunks[0]
+    else:
+        raise UnknownLayoutError("it is stored in its own header")
+    _check_places(dataset, file, offsets)
+    stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
+    return PlainArray(
+        label=label,
+        shape=dataset.shape,
+        dtype=dtype,
+        file=file,
+        extents=Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride),
+        fill=fill[0],
+        use_mmap=use_mmap if file.can_map else False,
+    )
+
+
+def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
+    """Leave a dataset to h5py if its values lie elsewhere: some versions of HDF5 forget the user block."""
+    written = np.flatnonzero(offsets >= 0)
+    if not dataset.file.userblock_size or not len(written):
+        return
+    if dataset.chunks is None:
+        stored = np.ascontiguousarray(dataset[:1]).tobytes()
+    else:
+        grid = [-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True)]
+        places = np.unravel_index(int(written[0]), grid)
+        start = tuple(int(at) * length for at, length in zip(places, dataset.chunks, strict=True))
+        _, stored = dataset.id.read_direct_chunk(start)
+    found = bytearray(len(stored))
+    file.read(int(offsets[written[0]]), memoryview(found))
+    if isinstance(file, LocalFile):
+        file.close()
+    if found != stored:
+        raise UnknownLayoutError("the file has a user block, and HDF5 tells other places than those of the values")
+
+
+def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
+    """Whether chunks at the edges were stored as if there were no filters, which an option of HDF5 asks for.
+
+    The library does not tell the option, and such chunks do not say that filters were skipped. Where the size of
+    one leaves it open, it is read both ways.
+    """
+    chunks = dataset.chunks
+    grid = [-(-n // length) for n, length in zip(dataset.shape, chunks, strict=True)]
+    edges = np.zeros(grid, dtype=bool)
+    for axis, (n, length) in enumerate(zip(dataset.shape, chunks, strict=True)):
+        if n % length:
+            edges[(slice(None),) * axis + (-1,)] = True
+    raw_bytes = int(np.prod(chunks, dtype=np.int64)) * dataset.dtype.itemsize
+    unclear = np.flatnonzero(edges.ravel() & (sizes == raw_bytes))
+    for number in unclear[-_EDGES_TRIED:].tolist():
+        start = [int(at) * length for at, length in zip(np.unravel_index(number, grid), chunks, strict=True)]
+        skipped, data = dataset.id.read_direct_chunk(tuple(start))
+        shape = (chunks[0], int(np.prod(chunks[1:], dtype=np.int64)))
+        try:
+            chunk = chain.decode(data, shape=shape, skipped=skipped, rows=(0, chunks[0])).reshape(chunks)
+        except Exception as error:  # what a codec raises on bytes that were never encoded
+            if not is_of_content(error):
+                raise
+            return True
+        stops = [min(at + length, n) for at, length, n in zip(start, chunks, dataset.shape, strict=True)]
+        inside = tuple(slice(0, stop - at) for at, stop in zip(start, stops, strict=True))
+        stored = dataset[tuple(slice(at, stop) for at, stop in zip(start, stops, strict=True))]
+        if np.ascontiguousarray(chunk[inside]).tobytes() != stored.tobytes():
+            return True
+    return False
+
+
+def _codec(filter_info: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype[Any]) -> Codec:
+    number, _, _, name = filter_info
+    match number:
+        case h5py.h5z.FILTER_DEFLATE:
+            return Deflate(wbits=15)
+        case h5py.h5z.FILTER_SHUFFLE:
+            return codec_of_config({"id": "shuffle", "elementsize": dtype.itemsize})
+        case h5py.h5z.FILTER_FLETCHER32:
+            return codec_of_config({"id": "fletcher32"})
+        case h5py.h5z.FILTER_LZF:
+            return H5Lzf()
+        case 32001:
+            return codec_of_config({"id": "blosc"})
+        case 32004:
+            return H5Lz4()
+        case 32015:
+            return codec_of_config({"id": "zstd"})
+    raise UnknownLayoutError(f"its filter {name.decode(errors='replace') or number} is not known")

@@ -1,0 +1,159 @@
+"""HDF5 files in a store: what h5py needs to find arrays in them, read by blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections import Counter, OrderedDict
+from weakref import WeakValueDictionary
+
+import h5py
+
+from dasksc.errors import CorruptDataError, StorageError
+from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.remote.objects import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
+from dasksc.storage.safety.hdf5_links import check_links
+
+__all__ = ["BlockReader", "open_remote"]
+
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+# Where HDF5 begins behind bytes of a user's own, of which an .h5mu file has 512.
+_BEGINNINGS = (0, 512, 1024, 2048)
+_HEAD_BYTES = 2048 + len(_SIGNATURE)
+# What describes arrays is scattered over a file in pieces of some hundred bytes, in clusters.
+_BLOCK_BYTES = 2**18
+_KEPT_BLOCKS = 256
+# Reading that goes on from block to block is that of a table: twice as many blocks each time.
+_LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
+# Names of cells lie in one region, and are read in no order of their blocks. Where so many blocks of a group were
+# asked for, or a group beside it was read whole, all of it is: it is transferred in about a round trip.
+_GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
+_MOST_MISSED = 2
+
+
+class _Blocks(OrderedDict[int, memoryview]):
+    """The blocks of one object that were read last, 64 MiB of them, by number."""
+
+
+# Of each object while anything reads it, for all that do: every matrix of an atlas opens its file.
+_blocks_of: WeakValueDictionary[tuple[int, str, ObjectIdentity], _Blocks] = WeakValueDictionary()
+
+
+class BlockReader(io.RawIOBase):
+    """An object of a store as a file, for libraries that read a little here and there.
+
+    For one thread at a time, as h5py reads; several readers of an object share what was read.
+
+    Parameters
+    ----------
+    file
+        The object.
+    """
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._at = 0
+        self._blocks = _blocks_of.setdefault((os.getpid(), file.place.root, file.identity), _Blocks())
+        self._following = (-1, 1)
+        self._missed: Counter[int] = Counter()
+        self._whole: set[int] = set()
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.identity.size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, into: memoryview | bytearray) -> int:  # type: ignore[override]
+        """Fill `into` from the position on, as far as the object goes; return how many bytes there were."""
+        view = memoryview(into).cast("B")
+        n_bytes = max(0, min(len(view), self._file.identity.size - self._at))
+        done = 0
+        while done < n_bytes:
+            number, skipped = divmod(self._at, _BLOCK_BYTES)
+            piece = self._block(number)[skipped : skipped + n_bytes - done]
+            view[done : done + len(piece)] = piece
+            done += len(piece)
+            self._at += len(piece)
+        return n_bytes
+
+    def _block(self, number: int) -> memoryview:
+        block = self._blocks.get(number)
+        if block is not None:
+            with contextlib.suppress(KeyError):  # another reader of the object let it go
+                self._blocks.move_to_end(number)
+            return block
+        first, n_blocks = self._wanted(number)
+        start = first * _BLOCK_BYTES
+        data = memoryview(bytearray(min(n_blocks * _BLOCK_BYTES, self._file.identity.size - start)))
+        self._file.read(start, data)
+        for at in range(0, len(data), _BLOCK_BYTES):
+            # Copied, so that each block is let go by itself.
+            self._blocks[first + at // _BLOCK_BYTES] = memoryview(bytes(data[at : at + _BLOCK_BYTES]))
+        while len(self._blocks) > _KEPT_BLOCKS:
+            self._blocks.popitem(last=False)
+        return data[(number - first) * _BLOCK_BYTES :][:_BLOCK_BYTES]
+
+    def _wanted(self, number: int) -> tuple[int, int]:
+        """Return the first of the blocks to be read because one is missing, and how many."""
+        expected, n_blocks = self._following
+        if number == expected:
+            n_blocks = min(2 * n_blocks, _LONGEST_BLOCKS)
+            self._following = number + n_blocks, n_blocks
+            return number, n_blocks
+        self._following = number + 1, 1
+        group = number // _GROUP_BLOCKS
+        self._missed[group] += 1
+        if self._missed[group] <= _MOST_MISSED and self._whole.isdisjoint((group - 1, group, group + 1)):
+            return number, 1
+        self._whole.add(group)
+        return group * _GROUP_BLOCKS, _GROUP_BLOCKS
+
+
+def open_remote(file: RemoteFile) -> h5py.File:
+    """Open an object of a store as HDF5.
+
+    Raises
+    ------
+    StorageError
+        If it is not HDF5, or refers to other files: those would be sought on this machine.
+    CorruptDataError
+        If it is truncated.
+    """
+    head = bytes(file.fetch(0, min(_HEAD_BYTES, file.identity.size))) if file.identity.size else b""
+    if not any(head.startswith(_SIGNATURE, at) for at in _BEGINNINGS):
+        raise StorageError(
+            f"{file.path} is not an HDF5 file, and not a Zarr group either (nothing is at {file.path}/zarr.json or "
+            f"{file.path}/.zgroup). Give the URL of an .h5ad file or of a Zarr store; a zipped store must be unpacked."
+        )
+    try:
+        root = h5py.File(BlockReader(file), "r")
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        if "truncated" in str(error):
+            raise CorruptDataError(
+                f"{file.path} is truncated: it holds {file.identity.size} bytes, fewer than its header says. "
+                "Upload it again."
+            ) from error
+        raise StorageError(f"{file.path} cannot be opened as HDF5: {error}") from error
+    try:
+        check_links(root, file.path, folder=None)
+    except StorageError:
+        root.close()
+        raise
+    return root

@@ -1,0 +1,287 @@
+"""Requests through fsspec, to what obstore does not know: ``hf://``, ``ftp://``, ``sftp://``, ``memory://``, ...
+
+What fsspec's implementations promise differs. Here each thread has one of its own, for many hold one connection; what
+fails is tried again with growing pauses; and reads are followed by looks at what is there now, because they cannot ask
+for a version.
+"""
+
+from __future__ import annotations
+
+import ftplib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
+from dasksc.storage.arrays import is_of_content
+from dasksc.storage.remote.client import (
+    SCHEMES,
+    WHOLE_BYTES,
+    ObjectIdentity,
+    cleaned,
+    longer,
+    patiently,
+    secrets_of,
+    shortened,
+    shown,
+    span_of,
+    url_of,
+)
+
+__all__ = ["FsspecClient", "split_url"]
+
+T = TypeVar("T")
+
+# What implementations call a version, and a time of change.
+_TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum", "hex")
+_TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
+# How long a look at an object holds. Some servers tell of whole folders only, or of little in a minute.
+_LOOK_S = 1.0
+# How many looks are remembered; more than this are not made in that time.
+_LOOKS = 1024
+# By these nothing tells one version from another, and a cache keeps nothing.
+_UNKNOWN_TIME = "1970-01-01"
+# Packages whose modules have other names.
+_PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}
+# These would come again.
+_FINAL = (
+    ftplib.error_perm,
+    AttributeError,
+    FileNotFoundError,
+    ImportError,
+    IsADirectoryError,
+    KeyError,
+    NotADirectoryError,
+    NotImplementedError,
+    PermissionError,
+    TypeError,
+    ValueError,
+)
+
+
+def _class_of(url: str) -> Any:
+    """Return fsspec's class for a URL.
+
+    Raises
+    ------
+    InputError
+        If its scheme is not known, or needs a package that is not installed.
+    """
+    from fsspec.registry import get_filesystem_class, known_implementations, registry
+
+    scheme = urlsplit(url).scheme
+    if "::" in url:
+        raise InputError(
+            f"{shown(url)!r} is a chain of URLs, which is not read. Give the URL of an atlas, and what its file system "
+            "needs as storage_options"
+        )
+    known = {*known_implementations, *registry}
+    if scheme not in known:
+        others = sorted(known.difference(SCHEMES))
+        raise InputError(
+            f"{shown(url)!r} begins with {scheme}://; known are {', '.join(SCHEMES)}, and through fsspec "
+            f"{', '.join(others)}"
+        )
+    try:
+        return get_filesystem_class(scheme)
+    except ImportError as error:
+        missing = getattr(error.__cause__, "name", None)
+        hint = f": pip install {_PACKAGES.get(missing, missing.replace('_', '-'))}" if missing else ""
+        raise InputError(
+            f"{scheme}:// is read through fsspec, which lacks a package for it{hint}. fsspec says: {error}"
+        ) from error
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return the root of the file system that a URL is in, and the path in it; together they are the URL."""
+    path = str(_class_of(url)._strip_protocol(url)).strip("/")
+    url = url.rstrip("/") if path else url
+    if not url.endswith(path):
+        raise InputError(f"{shown(url)!r} is not the URL of a file or directory")
+    return url[: len(url) - len(path)], path
+
+
+class FsspecClient:
+    """A file system of fsspec; see `dasksc.storage.remote.client.Client`.
+
+    Parameters
+    ----------
+    root
+        The URL of the file system; it may hold user, password and host.
+    options
+        What its class takes. They go before what the URL holds.
+    """
+
+    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
+        self._root = root
+        self._class = _class_of(root)
+        self._options = {**self._class._get_kwargs_from_urls(root), **options}
+        self._secrets = secrets_of(root, self._options)
+        self._mine = threading.local()
+        # When each object was last looked at, the latest last.
+        self._looked: dict[str, float] = {}
+
+    def stat(self, key: str) -> ObjectIdentity:
+        """Return the identity of an object; see `Client.stat`."""
+
+        def look(system: Any, path: str) -> ObjectIdentity:
+            system.invalidate_cache(system._parent(path))
+            return self._identity(key, system.info(path), system)
+
+        now = time.monotonic()
+        identity = self._asked(look, key)
+        self._looked.pop(key, None)
+        self._looked[key] = now
+        for oldest in list(self._looked)[:-_LOOKS]:
+            self._looked.pop(oldest, None)
+        return identity
+
+    def get(
+        self,
+        key: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        expected: ObjectIdentity | None = None,
+        longest: int = WHOLE_BYTES,
+    ) -> tuple[memoryview, ObjectIdentity]:
+        """Return bytes of an object; see `Client.get`."""
+        identity = expected or self.stat(key)
+        if stop is None and identity.size > longest:
+            raise longer(identity.path, identity.size, longest)
+        end = identity.size if stop is None else stop
+        span = span_of(start, stop)
+        data = (
+            self._asked(lambda system, path: self._read(system, path, start, end, identity), key, span)
+            if end > start
+            else b""
+        )
+        if expected is not None and time.monotonic() - self._looked.get(key, float("-inf")) >= _LOOK_S:
+            expected.compare(self.stat(key))
+        if len(data) != end - start:
+            raise shortened(identity.path, identity.size, span, len(data))
+        return memoryview(data), identity
+
+    def listed(self, prefix: str) -> list[str]:
+        """Return keys below a prefix; see `Client.listed`."""
+
+        def look(system: Any, path: str) -> list[str]:
+            system.invalidate_cache(path)
+            return [str(name) for name in system.find(path)]
+
+        base = len(self._path(prefix).strip("/"))
+        names = (name.strip("/")[base:].strip("/") for name in self._listed(look, prefix))
+        return sorted(f"{prefix}/{name}".strip("/") for name in names if name)
+
+    def children(self, prefix: str) -> list[str]:
+        """Return names below a prefix; see `Client.children`."""
+
+        def look(system: Any, path: str) -> list[str]:
+            system.invalidate_cache(path)
+            return [str(name) for name in system.ls(path, detail=False)]
+
+        itself = self._path(prefix).strip("/")
+        paths = (path.strip("/") for path in self._listed(look, prefix))
+        return sorted({path.rpartition("/")[2] for path in paths if path != itself})
+
+    def _path(self, key: str) -> str:
+        return str(self._class._strip_protocol(url_of(self._root, key)))
+
+    def _shown(self, key: str) -> str:
+        return url_of(shown(self._root), key)
+
+    def _listed(self, look: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
+        """As stores have no folders, one that is not there has nothing in it."""
+        try:
+            return self._asked(look, prefix)
+        except MissingPathError:
+            return []
+
+    def _identity(self, key: str, info: Mapping[str, Any], system: Any) -> ObjectIdentity:
+        if info["type"] == "directory":
+            raise FileNotFoundError(key)
+        if info.get("size") is None:
+            raise StorageError(
+                f"{self._shown(key)} is of unknown size, and cannot be read by byte ranges. Copy it first."
+            )
+        tag = next((str(info[name]) for name in _TAGS if info.get(name)), None)
+        modified = next((str(info[name]) for name in _TIMES if info.get(name)), _UNKNOWN_TIME)
+        if tag is None and modified == _UNKNOWN_TIME and _is_own(system, "ukey"):
+            tag = str(system.ukey(self._path(key)))
+        return ObjectIdentity(path=self._shown(key), size=int(info["size"]), etag=tag, modified=modified)
+
+    def _asked(self, ask: Callable[[Any, str], T], key: str, span: str = "") -> T:
+        """Return what the file system answers, asked again where that may help."""
+
+        def attempt() -> T:
+            try:
+                return ask(self._system(), self._path(key))
+            except FileNotFoundError:
+                raise
+            except Exception:  # each implementation has its own
+                self._mine.system = self._mine.file = None  # whose connection may be broken
+                raise
+
+        try:
+            return patiently(attempt, _is_final)
+        except DaskscError:
+            raise
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            raise self._translated(error, key, span) from None
+
+    def _read(self, system: Any, path: str, start: int, stop: int, identity: ObjectIdentity) -> bytes:
+        from fsspec.spec import AbstractBufferedFile
+
+        if _is_own(system, "cat_file"):
+            return bytes(system.cat_file(path, start, stop))
+        held, file = getattr(self._mine, "file", None) or (None, None)
+        if file is not None and held == identity:
+            return bytes(file._fetch_range(start, stop))
+        file = system.open(path, "rb")
+        if isinstance(file, AbstractBufferedFile):
+            # Its buffer would read megabytes ahead. Kept, because opening asks for the size; it holds no connection.
+            self._mine.file = identity, file
+            return bytes(file._fetch_range(start, stop))
+        with file:
+            file.seek(start)
+            return bytes(file.read(stop - start))
+
+    def _system(self) -> Any:
+        """Return the file system of this thread."""
+        if getattr(self._mine, "system", None) is None:
+            try:
+                self._mine.system = self._class(**self._options, skip_instance_cache=True)
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"{shown(self._root)} cannot be opened with these storage_options: {cleaned(error, self._secrets)}."
+                    f" They are those of fsspec's {self._class.__name__}."
+                ) from None
+        return self._mine.system
+
+    def _translated(self, error: Exception, key: str, span: str) -> StorageError:
+        path = self._shown(key)
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            return MissingPathError(f"there is nothing at {path}")
+        what = f"{path}{', ' + span if span else ''} cannot be read: {cleaned(error, self._secrets)}."
+        return StorageError(
+            f"{what} Check that it can be reached, and the storage_options, those of {self._class.__name__}."
+        )
+
+
+def _is_own(system: Any, method: str) -> bool:
+    """Return whether an implementation has a method of its own."""
+    from fsspec import AbstractFileSystem
+
+    # Asynchronous ones have them as attributes.
+    return method in vars(system) or getattr(type(system), method) is not getattr(AbstractFileSystem, method)
+
+
+def _is_final(error: Exception) -> bool:
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return 400 <= status < 500 and status not in (408, 429)
+    return isinstance(error, _FINAL)

@@ -1,0 +1,205 @@
+"""Requests to object stores and web servers, through obstore.
+
+obstore retries what a server throttles, fails or cuts short, with growing pauses.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from dasksc import config
+from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.storage.arrays import is_of_content
+from dasksc.storage.remote.client import (
+    WHOLE_BYTES,
+    ObjectIdentity,
+    cleaned,
+    longer,
+    patiently,
+    replaced,
+    secrets_of,
+    shortened,
+    shown,
+    span_of,
+    url_of,
+)
+
+__all__ = ["ObstoreClient"]
+
+T = TypeVar("T")
+
+# obstore asks again itself, but not where an answer breaks off that is no object, or of which it knows no version.
+_BROKEN_OFF = "body error"
+
+
+class ObstoreClient:
+    """A store through obstore; see `Client`.
+
+    Parameters
+    ----------
+    root
+        The URL of the store.
+    options
+        As `obstore.store.from_url` takes them; `client_options` and `retry_config` are completed by defaults.
+    """
+
+    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
+        try:
+            import obstore
+        except ImportError as error:
+            raise InputError(
+                f"{shown(root)} is read through obstore, which is not installed: pip install 'dasksc[remote]'"
+            ) from error
+        self._shown = shown(root)
+        self._secrets = secrets_of(root, options)
+        self._library = obstore
+        try:
+            self._store = _store(root, options)
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            # Without the original error, whose text holds what was given.
+            raise InputError(
+                f"{self._shown} cannot be opened with these storage_options: {cleaned(error, self._secrets)}. They are "
+                "those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
+            ) from None
+
+    def stat(self, key: str) -> ObjectIdentity:
+        """Return the identity of an object; see `Client.stat`."""
+        return self._asked(lambda: self._identity(key, self._library.head(self._store, key)), key)
+
+    def get(
+        self,
+        key: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        expected: ObjectIdentity | None = None,
+        longest: int = WHOLE_BYTES,
+    ) -> tuple[memoryview, ObjectIdentity]:
+        """Return bytes of an object; see `Client.get`."""
+        options: dict[str, Any] = {}
+        if stop is not None:
+            options["range"] = (start, stop)
+        # A weak ETag matches nothing.
+        if expected is not None and expected.etag and not expected.etag.startswith("W/"):
+            options["if_match"] = expected.etag
+
+        def ask() -> tuple[memoryview, ObjectIdentity]:
+            result = self._library.get(self._store, key, options=options)
+            identity = self._identity(key, result.meta)
+            if expected is not None:
+                expected.compare(identity)
+            if stop is None and identity.size > longest:
+                raise longer(self._path(key), identity.size, longest)
+            return memoryview(result.bytes()), identity
+
+        data, identity = self._asked(ask, key, span_of(start, stop))
+        wanted = (identity.size if stop is None else stop) - start
+        if len(data) != wanted:
+            raise shortened(self._path(key), identity.size, span_of(start, stop), len(data))
+        return data, identity
+
+    def listed(self, prefix: str) -> list[str]:
+        """Return keys below a prefix; see `Client.listed`."""
+        self._refuse_listing(prefix)
+
+        def ask() -> list[str]:
+            pages = self._library.list(self._store, prefix or None)
+            return sorted(item["path"] for page in pages for item in page if item["path"] != prefix)
+
+        return self._asked(ask, prefix)
+
+    def children(self, prefix: str) -> list[str]:
+        """Return names below a prefix; see `Client.children`."""
+        self._refuse_listing(prefix)
+        result = self._asked(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
+        paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
+        # Some programs make an object that stands for the folder.
+        return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
+
+    def _asked(self, ask: Callable[[], T], key: str, span: str = "") -> T:
+        try:
+            return patiently(ask, lambda error: _BROKEN_OFF not in str(error))
+        except CorruptDataError:
+            raise
+        except self._library.exceptions.PreconditionError:
+            raise replaced(self._path(key)) from None
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            raise self._translated(error, key, span) from None
+
+    def _path(self, key: str) -> str:
+        return url_of(self._shown.removeprefix("file://"), key)
+
+    def _identity(self, key: str, meta: Mapping[str, Any]) -> ObjectIdentity:
+        return ObjectIdentity(
+            path=self._path(key), size=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"].isoformat()
+        )
+
+    def _refuse_listing(self, prefix: str) -> None:
+        if self._shown.startswith("http"):
+            raise StorageError(
+                f"{self._path(prefix)} is on a web server, which does not tell what is there. Give the URLs of several "
+                "atlases as a list. A Zarr store needs consolidated metadata: zarr.consolidate_metadata(path), before "
+                "it is uploaded."
+            )
+
+    def _translated(self, error: Exception, key: str, span: str) -> StorageError:
+        path, reason = self._path(key), cleaned(error, self._secrets)
+        exceptions = self._library.exceptions
+        if isinstance(error, FileNotFoundError):
+            return MissingPathError(f"there is nothing at {path}")
+        if isinstance(error, exceptions.NotSupportedError):
+            return StorageError(f"{path} cannot be read: {reason}. The server must serve byte ranges (Accept-Ranges).")
+        what = f"{path}{', ' + span if span else ''} cannot be read: {reason}."
+        # Where no credentials are given, clouds are asked for those of this machine, at an address of their own.
+        is_denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+        if is_denied or "169.254.169.254" in reason or "metadata.google.internal" in reason:
+            return StorageError(
+                f"{what} Check the credentials (storage_options, or the environment: AWS_ACCESS_KEY_ID, "
+                "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket is read without any: "
+                "storage_options={'skip_signature': True}."
+            )
+        return StorageError(f"{what} Check that the endpoint and the region are right and that it can be reached.")
+
+
+def _store(root: str, options: Mapping[str, Any]) -> Any:
+    """Return obstore's store, with timeouts and retries that suit long transfers."""
+    from obstore.store import HTTPStore, from_url
+
+    options = dict(options)
+    retry_s = config.get_seconds("retry-timeout") or 0.0
+    # Retries end by the clock, not by count.
+    retries: dict[str, Any] = {
+        "max_retries": 1000 if retry_s else 0,
+        "retry_timeout": timedelta(seconds=retry_s),
+        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+    }
+    retries |= options.pop("retry_config", None) or {}
+    # A request that transfers nothing is given up, one that is merely slow is not.
+    client: dict[str, Any] = {"timeout": "1h", "read_timeout": "30s", "connect_timeout": "10s"}
+    parts = urlsplit(root)
+    if parts.scheme == "file":
+        from obstore.store import LocalStore
+
+        return LocalStore("/")
+    endpoint = str(options.get("endpoint") or options.get("aws_endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", ""))
+    if parts.scheme == "http" or endpoint.startswith("http://"):
+        client["allow_http"] = True
+    if parts.scheme in ("http", "https"):
+        host = parts.netloc.rpartition("@")[2]
+        if parts.username:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+            client["default_headers"] = {"authorization": f"Basic {base64.b64encode(pair).decode()}"}
+        client |= options.pop("client_options", None) or {}
+        url = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
+        return HTTPStore(url, client_options=client, retry_config=retries, **options)
+    client |= options.pop("client_options", None) or {}
+    return from_url(root, client_options=client, retry_config=retries, **options)

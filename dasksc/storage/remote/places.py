@@ -1,0 +1,215 @@
+"""Where an atlas is that is not a path of this machine: a URL, and what it takes to read from there."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dasksc.errors import InputError, MissingPathError, StorageError
+from dasksc.storage.remote.client import Client, shown, url_of
+from dasksc.storage.remote.connecting import client_of, split_url
+
+__all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "Place", "is_recursive", "is_url", "matching"]
+
+HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
+ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
+# What stands for folders of any depth in a pattern.
+_STARS = "**"
+
+
+def is_url(path: str) -> bool:
+    """Return whether `path` is a URL rather than a path."""
+    return "://" in path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """An atlas behind a URL. Pickles with its options; what it shows has no credentials.
+
+    Parameters
+    ----------
+    root
+        URL of the store.
+    key
+        Of the file, or what the keys of a Zarr store begin with.
+    options
+        For obstore: credentials, region, endpoint.
+    """
+
+    root: str = field(repr=False)
+    key: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, url: str, options: Mapping[str, Any] | None = None) -> Place:
+        """Return the place that a URL names.
+
+        Raises
+        ------
+        InputError
+            If its scheme is not known, or it has no path.
+        """
+        root, key = split_url(url)
+        if not key:
+            raise InputError(f"{shown(url)!r} names a whole store; add the path of an atlas in it")
+        if ".." in key.split("/"):
+            raise InputError(f"{shown(url)!r} has '..' in its path; write where it leads")
+        return cls(root=root, key=key, options=dict(options or {}))
+
+    def __str__(self) -> str:
+        return self.local or url_of(shown(self.root), self.key)
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    @property
+    def local(self) -> str | None:
+        """The path of this machine that it is, if it is one."""
+        return f"/{self.key}" if self.root == "file:///" else None
+
+    @property
+    def is_on_web(self) -> bool:
+        """Whether it is on a web server, which does not tell what it has."""
+        return self.root.startswith("http")
+
+    @property
+    def url(self) -> str:
+        """The URL that it is the place of, with what may be in it of credentials; not of web servers."""
+        return url_of(self.root, self.key)
+
+    @property
+    def client(self) -> Client:
+        """What reads from the store, in this process."""
+        return client_of(self.root, self.options)
+
+    def below(self, name: str) -> Place:
+        """Return the place of what is below this one, by its name; parts that are '..' are refused."""
+        parts = [part for part in name.split("/") if part]
+        if ".." in parts or "." in parts:
+            raise InputError(f"{self}: the name {name!r} leads elsewhere")
+        return Place(root=self.root, key="/".join(filter(None, [self.key, *parts])), options=self.options)
+
+    def exists(self) -> bool:
+        """Return whether there is an object; one request."""
+        try:
+            self.client.stat(self.key)
+        except MissingPathError:
+            return False
+        return True
+
+    def children(self) -> list[Place]:
+        """Return what is directly below this place, by name.
+
+        Raises
+        ------
+        StorageError
+            If it is on a web server, which does not tell.
+        """
+        return [self.below(name) for name in self.client.children(self.key)]
+
+    def matching(self) -> list[Place]:
+        """Return the places that fit this one as a pattern, as `matching` has it, by name; one listing a folder.
+
+        Stores do not tell files from folders: ``**`` takes one for each file that is no atlas, too.
+        """
+        names = _parts(self.key)
+        n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
+        found = [Place(root=self.root, key="/".join(names[:n_plain]), options=self.options)]
+        listed: dict[str, list[Place]] = {}
+
+        def children(place: Place) -> list[Place]:
+            if place.key not in listed:
+                listed[place.key] = place.children()
+            return listed[place.key]
+
+        def folders(place: Place) -> Iterator[Place]:
+            inside = [] if place.name.endswith((".zarr", *HDF5_ENDINGS)) else children(place)
+            if not inside or any(one.name in ZARR_MARKERS for one in inside):
+                return
+            yield place
+            for one in inside:
+                if not one.name.startswith("."):
+                    yield from folders(one)
+
+        for pattern in names[n_plain:]:
+            if pattern == _STARS:
+                found = [folder for place in found for folder in folders(place)]
+            else:
+                found = [one for place in found for one in children(place) if _fits(one.name, pattern)]
+        return sorted({place.key: place for place in found}.values(), key=lambda place: place.key)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.key.rpartition("/")[2]
+
+    def is_zarr(self) -> bool:
+        """Return whether there is a Zarr group; up to three requests."""
+        if self.key.endswith(HDF5_ENDINGS):
+            return False
+        return any(self.below(marker).exists() for marker in ZARR_MARKERS)
+
+    @classmethod
+    def of_local(cls, path: str) -> Place:
+        """Return a path of this machine as a place."""
+        return cls(root="file:///", key=os.path.abspath(path).strip("/"))
+
+
+def is_recursive(pattern: str) -> bool:
+    """Return whether a pattern goes on into folders, however deep."""
+    return _STARS in pattern.split("/")
+
+
+def matching(pattern: str) -> list[str]:
+    """Return the paths of this machine that fit a pattern, as for `glob.glob`, by name.
+
+    ``**`` stands for folders of any depth, and at its end for what is in them; but for hidden ones, those that links
+    lead to, and what is within a Zarr store.
+
+    Raises
+    ------
+    StorageError
+        If a folder cannot be listed.
+    """
+    names = _parts(pattern)
+    if _STARS not in names:
+        return sorted(glob.glob(pattern))
+    at = names.index(_STARS)
+    before, rest = "/".join(names[:at]) or ("/" if pattern.startswith("/") else ""), "/".join(names[at + 1 :])
+    found = set()
+    for top in [before] if not glob.has_magic(before) else glob.glob(before):
+        for folder in _folders(top):
+            found.update(matching(os.path.join(glob.escape(folder), rest)))
+    return sorted(found)
+
+
+def _parts(pattern: str) -> list[str]:
+    """Return the parts of a pattern between slashes, several ``**`` as one, and with what it means at its end."""
+    names = pattern.split("/")
+    names = [name for number, name in enumerate(names) if name != _STARS or names[number - 1 : number] != [_STARS]]
+    return [*names, "*"] if names[-1] == _STARS else names
+
+
+def _folders(folder: str) -> Iterator[str]:
+    """Yield a folder of this machine and those below it, in which ``**`` looks."""
+    if not os.path.isdir(folder or "."):
+        return
+    try:
+        with os.scandir(folder or ".") as entries:
+            inside = sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be listed: {error}. Give a pattern that leaves it out.") from error
+    if folder.rstrip("/").endswith(".zarr") or any(entry.name in ZARR_MARKERS for entry in inside):
+        return
+    yield folder
+    for entry in inside:
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            yield from _folders(os.path.join(folder, entry.name))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) and (not name.startswith(".") or pattern.startswith("."))

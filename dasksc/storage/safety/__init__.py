@@ -1,0 +1,1 @@
+"""What malicious or damaged files may not do."""

@@ -1,0 +1,119 @@
+"""Zarr stores (directories and zip files, v2 and v3) through zarr-python."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.abc.store import Store
+
+from dasksc.errors import DaskscError, StorageError
+from dasksc.storage.identity import FileIdentity
+from dasksc.storage.remote.places import Place
+from dasksc.storage.safety.zarr import GuardedLocalStore, GuardedZipStore, check_zip, chunks_that_fit
+from dasksc.storage.sliced import ReadSlice, SlicedArray
+from dasksc.storage.zarr.remote import PlaceStore, RemoteMetadata
+
+__all__ = ["ZarrArray", "ZarrFile"]
+
+# Runs closer than this are read as one: a separate selection costs zarr-python about a millisecond.
+_GAP_BYTES = 2**20
+
+
+class ZarrFile:
+    """One Zarr store, opened in each process when it is first read there.
+
+    Parameters
+    ----------
+    path
+        A directory, a zip file, or a place behind a URL.
+    """
+
+    def __init__(self, path: str | Place) -> None:
+        self.path = path
+        self._opened: tuple[int, Store] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    def store(self) -> Store:
+        """Return the store, open in this process."""
+        if isinstance(self.path, Place):
+            return PlaceStore(self.path)
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            # Opened anew after a fork; a race between threads opens it twice, which is harmless.
+            is_zip = os.path.isfile(self.path)
+            if is_zip:
+                check_zip(self.path)
+            store: Store = (
+                GuardedZipStore(self.path, mode="r") if is_zip else GuardedLocalStore(self.path, read_only=True)
+            )
+            opened = self._opened = os.getpid(), store
+        return opened[1]
+
+    def root(self) -> zarr.Group:
+        """Return the root group."""
+        try:
+            return zarr.open_group(self.store(), mode="r")
+        except DaskscError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            raise StorageError(
+                f"{self.path} is not a Zarr store: it has no group at its root (no zarr.json, no .zgroup). "
+                "Give the directory that AnnData's write_zarr made, or an .h5ad file."
+            ) from error
+
+    def identity(self, name: str) -> FileIdentity | RemoteMetadata:
+        """Return what tells whether the array `name` was replaced."""
+        if isinstance(self.path, Place):
+            return RemoteMetadata.of(self.path.below(name))[0]
+        if os.path.isfile(self.path):
+            return FileIdentity.of(self.path)
+        for metadata in ("zarr.json", ".zarray"):
+            path = os.path.join(self.path, name, metadata)
+            if os.path.exists(path):
+                return FileIdentity.of(path)
+        raise StorageError(f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray)")
+
+
+class ZarrArray(SlicedArray):
+    """A Zarr array, read through zarr-python.
+
+    Parameters
+    ----------
+    file
+        The store it is in.
+    name
+        Its path in the store.
+    """
+
+    def __init__(self, file: ZarrFile, name: str) -> None:
+        array = zarr.open_array(file.store(), path=name, mode="r")
+        dtype = np.dtype(array.dtype)
+        super().__init__(
+            label=f"{file.path}:/{name}",
+            shape=array.shape,
+            # Types of strings have no byte order, and are refused where numbers are needed.
+            dtype=dtype.newbyteorder("=") if dtype.kind in "biufc" else dtype,
+            chunk=int(array.chunks[0]) if array.chunks else 1,
+            gap_bytes=_GAP_BYTES,
+        )
+        self._file = file
+        self._name = name
+        self._identity = file.identity(name)
+
+    def reader(self) -> ReadSlice:
+        """Return what reads, after a check that the array is the one that was opened."""
+        self._identity.check()
+        with chunks_that_fit():
+            array = zarr.open_array(self._file.store(), path=self._name, mode="r")
+
+        def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
+            with chunks_that_fit():  # those within shards, too
+                into[...] = array[start:stop]
+
+        return read

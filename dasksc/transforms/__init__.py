@@ -1,0 +1,5 @@
+"""Ready-made hooks, and cells as tokens."""
+
+from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
+
+__all__ = ["adata_to_mindex", "bionemo_to_tensor", "fetch_transform_adata", "hf_tahoe_to_tensor"]
