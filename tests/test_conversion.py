@@ -23,8 +23,10 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc import cli, conversion
-from dasksc.conversion import scanning, shards, staging, writing
+from dasksc import cli
+from dasksc.conversion import converting, scanning, shards, staging, writing
+from dasksc.conversion.converting import needs_runs
+from dasksc.conversion.inputs import matrices_of
 from dasksc.conversion.workplace import Workplace
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.executor import schedulers
@@ -108,7 +110,7 @@ def test_a_shuffle_by_way_of_runs_is_the_same_shuffle(tmp_path, monkeypatch, lay
     path = tmp_path / "atlas.h5ad"
     source.write_h5ad(path, compression=compression)
     dasksc.convert(source, tmp_path / "direct.zarr", seed=3)
-    monkeypatch.setattr(conversion, "_needs_runs", lambda matrix: True)
+    monkeypatch.setattr(converting, "needs_runs", lambda matrix: True)
     runs = []
     monkeypatch.setattr(staging.Staging, "staged", _recording(staging.Staging.staged, runs))
     dasksc.convert(path, tmp_path / "runs.zarr", seed=3, memory_limit="2kB", verify=True)
@@ -129,8 +131,8 @@ def test_compressed_files_go_by_way_of_runs_and_mapped_ones_do_not(tmp_path):
     source = few_columns(60, 17)
     for compression, expected in (("gzip", True), (None, False)):
         source.write_h5ad(tmp_path / "atlas.h5ad", compression=compression)
-        matrix = conversion._matrices(dasksc.open(tmp_path / "atlas.h5ad"))["X"]
-        assert conversion._needs_runs(matrix) == expected
+        matrix = matrices_of(dasksc.open(tmp_path / "atlas.h5ad"))["X"]
+        assert needs_runs(matrix) == expected
 
 
 def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_path):
@@ -444,7 +446,7 @@ def test_it_runs_on_a_cluster(tmp_path, in_process_client):
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_it_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_process_client, compression):
     # Many tasks of each kind, those of Staging too, which sizes that travel with them make.
-    monkeypatch.setattr(conversion, "_SCAN_ROWS", 7)
+    monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
     source = few_columns(60, 17)
     path = tmp_path / "atlas.h5ad"
     source.write_h5ad(path, compression=compression)
@@ -465,7 +467,7 @@ def test_it_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_proces
 
 def test_what_a_cluster_began_threads_go_on_with(tmp_path, monkeypatch, two_process_client, gzipped):
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler=two_process_client)
     for copy in (writing.CSRCopy, writing.DenseCopy):
@@ -486,10 +488,10 @@ def test_what_is_behind_a_url_is_read_in_runs(tmp_path, monkeypatch, with_cache,
     bucket.put(tmp_path / "atlas.h5ad")
     url = f"s3://{bucket.name}/atlas.h5ad"
     dasksc.convert(url, tmp_path / "out.zarr", storage_options=bucket.options, verify=True, **cache)
-    assert len(staged) == len(conversion._matrices(dasksc.open(tmp_path / "out.zarr")))
+    assert len(staged) == len(matrices_of(dasksc.open(tmp_path / "out.zarr")))
     several = [dasksc.open(url, storage_options=bucket.options), source]
-    matrix = conversion._matrices(dasksc.open(several, index_unique="-"))["X"]
-    assert conversion._needs_runs(matrix)
+    matrix = matrices_of(dasksc.open(several, index_unique="-"))["X"]
+    assert needs_runs(matrix)
     if not with_cache:
         options = [f"--storage-option={name}={value}" for name, value in bucket.options.items()]
         shown = CliRunner().invoke(cli.group, ["convert", url, str(tmp_path / "cli.zarr"), *options])
@@ -542,7 +544,7 @@ def test_ctrl_c_says_that_it_can_go_on(tmp_path, gzipped, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "write_tables", interrupted)
+        patched.setattr(converting, "write_tables", interrupted)
         shown = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
     assert shown.exit_code == 130
     assert "out.zarr.partial; the same again goes on with it" in shown.stderr
@@ -553,9 +555,9 @@ def test_ctrl_c_says_that_it_can_go_on(tmp_path, gzipped, monkeypatch):
 
 def test_a_killed_conversion_is_gone_on_with_once_its_process_is_gone(tmp_path, gzipped, monkeypatch):
     program = (
-        "import sys, time, dasksc; from dasksc import conversion\n"
+        "import sys, time, dasksc; from dasksc.conversion import converting\n"
         "def stay(*args):\n    print('shards are written', flush=True); time.sleep(600)\n"
-        "conversion.write_tables = stay\n"
+        "converting.write_tables = stay\n"
         "dasksc.convert(sys.argv[1], sys.argv[2])"
     )
     target = tmp_path / "out.zarr"
@@ -615,7 +617,7 @@ def test_what_appears_at_the_target_meanwhile_is_not_replaced_unasked(tmp_path, 
     target, other = tmp_path / "out.zarr", tmp_path / "other.zarr"
     dasksc.convert(gzipped, other, order="keep")
     before = contents(other)
-    write_tables = conversion.write_tables
+    write_tables = converting.write_tables
 
     def meanwhile(*args: Any) -> None:
         write_tables(*args)
@@ -623,7 +625,7 @@ def test_what_appears_at_the_target_meanwhile_is_not_replaced_unasked(tmp_path, 
             shutil.copytree(other, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "write_tables", meanwhile)
+        patched.setattr(converting, "write_tables", meanwhile)
         with pytest.raises(InputError, match=r"out.zarr appeared .*out.zarr.partial. Move .*overwrite=True"):
             dasksc.convert(gzipped, target)
     assert contents(target) == before
@@ -641,7 +643,7 @@ def test_what_appears_at_the_target_meanwhile_is_not_replaced_unasked(tmp_path, 
 def test_another_unfinished_conversion_is_neither_mixed_in_nor_dropped_unasked(tmp_path, gzipped, monkeypatch):
     target = tmp_path / "out.zarr"
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dasksc.convert(gzipped, target, seed=1)
     with pytest.raises(InputError, match="unfinished conversion that differs from this one in seed"):
@@ -658,7 +660,7 @@ def test_nor_is_it_gone_on_with_by_other_arguments(tmp_path, monkeypatch):
     data, target = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"], tmp_path / "out.zarr"
     begun = {"label": "of", "keys": ["one", "two"]}
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dasksc.convert(data, target, **begun)
     for name, other in (
@@ -682,7 +684,7 @@ def test_nor_is_it_gone_on_with_by_other_arguments(tmp_path, monkeypatch):
 def test_the_keys_of_a_dict_are_an_argument_too(tmp_path, monkeypatch):
     parts = [small(3), small(2)]
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dasksc.convert(dict(zip("ab", parts, strict=True)), tmp_path / "out.zarr", index_unique="-")
     with pytest.raises(InputError, match="differs from this one in keys"):
@@ -693,7 +695,7 @@ def test_an_input_that_changed_meanwhile_is_not_gone_on_with(tmp_path, monkeypat
     source = few_columns(60, 17)
     path = write_store(source, tmp_path, "h5ad")
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "write_tables", lambda *args: 1 / 0)
+        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dasksc.convert(path, tmp_path / "out.zarr")
     make_adata(60, 17, dtype=np.int32).write_h5ad(path)
@@ -960,7 +962,7 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
 
     monkeypatch.setattr(tables, "_PIECE_ROWS", 4)
     dasksc.convert(source, tmp_path / "whole.zarr", order="keep", verify=True)
-    monkeypatch.setattr(conversion, "write_tables", damaged)
+    monkeypatch.setattr(converting, "write_tables", damaged)
     with pytest.raises(CorruptDataError, match=f"obs differs from the input's in {named}\\. .* convert again"):
         dasksc.convert(source, tmp_path / "out.zarr", order="keep", verify=True)
     assert not (tmp_path / "out.zarr").exists()

@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 import dasksc
 from dasksc.train import Config, fit, load_model
-from dasksc.train.checkpoint import Checkpoints, save_model
+from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Validation
 from dasksc.train.data import split_rows
 from dasksc.train.parallel import Place
+from dasksc.train.saved_models import save_model
 from tests.support.programs import torchrun
 from tests.support.training import (
     EPOCHS,

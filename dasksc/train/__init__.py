@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dasksc.train.checkpoint import load_model
     from dasksc.train.config import Config
     from dasksc.train.loop import fit
     from dasksc.train.report import Report
+    from dasksc.train.saved_models import load_model
 
 # Loaded when first used: to read a configuration, or to start ranks, needs no data set.
 _HOMES = {
     "Config": "dasksc.train.config",
     "Report": "dasksc.train.report",
     "fit": "dasksc.train.loop",
-    "load_model": "dasksc.train.checkpoint",
+    "load_model": "dasksc.train.saved_models",
 }
 
 __all__ = ["Config", "Report", "fit", "load_model"]

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory ``step-<number>``: the shards of the model, the optimizer and the random states, which any
 number of ranks under any strategy can read again, and ``state.json`` with everything else. It is written under another
-name and renamed when it is complete. ``model.pt`` is one file for inference, read by `load_model`.
+name and renamed when it is complete.
 
 A run that goes on from an older checkpoint leaves the later ones behind. They are moved into ``abandoned-<number>`` as
 soon as the run has a checkpoint of its own, so that the latest of a directory is of the run that was last in it.
@@ -29,7 +29,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -39,12 +38,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dasksc import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
-from dasksc.train.models import BUILT_IN
-from dasksc.train.names import find
 from dasksc.train.optim import hyperparameters_of
 from dasksc.train.parallel import Place
 
-__all__ = ["Checkpoints", "load_model", "save_model"]
+__all__ = ["Checkpoints", "read_state", "read_tensors"]
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +240,7 @@ class Checkpoints:
         groups = tensors["optimizer"]["param_groups"]
         learned = _learned_in(groups, hyperparameters_of(optimizer), known)
         filled = {**tensors, "optimizer": {**tensors["optimizer"], "param_groups": learned}}
-        _load(filled | random, path, no_dist=not dist.is_initialized())
+        read_tensors(filled | random, path, no_dist=not dist.is_initialized())
         for group, values in zip(groups, learned, strict=True):
             group.update(values)
         set_model_state_dict(model, tensors["model"])
@@ -272,7 +269,7 @@ def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[Non
         raise kind(f"{what}: {type(cause).__name__} on rank {rank}, {cause}. {advice}") from error
 
 
-def _load(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
+def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
     """Fill tensors, and what else is named, from a checkpoint."""
     advice = "Its files may be damaged: go on from another checkpoint, or remove it"
     with _quiet(), _failing_as(InputError, f"{path} cannot be loaded", advice):
@@ -441,73 +438,3 @@ def _set_random_state(state: Mapping[str, torch.Tensor], place: Place) -> None:
             torch.cuda.set_rng_state(value, place.device)
         else:
             torch.set_rng_state(value)
-
-
-def save_model(
-    path: Path, model: nn.Module, *, name: str, arguments: Mapping[str, Any], place: Place, more: Mapping[str, Any]
-) -> None:
-    """Write one file with all parameters, for `load_model`. All ranks must call it; rank 0 needs memory for them.
-
-    Parameters
-    ----------
-    path
-        Of the file.
-    model
-        Sharded or not.
-    name, arguments
-        Of its class.
-    place
-        Where this process is.
-    more
-        What else goes into the file: plain numbers, texts, lists and dicts.
-    """
-    parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-    def write() -> None:
-        partial = path.with_name(path.name + ".partial")
-        torch.save({"name": name, "arguments": dict(arguments), "parameters": parameters, **more}, partial)
-        partial.rename(path)
-
-    place.by_first(write, f"the model {path} cannot be written")
-
-
-def load_model(path: str | os.PathLike[str]) -> nn.Module:
-    """Build a trained model, for inference in one process.
-
-    Parameters
-    ----------
-    path
-        Of a ``model.pt``, or of a checkpoint (``step-...``) of any number of ranks.
-
-    Returns
-    -------
-    torch.nn.Module
-        On the CPU, in evaluation mode.
-
-    Raises
-    ------
-    MissingPathError
-        If there is nothing at the path.
-    CorruptDataError, InputError
-        If what is there is damaged.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise MissingPathError(f"there is no model at {path}")
-    if path.is_file():
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        model = build_model(saved["name"], saved["arguments"])
-        model.load_state_dict(saved["parameters"])
-    else:
-        saved = read_state(path)["model"]
-        model = build_model(saved["name"], saved["arguments"])
-        parameters = get_model_state_dict(model)
-        _load({"model": parameters}, path, no_dist=True)
-        model.load_state_dict(parameters)
-    return model.eval()
-
-
-def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Make a model of a built-in name or import path."""
-    model: nn.Module = find(name, BUILT_IN, what="model.name")(**arguments)
-    return model

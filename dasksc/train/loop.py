@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dasksc import InputError, TrainingError
-from dasksc.train.checkpoint import Checkpoints, build_model, save_model
+from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.checks import check
 from dasksc.train.config import Config
 from dasksc.train.data import Loader, Loaders, make_loaders, on_device
@@ -35,7 +35,9 @@ from dasksc.train.parallel import (
     spread,
     unused_of,
 )
+from dasksc.train.profiling import profiling
 from dasksc.train.report import Report, plot
+from dasksc.train.saved_models import build_model, save_model
 
 __all__ = ["fit"]
 
@@ -177,7 +179,8 @@ class _Run:
     def go(self) -> None:
         """Train to the end."""
         training = self.config.training
-        with self._profiling() as profiler:
+        window, folder = self.config.training.profile, self.folder / "profile"
+        with profiling(window, folder, self.place, lambda: self.step) as profiler:
             while not self._is_over():
                 epoch = self._loader.epoch
                 self._train_epoch(epoch, profiler)
@@ -374,36 +377,6 @@ class _Run:
 
         self.place.by_first(end_logs, self._unwritten)
         return report
-
-    @contextlib.contextmanager
-    def _profiling(self) -> Iterator[Any]:
-        window = self.config.training.profile
-        if window is None:
-            yield None
-            return
-        folder = self.folder / "profile"
-        before = self.step
-        n_skipped = window.wait + window.warmup
-
-        def export(profiler: torch.profiler.profile) -> None:
-            if self.step - before > n_skipped:  # else the window has opened, and the run ended
-                folder.mkdir(parents=True, exist_ok=True)
-                profiler.export_chrome_trace(str(folder / f"rank-{self.place.rank}.json"))
-
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.place.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        schedule = torch.profiler.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1)
-        with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=export) as profiler:
-            yield profiler
-        n_steps = self.step - before
-        if n_steps < n_skipped + window.active and self.place.rank == 0:
-            logger.warning(
-                "training.profile takes %d steps (wait %d + warmup %d + active %d), and this run had %d: %d of %d are "
-                "recorded. Train for more, or lower training.profile.wait",
-                *(n_skipped + window.active, window.wait, window.warmup, window.active, n_steps),
-                *(max(0, n_steps - n_skipped), window.active),
-            )
 
 
 def grouped(items: Iterable[T], n: int) -> Iterator[list[T]]:

@@ -24,8 +24,8 @@ from unittest import mock
 import numpy as np
 
 import dasksc
-from dasksc import conversion
-from dasksc.conversion import scanning, shards, tables, workplace, writing
+from dasksc.conversion import converting, scanning, shards, tables, workplace, writing
+from dasksc.conversion.inputs import matrices_of
 
 
 def in_child(work: Callable[[], Any]) -> int:
@@ -55,7 +55,7 @@ def convert(source: str, target: Path) -> None:
     """Convert in many small tasks, by way of runs."""
     with (
         mock.patch.object(writing, "_CHUNK_VALUES", 512),
-        mock.patch.object(conversion, "_SCAN_ROWS", 64),
+        mock.patch.object(converting, "_SCAN_ROWS", 64),
         mock.patch.object(shards, "sync"),
     ):
         dasksc.convert(source, target, memory_limit="200kB", verify=True)
@@ -100,7 +100,7 @@ def watch(before: Callable[[int], None], after: Callable[[int], None]) -> Iterat
 
         return call
 
-    for module in (workplace, shards, tables, conversion):
+    for module in (workplace, shards, tables, converting):
         for owner, name in ((os, "replace"), (os, "rename"), (shutil, "rmtree")):
             if getattr(module, owner.__name__, None) is owner:
                 proxy = SimpleNamespace(**vars(owner))
@@ -112,7 +112,7 @@ def watch(before: Callable[[int], None], after: Callable[[int], None]) -> Iterat
 
 def warm(source: str) -> None:
     """Load compiled kernels before any fork, without starting a thread."""
-    matrix = conversion._matrices(dasksc.open(source))["X"]
+    matrix = matrices_of(dasksc.open(source))["X"]
     rows = np.arange(10)
     fetched = matrix.fetch(rows)
     scanning.described(fetched, rows)

@@ -11,8 +11,7 @@ import pandas as pd
 import pytest
 from numpy.typing import NDArray
 
-from dasksc import conversion
-from dasksc.conversion import shards, writing
+from dasksc.conversion import converting, shards, writing
 from tests.support.data import dense, make_adata
 
 
@@ -64,8 +63,8 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_CHUNK_VALUES", 64)
     monkeypatch.setattr(writing, "_INDPTR_CHUNK", 8)
     monkeypatch.setattr(writing, "_DENSE_CHUNK_BYTES", 200)
-    monkeypatch.setattr(conversion, "_SCAN_ROWS", 7)
-    monkeypatch.setattr(conversion, "_PIECE_VALUES", 40)
+    monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
+    monkeypatch.setattr(converting, "_PIECE_VALUES", 40)
     # Of the loss of power no test knows, and each call waits for the disk.
     monkeypatch.setattr(shards, "sync", lambda file: None)
 

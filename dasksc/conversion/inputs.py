@@ -1,0 +1,94 @@
+"""What is converted: its files, its matrices, and what tells this conversion from others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import pandas as pd
+from anndata import AnnData
+from dask.base import tokenize
+
+from dasksc.atlas.collection import several_of
+from dasksc.conversion.arguments import Recipe
+from dasksc.errors import InputError
+from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of
+from dasksc.storage import Matrix, Place, StackedMatrix, is_url
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["check_target", "leaves_read", "matrices_of", "paths_of", "plan_of"]
+
+# Written into every plan: what was begun in another way is not gone on with.
+_FORMAT = 3
+
+
+def paths_of(data: Any) -> Iterator[str]:
+    """Yield the paths of what was given, each atlas of a pattern or directory; not what is elsewhere or opened."""
+    if isinstance(data, str | os.PathLike) and not _is_local(data):
+        return
+    several = several_of(data)
+    for one in [data] if several is None else several[0]:
+        if isinstance(one, str | os.PathLike) and _is_local(one):
+            text = os.fspath(one)
+            yield str(Place.of(text)) if is_url(text) else text
+
+
+def _is_local(path: str | os.PathLike[str]) -> bool:
+    text = os.fspath(path)
+    return not is_url(text) or text.startswith("file:")
+
+
+def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
+    """Yield the matrices, in files or memory, from which one is read."""
+    if isinstance(matrix, StackedMatrix):
+        parts: Sequence[Matrix] = matrix.parts
+    elif isinstance(matrix, DaskMatrix):
+        parts = leaves_of(matrix.array)
+    else:
+        yield matrix
+        return
+    for part in parts:
+        yield from leaves_read(part)
+
+
+def check_target(path: str, target: Path) -> None:
+    """Refuse a target that is an input, lies in one, or holds one; `path` is an input's, or empty."""
+    if not path or (is_url(path) and not os.path.exists(path)):
+        return
+    real, found = Path(os.path.realpath(target)), Path(os.path.realpath(path))
+    if real == found or (found in real.parents and (found / "obs").exists()):
+        raise InputError(f"{target} is, or lies in, the input {found}. Give another target.")
+    if real in found.parents:
+        raise InputError(f"{target} holds the input {found}. Give another target.")
+
+
+def matrices_of(adata: AnnData) -> dict[str, Matrix]:
+    """Return the matrices of an AnnData that have a row for each cell, by their place in a store."""
+    arrays: dict[str, Any] = {"X": adata.X}
+    # From AnnData 0.13 on, layers[None] is X.
+    arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
+    arrays |= {f"obsm/{name}": array for name, array in adata.obsm.items() if isinstance(array, da.Array)}
+    if adata.raw is not None:
+        arrays["raw/X"] = adata.raw.X
+    for key in arrays:
+        if any(part in ("", ".", "..") for part in key.split("/")) or key.count("/") > 1:
+            raise InputError(f"{key!r} cannot be a place in a store; rename it first")
+    return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
+
+
+def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
+    """Return what tells this conversion from others: the files as they are now, and what becomes of them."""
+    group_by = recipe.group_by
+    return {
+        "format": _FORMAT,
+        "n_obs": adata.n_obs,
+        "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
+        # Without the names of the cells, by which nothing is grouped.
+        "groups": None if group_by is None else tokenize(pd.Categorical(adata.obs[group_by])),
+        **recipe.as_plan(data),
+    }

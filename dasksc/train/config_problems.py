@@ -1,0 +1,66 @@
+"""What is wrong in a configuration, in terms of its keys, with the nearest known names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from dasksc.train.names import nearest
+
+__all__ = ["problems_in"]
+
+
+def problems_in(root: type[BaseModel], found: ValidationError) -> list[str]:
+    """Return what pydantic found, a sentence for each place."""
+    problems: dict[str, str] = {}
+    for error in found.errors():
+        where = _place(root, error["loc"])
+        # Of the alternatives that a place has, each failed: the first says enough.
+        problems.setdefault(".".join(where), _problem(root, where, error))
+    return list(problems.values())
+
+
+def _place(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Return the keys that lead to a problem, without pydantic's names for alternatives."""
+    where: list[str] = []
+    model: type[BaseModel] | None = root
+    for part in map(str, location):
+        if model is None and (part in ("str", "int", "float", "bool") or "[" in part):
+            continue
+        where.append(part)
+        model = None if model is None else _section_of(model, part)
+    return where
+
+
+def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
+    """Return what pydantic found at a place, with the nearest name for an unknown key or choice."""
+    name = ".".join(where)
+    if error["type"] == "extra_forbidden":
+        return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    said = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        said = nearest(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
+    return f"{name}={error['input']!r}: {said}"
+
+
+def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:
+    """Return the keys that a section may have."""
+    for section in sections:
+        below = _section_of(model, section)
+        assert below is not None
+        model = below
+    return list(model.model_fields)
+
+
+def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """Return the schema of the section below a key; None if there is none."""
+    if key not in model.model_fields:
+        return None
+    annotation = model.model_fields[key].annotation
+    options = getattr(annotation, "__args__", (annotation,))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)

@@ -1,0 +1,66 @@
+"""torch's profiler over a window of steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from dasksc.train.config import Profile
+from dasksc.train.parallel import Place
+
+__all__ = ["profiling"]
+
+logger = logging.getLogger("dasksc.train.loop")
+
+
+@contextlib.contextmanager
+def profiling(
+    window: Profile | None, folder: Path, place: Place, step: Callable[[], int]
+) -> Iterator[torch.profiler.profile | None]:
+    """Record the steps of a window into `folder`, a file for each rank.
+
+    Parameters
+    ----------
+    window
+        Which steps; None records nothing.
+    folder
+        Made when there is something to write.
+    place
+        Where this process is.
+    step
+        Returns the number of steps taken so far.
+
+    Yields
+    ------
+    torch.profiler.profile or None
+        Its ``step`` is to be called after each step.
+    """
+    if window is None:
+        yield None
+        return
+    before = step()
+    n_skipped = window.wait + window.warmup
+
+    def export(profiler: torch.profiler.profile) -> None:
+        if step() - before > n_skipped:  # else the window has opened, and the run ended
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"rank-{place.rank}.json"))
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if place.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    schedule = torch.profiler.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=export) as profiler:
+        yield profiler
+    n_steps = step() - before
+    if n_steps < n_skipped + window.active and place.rank == 0:
+        logger.warning(
+            "training.profile takes %d steps (wait %d + warmup %d + active %d), and this run had %d: %d of %d are "
+            "recorded. Train for more, or lower training.profile.wait",
+            *(n_skipped + window.active, window.wait, window.warmup, window.active, n_steps),
+            *(max(0, n_steps - n_skipped), window.active),
+        )

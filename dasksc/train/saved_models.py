@@ -1,0 +1,90 @@
+"""Trained models in files: ``model.pt`` is one file for inference, read by `load_model`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from dasksc import MissingPathError
+from dasksc.train.checkpoint import read_state, read_tensors
+from dasksc.train.models import BUILT_IN
+from dasksc.train.names import find
+from dasksc.train.parallel import Place
+
+__all__ = ["build_model", "load_model", "save_model"]
+
+
+def save_model(
+    path: Path, model: nn.Module, *, name: str, arguments: Mapping[str, Any], place: Place, more: Mapping[str, Any]
+) -> None:
+    """Write one file with all parameters, for `load_model`. All ranks must call it; rank 0 needs memory for them.
+
+    Parameters
+    ----------
+    path
+        Of the file.
+    model
+        Sharded or not.
+    name, arguments
+        Of its class.
+    place
+        Where this process is.
+    more
+        What else goes into the file: plain numbers, texts, lists and dicts.
+    """
+    parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def write() -> None:
+        partial = path.with_name(path.name + ".partial")
+        torch.save({"name": name, "arguments": dict(arguments), "parameters": parameters, **more}, partial)
+        partial.rename(path)
+
+    place.by_first(write, f"the model {path} cannot be written")
+
+
+def load_model(path: str | os.PathLike[str]) -> nn.Module:
+    """Build a trained model, for inference in one process.
+
+    Parameters
+    ----------
+    path
+        Of a ``model.pt``, or of a checkpoint (``step-...``) of any number of ranks.
+
+    Returns
+    -------
+    torch.nn.Module
+        On the CPU, in evaluation mode.
+
+    Raises
+    ------
+    MissingPathError
+        If there is nothing at the path.
+    CorruptDataError, InputError
+        If what is there is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise MissingPathError(f"there is no model at {path}")
+    if path.is_file():
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        model = build_model(saved["name"], saved["arguments"])
+        model.load_state_dict(saved["parameters"])
+    else:
+        saved = read_state(path)["model"]
+        model = build_model(saved["name"], saved["arguments"])
+        parameters = get_model_state_dict(model)
+        read_tensors({"model": parameters}, path, no_dist=True)
+        model.load_state_dict(parameters)
+    return model.eval()
+
+
+def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Make a model of a built-in name or import path."""
+    model: nn.Module = find(name, BUILT_IN, what="model.name")(**arguments)
+    return model
