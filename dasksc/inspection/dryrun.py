@@ -19,7 +19,7 @@ from dasksc.memory.limits import to_ask_for
 from dasksc.planning.label_entropy import Diversity
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
-from dasksc.sampling.strategies import encode_labels
+from dasksc.sampling.labels import encode_labels
 from dasksc.storage import is_url
 
 if TYPE_CHECKING:

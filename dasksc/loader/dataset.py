@@ -37,7 +37,9 @@ from dasksc.loader.source import Hooks, IndexedSource, MatrixSource, source_of
 from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.plan import EpochPlan, Stretch
 from dasksc.planning.ranks import World
-from dasksc.sampling.strategies import Sampler, SamplingStrategy, bind, is_random, restricted
+from dasksc.sampling.binding import bind, is_random, restricted
+from dasksc.sampling.samplers import Sampler
+from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import Layout, UseMmap
 
 if TYPE_CHECKING:

@@ -39,7 +39,11 @@ from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.planning.label_entropy import Diversity, diversity_of
-from dasksc.sampling.strategies import BlockOrder, Draw, Purpose, Sampler, encode_labels, epoch_keys
+from dasksc.sampling.block_order import BlockOrder
+from dasksc.sampling.draws import Draw
+from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.samplers import Sampler
 
 __all__ = ["EpochPlan", "FetchPlan", "Stretch"]
 

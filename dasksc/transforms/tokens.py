@@ -30,7 +30,7 @@ from dasksc.config import whole_number
 from dasksc.errors import InputError, MissingKeyError, MissingPathError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
-from dasksc.sampling.strategies import Purpose, epoch_keys
+from dasksc.sampling.keys import Purpose, epoch_keys
 from dasksc.storage import memory
 
 __all__ = ["CLS", "IGNORED", "MASK", "PAD", "RankTokens", "ValueBins", "Vocabulary", "from_config"]
