@@ -24,7 +24,8 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from dasksc.planning.plan import EpochPlan, Stretch
+from dasksc.planning.plan import EpochPlan
+from dasksc.planning.stretches import Stretch
 from dasksc.sampling import weighted
 from dasksc.sampling.binding import bind
 
