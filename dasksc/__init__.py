@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dasksc.batches.batch import Batch
     from dasksc.conversion import ConversionReport, convert
     from dasksc.executor.cluster.starting import StartedCluster, start_cluster
-    from dasksc.inspection.description import describe
+    from dasksc.inspection.describing import describe
     from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
     from dasksc.loader import scDataset
@@ -73,7 +73,7 @@ _HOMES = {
     "bionemo_to_tensor": "dasksc.transforms.hooks",
     "check": "dasksc.inspection.dryrun",
     "convert": "dasksc.conversion",
-    "describe": "dasksc.inspection.description",
+    "describe": "dasksc.inspection.describing",
     "diversity": "dasksc.inspection.dryrun",
     "estimate_sample_size": "dasksc.inspection.suggestions",
     "fetch_transform_adata": "dasksc.transforms.hooks",

@@ -1,5 +1,7 @@
-"""The public module of `dasksc.transforms.tokens`."""
+"""Cells as tokens: the public names of modules of `dasksc.transforms`."""
 
-from dasksc.transforms.tokens import CLS, IGNORED, MASK, PAD, RankTokens, ValueBins, Vocabulary, from_config
+from dasksc.transforms.tokenizer_config import from_config
+from dasksc.transforms.tokens import IGNORED, RankTokens, ValueBins
+from dasksc.transforms.vocabulary import CLS, MASK, PAD, Vocabulary
 
 __all__ = ["CLS", "IGNORED", "MASK", "PAD", "RankTokens", "ValueBins", "Vocabulary", "from_config"]

@@ -26,7 +26,8 @@ import dasksc
 from dasksc import cli
 from dasksc.cli import _loaders, bench
 from dasksc.cli._shared import aligned
-from dasksc.inspection import description
+from dasksc.inspection import describing
+from dasksc.inspection.description import Rate
 from tests.support.servers import SECRET, Bucket, serving
 
 pytestmark = pytest.mark.core
@@ -138,10 +139,10 @@ def test_info_tells_of_what_is_on_a_web_server_what_can_be_known(folder: Path, n
 
 def shows_slow_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = [
-        description.Rate(layout="csr", block_size=size, rows_per_s=rate, first_batch_s=1.0)
+        Rate(layout="csr", block_size=size, rows_per_s=rate, first_batch_s=1.0)
         for size, rate in ((64, 1000.0), (1, 10.0))
     ]
-    monkeypatch.setattr(description, "_rates", lambda *args: rates)
+    monkeypatch.setattr(describing, "read_rates", lambda *args: rates)
 
 
 @pytest.mark.parametrize("how", [[], ["--group-by", "cell_type"], ["--order", "keep"]])

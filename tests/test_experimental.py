@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import torch
 from torch.utils.data import DataLoader
 
-from dasksc import experimental
+from dasksc.inspection import suggestions
 from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
 from dasksc.multiindexable import MultiIndexable
 from dasksc.transforms.hooks import adata_to_mindex, fetch_transform_adata
@@ -34,7 +34,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def ten_gib(monkeypatch):
-    monkeypatch.setattr(experimental, "_memory_of_machine", lambda: (10 * GIB, 16 * GIB))
+    monkeypatch.setattr(suggestions, "_memory_of_machine", lambda: (10 * GIB, 16 * GIB))
 
 
 class Unreadable:
@@ -166,7 +166,7 @@ def test_verbose_recommends_no_workers_and_shows_what_it_returns(capsys):
 
 def rates_by(rates, monkeypatch):
     """Let a block of each size read at a rate of its own."""
-    measured = experimental._rows_per_s
+    measured = suggestions._rows_per_s
     seen = []
 
     def rows_per_s(dataset, batch_size, *, n_batches):
@@ -174,7 +174,7 @@ def rates_by(rates, monkeypatch):
         seen.append(n_batches)
         return rates[len(seen) - 1]
 
-    monkeypatch.setattr(experimental, "_rows_per_s", rows_per_s)
+    monkeypatch.setattr(suggestions, "_rows_per_s", rows_per_s)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_blocks_are_chosen_by_diversity_and_throughput(rates, expected, monkeypa
         {"block_size": block, "diversity": share, "rows_per_s": rate}
         for (block, share), rate in zip(shares.items(), rates, strict=True)
     ]
-    assert tuple(experimental._best_block(measured, least) for least in (0.99, 0.95, 0.8)) == expected
+    assert tuple(suggestions._best_block(measured, least) for least in (0.99, 0.95, 0.8)) == expected
     # Where none mixes well enough, the one that mixes best.
-    assert experimental._best_block(measured[3:], 0.99) == 64
+    assert suggestions._best_block(measured[3:], 0.99) == 64
 
 
 def test_blocks_are_measured_where_there_are_labels(monkeypatch, capsys):
@@ -226,5 +226,5 @@ def test_silence_is_kept(capsys):
 
 def test_the_memory_of_the_machine_is_read(monkeypatch):
     monkeypatch.undo()
-    available, total = experimental._memory_of_machine()
+    available, total = suggestions._memory_of_machine()
     assert 0 < available <= total

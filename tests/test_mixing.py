@@ -10,7 +10,8 @@ import pytest
 
 import dasksc
 from dasksc.planning import label_entropy as mixing
-from dasksc.sampling.strategies import bind, encode_labels
+from dasksc.sampling.binding import bind
+from dasksc.sampling.labels import encode_labels
 
 pytestmark = pytest.mark.core
 

@@ -18,7 +18,8 @@ from scipy import stats
 
 import dasksc
 from dasksc import EpochPlan
-from dasksc.sampling.strategies import BlockOrder, bind
+from dasksc.sampling.binding import bind
+from dasksc.sampling.block_order import BlockOrder
 
 pytestmark = pytest.mark.core
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from dasksc import BlockShuffling, ClassBalancedSampling, InputError, RankMismatchError, Streaming, World, scDataset
-from dasksc.planning.ranks import Agreement
+from dasksc.planning.agreement import Agreement
 from tests.support.ranks import on_ranks, rank_of
 
 pytestmark = pytest.mark.core

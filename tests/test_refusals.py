@@ -24,7 +24,7 @@ from anndata import AnnData
 import dasksc
 from dasksc.atlas import collection
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.sampling.strategies import array_of
+from dasksc.sampling.arrays import array_of
 from dasksc.storage import open_matrix
 from dasksc.storage.remote.connecting import client_of
 from dasksc.storage.safety import zarr as zarr_guard

@@ -24,9 +24,10 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from dasksc.planning.plan import EpochPlan, Stretch
-from dasksc.sampling import strategies as sampling
-from dasksc.sampling.strategies import bind
+from dasksc.planning.plan import EpochPlan
+from dasksc.planning.stretches import Stretch
+from dasksc.sampling import weighted
+from dasksc.sampling.binding import bind
 
 pytestmark = pytest.mark.core
 
@@ -382,7 +383,7 @@ def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):
     strategy = BlockWeightedSampling(4, weights=np.arange(103))
     state = through_json(dataset(strategy=strategy).state_dict())
     dataset(strategy=strategy).load_state_dict(state)
-    monkeypatch.setattr(sampling, "_way_of_drawing", lambda: "that of another version")
+    monkeypatch.setattr(weighted, "_way_of_drawing", lambda: "that of another version")
     with pytest.raises(InputError, match="strategy is 'BlockWeightedSampling"):
         dataset(strategy=strategy).load_state_dict(state)
 

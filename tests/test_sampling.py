@@ -22,8 +22,12 @@ from scipy import stats
 import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, MissingKeyError, Streaming
 from dasksc.kernels import draw as draw_kernels
-from dasksc.sampling import strategies as sampling
-from dasksc.sampling.strategies import BlockOrder, Purpose, Sampler, bind, epoch_keys
+from dasksc.sampling import weighted
+from dasksc.sampling.binding import bind
+from dasksc.sampling.block_order import BlockOrder
+from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.samplers import Sampler
 
 pytestmark = pytest.mark.core
 
@@ -194,7 +198,7 @@ def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("kind", ["even", "rising", "one in 1,000", "by the sample's step", "huge and denormal"])
 def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
     # More rows than keys are sampled, so that what the sample says is put to the test.
-    n = 4 * sampling._SAMPLED_KEYS
+    n = 4 * weighted._SAMPLED_KEYS
     row = np.arange(n)
     weights = {
         "even": np.ones(n),
@@ -405,7 +409,7 @@ def test_labels_are_the_same_classes_in_any_type_and_by_every_path(labels: list[
     if few:
         labels = [label % 3 for label in labels]
     for name, values in of_every_type(labels).items():
-        codes, names = sampling.encode_labels(values)
+        codes, names = encode_labels(values)
         assert len(codes) == len(labels), name
         found = [None if code < 0 else names[code] for code in codes.tolist()]
         is_text = any(isinstance(one, str | bytes) for one in found)
@@ -426,8 +430,8 @@ def test_a_continuous_column_is_no_label(n: int) -> None:
     for labels in (values, values.astype(">f4"), pd.Series(values), da.from_array(values, chunks=7)):
         with pytest.raises(InputError, match=f"hold {n} different numbers with fractions.*pandas.cut"):
             sampler_of(ClassBalancedSampling(labels), n)
-    assert len(sampling.encode_labels(pd.Categorical(values))[1]) == n
-    assert len(sampling.encode_labels(np.repeat(values[:10], 20))[1]) == 10
+    assert len(encode_labels(pd.Categorical(values))[1]) == n
+    assert len(encode_labels(np.repeat(values[:10], 20))[1]) == 10
 
 
 WEIGHT_TYPES = ["?", "i1", "i2", "i8", "u1", "u8", ">i2", ">u4", ">i8", "f2", ">f2", "f4", ">f4", "f8", ">f8", "g"]
@@ -765,7 +769,7 @@ def test_digests_of_weighted_samplers_tell_in_which_way_rows_are_drawn(monkeypat
         ]
 
     here = digests()
-    monkeypatch.setattr(sampling, "_way_of_drawing", lambda: "that of another library's logarithms")
+    monkeypatch.setattr(weighted, "_way_of_drawing", lambda: "that of another library's logarithms")
     assert [a == b for a, b in zip(here, digests(), strict=True)] == [False, False, False, True]
 
 

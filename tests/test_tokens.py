@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.batches.batch import Batch
 from dasksc.errors import InputError, MissingKeyError, MissingPathError
-from dasksc.transforms.tokens import CLS, IGNORED, MASK, PAD, RankTokens, ValueBins, Vocabulary, from_config
+from dasksc.transforms.tokenizer_config import from_config
+from dasksc.transforms.tokens import IGNORED, RankTokens, ValueBins
+from dasksc.transforms.vocabulary import CLS, MASK, PAD, Vocabulary
 from tests.support import twins
 from tests.support.data import make_adata, write_store
 

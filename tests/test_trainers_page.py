@@ -250,7 +250,7 @@ SHARDED = """
 import json
 from pathlib import Path
 
-from dasksc.planning.ranks import leave_group
+from dasksc.planning.process_groups import leave_group
 
 
 class Watch(pl.Callback):

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from dasksc import InputError, RankMismatchError, World
-from dasksc.planning import ranks as world_module
+from dasksc.planning.agreement import Agreement
+from dasksc.planning.process_groups import leave_group
 
 pytestmark = pytest.mark.core
 
@@ -161,7 +162,7 @@ def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch)
     def agreement(attempt: int):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         # Data sets are counted anew, as in a new process.
-        return world_module.Agreement(World(0, 2), dist.PrefixStore("run", store))
+        return Agreement(World(0, 2), dist.PrefixStore("run", store))
 
     first = agreement(0)
     first.begin(0, epoch=0, fingerprint="same")
@@ -190,11 +191,11 @@ def test_the_process_group_is_left_when_its_threads_have_had_the_interpreter():
     sys.setswitchinterval(10)
     try:
         work_is_done.set()
-        world_module.leave_group()
+        leave_group()
     finally:
         sys.setswitchinterval(interval_s)
     thread.join()
     assert group_was_up == [True]
     assert not distributed.is_initialized()
     # Without a group there is nothing to leave.
-    world_module.leave_group()
+    leave_group()

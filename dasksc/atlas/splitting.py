@@ -20,7 +20,9 @@ from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
-from dasksc.sampling.strategies import Candidates, Purpose, encode_labels, epoch_keys
+from dasksc.sampling.candidates import Candidates
+from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.labels import encode_labels
 
 __all__ = ["split"]
 

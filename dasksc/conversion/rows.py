@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels.draw import count_codes
 from dasksc.kernels.split import put_by_code
-from dasksc.sampling.strategies import BlockOrder
+from dasksc.sampling.block_order import BlockOrder
 
 __all__ = ["Order", "row_order"]
 

@@ -35,9 +35,12 @@ from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource, source_of
 from dasksc.planning.epochs import EpochCounter
-from dasksc.planning.plan import EpochPlan, Stretch
+from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
-from dasksc.sampling.strategies import Sampler, SamplingStrategy, bind, is_random, restricted
+from dasksc.planning.stretches import Stretch
+from dasksc.sampling.binding import bind, is_random, restricted
+from dasksc.sampling.samplers import Sampler
+from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import Layout, UseMmap
 
 if TYPE_CHECKING:

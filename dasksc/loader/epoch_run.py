@@ -31,7 +31,9 @@ from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
 from dasksc.memory.way_of_reading import Reading
 from dasksc.multiindexable import take_rows
-from dasksc.planning.plan import EpochPlan, FetchPlan, Stretch
+from dasksc.planning.fetches import FetchPlan
+from dasksc.planning.plan import EpochPlan
+from dasksc.planning.stretches import Stretch
 
 __all__ = ["EpochRun", "Placement"]
 

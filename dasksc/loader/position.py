@@ -9,7 +9,7 @@ from typing import Any
 
 from dasksc import config
 from dasksc.errors import InputError
-from dasksc.planning.plan import Stretch
+from dasksc.planning.stretches import Stretch
 
 __all__ = ["STATE_VERSION", "EpochPosition", "parse_state"]
 

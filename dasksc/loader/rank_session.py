@@ -10,7 +10,8 @@ from torch.utils.data import get_worker_info
 
 from dasksc import config
 from dasksc.errors import InputError
-from dasksc.planning.ranks import Agreement, World
+from dasksc.planning.agreement import Agreement
+from dasksc.planning.ranks import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,7 +12,7 @@ import torch
 from dasksc.atlas.collection import known
 from dasksc.batches.batch import Batch, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
-from dasksc.sampling.strategies import array_of
+from dasksc.sampling.arrays import array_of
 from dasksc.storage import Columns, Layout
 
 __all__ = ["BatchRequest", "columns_of"]

@@ -25,7 +25,8 @@ from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.request import BatchRequest, columns_of
 from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
-from dasksc.sampling.strategies import SamplingStrategy, n_rows_named
+from dasksc.sampling.binding import n_rows_named
+from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import Columns, FetchCost, Matrix, StackedMatrix, TakenMatrix, UseMmap, mapping, memory
 
 __all__ = ["Hooks", "IndexedSource", "MatrixSource", "Source", "source_of"]

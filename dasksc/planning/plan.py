@@ -38,74 +38,21 @@ from numpy.typing import NDArray
 from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
+from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.label_entropy import Diversity, diversity_of
-from dasksc.sampling.strategies import BlockOrder, Draw, Purpose, Sampler, encode_labels, epoch_keys
+from dasksc.planning.stretches import Deal, Rounds, Stretch
+from dasksc.sampling.block_order import BlockOrder
+from dasksc.sampling.draws import Draw
+from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.samplers import Sampler
 
-__all__ = ["EpochPlan", "FetchPlan", "Stretch"]
+__all__ = ["EpochPlan"]
 
 _Int64s = NDArray[np.int64]
 
 # Positions of a piece that are computed together.
 _COMPUTED_AT_ONCE = 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchPlan:
-    """The rows of one fetch and the order in which they are yielded.
-
-    Parameters
-    ----------
-    number
-        Which of the rank's fetches.
-    rows
-        Row numbers in ascending order, repeats included, shape (n,), int64.
-    order
-        Positions in `rows` in the order they are yielded, shape (m,), int64; m < n where the epoch
-        ends in a short batch that is dropped.
-    batch_size
-        Rows of a batch.
-    """
-
-    number: int
-    rows: _Int64s
-    order: _Int64s
-    batch_size: int
-
-    @property
-    def n_batches(self) -> int:
-        """Batches of the fetch."""
-        return -(-len(self.order) // self.batch_size)
-
-    def batch(self, i: int) -> _Int64s:
-        """Return the positions in `rows` that make up batch `i` of the fetch."""
-        return self.order[i * self.batch_size : (i + 1) * self.batch_size]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """A part of an epoch that has been read: by how many ranks, in what sizes, how many batches each."""
-
-    world_size: int
-    batch_size: int
-    fetch_factor: int
-    n_batches: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Deal:
-    """What is dealt to the ranks.
-
-    Parameters
-    ----------
-    first, n_full
-        The range of the order whose full blocks are dealt.
-    rest
-        Positions, in storage order, of all other rows that are, shape (n_rest,), int64.
-    """
-
-    first: int
-    n_full: int
-    rest: _Int64s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +213,10 @@ class EpochPlan:
         return BlockOrder.shuffled(n_full, self.seed, self.epoch)
 
     @cached_property
-    def _deal(self) -> _Deal:
+    def _deal(self) -> Deal:
         if not self.consumed:
             n_full = self.n_rows // self.block_size
-            return _Deal(first=0, n_full=n_full, rest=np.arange(n_full * self.block_size, self.n_rows, dtype=np.int64))
+            return Deal(first=0, n_full=n_full, rest=np.arange(n_full * self.block_size, self.n_rows, dtype=np.int64))
         *before, last = self.consumed
         plan = dataclasses.replace(
             self,
@@ -296,6 +243,10 @@ class EpochPlan:
         if not self.sampler.shuffle_blocks:
             return self._n_rounds
         return int(permute.below(self._deal_keys[0], 0, self._n_rounds + 1))
+
+    @property
+    def _rounds(self) -> Rounds:
+        return Rounds(block_size=self.block_size, piece_round=self._piece_round, n_piece=len(self._piece))
 
     @property
     def _left_from(self) -> int:
@@ -452,25 +403,25 @@ class EpochPlan:
 
     # --- What remains of an epoch that was left in the middle ---
 
-    def _after(self, n_batches: int) -> _Deal:
+    def _after(self, n_batches: int) -> Deal:
         """Return what is left to deal when every rank has yielded `n_batches`."""
         plans = [self.of_rank(rank) for rank in range(self.world_size)]
         unread = [plan._unread(n_batches * self.batch_size) for plan in plans]
         rest = [loose for _, _, loose in unread]
         # Rounds that no rank has touched stay a range of the order.
-        first = max(plan._rounds_begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
-        end = min(plan._rounds_ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
+        first = max(plan._rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
+        end = min(plan._rounds.ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
         if first >= end or not self.sampler.shuffle_blocks:
             first = end = 0
         for plan, (start, stop, _) in zip(plans, unread, strict=True):
-            for low, high in plan._outside(start, stop, first, end):
+            for low, high in plan._rounds.outside(start, stop, first, end):
                 rest.append(plan._positions(low, high))
                 if plan._is_padded and low <= plan._padding < high:
                     rest[-1] = np.delete(rest[-1], plan._padding - low)
         positions = np.concatenate(rest)
         if not self.sampler.shuffle_blocks:
             positions.sort()
-        return _Deal(
+        return Deal(
             first=self._deal.first + first * self.world_size,
             n_full=(end - first) * self.world_size,
             rest=positions,
@@ -512,30 +463,6 @@ class EpochPlan:
     def _padding(self) -> int:
         """Where in the rank's sequence that row stands."""
         return self._piece_round * self.block_size + len(self._piece) - 1
-
-    def _rounds_begun(self, place: int) -> int:
-        """Return how many rounds begin before a place of the rank's sequence."""
-        before = self._piece_round * self.block_size
-        if place <= before:
-            return -(-place // self.block_size)
-        return max(self._piece_round, -(-(place - len(self._piece)) // self.block_size))
-
-    def _rounds_ended(self, place: int) -> int:
-        """Return how many rounds end at or before a place of the rank's sequence."""
-        ended = (place - len(self._piece)) // self.block_size
-        return ended if ended > self._piece_round else min(self._piece_round, place // self.block_size)
-
-    def _outside(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the parts of a range of the rank's sequence that lie outside rounds ``first ... end``."""
-        if first == end:
-            return [(start, stop)]
-        where, n_piece = self._piece_round, len(self._piece)
-        begin = first * self.block_size + (n_piece if first >= where else 0)
-        finish = end * self.block_size + (n_piece if end > where else 0)
-        spans = [(start, begin), (finish, stop)]
-        if first < where < end:
-            spans.append((where * self.block_size, where * self.block_size + n_piece))
-        return spans
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks: equal digests, equal batches."""

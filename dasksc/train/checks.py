@@ -16,7 +16,7 @@ from dasksc.train.data import STRATEGIES
 from dasksc.train.models import BUILT_IN
 from dasksc.train.names import arguments_of, check_arguments, find
 from dasksc.train.optim import make_optimizer
-from dasksc.transforms.tokens import from_config
+from dasksc.transforms.tokenizer_config import from_config
 
 __all__ = ["check"]
 

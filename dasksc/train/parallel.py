@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, StorageError, TrainingError, World
-from dasksc.planning.ranks import leave_group
+from dasksc.planning.process_groups import leave_group
 from dasksc.train.config import Config, Fsdp, Training
 from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
 

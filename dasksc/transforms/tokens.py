@@ -14,11 +14,8 @@ Tokens of cells by rank follow Geneformer [1]_, values in bins scGPT [2]_.
 from __future__ import annotations
 
 import copy
-import difflib
-import json
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -27,164 +24,22 @@ from numpy.typing import NDArray
 
 from dasksc.batches.batch import Batch
 from dasksc.config import whole_number
-from dasksc.errors import InputError, MissingKeyError, MissingPathError
+from dasksc.errors import InputError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
-from dasksc.sampling.strategies import Purpose, epoch_keys
+from dasksc.sampling.keys import Purpose, epoch_keys
 from dasksc.storage import memory
+from dasksc.transforms.vocabulary import Missing, Vocabulary
 
-__all__ = ["CLS", "IGNORED", "MASK", "PAD", "RankTokens", "ValueBins", "Vocabulary", "from_config"]
-
-PAD, MASK, CLS = "<pad>", "<mask>", "<cls>"
-"""Names of the tokens that are no genes."""
+__all__ = ["IGNORED", "RankTokens", "ValueBins", "check_choice"]
 
 IGNORED = -100
 """The label of a token that is not to be predicted: what ``cross_entropy`` ignores."""
 
 _MASKED_VALUE = -1.0
-_NAMES_TOLD = 5
 
-Missing: TypeAlias = Literal["error", "drop"]
 Padding: TypeAlias = Literal["longest", "max_length"]
 T = TypeVar("T", bound="_Tokens")
-
-
-class Vocabulary:
-    """The id of every gene, and of padding, masks and the token that stands for the cell.
-
-    Parameters
-    ----------
-    ids
-        The id of each name, whole numbers from 0 on, no two the same. ``"<pad>"``, ``"<mask>"`` and ``"<cls>"``
-        are added after the largest where they are missing.
-
-    Attributes
-    ----------
-    ids
-        The id of each name.
-    size
-        One more than the largest id: the rows that an embedding needs.
-    pad_id, mask_id, cls_id
-        Those of ``"<pad>"``, ``"<mask>"`` and ``"<cls>"``.
-
-    Raises
-    ------
-    InputError
-        If an id is no whole number from 0 on, or that of two names.
-    """
-
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self.ids = {str(name): whole_number(f"the id of {name!r}", i, 0) for name, i in ids.items()}
-        if len(set(self.ids.values())) < len(self.ids):
-            seen: dict[int, str] = {}
-            twice = (
-                f"{seen[i]!r} and {name!r}: {i}" for name, i in self.ids.items() if seen.setdefault(i, name) != name
-            )
-            raise InputError(f"every name needs an id of its own; got {_some(twice)}")
-        for special in (PAD, MASK, CLS):
-            self.ids.setdefault(special, max(self.ids.values(), default=-1) + 1)
-        self.size = max(self.ids.values()) + 1
-        self.pad_id, self.mask_id, self.cls_id = (self.ids[special] for special in (PAD, MASK, CLS))
-
-    @classmethod
-    def of_genes(cls, genes: Iterable[str]) -> Vocabulary:
-        """Number names as they come: padding 0, masks 1, the cell 2, genes from 3 on.
-
-        Parameters
-        ----------
-        genes
-            Names, such as ``adata.var_names``; no two the same.
-
-        Returns
-        -------
-        Vocabulary
-            With ``3 + len(genes)`` names.
-
-        Raises
-        ------
-        InputError
-            If a name is there twice.
-        """
-        return cls(_numbered([PAD, MASK, CLS, *map(str, genes)], "genes"))
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Read a vocabulary file.
-
-        Parameters
-        ----------
-        path
-            A JSON object of ids by name (``{"<pad>": 0, "CD4": 1}``), or, of any other ending than ``.json``, text with
-            one name a line, whose ids are 0 for the first line, and so on.
-
-        Returns
-        -------
-        Vocabulary
-            With the names of the file.
-
-        Raises
-        ------
-        MissingPathError
-            If there is no such file.
-        InputError
-            If the file holds something else.
-        """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise MissingPathError(f"there is no vocabulary file {os.fspath(path)!r}") from error
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{path} is no text; a vocabulary is a .json of ids by name, or one name a line"
-            ) from error
-        if path.suffix != ".json":
-            return cls(_numbered(text.split("\n") if not text.endswith("\n") else text.split("\n")[:-1], str(path)))
-        try:
-            ids = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path} is no JSON: {error}") from error
-        if not isinstance(ids, dict):
-            raise InputError(
-                f'{path} must hold an object of ids by name, such as {{"CD4": 0}}; got a {type(ids).__name__}'
-            )
-        return cls(ids)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} names, size {self.size})"
-
-    def ids_of(self, genes: Iterable[str], *, missing: Missing = "error") -> NDArray[np.int64]:
-        """Look genes up.
-
-        Parameters
-        ----------
-        genes
-            Names.
-        missing
-            What to do about genes that the vocabulary does not have: ``"error"``, or ``"drop"`` them.
-
-        Returns
-        -------
-        NDArray
-            The id of each, shape (n_genes,), int64; -1 for those to drop.
-
-        Raises
-        ------
-        MissingKeyError
-            If genes are missing; the error says how many, and which are the first. Also where all are to be dropped.
-        """
-        names = [str(gene) for gene in genes]
-        ids = np.fromiter((self.ids.get(name, -1) for name in names), dtype=np.int64, count=len(names))
-        absent = [name for name, i in zip(names, ids, strict=True) if i < 0]
-        if absent and (missing == "error" or len(absent) == len(names)):
-            raise MissingKeyError(
-                f"{len(absent)} of {len(names)} genes are not in the vocabulary of {len(self)} names: "
-                f"{_some(map(repr, absent))}. Are both symbols, or both Ensembl ids? missing='drop' leaves them out"
-            )
-        return ids
 
 
 class _Cells(NamedTuple):
@@ -222,8 +77,8 @@ class _Tokens:
             vocabulary = Vocabulary.of_genes(names)
         elif not isinstance(vocabulary, Vocabulary):
             vocabulary = Vocabulary.read(vocabulary)
-        _check_choice("missing", missing, ("error", "drop"))
-        _check_choice("padding", padding, ("longest", "max_length"))
+        check_choice("missing", missing, ("error", "drop"))
+        check_choice("padding", padding, ("longest", "max_length"))
         if not _is_share(mask_ratio) or mask_ratio == 1:
             raise InputError(f"mask_ratio={mask_ratio!r} is no share of the tokens; it must be a number in [0, 1)")
         for name, share in (("random_replace_ratio", random_replace_ratio), ("keep_ratio", keep_ratio)):
@@ -541,64 +396,12 @@ class ValueBins(_Tokens):
         return labels
 
 
-_STRATEGIES: dict[str, type[RankTokens] | type[ValueBins]] = {"rank_value": RankTokens, "value_bins": ValueBins}
-_SETTINGS = ("strategy", "max_genes", "prepend_cls", "masking", "missing", "padding")
-
-
-def from_config(
-    tokenizer: Mapping[str, Any],
-    *,
-    genes: Iterable[str],
-    vocabulary: Vocabulary | str | os.PathLike[str] | None = None,
-    seed: int = 0,
-) -> RankTokens | ValueBins:
-    """Make a transform of the ``tokenizer`` section of a training configuration.
-
-    Parameters
-    ----------
-    tokenizer
-        ``strategy``: ``"rank_value"`` (`RankTokens`) or ``"value_bins"`` (`ValueBins`); and, where wanted,
-        ``max_genes``, ``prepend_cls``, ``masking`` (of ``mask_ratio``, ``random_replace_ratio`` and ``keep_ratio``),
-        ``missing``, ``padding``, and ``n_bins`` of value bins.
-    genes, vocabulary, seed
-        As for `RankTokens`.
-
-    Returns
-    -------
-    RankTokens or ValueBins
-        The transform.
-
-    Raises
-    ------
-    InputError
-        If a setting is unknown, or its value cannot be used.
-    """
-    strategy = tokenizer.get("strategy")
-    _check_choice("tokenizer.strategy", strategy, tuple(_STRATEGIES))
-    kind = _STRATEGIES[str(strategy)]
-    known = (*_SETTINGS, "n_bins") if kind is ValueBins else _SETTINGS
-    _check_names("tokenizer", tokenizer, known)
-    masking = tokenizer.get("masking") or {}
-    if not isinstance(masking, Mapping):
-        raise InputError(f"tokenizer.masking must hold mask_ratio, as in {{mask_ratio: 0.15}}; got {masking!r}")
-    _check_names("tokenizer.masking", masking, ("mask_ratio", "random_replace_ratio", "keep_ratio"))
-    settings = {name: value for name, value in tokenizer.items() if name not in ("strategy", "masking")}
-    return kind(genes, vocabulary=vocabulary, seed=seed, **masking, **settings)
-
-
-def _check_names(section: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise InputError(f"{section} has no setting {name!r}; {hint}")
-
-
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float | np.floating) and not isinstance(value, bool) and bool(0 <= value <= 1)
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the choices."""
     if value not in choices:
         raise InputError(f"{name} must be {' or '.join(map(repr, choices))}; got {value!r}")
 
@@ -626,17 +429,3 @@ def _nonzeros(batch: Batch, n_genes: int) -> tuple[NDArray[np.int64], NDArray[An
     values = np.empty(indptr[-1], dtype=np.float32)
     csr.squeeze(dense, indptr[:-1], columns, values)
     return indptr, columns, values
-
-
-def _numbered(names: list[str], where: str) -> dict[str, int]:
-    ids = {name: i for i, name in enumerate(names)}
-    if len(ids) < len(names):
-        twice = (repr(name) for i, name in enumerate(names) if ids[name] != i)
-        raise InputError(f"{where}: names are there twice: {_some(twice)}; adata.var_names_make_unique() helps")
-    return ids
-
-
-def _some(items: Iterable[str]) -> str:
-    """The first of several."""
-    told = list(items)
-    return ", ".join(told[:_NAMES_TOLD]) + (", ..." if len(told) > _NAMES_TOLD else "")

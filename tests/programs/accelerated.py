@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import dasksc
-from dasksc.planning.ranks import leave_group
+from dasksc.planning.process_groups import leave_group
 
 path, folder = sys.argv[1], Path(sys.argv[2])
 

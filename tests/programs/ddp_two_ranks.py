@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
-from dasksc.planning.ranks import leave_group
+from dasksc.planning.process_groups import leave_group
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 

@@ -12,7 +12,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the
 from torch.distributed.rendezvous import rendezvous
 
 import dasksc
-from dasksc.planning.ranks import leave_group
+from dasksc.planning.process_groups import leave_group
 
 
 def main(path: str, folder: str) -> None:

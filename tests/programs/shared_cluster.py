@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 import dasksc
-from dasksc.planning.ranks import leave_group
+from dasksc.planning.process_groups import leave_group
 
 WRONG: dict[str, dict[str, Any]] = {"port": {"port": -5}, "dashboard": {"dashboard_address": "no such host:0"}}
 

@@ -22,7 +22,8 @@ from distributed.utils import ensure_ip
 from dasksc.errors import InputError, StartError, WrongTypeError
 from dasksc.executor.cluster.links import listening_at, with_host
 from dasksc.executor.schedulers import connected, cpu_count, remember_security
-from dasksc.planning.ranks import World, shared_store
+from dasksc.planning.agreement import shared_store
+from dasksc.planning.ranks import World
 from dasksc.storage.safety.private import exposure
 
 __all__ = ["StartedCluster", "start_cluster"]

@@ -1,0 +1,129 @@
+"""What is in an atlas, how it is stored, how fast it can be read, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+
+from dasksc.atlas import collection
+from dasksc.atlas.concat import Join
+from dasksc.atlas.modalities import Modalities, is_modalities
+from dasksc.errors import InputError
+from dasksc.inspection.description import Column, Description, Modality, Rate, StoredMatrix
+from dasksc.inspection.reading_rates import BLOCK_SIZES, read_rates
+from dasksc.inspection.stored_matrices import alike, stored_part
+from dasksc.storage import is_url, shown
+
+__all__ = ["describe"]
+
+# Files of many that are looked at.
+_MAX_FILES = 64
+# Blocks that read so much slower than long ones are worth a word.
+_SLOW_BLOCKS = 0.5
+
+
+def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Description:
+    """Tell what is in an atlas, how it is stored, how fast it can be read here, and what to do about it.
+
+    Parameters
+    ----------
+    data
+        What `dasksc.open` takes, or `Modalities`. How it is stored is told of paths and URLs, of the first 64 of many;
+        not of an AnnData that is open already.
+    join
+        Of several, as for `dasksc.open`.
+    seconds
+        For how long each of four probes reads batches of X: dense and CSR, by blocks of 64 rows and by single ones.
+        0 for none.
+
+    Returns
+    -------
+    Description
+        ``print(dasksc.describe("atlas.h5ad"))`` shows it.
+
+    Raises
+    ------
+    InputError, StorageError
+        As for `dasksc.open`.
+    """
+    if seconds < 0:
+        raise InputError(f"seconds={seconds} is negative; give 0 for no probe")
+    several = None if is_modalities(data) else collection.several_of(data)
+    parts = [data] if several is None else several[0]
+    opened: AnnData | Modalities
+    if is_modalities(data):
+        opened = data if isinstance(data, Modalities) else Modalities(data)
+        modalities = tuple(Modality(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items())
+        has_x = all(part.X is not None for part in opened.mod.values())
+    else:
+        opened = data if isinstance(data, AnnData) else collection.open(data, names=False, join=join)
+        modalities, has_x = (), opened.X is not None
+    stored = [stored_part(part) for part in parts[:_MAX_FILES]]
+    matrices = alike([matrix for one in stored for matrix in one.matrices])
+    rates = tuple(read_rates(opened, seconds)) if seconds and has_x and opened.n_obs else ()
+    return Description(
+        name=_shown(data) if isinstance(data, str | os.PathLike) else _names(parts),
+        n_files=len(parts),
+        n_obs=int(opened.n_obs),
+        n_vars=int(opened.n_vars) if isinstance(opened, AnnData) else sum(one.n_vars for one in modalities),
+        modalities=modalities,
+        obs=tuple(_columns(opened.obs)),
+        matrices=tuple(matrices),
+        rates=rates,
+        # Several that are each shuffled are not shuffled as one.
+        advice=tuple(_advice(matrices, rates, is_shuffled=len(parts) == 1 and stored[0].is_shuffled)),
+    )
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return shown(text) if is_url(text) else text
+
+
+def _names(parts: Sequence[Any]) -> str:
+    names = [Path(_shown(part)).name if isinstance(part, str | os.PathLike) else type(part).__name__ for part in parts]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _columns(obs: pd.DataFrame) -> Iterator[Column]:
+    for name, column in obs.items():
+        is_category = isinstance(column.dtype, pd.CategoricalDtype)
+        yield Column(
+            name=str(name),
+            dtype=str(column.dtype),
+            n_classes=len(column.cat.categories) if is_category else None,
+            n_missing=int(column.isna().sum()),
+        )
+
+
+def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuffled: bool) -> Iterator[str]:
+    for one in matrices:
+        if one.encoding == "csc":
+            yield (
+                f"{one.key} is stored by columns, so that the first fetch reads all of it; dasksc convert writes it by "
+                "rows"
+            )
+    # Of a modality, X has its name before it.
+    x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
+    if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
+        yield "chunks of X hold more rows than a fetch, and are decoded for few; dasksc convert makes them smaller"
+    speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
+    for layout in ("dense", "csr"):
+        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, BLOCK_SIZES[0]), 0.0):
+            times = speed[layout, BLOCK_SIZES[0]] / speed[layout, 1]
+            otherwise = (
+                "; its cells were shuffled when it was converted, so that blocks mix as well as single rows"
+                if is_shuffled
+                else ", or dasksc convert, which shuffles cells once"
+            )
+            yield (
+                f"single rows come {times:.1f} times slower than blocks of {BLOCK_SIZES[0]} ({layout}): use "
+                f"BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
+            )
+            break

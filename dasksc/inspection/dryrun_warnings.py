@@ -1,0 +1,97 @@
+"""What could be better about an epoch, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dasksc.inspection.dryrun_report import RankShare
+from dasksc.loader import MatrixSource, parts_of, scDataset
+from dasksc.planning.plan import EpochPlan
+from dasksc.storage import is_url
+
+__all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sizes"]
+
+# Batches whose labels are less mixed than this share of random ones' are warned of.
+_MIXED = 0.9
+_MUCH_DROPPED = 0.05
+# Less wanted of what crosses a network than this share is warned of.
+_WANTED = 0.5
+
+
+def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
+    """Warn of sizes that leave rows, ranks or most of what is read without use."""
+    if not plan.n_rows:
+        yield "there are no rows to read: indices= leaves none"
+        return
+    if not any(share.n_batches for share in ranks):
+        yield (
+            f"no rank yields a batch: {plan.n_rows:,} rows over {plan.world_size} ranks leave each less than a batch "
+            f"of {plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
+        )
+    elif plan.n_dropped > _MUCH_DROPPED * plan.n_rows:
+        yield (
+            f"{plan.n_dropped / plan.n_rows:.0%} of the rows are dropped in every epoch. Lower batch_size, or use "
+            "drop_last=False"
+        )
+    n_blocks = -(-plan.n_rows // plan.block_size)
+    if n_blocks < plan.world_size:
+        yield (
+            f"there are more ranks ({plan.world_size}) than blocks ({n_blocks}): blocks are cut, and ranks read their "
+            "pieces of the same chunks. Lower block_size"
+            + ("" if plan.sampler.block_size else " (for Streaming a fetch: lower fetch_factor)")
+        )
+    source = parts_of(dataset).source
+    for name, matrix in source.matrices.items() if isinstance(source, MatrixSource) else ():
+        chunk_rows = matrix.cost.chunk_rows
+        if plan.fetch_rows < chunk_rows:
+            yield (
+                f"a fetch ({plan.fetch_rows:,} rows) is smaller than a storage chunk of {name} (about "
+                f"{chunk_rows:,.0f} rows): chunks are decoded again and again for a few rows each. Raise fetch_factor, "
+                "or store smaller chunks"
+            )
+        elif is_url(matrix.label) and (share := _wanted_share(plan, source.n_obs, chunk_rows)) < _WANTED:
+            yield (
+                f"about {share:.0%} of what is asked for of {name} over the network is wanted: chunks of about "
+                f"{chunk_rows:,.0f} rows come whole, and blocks have {plan.block_size:,}. Raise block_size or "
+                "fetch_factor, or store smaller chunks in shards (dasksc convert)"
+            )
+
+
+def _wanted_share(plan: EpochPlan, n_obs: int, chunk_rows: float) -> float:
+    """Return the rows of a fetch as a share of all in the chunks that its blocks lie in, were they anywhere."""
+    chunk_rows = max(1.0, chunk_rows)
+    n_blocks = plan.fetch_rows / plan.block_size
+    n_obs = max(1, n_obs)
+    touched_by_one = min(1.0, (plan.block_size + chunk_rows - 1) / n_obs)
+    read_rows = n_obs * (1 - float((1 - touched_by_one) ** n_blocks))
+    return min(1.0, plan.fetch_rows / read_rows)
+
+
+def warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
+    """Warn of DataLoader settings that do not fit the data set; None is no DataLoader."""
+    if loader is None:
+        return
+    if loader.batch_size is not None:
+        yield (
+            f"the DataLoader collects batches of {loader.batch_size} from a data set that yields whole batches. "
+            "Use DataLoader(dataset, batch_size=None)"
+        )
+    if loader.num_workers > plan.n_fetches:
+        yield (
+            f"{loader.num_workers} DataLoader workers share {plan.n_fetches} fetches: some have nothing to do. Use "
+            "num_workers=0, which reads ahead on threads, or lower fetch_factor"
+        )
+
+
+def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterator[str]:
+    """Warn of batches that mix labels less than random ones would."""
+    if labels is None or not plan.n_fetches:
+        return
+    share = plan.diversity(labels).share
+    if share < _MIXED:
+        n_blocks = max(1, plan.fetch_rows // plan.block_size)
+        yield (
+            f"batches hold {share:.0%} of the mix of labels that random ones would ({name or 'labels'}): labels lie in "
+            f"long runs, and a fetch mixes only {n_blocks:,} blocks. Raise fetch_factor, or lower block_size"
+        )

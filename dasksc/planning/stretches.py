@@ -1,0 +1,82 @@
+"""Stretches of an epoch that were read, and what they leave to be dealt again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Deal", "Rounds", "Stretch"]
+
+_Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A part of an epoch that has been read: by how many ranks, in what sizes, how many batches each."""
+
+    world_size: int
+    batch_size: int
+    fetch_factor: int
+    n_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """What is dealt to the ranks.
+
+    Parameters
+    ----------
+    first, n_full
+        The range of the order whose full blocks are dealt.
+    rest
+        Positions, in storage order, of all other rows that are, shape (n_rest,), int64.
+    """
+
+    first: int
+    n_full: int
+    rest: _Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """Where the rounds of a rank's sequence lie, with its piece of what is left before one of them.
+
+    Parameters
+    ----------
+    block_size
+        Rows of a round.
+    piece_round
+        Round before which the piece is inserted.
+    n_piece
+        Rows of the piece.
+    """
+
+    block_size: int
+    piece_round: int
+    n_piece: int
+
+    def begun(self, place: int) -> int:
+        """Return how many rounds begin before a place of the rank's sequence."""
+        before = self.piece_round * self.block_size
+        if place <= before:
+            return -(-place // self.block_size)
+        return max(self.piece_round, -(-(place - self.n_piece) // self.block_size))
+
+    def ended(self, place: int) -> int:
+        """Return how many rounds end at or before a place of the rank's sequence."""
+        ended = (place - self.n_piece) // self.block_size
+        return ended if ended > self.piece_round else min(self.piece_round, place // self.block_size)
+
+    def outside(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the parts of a range of the rank's sequence that lie outside rounds ``first ... end``."""
+        if first == end:
+            return [(start, stop)]
+        where, n_piece = self.piece_round, self.n_piece
+        begin = first * self.block_size + (n_piece if first >= where else 0)
+        finish = end * self.block_size + (n_piece if end > where else 0)
+        spans = [(start, begin), (finish, stop)]
+        if first < where < end:
+            spans.append((where * self.block_size, where * self.block_size + n_piece))
+        return spans

@@ -1,0 +1,146 @@
+"""Strategies bound to a collection, and told of its rows and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError, WrongTypeError
+from dasksc.multiindexable import take_rows
+from dasksc.sampling.arrays import array_of
+from dasksc.sampling.candidates import Candidates, index_array
+from dasksc.sampling.digests import digest_of
+from dasksc.sampling.draws import ChosenRows
+from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.samplers import RowSampler, Sampler
+from dasksc.sampling.strategies import BUILT_IN, SamplingStrategy
+
+__all__ = ["UserSampler", "bind", "is_random", "n_rows_named", "restricted"]
+
+
+@dataclass(frozen=True)
+class UserSampler:
+    """A user's own strategy, asked for all its indices once an epoch."""
+
+    strategy: SamplingStrategy
+    collection: Any
+    n_obs: int
+    n_rows: int
+    block_size: ClassVar[None] = None
+    shuffle_blocks: ClassVar[bool] = False
+    is_shuffled: ClassVar[bool] = False
+
+    @property
+    def shuffle_rows(self) -> bool:
+        """See `Sampler.shuffle_rows`."""
+        return bool(self.strategy._shuffle_before_yield)
+
+    def draw(self, seed: int, epoch: int) -> ChosenRows:
+        """See `Sampler.draw`."""
+        # Below 2**63, and int: what a user hands to any generator's constructor.
+        key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
+        name = type(self.strategy).__name__
+        rows = array_of(f"what {name}.get_indices returns", self.strategy.get_indices(self.collection, seed=key))
+        if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
+            raise InputError(f"{name}.get_indices must return row numbers; got {rows.dtype} of shape {rows.shape}")
+        if len(rows) != self.n_rows:
+            raise InputError(f"{name}.get_len promised {self.n_rows} rows, get_indices returned {len(rows)}")
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_obs):
+            raise InputError(f"{name}.get_indices returned rows outside [0, {self.n_obs})")
+        return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64, copy=False))
+
+    def digest(self) -> str:
+        """See `Sampler.digest`."""
+        return digest_of("user", type(self.strategy).__qualname__, self.n_rows, self.draw(0, 0).chosen)
+
+
+def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+    """Bind any strategy to a collection.
+
+    Parameters
+    ----------
+    strategy
+        One of ours, or a user's subclass of `SamplingStrategy`.
+    collection
+        Handed to a user's strategy.
+    n_obs
+        Rows of the collection.
+    labels_of
+        Returns an obs column by its name.
+
+    Raises
+    ------
+    InputError
+        If the strategy does not fit the collection.
+    """
+    if isinstance(strategy, BUILT_IN):
+        return strategy.bind(n_obs, labels_of)
+    if not isinstance(strategy, SamplingStrategy):
+        raise WrongTypeError(
+            f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
+        )
+    n_rows: Any = strategy.get_len(collection)
+    if isinstance(n_rows, bool) or not isinstance(n_rows, (int, np.integer)) or n_rows < 0:
+        raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
+    return UserSampler(strategy, collection, n_obs, int(n_rows))
+
+
+def is_random(sampler: Sampler) -> bool:
+    """Return whether epochs depend on the seed."""
+    return not isinstance(sampler, RowSampler) or sampler.shuffle_blocks or sampler.shuffle_rows
+
+
+def n_rows_named(strategy: SamplingStrategy) -> int | None:
+    """Return how many rows a collection has at least by the indices of a strategy; None if these do not say."""
+    indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
+    if indices is None or isinstance(indices, slice):
+        return None
+    array = index_array(indices)
+    return len(array) if array.dtype == np.bool_ or not len(array) else int(array.max()) + 1
+
+
+def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:
+    """Return a strategy that draws only those of its rows that are to be kept.
+
+    Parameters
+    ----------
+    strategy
+        One of those of `dasksc.sampling.strategies`.
+    keep
+        Whether each row of the collection is kept, shape (n_obs,).
+    by
+        What says so, for errors.
+
+    Raises
+    ------
+    InputError
+        If nothing is left to draw, or the strategy is a user's own.
+    """
+    if not isinstance(strategy, BUILT_IN):
+        raise InputError(
+            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which says itself what it draws; give "
+            "it the rows of dasksc.rows_where(...)"
+        )
+    n_obs = len(keep)
+    candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
+    if candidates.array is None:
+        kept = np.flatnonzero(keep[candidates.start : candidates.start + candidates.n])
+    else:
+        kept = np.flatnonzero(keep[candidates.array])
+    if not len(kept):
+        raise InputError(f"the filter {by} holds for none of the {candidates.n} rows to draw from")
+    rows = candidates.rows(kept)
+    # So that binding the strategy keeps them rather than a copy.
+    rows.flags.writeable = False
+    changed: dict[str, Any] = {"indices": rows}
+    for name in ("weights", "labels"):
+        values = getattr(strategy, name, None)
+        if values is not None and len(values) == candidates.n != n_obs:
+            if len(kept) == n_obs:
+                raise InputError(f"{name} per entry of indices cannot be told from {name} per row; give one per row")
+            changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
+    return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

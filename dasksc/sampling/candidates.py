@@ -1,0 +1,144 @@
+"""The rows a strategy draws from: all, or those of ``indices``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError, WrongTypeError
+from dasksc.multiindexable import count_rows
+from dasksc.sampling.arrays import EMPTY_INTS, array_of
+from dasksc.sampling.digests import digest_of
+
+__all__ = ["Candidates", "check_entries", "index_array"]
+
+_Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The rows a strategy may draw: a range, or a sorted array.
+
+    Parameters
+    ----------
+    n
+        How many.
+    start
+        The first row of a range.
+    array
+        The rows in ascending order, shape (n,), int64; None for a range.
+    given
+        Which of the entries the user gave each candidate was, shape (n,), int64; None if they were
+        given in ascending order.
+    """
+
+    n: int
+    start: int = 0
+    array: _Int64s | None = None
+    given: _Int64s | None = None
+
+    @classmethod
+    def of(cls, indices: Any, n_obs: int) -> Candidates:
+        """Normalise None, a slice, a boolean mask or row numbers in any order."""
+        if indices is None:
+            return cls(n=n_obs)
+        if isinstance(indices, range):
+            indices = np.arange(indices.start, indices.stop, indices.step)
+        if isinstance(indices, slice):
+            try:
+                span = range(*indices.indices(n_obs))
+            except (TypeError, ValueError) as error:
+                raise InputError(f"indices={indices!r} is no slice of rows: {error}") from error
+            if span.step == 1:
+                return cls(n=len(span), start=span.start)
+            indices = np.arange(span.start, span.stop, span.step)
+        array = asked = index_array(indices)
+        if array.dtype == np.bool_:
+            if len(array) != n_obs:
+                raise InputError(
+                    f"a boolean mask of {len(array)} entries was given as indices of {n_obs} rows; "
+                    "give one entry per row"
+                )
+            array = np.flatnonzero(array)
+        given = None
+        if np.any(array[1:] < array[:-1]):
+            given = np.argsort(array, kind="stable")
+            array = array[given]
+        if len(array) and (array[0] < 0 or array[-1] >= n_obs):
+            wrong = array[0] if array[0] < 0 else array[-1]
+            raise InputError(f"indices hold {wrong}, but the collection has rows 0 to {n_obs - 1}")
+        if len(array) and int(array[-1]) - int(array[0]) == len(array) - 1 and np.all(array[1:] > array[:-1]):
+            return cls(n=len(array), start=int(array[0]), given=given)
+        # Copied if it could change later: not what was made here, nor what nobody can write to.
+        may_change = array is asked and (array.flags.writeable or not array.flags.owndata)
+        rows = array.astype(np.int64, copy=may_change)
+        rows.flags.writeable = False
+        return cls(n=len(rows), array=rows, given=given)
+
+    def entries(self, name: str, values: NDArray[Any], n_obs: int) -> tuple[NDArray[Any], _Int64s]:
+        """Return `values`, one per row of the collection or per entry given, as the kernels want them.
+
+        Returns
+        -------
+        values, lookup
+            Candidate i's value is ``values[lookup[i]]``, or ``values[i]`` where `lookup` is empty. Copies
+            only values given in another order than the rows'.
+        """
+        if len(values) == n_obs:
+            if self.array is None:
+                return values[self.start : self.start + self.n], EMPTY_INTS
+            return values, self.array
+        if len(values) == self.n:
+            return (values if self.given is None else values[self.given]), EMPTY_INTS
+        expected = f"{n_obs} (one per row)"
+        if self.n != n_obs:
+            expected += f" or {self.n} (one per entry of indices)"
+        raise InputError(f"{name} has {len(values)} entries; expected {expected}")
+
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """Return the row number of each candidate position; `positions` itself where both are the same."""
+        if self.array is not None:
+            return self.array[positions]
+        return positions + self.start if self.start else positions
+
+    def digest(self) -> str:
+        """Return a hex digest."""
+        return digest_of(self.n, self.start, self.array)
+
+
+def index_array(indices: Any) -> NDArray[Any]:
+    """Return indices as an array of row numbers, or as the mask that they are."""
+    array = array_of("indices", indices)
+    if array.ndim != 1:
+        raise InputError(f"indices must be one-dimensional; got shape {array.shape}")
+    if len(array) == 0:
+        return EMPTY_INTS
+    if array.dtype.kind not in "iub":
+        raise InputError(f"indices must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
+    return array
+
+
+def check_entries(name: str, values: Any, indices: Any) -> None:
+    """Refuse values that fit neither `indices` nor the rows of any collection that has them all."""
+    try:
+        n = count_rows(values)
+    except TypeError as error:
+        raise WrongTypeError(f"{name} must be one per row; got {values!r}") from error
+    except ValueError as error:
+        raise InputError(f"{name} have chunks of unknown sizes; call compute_chunk_sizes() on them first") from error
+    if n == 0:
+        raise InputError(f"{name} are empty; give one per row")
+    if indices is None or isinstance(indices, slice):
+        return
+    array = index_array(indices)
+    is_mask = array.dtype == np.bool_
+    n_given = int(np.count_nonzero(array)) if is_mask else len(array)
+    n_rows = len(array) if is_mask or not len(array) else int(array.max()) + 1
+    if n != n_given and (n < n_rows or (is_mask and n > n_rows)):
+        raise InputError(
+            f"{name} has {n} entries, and indices {'are a mask of' if is_mask else 'need at least'} {n_rows} rows, "
+            f"{n_given} of them given; give one per row of the collection, or one per entry of indices"
+        )

@@ -1,0 +1,66 @@
+"""The ``tokenizer`` section of a training configuration, as a transform."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dasksc.errors import InputError
+from dasksc.transforms.tokens import RankTokens, ValueBins, check_choice
+from dasksc.transforms.vocabulary import Vocabulary
+
+__all__ = ["from_config"]
+
+_STRATEGIES: dict[str, type[RankTokens] | type[ValueBins]] = {"rank_value": RankTokens, "value_bins": ValueBins}
+_SETTINGS = ("strategy", "max_genes", "prepend_cls", "masking", "missing", "padding")
+
+
+def from_config(
+    tokenizer: Mapping[str, Any],
+    *,
+    genes: Iterable[str],
+    vocabulary: Vocabulary | str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> RankTokens | ValueBins:
+    """Make a transform of the ``tokenizer`` section of a training configuration.
+
+    Parameters
+    ----------
+    tokenizer
+        ``strategy``: ``"rank_value"`` (`RankTokens`) or ``"value_bins"`` (`ValueBins`); and, where wanted,
+        ``max_genes``, ``prepend_cls``, ``masking`` (of ``mask_ratio``, ``random_replace_ratio`` and ``keep_ratio``),
+        ``missing``, ``padding``, and ``n_bins`` of value bins.
+    genes, vocabulary, seed
+        As for `RankTokens`.
+
+    Returns
+    -------
+    RankTokens or ValueBins
+        The transform.
+
+    Raises
+    ------
+    InputError
+        If a setting is unknown, or its value cannot be used.
+    """
+    strategy = tokenizer.get("strategy")
+    check_choice("tokenizer.strategy", strategy, tuple(_STRATEGIES))
+    kind = _STRATEGIES[str(strategy)]
+    known = (*_SETTINGS, "n_bins") if kind is ValueBins else _SETTINGS
+    _check_names("tokenizer", tokenizer, known)
+    masking = tokenizer.get("masking") or {}
+    if not isinstance(masking, Mapping):
+        raise InputError(f"tokenizer.masking must hold mask_ratio, as in {{mask_ratio: 0.15}}; got {masking!r}")
+    _check_names("tokenizer.masking", masking, ("mask_ratio", "random_replace_ratio", "keep_ratio"))
+    settings = {name: value for name, value in tokenizer.items() if name not in ("strategy", "masking")}
+    return kind(genes, vocabulary=vocabulary, seed=seed, **masking, **settings)
+
+
+def _check_names(section: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise InputError(f"{section} has no setting {name!r}; {hint}")
