@@ -15,8 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
 
 import anndata
@@ -80,36 +79,48 @@ ACCEPTED = (
     "arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or a directory of them"
 )
 
-# What `open` was told, for everything that it opens, however deep in the file.
-_may_map: ContextVar[UseMmap] = ContextVar("may_map", default="auto")
-# Whether the names of cells are read.
-_has_names: ContextVar[bool] = ContextVar("has_names", default=True)
-# Whether columns of obs that were asked for may be missing: of several atlases, some may lack what others have.
-_may_lack: ContextVar[bool] = ContextVar("may_lack", default=False)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reach:
-    """How what is behind a URL is read."""
+class OpenOptions:
+    """What `open` was told, for everything that it opens, however deep in the file.
 
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    Parameters
+    ----------
+    mmap
+        Whether uncompressed files of this machine are mapped into memory, as for `open`.
+    has_names
+        Whether the names of cells are read.
+    may_lack
+        Whether columns of obs that were asked for may be missing: of several atlases, some may lack what others have.
+    storage_options
+        How what is behind a URL is reached.
+    cache
+        Where blocks of what is read are kept. None: what Dask's configuration says, for URLs only.
+    """
+
+    mmap: UseMmap = "auto"
+    has_names: bool = True
+    may_lack: bool = False
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: Cache | None = None
 
-    def where(self, path: str) -> str | Place:
-        """Return the place of a URL, or of a path that is read through a cache; of other paths, the absolute path."""
-        place = Place.of(path, self.options) if is_url(path) else None
-        # Absolute, because tasks may run in processes with another working directory.
-        local = os.path.abspath(path) if place is None else place.local
-        if local is None:
-            assert place is not None
-            return place
-        if not os.path.exists(local):
-            raise MissingPathError(_nothing_at(local))
-        return local if self.cache is None else Place.of_local(local)
+    def cache_of_places(self) -> Cache | None:
+        """Return the cache of what is read by way of a `Place`: the one given, or that of the configuration."""
+        return self.cache or Cache.of(config.get("cache"))
 
 
-_HERE = _Reach()
-_reach: ContextVar[_Reach] = ContextVar("reach", default=_HERE)
+def where_of(path: str, options: OpenOptions) -> str | Place:
+    """Return the place of a URL, or of a path that is read through a cache; of other paths, the absolute path."""
+    place = Place.of(path, options.storage_options) if is_url(path) else None
+    # Absolute, because tasks may run in processes with another working directory.
+    local = os.path.abspath(path) if place is None else place.local
+    if local is None:
+        assert place is not None
+        return place
+    if not os.path.exists(local):
+        raise MissingPathError(_nothing_at(local))
+    return local if options.cache is None else Place.of_local(local)
+
 
 # A chunk is decoded as a whole: how much larger than its array it may be. Tables and uns may take as much of memory
 # whatever is stored for them.
@@ -219,13 +230,16 @@ def open(
         names = False  # AnnData would make strings of its numbers
     if not names and index_unique is not None:
         raise InputError("index_unique= is of names, which names=False leaves out")
-    with _told(mmap=mmap, names=names, may_lack=False, storage_options=storage_options, cache=cache), _unchecked():
-        parts = parts_of(data, _reach.get().options)
+    options = OpenOptions(
+        mmap=mmap, has_names=names, storage_options=dict(storage_options or {}), cache=Cache.of(cache)
+    )
+    with _unchecked():
+        parts = parts_of(data, options.storage_options)
         if parts == []:
             raise InputError(f"there is nothing to open in {data!r}")
         # A pattern or folder may stand for one, which is then as if it had been given.
         if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
-            result = _open_one(data if parts is None else parts[0].data, obs)
+            result = _open_one(data if parts is None else parts[0].data, obs, options)
             if raw:
                 result = _raw_of(result, quoted(data))
             if parts is not None:
@@ -236,7 +250,9 @@ def open(
                 verb = "is" if len(told) == 1 else "are"
                 raise InputError(f"{what} {verb} of several atlases, and {quoted(data)} is one; give a list: [...]")
         else:
-            result = _open_several(parts, obs, are_given=isinstance(data, Mapping), raw=raw, join=join, **given)
+            result = _open_several(
+                parts, obs, options, are_given=isinstance(data, Mapping), raw=raw, join=join, **given
+            )
             if index_unique is None:
                 remedy = "index_unique='-' adds the key of its atlas to each"
     if not names:
@@ -254,37 +270,35 @@ def open(
 def _open_several(
     parts: Sequence[Part],
     obs: Sequence[str] | None,
+    options: OpenOptions,
     *,
     are_given: bool,
     raw: bool,
     join: Join,
     keys: Sequence[str] | None,
-    **options: Any,
+    **given: Any,
 ) -> AnnData:
     """Open atlases as one; `are_given` says that their names are keys."""
     names = [part.name for part in parts]
-    are_told = options["label"] is not None or options["index_unique"] is not None
+    are_told = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_told=are_told)
-    token = _may_lack.set(True)
-    try:
-        opened = [_open_part(part, obs) for part in parts]
-    finally:
-        _may_lack.reset(token)
+    lenient = replace(options, may_lack=True)
+    opened = [_open_part(part, obs, lenient) for part in parts]
     columns = [adata.obs.columns for adata in opened]
     if raw:
         opened = [_raw_of(adata, name) for adata, name in zip(opened, names, strict=True)]
-    result = concatenated(opened, names, join=join, keys=keys, **options)
+    result = concatenated(opened, names, join=join, keys=keys, **given)
     for column in () if obs is None else obs:
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
-            _refuse_column(column, parts, without)
+            _refuse_column(column, parts, without, options)
     return result
 
 
-def _refuse_column(column: str, parts: Sequence[Part], without: Sequence[str]) -> NoReturn:
+def _refuse_column(column: str, parts: Sequence[Part], without: Sequence[str], options: OpenOptions) -> NoReturn:
     """Refuse a column of obs that no atlas has, or not all that are joined by 'inner'; `without` names those."""
     if len(without) == len(parts):
-        _open_part(parts[0], [column])  # says which it has
+        _open_part(parts[0], [column], options)  # says which it has
     raise MissingKeyError(
         f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: {', '.join(without[:3])}"
         f"{', ...' if len(without) > 3 else ''} lacks it. Leave it out of obs=, or give join='outer', which fills it "
@@ -305,21 +319,6 @@ def _unchecked() -> Iterator[None]:
     """Keep AnnData from looking for repeated names at each step; what is opened is looked at once."""
     with anndata.settings.override(check_uniqueness=False):
         yield
-
-
-@contextmanager
-def _told(
-    *, mmap: UseMmap, names: bool, may_lack: bool, storage_options: Mapping[str, Any] | None, cache: Any
-) -> Iterator[None]:
-    reach = _Reach(options=dict(storage_options or {}), cache=Cache.of(cache))
-    tokens = _may_map.set(mmap), _may_lack.set(may_lack), _reach.set(reach), _has_names.set(names)
-    try:
-        yield
-    finally:
-        _may_map.reset(tokens[0])
-        _may_lack.reset(tokens[1])
-        _reach.reset(tokens[2])
-        _has_names.reset(tokens[3])
 
 
 def _repeat(names: pd.Index[Any]) -> bool:
@@ -343,18 +342,20 @@ def _number_rows(adata: AnnData) -> None:
         table.index = pd.RangeIndex(adata.n_obs)
 
 
-def _open_one(data: Any, obs: Sequence[str] | None) -> AnnData:
+def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if isinstance(data, AnnData):
-        return _open_anndata(data, obs)
+        return _open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
-        return _open_path(os.fspath(data), obs)
+        return _open_path(os.fspath(data), obs, options)
     raise InputError(
         f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
     )
 
 
-def _open_part(part: Part, obs: Sequence[str] | None) -> AnnData:
-    return _open_one(part.data, obs) if part.obs is None else _open_anndata(part.data, obs, table=part.obs)
+def _open_part(part: Part, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+    if part.obs is None:
+        return _open_one(part.data, obs, options)
+    return _open_anndata(part.data, obs, options, table=part.obs)
 
 
 def _raw_of(adata: AnnData, name: str) -> AnnData:
@@ -391,7 +392,7 @@ def is_several(data: Any) -> bool:
 
 def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     """Return the atlases that `data` stands for, and their names; None if it is one."""
-    parts = parts_of(data, _reach.get().options)
+    parts = parts_of(data, {})
     return None if parts is None else ([part.data for part in parts], [part.name for part in parts])
 
 
@@ -460,12 +461,10 @@ def open_modalities(
     mmap, storage_options, cache, raw
         As for `open`; `raw` is that of each modality.
     """
-    with (
-        _told(mmap=mmap, names=True, may_lack=False, storage_options=storage_options, cache=cache),
-        _unchecked(),
-    ):
-        where = _reach.get().where(path)
-        with _reading(where), _root_of(where) as root:
+    options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
+    with _unchecked():
+        where = where_of(path, options)
+        with _reading(where), _root_of(where, options) as root:
             if "mod" not in root or "obs" not in root:
                 raise StorageError(f"{where} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
             order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
@@ -474,11 +473,12 @@ def open_modalities(
             # MuData keeps there, by the names of modalities, which cells each has.
             stored = {name: root["obsm"][name] for name in root.get("obsm", ()) if name not in order}
             read = [item for item in stored.values() if not _is_left(item)]
-            _check_before_reading(where, {"obs": _columns_of(root["obs"], own), "obsm": read})
-            mod = {name: _read_root(where, root["mod"][name], columns[name]) for name in order}
+            _check_before_reading(where, {"obs": _columns_of(root["obs"], own, options), "obsm": read})
+            mod = {name: _read_root(where, root["mod"][name], columns[name], options) for name in order}
             shared = _bare(
-                _read_table(root["obs"], own, where),
-                {name: _lazy_element(where, item) for name, item in stored.items()},
+                _read_table(root["obs"], own, where, options),
+                {name: _lazy_element(where, item, options) for name, item in stored.items()},
+                options,
             )
     return shared, {name: _raw_of(adata, name) for name, adata in mod.items()} if raw else mod
 
@@ -510,7 +510,7 @@ def split_columns(
     return of_own, dict(of_modality)
 
 
-def _bare(obs: pd.DataFrame, obsm: dict[str, Any]) -> AnnData:
+def _bare(obs: pd.DataFrame, obsm: dict[str, Any], options: OpenOptions) -> AnnData:
     """Return a table and what is beside it of rows, without any genes."""
     return _assemble(
         x=None,
@@ -523,6 +523,7 @@ def _bare(obs: pd.DataFrame, obsm: dict[str, Any]) -> AnnData:
         obsp={},
         varp={},
         raw=None,
+        options=options,
     )
 
 
@@ -724,47 +725,51 @@ class _Unwrapped:
     token: str | None = None
 
 
-def _stored(path: str | Place, key: str) -> _Unwrapped:
-    cache = _cache() if isinstance(path, Place) else None
-    return _Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=_may_map.get(), cache=cache))
+def _stored(path: str | Place, key: str, options: OpenOptions) -> _Unwrapped:
+    cache = options.cache_of_places() if isinstance(path, Place) else None
+    return _Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=options.mmap, cache=cache))
 
 
-def _cache() -> Cache | None:
-    return _reach.get().cache or Cache.of(config.get("cache"))
-
-
-def _open_anndata(adata: AnnData, obs: Sequence[str] | None, *, table: pd.DataFrame | None = None) -> AnnData:
+def _open_anndata(
+    adata: AnnData, obs: Sequence[str] | None, options: OpenOptions, *, table: pd.DataFrame | None = None
+) -> AnnData:
     """Open an AnnData, with `table` in place of its obs."""
     table = _in_memory(adata.obs if table is None else table)
-    if not _has_names.get():
+    if not options.has_names:
         table = table.set_axis(_nameless(len(table)))
     if obs is not None:
-        table = table[_known_columns(obs, table.columns, "the AnnData given")]
+        table = table[_known_columns(obs, table.columns, "the AnnData given", may_lack=options.may_lack)]
     x, raw = adata.X if not adata.isbacked else None, None
     if adata.isbacked:
         path = os.path.abspath(adata.filename)
         with _reading(path):
-            x = _backed_x(path, adata)
+            x = _backed_x(path, adata, options)
             # Of the raw of a backed view AnnData itself knows the rows only.
             if adata.raw is not None and not adata.is_view:
                 key = "raw/X" if "raw/X" in adata.file else "raw.X"
-                raw = {"X": _stored(path, adata.file[key].name), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+                x_of_raw = _stored(path, adata.file[key].name, options)
+                raw = {"X": x_of_raw, "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     elif adata.raw is not None:
-        raw = {"X": _lazy(adata.raw.X, "raw/X"), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+        raw = {"X": _lazy(adata.raw.X, "raw/X", options), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     return _assemble(
-        x=_lazy(x, "X"),
+        x=_lazy(x, "X", options),
         obs=table,
         var=_in_memory(adata.var),
         uns=adata.uns,
-        layers={name: _lazy(array, f"layers/{name}") for name, array in _layers(adata).items()},
+        layers={name: _lazy(array, f"layers/{name}", options) for name, array in _layers(adata).items()},
         obsm={
-            name: array.set_axis(table.index) if isinstance(array, pd.DataFrame) else _lazy(array, f"obsm/{name}")
+            name: (
+                array.set_axis(table.index)
+                if isinstance(array, pd.DataFrame)
+                else _lazy(array, f"obsm/{name}", options)
+            )
             for name, array in adata.obsm.items()
         },
         varm=dict(adata.varm),
         obsp=dict(adata.obsp),
         varp=dict(adata.varp),
         raw=raw,
+        options=options,
     )
 
 
@@ -778,12 +783,12 @@ def _in_memory(table: Any) -> pd.DataFrame:
     return pd.DataFrame(table if isinstance(table, pd.DataFrame) else table.to_memory(), copy=False)
 
 
-def _backed_x(path: str, adata: AnnData) -> da.Array | _Unwrapped | None:
+def _backed_x(path: str, adata: AnnData, options: OpenOptions) -> da.Array | _Unwrapped | None:
     """X of a backed AnnData, through our readers; of a view, its rows and columns."""
     if "X" not in adata.file:
         return None
     # A modality of a MuData is a group of the file.
-    stored = _stored(path, adata.file["X"].name)
+    stored = _stored(path, adata.file["X"].name, options)
     if not adata.is_view:
         return stored
     # AnnData keeps what a view selects in these; going by names would fail where they repeat.
@@ -793,20 +798,20 @@ def _backed_x(path: str, adata: AnnData) -> da.Array | _Unwrapped | None:
     return taken
 
 
-def _lazy(array: Any, label: str) -> Any:
+def _lazy(array: Any, label: str, options: OpenOptions) -> Any:
     """The matrix over an array, shared; a Dask array, or what is no numeric matrix, as it is."""
     if isinstance(array, da.Array | _Unwrapped):
         return array
     stored = getattr(array, "group", array)
     if isinstance(stored, h5py.Group) or (isinstance(stored, h5py.Dataset) and _is_numeric_matrix(stored)):
-        return _stored(os.path.abspath(stored.file.filename), stored.name)
+        return _stored(os.path.abspath(stored.file.filename), stored.name, options)
     if isinstance(stored, zarr.Group) or (isinstance(stored, zarr.Array) and _is_numeric_matrix(stored)):
         root = getattr(stored.store, "root", None)
         if root is None:
             raise InputError(
                 f"{label} is a Zarr array in {stored.store}; Zarr stores are read from a local directory only"
             )
-        return _stored(os.path.abspath(root), stored.path)
+        return _stored(os.path.abspath(root), stored.path, options)
     if sp.issparse(array) or (isinstance(array, np.ndarray) and _is_numeric_matrix(array)):
         # Hashing what is in memory would cost a pass over it, and it may be edited in place.
         return _Unwrapped(matrix=as_matrix(array, label), token=uuid.uuid4().hex)
@@ -817,11 +822,11 @@ def _is_numeric_matrix(array: Any) -> bool:
     return len(array.shape) == 2 and np.dtype(array.dtype).kind in "biuf"
 
 
-def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
+def _open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if holds_modalities(path):
         _refuse_modalities(path)
-    where = _reach.get().where(path)
-    with _reading(where), _root_of(where) as root:
+    where = where_of(path, options)
+    with _reading(where), _root_of(where, options) as root:
         if "mod" in root and _is_group(root["mod"]):
             _refuse_modalities(path)
         missing = [name for name in ("obs", "var") if name not in root]
@@ -830,7 +835,7 @@ def _open_path(path: str, obs: Sequence[str] | None) -> AnnData:
                 f"{where} holds no AnnData: it has no {' and no '.join(missing)}, "
                 f"only {', '.join(sorted(root)) or 'nothing'}"
             )
-        return _read_root(where, root, obs)
+        return _read_root(where, root, obs, options)
 
 
 def _refuse_modalities(path: str) -> NoReturn:
@@ -849,9 +854,9 @@ def _nothing_at(path: str) -> str:
 
 
 @contextmanager
-def _root_of(path: str | Place) -> Iterator[Any]:
+def _root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
     if isinstance(path, Place):
-        with open_place(path, cache=_cache()) as root:
+        with open_place(path, cache=options.cache_of_places()) as root:
             yield root
         return
     if os.path.isdir(path):
@@ -898,17 +903,20 @@ def _reading(path: str | Place) -> Iterator[None]:
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error
 
 
-def _read_root(path: str | Place, root: Any, obs: Sequence[str] | None) -> AnnData:
+def _read_root(path: str | Place, root: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     def lazily(stored: Any) -> Any:
-        return _lazy_element(path, stored)
+        return _lazy_element(path, stored, options)
 
-    _check_before_reading(path, _read_whole(root, obs))
+    _check_before_reading(path, _read_whole(root, obs, options))
     uns = _read_mapping(root, "uns", read_elem)
-    tables = [_read_table(root["obs"], obs, path, has_names=_has_names.get()), _read_table(root["var"], None, path)]
+    tables = [
+        _read_table(root["obs"], obs, path, options),
+        _read_table(root["var"], None, path, replace(options, has_names=True)),
+    ]
     if _is_record_array(root["obs"]):
         tables = _decode_old_categories(tables, uns)
     if obs is not None:
-        wanted = _known_columns(obs, tables[0].columns, path)
+        wanted = _known_columns(obs, tables[0].columns, path, may_lack=options.may_lack)
         if list(tables[0].columns) != wanted:  # columns that are taken are copied
             tables[0] = tables[0][wanted]
     return _assemble(
@@ -924,11 +932,12 @@ def _read_root(path: str | Place, root: Any, obs: Sequence[str] | None) -> AnnDa
         varm=_read_mapping(root, "varm", read_elem),
         obsp=_read_mapping(root, "obsp", lazily),
         varp=_read_mapping(root, "varp", read_elem),
-        raw=_read_raw(path, root),
+        raw=_read_raw(path, root, options),
+        options=options,
     )
 
 
-def _read_raw(path: str | Place, root: Any) -> dict[str, Any] | None:
+def _read_raw(path: str | Place, root: Any, options: OpenOptions) -> dict[str, Any] | None:
     if "raw" in root:
         raw = root["raw"]
         if _is_null(raw):
@@ -940,17 +949,17 @@ def _read_raw(path: str | Place, root: Any) -> dict[str, Any] | None:
     if "X" not in parts or "var" not in parts:
         return None
     return {
-        "X": _lazy_element(path, parts["X"]),
-        "var": _read_table(parts["var"], None, path),
+        "X": _lazy_element(path, parts["X"], options),
+        "var": _read_table(parts["var"], None, path, replace(options, has_names=True)),
         "varm": _read_mapping(parts, "varm", read_elem),
     }
 
 
-def _lazy_element(path: str | Place, stored: Any) -> Any:
+def _lazy_element(path: str | Place, stored: Any, options: OpenOptions) -> Any:
     """The matrix of a stored element, unread; an element that is no numeric matrix, read."""
     if _is_null(stored):
         return None
-    return _stored(_path_of(stored, path), stored.name) if _is_left(stored) else read_elem(stored)
+    return _stored(_path_of(stored, path), stored.name, options) if _is_left(stored) else read_elem(stored)
 
 
 def _is_left(stored: Any) -> bool:
@@ -980,9 +989,7 @@ def _read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[st
     return {key: read(stored[key]) for key in stored}
 
 
-def _read_table(
-    stored: Any, columns: Sequence[str] | None, path: str | Place, *, has_names: bool = True
-) -> pd.DataFrame:
+def _read_table(stored: Any, columns: Sequence[str] | None, path: str | Place, options: OpenOptions) -> pd.DataFrame:
     """Read obs or var; only `columns`, where the encoding keeps columns apart."""
     if _is_record_array(stored):
         records = stored[()]
@@ -992,27 +999,30 @@ def _read_table(
         _check_table(stored, path)
         version = stored.attrs.get("encoding-version")
         if version == "0.2.0" or (columns is not None and version != "0.1.0"):
-            return _read_columns(stored, columns, path, has_names=has_names)
+            return _read_columns(stored, columns, path, options)
         table = read_elem(stored)
-    return table if has_names else table.set_axis(_nameless(len(table)))
+    return table if options.has_names else table.set_axis(_nameless(len(table)))
 
 
-def _read_columns(stored: Any, columns: Sequence[str] | None, path: str | Place, *, has_names: bool) -> pd.DataFrame:
+def _read_columns(stored: Any, columns: Sequence[str] | None, path: str | Place, options: OpenOptions) -> pd.DataFrame:
     """Read a table column by column, nothing of it that is not asked for."""
     order = _column_order(stored)
-    kept = order if columns is None else _known_columns(columns, order, path)
+    kept = order if columns is None else _known_columns(columns, order, path, may_lack=options.may_lack)
     index_key = stored.attrs["_index"]
-    index = _read_names(stored[index_key], path) if has_names else _nameless(_lengths(stored)[index_key])
+    if options.has_names:
+        index = _read_names(stored[index_key], path, options)
+    else:
+        index = _nameless(_lengths(stored)[index_key])
     table = pd.DataFrame({name: read_elem(stored[name]) for name in kept}, index=index, columns=kept)
-    if index_key != "_index" and has_names:
+    if index_key != "_index" and options.has_names:
         table.index.name = index_key
     return table
 
 
-def _read_names(stored: Any, path: str | Place) -> Any:
+def _read_names(stored: Any, path: str | Place, options: OpenOptions) -> Any:
     """Read the names of rows; those of a local HDF5 file by way of its bytes, if that can be."""
     names = None
-    if isinstance(stored, h5py.Dataset) and not isinstance(path, Place) and _may_map.get() is not False:
+    if isinstance(stored, h5py.Dataset) and not isinstance(path, Place) and options.mmap is not False:
         names = read_strings(stored, path)
     # Of all names pandas finds the type that it finds of one, in 40 bytes for each.
     return read_elem(stored) if names is None else pd.Index(names, dtype=pd.Index(names[:1]).dtype)
@@ -1041,10 +1051,10 @@ def _lengths(stored: Any) -> dict[str, int]:
     return lengths
 
 
-def _read_whole(root: Any, obs: Sequence[str] | None) -> dict[str, list[Any]]:
+def _read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions) -> dict[str, list[Any]]:
     """Return what opening reads as a whole, by the group that it is in: all but the matrices, and columns not named."""
     whole = {name: [root[name]] for name in ("var", "uns", "varm", "varp") if name in root}
-    whole["obs"] = _columns_of(root["obs"], obs)
+    whole["obs"] = _columns_of(root["obs"], obs, options)
     for name in ("X", "layers", "obsm", "obsp"):
         if name in root:
             stored = root[name]
@@ -1057,14 +1067,13 @@ def _read_whole(root: Any, obs: Sequence[str] | None) -> dict[str, list[Any]]:
     return whole
 
 
-def _columns_of(stored: Any, columns: Sequence[str] | None) -> list[Any]:
+def _columns_of(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
     """Return what is read of a table, the parts of `columns` and its index; the table itself, if that is all of it."""
-    has_names = _has_names.get()
-    is_whole = columns is None and has_names
+    is_whole = columns is None and options.has_names
     if is_whole or not _is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
     index_key = stored.attrs.get("_index")
-    wanted = set(stored if columns is None else columns) - {index_key} | ({index_key} if has_names else set())
+    wanted = set(stored if columns is None else columns) - {index_key} | ({index_key} if options.has_names else set())
     return [stored[name] for name in stored if name in wanted]
 
 
@@ -1178,6 +1187,7 @@ def _assemble(
     obsp: dict[str, Any],
     varp: dict[str, Any],
     raw: dict[str, Any] | None,
+    options: OpenOptions,
 ) -> AnnData:
     """Build the AnnData, wrapping matrices as Dask arrays; X and the layers in the same chunks."""
     # Before they become Dask arrays, which have a chunk for every so many rows.
@@ -1204,7 +1214,7 @@ def _assemble(
         var=var,
         uns=dict(uns),
         layers=all_wrapped(layers, chunk_rows),
-        obsm=all_wrapped({name: _lazy(array, f"obsm/{name}") for name, array in obsm.items()}),
+        obsm=all_wrapped({name: _lazy(array, f"obsm/{name}", options) for name, array in obsm.items()}),
         varm=varm,
         obsp=all_wrapped(obsp),
         varp=varp,
@@ -1213,10 +1223,10 @@ def _assemble(
     )
 
 
-def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Place) -> list[str]:
+def _known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Place, *, may_lack: bool) -> list[str]:
     known = list(known)
     missing = [name for name in wanted if name not in known]
-    if _may_lack.get():
+    if may_lack:
         wanted = [name for name in wanted if name in known]
     elif missing:
         near = {name: difflib.get_close_matches(str(name), known, n=3) for name in missing}
