@@ -19,8 +19,9 @@ from dask.base import tokenize
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc.atlas.collection import Openable, open, several_of
 from dasksc.atlas.concat import Join, noting_left_out
+from dasksc.atlas.opening import open, several_of
+from dasksc.atlas.options import Openable
 from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.rows import Order, row_order
 from dasksc.conversion.running import Runner, check_progress, progress_bar

@@ -18,7 +18,7 @@ import zarr
 from anndata import AnnData
 from dask.utils import format_bytes
 
-from dasksc.atlas import collection
+from dasksc.atlas import opening
 from dasksc.atlas.concat import Join
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.batches.batch import Batch
@@ -235,7 +235,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 for no probe")
-    several = None if is_modalities(data) else collection.several_of(data)
+    several = None if is_modalities(data) else opening.several_of(data)
     parts = [data] if several is None else several[0]
     opened: AnnData | Modalities
     if is_modalities(data):
@@ -243,7 +243,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
         modalities = tuple(Modality(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items())
         has_x = all(part.X is not None for part in opened.mod.values())
     else:
-        opened = data if isinstance(data, AnnData) else collection.open(data, names=False, join=join)
+        opened = data if isinstance(data, AnnData) else opening.open(data, names=False, join=join)
         modalities, has_x = (), opened.X is not None
     stored = [_stored(part) for part in parts[:_MAX_FILES]]
     matrices = _alike([matrix for one in stored for matrix in one.matrices])
