@@ -25,10 +25,11 @@ from dasksc.errors import (
 
 if TYPE_CHECKING:
     from dasksc import experimental, tokens, transforms
-    from dasksc.atlas.collection import AnnDataView, open
     from dasksc.atlas.filtering import rows_where
     from dasksc.atlas.modalities import Modalities
+    from dasksc.atlas.opening import open
     from dasksc.atlas.splitting import split
+    from dasksc.atlas.view import AnnDataView
     from dasksc.batches.batch import Batch
     from dasksc.conversion import ConversionReport, convert
     from dasksc.executor.cluster.starting import StartedCluster, start_cluster
@@ -56,7 +57,7 @@ except PackageNotFoundError:  # imported from a checkout that is not installed
 
 # Where each public name lives. Loaded when first used, so that planning and reading need no torch.
 _HOMES = {
-    "AnnDataView": "dasksc.atlas.collection",
+    "AnnDataView": "dasksc.atlas.view",
     "Batch": "dasksc.batches.batch",
     "BlockShuffling": "dasksc.sampling.strategies",
     "BlockWeightedSampling": "dasksc.sampling.strategies",
@@ -78,7 +79,7 @@ _HOMES = {
     "estimate_sample_size": "dasksc.inspection.suggestions",
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
-    "open": "dasksc.atlas.collection",
+    "open": "dasksc.atlas.opening",
     "row_local": "dasksc.pushdown",
     "rows_where": "dasksc.atlas.filtering",
     "scDataset": "dasksc.loader",

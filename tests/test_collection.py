@@ -22,8 +22,9 @@ import zarr
 from anndata.io import sparse_dataset
 
 import dasksc
-from dasksc.atlas import collection
-from dasksc.atlas.collection import AnnDataView, encode_column
+from dasksc.atlas import cell_names
+from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.view import AnnDataView
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.pushdown import DaskMatrix, matrix_of
 from tests.support.data import (
@@ -689,7 +690,7 @@ def test_names_are_left_out_if_asked(tmp_path, format):
 
 
 def test_many_names_are_looked_at_by_their_hashes(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(collection, "_FEW_NAMES", 0)
+    monkeypatch.setattr(cell_names, "_FEW_NAMES", 0)
     adata = make_adata(n_obs=37)
     dasksc.open(write_store(adata, tmp_path, "h5ad"))
     assert "obs_names repeat" not in caplog.text

@@ -471,7 +471,7 @@ def test_raw_of_several_feeds_batches(tmp_path: Path) -> None:
 
 def test_fetches_of_several_pickle_and_join(three: list[Path]) -> None:
     adata = dasksc.open(three, join="outer")
-    matrix = dasksc.atlas.collection.AnnDataView(adata)._matrix("X", adata.X)
+    matrix = dasksc.AnnDataView(adata)._matrix("X", adata.X)
     rows = np.arange(0, adata.n_obs, 2)
     fetched = matrix.fetch(rows)
     expected = dense(adata.X)[rows]

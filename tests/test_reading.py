@@ -136,7 +136,7 @@ def test_opening_for_batches_reads_no_names(path: Path, monkeypatch: pytest.Monk
         return real(dataset, *arguments)
 
     monkeypatch.setattr(h5py.Dataset, "__getitem__", noted)
-    monkeypatch.setattr("dasksc.atlas.collection.read_strings", lambda stored, path: read.append(stored.name))
+    monkeypatch.setattr("dasksc.atlas.cell_names.read_strings", lambda stored, path: read.append(stored.name))
     dataset = dasksc.scDataset(
         path,
         dasksc.ClassBalancedSampling(label_key="cell_type"),

@@ -22,7 +22,7 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc.atlas import collection
+from dasksc.atlas import checks
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import open_matrix
@@ -389,7 +389,7 @@ def test_arrays_of_a_zarr_store_that_are_never_written_are_refused(tmp_path: Pat
 def test_large_tables_that_compress_well_are_read(
     tmp_path: Path, format: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collection, "_ROOM_BYTES", 2**20)
+    monkeypatch.setattr(checks, "_ROOM_BYTES", 2**20)
     adata = full()
     adata.uns["zeros"] = np.zeros(2**19)
     adata.uns["names"] = np.array([f"a name {i}" for i in range(2000)], dtype=object)
@@ -402,7 +402,7 @@ def test_a_container_has_less_memory_than_its_machine(tmp_path: Path, monkeypatc
     path = write_store(full(), tmp_path, "h5ad")
     with h5py.File(path, "r+") as file:
         file["uns/large"] = np.ones(2**18)
-    monkeypatch.setattr(collection, "_ROOM_BYTES", 2**20)
+    monkeypatch.setattr(checks, "_ROOM_BYTES", 2**20)
     memory_of(2**20, monkeypatch)
     with pytest.raises(StorageError, match="and this machine 1048576 bytes of memory"):
         dasksc.open(path)
@@ -449,7 +449,7 @@ def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_not_the_fault_of_a_file_is_not_said_to_be(tmp_path: Path, kind: str, raised: Exception) -> None:
     path = write_store(make_adata(50), tmp_path, "h5ad" if kind == "h5ad" else "zarr2")
     with (
-        mock.patch("dasksc.atlas.collection.read_elem", side_effect=raised),
+        mock.patch("dasksc.atlas.tables.read_elem", side_effect=raised),
         pytest.raises(type(raised)) as caught,
     ):
         dasksc.open(path)

@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.atlas.collection import AnnDataView, encode_column
+from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.view import AnnDataView
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.pushdown import matrix_of
 from tests.support.data import (

@@ -18,9 +18,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.atlas import collection
-from dasksc.atlas.collection import Openable
+from dasksc.atlas import opening
+from dasksc.atlas.lookup import known
 from dasksc.atlas.modalities import Modalities, is_modalities
+from dasksc.atlas.options import Openable
 from dasksc.errors import InputError
 
 __all__ = ["columns_of", "holds", "obs_of", "rows_where"]
@@ -92,7 +93,7 @@ def obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
         # The obs of a MuData has cells, too, that some modality lacks.
         data = Modalities(data, obs=columns)
     obs = data if isinstance(data, pd.DataFrame) else getattr(data, "obs", None)
-    return obs if isinstance(obs, pd.DataFrame) else collection.open(data, obs=columns, names=False).obs
+    return obs if isinstance(obs, pd.DataFrame) else opening.open(data, obs=columns, names=False).obs
 
 
 def columns_of(expression: str) -> list[str]:
@@ -106,7 +107,7 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
     safe, names = _parsed(expression)
     # Without the index, whose name might be that of a column.
     table = pd.DataFrame(
-        {safe_name: _values(obs[collection.known("obs", name, obs.columns)]) for safe_name, name in names.items()},
+        {safe_name: _values(obs[known("obs", name, obs.columns)]) for safe_name, name in names.items()},
         copy=False,
     )
     found = np.empty(len(table), dtype=bool)

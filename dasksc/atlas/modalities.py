@@ -12,7 +12,10 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas import collection
+from dasksc.atlas import opening
+from dasksc.atlas.lookup import known
+from dasksc.atlas.stored_mudata import open_modalities, split_columns
+from dasksc.atlas.stores import holds_modalities
 from dasksc.errors import InputError
 from dasksc.pushdown import matrix_of, to_dask
 from dasksc.storage import UseMmap
@@ -103,7 +106,7 @@ class Modalities:
             tables.insert(0, own.obs[[name for name in own.obs if name not in copied]])
         self.obs = pd.concat(tables, axis=1)
         if obs is not None:
-            self.obs = self.obs[[collection.known("obs", name, self.obs.columns) for name in obs]]
+            self.obs = self.obs[[known("obs", name, self.obs.columns) for name in obs]]
 
     @property
     def n_obs(self) -> int:
@@ -119,7 +122,7 @@ class Modalities:
         return len(self.obs)
 
     def __getitem__(self, name: str) -> AnnData:
-        return self.mod[collection.known("modalities", name, self.mod)]
+        return self.mod[known("modalities", name, self.mod)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.mod)
@@ -133,7 +136,7 @@ def is_modalities(data: Any) -> bool:
     """Return whether `data` is what `Modalities` alone opens: itself, a MuData, or the path of one."""
     if isinstance(data, Modalities) or _is_mudata(data):
         return True
-    return isinstance(data, str | os.PathLike) and collection.holds_modalities(os.fspath(data))
+    return isinstance(data, str | os.PathLike) and holds_modalities(os.fspath(data))
 
 
 def _is_mudata(data: Any) -> bool:
@@ -143,18 +146,18 @@ def _is_mudata(data: Any) -> bool:
 def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnData | None, dict[str, AnnData]]:
     """Return what all share, if there is such, and the modalities as they are stored."""
     if isinstance(data, str | os.PathLike):
-        return collection.open_modalities(os.fspath(data), obs, **options)
+        return open_modalities(os.fspath(data), obs, **options)
     if _is_mudata(data):
-        own, columns = collection.split_columns(obs, data.obs, {name: adata.obs for name, adata in data.mod.items()})
+        own, columns = split_columns(obs, data.obs, {name: adata.obs for name, adata in data.mod.items()})
         # MuData keeps there, by the names of modalities, which cells each has.
         obsm = {name: array for name, array in data.obsm.items() if name not in data.mod}
-        return collection.open(AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)), {
-            name: collection.open(adata, obs=columns[name], **options) for name, adata in data.mod.items()
+        return opening.open(AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)), {
+            name: opening.open(adata, obs=columns[name], **options) for name, adata in data.mod.items()
         }
     if isinstance(data, Mapping):
         parts = {str(name): part for name, part in data.items()}
-        _, columns = collection.split_columns(obs, (), dict.fromkeys(parts, ()))
-        return None, {name: collection.open(part, obs=columns[name], **options) for name, part in parts.items()}
+        _, columns = split_columns(obs, (), dict.fromkeys(parts, ()))
+        return None, {name: opening.open(part, obs=columns[name], **options) for name, part in parts.items()}
     raise InputError(
         f"cannot open a {type(data).__name__} as modalities; expected the path of an .h5mu file or of a MuData's Zarr "
         "store, a MuData, or a dict of atlases by modality"

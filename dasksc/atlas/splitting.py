@@ -11,10 +11,10 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
-from dasksc.atlas import collection
-from dasksc.atlas.collection import Openable
 from dasksc.atlas.filtering import obs_of
+from dasksc.atlas.lookup import known
 from dasksc.atlas.modalities import Modalities
+from dasksc.atlas.options import Openable
 from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
@@ -185,7 +185,7 @@ def _pieces(n: int) -> Iterator[slice]:
 
 def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tuple[NDArray[np.int32], str]:
     """Return numbers for the values of a column, shape (n,), -1 for missing ones; and its name."""
-    column = obs[collection.known("obs", name, obs.columns)]
+    column = obs[known("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes = np.asarray(column.array.codes)[rows]
     else:
@@ -195,7 +195,7 @@ def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tup
 
 def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.int32]:
     """Return numbers for the labels of a column, shape (n,), -1 where there is none."""
-    codes, names = encode_labels(obs[collection.known("obs", name, obs.columns)].iloc[rows])
+    codes, names = encode_labels(obs[known("obs", name, obs.columns)].iloc[rows])
     if len(names) > _FEW_CODES:  # whole numbers are their own codes, with any gaps between them
         codes = np.where(codes < 0, -1, pd.factorize(codes)[0])
     return codes.astype(np.int32, copy=False)

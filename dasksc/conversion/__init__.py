@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dasksc import config
-from dasksc.atlas.collection import Openable, open
 from dasksc.atlas.concat import Join, noting_left_out
+from dasksc.atlas.opening import open
+from dasksc.atlas.options import Openable
 from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, paths_of, plan_of

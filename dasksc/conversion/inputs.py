@@ -12,7 +12,7 @@ import pandas as pd
 from anndata import AnnData
 from dask.base import tokenize
 
-from dasksc.atlas.collection import several_of
+from dasksc.atlas.opening import several_of
 from dasksc.conversion.arguments import Recipe
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of

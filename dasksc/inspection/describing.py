@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas import collection
+from dasksc.atlas import opening
 from dasksc.atlas.concat import Join
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.errors import InputError
@@ -54,7 +54,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 for no probe")
-    several = None if is_modalities(data) else collection.several_of(data)
+    several = None if is_modalities(data) else opening.several_of(data)
     parts = [data] if several is None else several[0]
     opened: AnnData | Modalities
     if is_modalities(data):
@@ -62,7 +62,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
         modalities = tuple(Modality(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items())
         has_x = all(part.X is not None for part in opened.mod.values())
     else:
-        opened = data if isinstance(data, AnnData) else collection.open(data, names=False, join=join)
+        opened = data if isinstance(data, AnnData) else opening.open(data, names=False, join=join)
         modalities, has_x = (), opened.X is not None
     stored = [stored_part(part) for part in parts[:_MAX_FILES]]
     matrices = alike([matrix for one in stored for matrix in one.matrices])

@@ -60,7 +60,7 @@ def estimate_sample_size(
         over the collection are read in one go, and the mean is taken.
     """
     if isinstance(data_collection, (str, os.PathLike)):
-        from dasksc.atlas.collection import open as open_collection
+        from dasksc.atlas.opening import open as open_collection
 
         data_collection = open_collection(data_collection)
     hooks = (fetch_callback, fetch_transform, batch_callback, batch_transform)
@@ -183,7 +183,7 @@ def _measure_blocks(
 ) -> list[dict[str, float]]:
     """Return diversity and rows per second of each block size."""
     if isinstance(data, (str, os.PathLike)):
-        from dasksc.atlas.collection import open as open_collection
+        from dasksc.atlas.opening import open as open_collection
 
         data = open_collection(data)
     measured = []

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from dasksc.atlas.collection import known
+from dasksc.atlas.lookup import known
 from dasksc.batches.batch import Batch, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.sampling.arrays import array_of

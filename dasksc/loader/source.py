@@ -17,9 +17,14 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
-from dasksc.atlas import collection as collections
 from dasksc.atlas import filtering
+from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.lookup import known
 from dasksc.atlas.modalities import Modalities, is_modalities
+from dasksc.atlas.opening import is_several
+from dasksc.atlas.opening import open as open_atlas
+from dasksc.atlas.parts import stem_of
+from dasksc.atlas.view import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.request import BatchRequest, columns_of
@@ -63,9 +68,9 @@ class Source:
         table = self._table()
         if table is None:
             raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
-        if isinstance(self.collection, collections.AnnDataView):
+        if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
-        return table[collections.known("obs", key, table)]
+        return table[known("obs", key, table)]
 
     def rows_where(self, expression: str) -> NDArray[np.bool_]:
         """Return for each row whether an expression over obs holds."""
@@ -75,7 +80,7 @@ class Source:
         return filtering.holds(expression, table)
 
     def _table(self) -> Any:
-        is_view = isinstance(self.collection, collections.AnnDataView)
+        is_view = isinstance(self.collection, AnnDataView)
         return getattr(self.collection, "table" if is_view else "obs", None)
 
 
@@ -222,7 +227,7 @@ class IndexedSource(Source):
     def read(self, hooks: Hooks, rows: NDArray[np.int64]) -> Any:
         """Return ascending rows, after `fetch_transform`."""
         # The fetches of an AnnData run side by side; hooks, and the user's own collections, one at a time.
-        ours = isinstance(self.collection, collections.AnnDataView | lazy.MatrixRows)
+        ours = isinstance(self.collection, AnnDataView | lazy.MatrixRows)
         data = None
         if hooks.fetch_callback is None and ours:
             data = self.collection[rows]
@@ -279,15 +284,15 @@ def source_of(
     name = "data"
     with_names: Callable[[], AnnData] | None = None
     opening: Callable[..., AnnData] | None = None
-    if isinstance(data, str | os.PathLike) or collections.is_several(data):
-        name = collections.stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
+    if isinstance(data, str | os.PathLike) or is_several(data):
+        name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
         label_key = getattr(strategy, "label_key", None)
         wanted = [*request.obs, *filtered_by, *([] if label_key is None else [label_key])]
         # Hooks see every column; without them only what is asked for is read, names when somebody looks at obs.
         if hooks:
-            data = collections.open(data, mmap=mmap)
+            data = open_atlas(data, mmap=mmap)
         else:
-            opening = functools.partial(collections.open, data, mmap=mmap)
+            opening = functools.partial(open_atlas, data, mmap=mmap)
             with_names = functools.partial(opening, obs=wanted)
             data = with_names(names=False)
     elif isinstance(data, AnnData):
@@ -295,14 +300,14 @@ def source_of(
             name = Path(data.filename).stem
         if not mmap and not data.isbacked and isinstance(data.X, da.Array):
             raise InputError("mmap=False comes too late for an AnnData that is open; give it to dasksc.open")
-        with_names = None if hooks else functools.partial(collections.open, data, mmap=mmap)
-        data = collections.open(data, mmap=mmap, names=bool(hooks))
+        with_names = None if hooks else functools.partial(open_atlas, data, mmap=mmap)
+        data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
         why = "hooks say what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
         request.refuse_where_rows_are_indexed(why)
     if isinstance(data, AnnData):
-        collection: Any = collections.AnnDataView(data, with_names, opening)
+        collection: Any = AnnDataView(data, with_names, opening)
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
         if data.X is None:
@@ -340,7 +345,7 @@ def _of_atlas(name: str, collection: Any, adata: AnnData, request: BatchRequest)
     arrays = {"X": adata.X}
     for group in ("layers", "obsm"):
         held = getattr(adata, group)
-        arrays |= {f"{group}/{key}": held[collections.known(group, key, held)] for key in getattr(request, group)}
+        arrays |= {f"{group}/{key}": held[known(group, key, held)] for key in getattr(request, group)}
     columns = columns_of(request.genes, adata.var_names)
     encoded, categories = _encoded(adata.obs, request.obs)
     matrices = _matrices(arrays)
@@ -355,12 +360,12 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
         raise InputError("hooks cannot be used with several modalities; give scDataset one of them: data['rna']")
     if not isinstance(data, Modalities):
         if isinstance(data, str | os.PathLike):
-            name = collections.stem_of(data)
+            name = stem_of(data)
         data = Modalities(data, mmap=mmap)
     if genes is not None and not isinstance(genes, Mapping):
         raise InputError(f"genes= of several modalities is a dict: {{{next(iter(data))!r}: [...]}}")
     for modality in genes or {}:
-        collections.known("modalities", modality, data.mod)
+        known("modalities", modality, data.mod)
     arrays: dict[str, Any] = {}
     columns: dict[str, Columns] = {}
     for modality, adata in data.mod.items():
@@ -372,7 +377,7 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
                     raise InputError(f"{group}={key!r} must say of which modality it is: '{modality}:{key}'")
                 if of == modality:
                     held = getattr(adata, group)
-                    own[f"{modality}:{group}/{rest}"] = held[collections.known(f"{group} of {of}", rest, held)]
+                    own[f"{modality}:{group}/{rest}"] = held[known(f"{group} of {of}", rest, held)]
         arrays |= own
         columns |= _for_each(columns_of((genes or {}).get(modality), adata.var_names), own)
     encoded, categories = _encoded(data.obs, request.obs)
@@ -405,8 +410,8 @@ def _encoded(obs: Any, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], d
     encoded: dict[str, NDArray[Any]] = {}
     categories: dict[str, list[Any]] = Categories()
     for name in names:
-        column = obs[collections.known("obs", name, obs)]
-        encoded[name], labels = collections.encode_column(column, narrow=True)
+        column = obs[known("obs", name, obs)]
+        encoded[name], labels = encode_column(column, narrow=True)
         if labels is not None:
             categories[name] = labels
     return encoded, categories

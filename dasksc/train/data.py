@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
-from dasksc.atlas.collection import encode_column
+from dasksc.atlas.encoding import encode_column
 from dasksc.train.config import Config, Data, Validation
 from dasksc.train.names import check_arguments, find
 

@@ -24,7 +24,7 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc.atlas import collection
+from dasksc.atlas import checks
 from dasksc.memory import limits as process_memory
 from tests.support.data import write_store
 from tests.support.servers import serving
@@ -345,4 +345,4 @@ def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
 def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process have `n_bytes` of memory."""
     limit = process_memory.Limit(n_bytes=n_bytes, held=0, source="a test")
-    monkeypatch.setattr(collection, "memory_limit", lambda: limit)
+    monkeypatch.setattr(checks, "memory_limit", lambda: limit)

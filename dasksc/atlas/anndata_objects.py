@@ -1,0 +1,91 @@
+"""Opening AnnData objects: in memory, backed, or with lazy tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+
+from dasksc.atlas.assemble import assemble
+from dasksc.atlas.cell_names import nameless_index
+from dasksc.atlas.elements import Unwrapped, lazy_matrix, stored_matrix
+from dasksc.atlas.lookup import known_columns
+from dasksc.atlas.options import OpenOptions
+from dasksc.atlas.stores import reading
+from dasksc.pushdown import to_dask
+
+__all__ = ["layers_of", "open_anndata"]
+
+
+def open_anndata(
+    adata: AnnData, obs: Sequence[str] | None, options: OpenOptions, *, table: pd.DataFrame | None = None
+) -> AnnData:
+    """Open an AnnData, with `table` in place of its obs."""
+    table = _in_memory(adata.obs if table is None else table)
+    if not options.has_names:
+        table = table.set_axis(nameless_index(len(table)))
+    if obs is not None:
+        table = table[known_columns(obs, table.columns, "the AnnData given", may_lack=options.may_lack)]
+    x, raw = adata.X if not adata.isbacked else None, None
+    if adata.isbacked:
+        path = os.path.abspath(adata.filename)
+        with reading(path):
+            x = _backed_x(path, adata, options)
+            # Of the raw of a backed view AnnData itself knows the rows only.
+            if adata.raw is not None and not adata.is_view:
+                key = "raw/X" if "raw/X" in adata.file else "raw.X"
+                x_of_raw = stored_matrix(path, adata.file[key].name, options)
+                raw = {"X": x_of_raw, "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+    elif adata.raw is not None:
+        raw = {"X": lazy_matrix(adata.raw.X, "raw/X", options), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+    return assemble(
+        x=lazy_matrix(x, "X", options),
+        obs=table,
+        var=_in_memory(adata.var),
+        uns=adata.uns,
+        layers={name: lazy_matrix(array, f"layers/{name}", options) for name, array in layers_of(adata).items()},
+        obsm={
+            name: (
+                array.set_axis(table.index)
+                if isinstance(array, pd.DataFrame)
+                else lazy_matrix(array, f"obsm/{name}", options)
+            )
+            for name, array in adata.obsm.items()
+        },
+        varm=dict(adata.varm),
+        obsp=dict(adata.obsp),
+        varp=dict(adata.varp),
+        raw=raw,
+        options=options,
+    )
+
+
+def layers_of(adata: AnnData) -> dict[str, Any]:
+    """Return the layers by their names."""
+    # From AnnData 0.13 on, layers[None] is X, which a backed file need not have.
+    return {name: adata.layers[name] for name in adata.layers if name is not None}
+
+
+def _in_memory(table: Any) -> pd.DataFrame:
+    """Return a frame of its own over the same columns; AnnData has lazy tables and views of tables too."""
+    return pd.DataFrame(table if isinstance(table, pd.DataFrame) else table.to_memory(), copy=False)
+
+
+def _backed_x(path: str, adata: AnnData, options: OpenOptions) -> da.Array | Unwrapped | None:
+    """Return X of a backed AnnData, through our readers; of a view, its rows and columns."""
+    if "X" not in adata.file:
+        return None
+    # A modality of a MuData is a group of the file.
+    stored = stored_matrix(path, adata.file["X"].name, options)
+    if not adata.is_view:
+        return stored
+    # AnnData keeps what a view selects in these; going by names would fail where they repeat.
+    array = to_dask(stored.matrix)
+    n_obs, n_vars = array.shape
+    taken: da.Array = array[np.arange(n_obs)[adata._oidx], :][:, np.arange(n_vars)[adata._vidx]]
+    return taken

@@ -1,0 +1,49 @@
+"""Names of cells: read quickly, left out, or looked through for repeated ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from anndata.io import read_elem
+
+from dasksc.atlas.options import OpenOptions
+from dasksc.storage import Place
+from dasksc.storage.hdf5.strings import read_strings
+
+__all__ = ["any_repeat", "nameless_index", "number_rows", "read_names"]
+
+_FEW_NAMES = 100_000
+
+
+def read_names(stored: Any, path: str | Place, options: OpenOptions) -> Any:
+    """Read the names of rows; those of a local HDF5 file by way of its bytes, if that can be."""
+    names = None
+    if isinstance(stored, h5py.Dataset) and not isinstance(path, Place) and options.mmap is not False:
+        names = read_strings(stored, path)
+    # Of all names pandas finds the type that it finds of one, in 40 bytes for each.
+    return read_elem(stored) if names is None else pd.Index(names, dtype=pd.Index(names[:1]).dtype)
+
+
+def nameless_index(n: int) -> pd.Index[Any]:
+    """Return an index of `n` rows that AnnData takes for one of strings, and of which none is made."""
+    return pd.CategoricalIndex(pd.Categorical.from_codes(np.zeros(n, dtype=np.int8), categories=[""]))  # type: ignore[arg-type, unused-ignore]
+
+
+def number_rows(adata: AnnData) -> None:
+    """Replace a `nameless_index` by numbers, which AnnData would make strings of where it builds anything."""
+    tables = [table for table in adata.obsm.values() if isinstance(table, pd.DataFrame)]
+    for table in (adata.obs, *tables):
+        table.index = pd.RangeIndex(adata.n_obs)
+
+
+def any_repeat(names: pd.Index[Any]) -> bool:
+    """Return whether names repeat; hashes are quicker to sort than names are to look up."""
+    if len(names) < _FEW_NAMES:
+        return not names.is_unique
+    hashes = np.fromiter(map(hash, names.to_numpy()), dtype=np.int64, count=len(names))
+    hashes.sort()
+    return bool((hashes[1:] == hashes[:-1]).any()) and not names.is_unique

@@ -1,0 +1,135 @@
+"""What is refused before any of it is read: what is larger than memory or than what is stored for it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+import zarr
+
+from dasksc.atlas.elements import is_group, is_left
+from dasksc.atlas.legacy import old_raw
+from dasksc.atlas.options import OpenOptions
+from dasksc.errors import CorruptDataError, StorageError
+from dasksc.memory.limits import memory_limit
+from dasksc.storage import Place
+from dasksc.storage.safety import hdf5 as hdf5_guard
+from dasksc.storage.safety import zarr as zarr_guard
+from dasksc.storage.safety.decompression_limits import DEFLATE_RATIO
+from dasksc.storage.safety.hdf5_links import check_item
+
+__all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
+
+# A chunk is decoded as a whole: how much larger than its array it may be. Tables and uns may take as much of memory
+# whatever is stored for them.
+_ROOM_BYTES = 2**30
+
+
+def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions) -> dict[str, list[Any]]:
+    """Return what opening reads as a whole, by the group that it is in: all but the matrices, and columns not named."""
+    whole = {name: [root[name]] for name in ("var", "uns", "varm", "varp") if name in root}
+    whole["obs"] = items_of_table(root["obs"], obs, options)
+    for name in ("X", "layers", "obsm", "obsp"):
+        if name in root:
+            stored = root[name]
+            inside = [stored] if name == "X" or not is_group(stored) else [stored[key] for key in stored]
+            whole[name] = [item for item in inside if not is_left(item)]
+    raw = root["raw"] if "raw" in root and is_group(root["raw"]) else old_raw(root)
+    whole["raw"] = [raw[name] for name in ("X", "var", "varm") if name in raw]
+    whole["raw"] = [item for item in whole["raw"] if not is_left(item)]
+    return whole
+
+
+def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
+    """Return what is read of a table, the parts of `columns` and its index; the table itself, if that is all of it."""
+    is_whole = columns is None and options.has_names
+    if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
+        return [stored]
+    index_key = stored.attrs.get("_index")
+    wanted = set(stored if columns is None else columns) - {index_key} | ({index_key} if options.has_names else set())
+    return [stored[name] for name in stored if name in wanted]
+
+
+def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse what lies in other files, or in no memory, before any of it is read."""
+    arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
+    sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
+    n_bytes, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
+    memory = memory_limit().n_bytes if n_bytes > _ROOM_BYTES else n_bytes
+    if n_bytes > memory:
+        raise StorageError(
+            f"{path} has {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, and this machine "
+            f"{memory} bytes of memory. Name the columns of obs that you need: obs=[...]; if it cannot be so large, "
+            "the file is corrupt."
+        )
+    if n_bytes > _ROOM_BYTES:
+        # Compared as a whole: a single column may well hold one value a billion times.
+        needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
+        stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
+        if stored < needed:
+            raise CorruptDataError(
+                f"{path} claims {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, for which "
+                f"the {stored} bytes stored there have no room. The file is corrupt, or made to fill memory; write it "
+                "again from its source."
+            )
+
+
+def check_table(stored: Any, path: str | Place) -> None:
+    """Refuse a table that contradicts itself, before anything is made as large as its longest column."""
+    lengths = lengths_of(stored)
+    if len(set(lengths.values())) > 1:
+        longest, shortest = max(lengths, key=lengths.__getitem__), min(lengths, key=lengths.__getitem__)
+        raise CorruptDataError(
+            f"{path}:{stored.name} has columns of different lengths: {longest!r} has {lengths[longest]} values, "
+            f"{shortest!r} {lengths[shortest]}. The file is corrupt; write it again from its source."
+        )
+
+
+def lengths_of(stored: Any) -> dict[str, int]:
+    """Return the length of every column of a stored table."""
+    lengths: dict[str, int] = {}
+    for name in stored:
+        item = stored[name]
+        if isinstance(item, h5py.Group | zarr.Group):  # categories and nullable values
+            item = next((item[part] for part in ("codes", "values") if part in item), None)
+        if item is not None and len(item.shape) >= 1:
+            lengths[name] = item.shape[0]
+    return lengths
+
+
+def _stored_bytes(path: str | Place, arrays: Sequence[Any], *, enough: int) -> int:
+    """Return what is stored for arrays, or at least `enough` if that is more or cannot be told cheaply."""
+    if all(isinstance(array, h5py.Dataset) for array in arrays):
+        return hdf5_guard.stored_bytes(arrays)
+    # Behind a URL each chunk would be a request.
+    return enough if isinstance(path, Place) else zarr_guard.stored_bytes(path, arrays, enough=enough)
+
+
+def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
+    """Yield the arrays of a stored element, through links of HDF5 as far as they may lead."""
+    if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, Place):
+        check_item(stored, path, folder=os.path.dirname(path))
+    if not is_group(stored):
+        if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _ROOM_BYTES:
+            raise CorruptDataError(
+                f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, far larger "
+                "ones than it needs. The file is corrupt; write it again from its source."
+            )
+        if isinstance(stored, h5py.Dataset) and stored.chunks:
+            hdf5_guard.check_chunks(stored, f"{path}:{stored.name}")
+        yield stored
+        return
+    for name in stored:
+        yield from _arrays_in(stored[name], path)
+
+
+def _nbytes(array: Any) -> int:
+    return math.prod(array.shape or ()) * _item_bytes(array)  # HDF5's null has no shape
+
+
+def _item_bytes(array: Any) -> int:
+    return int(np.dtype(getattr(array.dtype, "numpy_dtype", array.dtype)).itemsize)

@@ -1,0 +1,56 @@
+"""Layouts of files that AnnData wrote before 0.7."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import zarr
+from numpy.typing import NDArray
+
+__all__ = ["decode_old_categories", "entries_of_records", "is_record_array", "old_raw", "table_of_records"]
+
+
+def is_record_array(stored: Any) -> bool:
+    """Return whether a stored element is an array of records, as which tables and mappings were once written."""
+    return isinstance(stored, h5py.Dataset | zarr.Array) and stored.dtype.names is not None
+
+
+def table_of_records(stored: Any) -> pd.DataFrame:
+    """Read obs or var: one record per row, its name first."""
+    records = stored[()]
+    table = pd.DataFrame({name: _decoded(records[name]) for name in records.dtype.names})
+    return table.set_index(table.columns[0])
+
+
+def entries_of_records(stored: Any) -> dict[str, NDArray[Any]]:
+    """Read obsm or varm: one record per row, one field per entry."""
+    fields = {field: np.ascontiguousarray(stored[()][field]) for field in stored.dtype.names}
+    return {field: array[:, None] if array.ndim == 1 else array for field, array in fields.items()}
+
+
+def old_raw(root: Any) -> dict[str, Any]:
+    """Return the elements of raw, which lay beside X then."""
+    return {name: root[f"raw.{name}"] for name in ("X", "var", "varm") if f"raw.{name}" in root}
+
+
+def decode_old_categories(tables: list[pd.DataFrame], uns: dict[str, Any]) -> list[pd.DataFrame]:
+    """Decode categoricals: codes in the table, "<name>_categories" in uns."""
+    suffix = "_categories"
+    for key in [key for key in uns if key.endswith(suffix)]:
+        name, categories = key.removesuffix(suffix), np.atleast_1d(uns[key])
+        for table in tables:
+            if name in table and (table[name] < len(categories)).all():
+                table[name] = pd.Categorical.from_codes(table[name].to_numpy(), categories)
+                uns.pop(key, None)
+    return tables
+
+
+def _decoded(values: NDArray[Any]) -> NDArray[Any]:
+    if values.dtype.kind == "S":
+        return np.char.decode(values, "utf-8").astype(object)
+    if values.dtype.kind == "O":
+        return np.array([v.decode() if isinstance(v, bytes) else v for v in values], dtype=object)
+    return values

@@ -1,0 +1,90 @@
+"""Opening the MuData in a file or store: its modalities, and what they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from anndata import AnnData
+
+from dasksc.atlas.assemble import raw_of, unchecked, without_genes
+from dasksc.atlas.checks import check_before_reading, items_of_table
+from dasksc.atlas.elements import is_left, lazy_element
+from dasksc.atlas.options import OpenOptions
+from dasksc.atlas.stored_anndata import read_root
+from dasksc.atlas.stores import reading, root_of, where_of
+from dasksc.atlas.tables import column_names, read_table
+from dasksc.errors import StorageError
+from dasksc.storage import Cache, UseMmap
+
+__all__ = ["open_modalities", "split_columns"]
+
+
+def open_modalities(
+    path: str,
+    obs: Sequence[str] | None,
+    *,
+    mmap: UseMmap,
+    storage_options: Mapping[str, Any] | None,
+    cache: str | os.PathLike[str] | Mapping[str, Any] | None,
+    raw: bool,
+) -> tuple[AnnData, dict[str, AnnData]]:
+    """Open a stored MuData: its own obs and obsm, and its modalities, as AnnData of Dask arrays; rows as stored.
+
+    Parameters
+    ----------
+    path
+        Of an ``.h5mu`` file or a Zarr store, or the URL of one.
+    obs
+        The columns to read, as `split_columns` takes them.
+    mmap, storage_options, cache, raw
+        As for `open`; `raw` is that of each modality.
+    """
+    options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
+    with unchecked():
+        where = where_of(path, options)
+        with reading(where), root_of(where, options) as root:
+            if "mod" not in root or "obs" not in root:
+                raise StorageError(f"{where} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
+            order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
+            held = {name: column_names(root["mod"][name]["obs"]) for name in order}
+            own, columns = split_columns(obs, column_names(root["obs"]), held)
+            # MuData keeps there, by the names of modalities, which cells each has.
+            stored = {name: root["obsm"][name] for name in root.get("obsm", ()) if name not in order}
+            read = [item for item in stored.values() if not is_left(item)]
+            check_before_reading(where, {"obs": items_of_table(root["obs"], own, options), "obsm": read})
+            mod = {name: read_root(where, root["mod"][name], columns[name], options) for name in order}
+            shared = without_genes(
+                read_table(root["obs"], own, where, options),
+                {name: lazy_element(where, item, options) for name, item in stored.items()},
+                options,
+            )
+    return shared, {name: raw_of(adata, name) for name, adata in mod.items()} if raw else mod
+
+
+def split_columns(
+    obs: Sequence[str] | None, own: Collection[str], held: Mapping[str, Collection[str]]
+) -> tuple[list[str] | None, dict[str, list[str] | None]]:
+    """Return which columns are meant of a MuData's own obs, and which of each modality; None: all.
+
+    Parameters
+    ----------
+    obs
+        Names; of modalities as ``"modality:column"``. None: all.
+    own
+        The columns that its own obs has. It may have copies of those of modalities, which go before.
+    held
+        The columns of each modality.
+    """
+    if obs is None:
+        return None, dict.fromkeys(held)
+    of_own: list[str] = []
+    of_modality: dict[str, list[str]] = {name: [] for name in held}
+    for name in obs:
+        modality, _, column = name.partition(":")
+        if modality in held and (column in held[modality] or name not in own) and column:
+            of_modality[modality].append(column)
+        else:
+            of_own.append(name)
+    return of_own, dict(of_modality)

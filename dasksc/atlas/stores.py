@@ -1,0 +1,101 @@
+"""Files and stores at paths and behind URLs: where they are, their roots, and errors that name them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h5py
+from anndata import OldFormatWarning
+
+from dasksc.atlas.lookup import nothing_at
+from dasksc.atlas.options import ACCEPTED, OpenOptions
+from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.storage import Place, is_of_content, is_url, open_place
+from dasksc.storage.remote.places import ZARR_MARKERS
+from dasksc.storage.safety import zarr as zarr_guard
+from dasksc.storage.safety.hdf5_links import check_links
+from dasksc.storage.zarr.reader import ZarrFile
+
+__all__ = ["holds_modalities", "reading", "root_of", "where_of"]
+
+
+def where_of(path: str, options: OpenOptions) -> str | Place:
+    """Return the place of a URL, or of a path that is read through a cache; of other paths, the absolute path."""
+    place = Place.of(path, options.storage_options) if is_url(path) else None
+    # Absolute, because tasks may run in processes with another working directory.
+    local = os.path.abspath(path) if place is None else place.local
+    if local is None:
+        assert place is not None
+        return place
+    if not os.path.exists(local):
+        raise MissingPathError(nothing_at(local))
+    return local if options.cache is None else Place.of_local(local)
+
+
+def holds_modalities(path: str) -> bool:
+    """Return whether at a path there is a MuData: an ``.h5mu`` file, or a Zarr store of this machine with modalities.
+
+    What is behind a URL is known by its ending only, or once it is open.
+    """
+    place = Place.of(path) if is_url(path) else None
+    if place is not None and place.local is None:
+        return place.key.endswith(".h5mu")
+    local = path if place is None or place.local is None else place.local
+    return local.endswith(".h5mu") or (
+        os.path.isdir(os.path.join(local, "mod")) and any(os.path.exists(os.path.join(local, m)) for m in ZARR_MARKERS)
+    )
+
+
+@contextmanager
+def root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
+    """Open the file or store at a path or place: its root group, until the context ends."""
+    if isinstance(path, Place):
+        with open_place(path, cache=options.cache_of_places()) as root:
+            yield root
+        return
+    if os.path.isdir(path):
+        if not any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
+            raise StorageError(
+                f"{path} is a directory but not a Zarr group (it holds none of {', '.join(ZARR_MARKERS)}), nor are "
+                f"there .h5ad files or .zarr stores in it. Expected {ACCEPTED}."
+            )
+        yield ZarrFile(path).root()
+        return
+    if not h5py.is_hdf5(path):
+        raise CorruptDataError(
+            f"{path} ({os.path.getsize(path)} bytes) is not an HDF5 file, or its beginning is damaged. "
+            f"Expected {ACCEPTED}; a zipped store must be unpacked first."
+        )
+    with h5py.File(path, "r") as file:
+        check_links(file, path, folder=os.path.dirname(path))
+        yield file
+
+
+@contextmanager
+def reading(path: str | Place) -> Iterator[None]:
+    """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
+    with warnings.catch_warnings(), zarr_guard.chunks_that_fit():
+        warnings.simplefilter("ignore", OldFormatWarning)
+        warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
+        # AnnData 0.13 asks pandas 3 for an option that is going away.
+        warnings.filterwarnings("ignore", message="The 'future.infer_string' option")
+        try:
+            yield
+        except (StorageError, InputError):
+            raise
+        except OSError as error:
+            if "truncated" in str(error) and not isinstance(path, Place):
+                raise CorruptDataError(
+                    f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
+                ) from error
+            raise StorageError(f"{path} cannot be read: {error}") from error
+        # Whatever the libraries raise on damaged metadata.
+        except Exception as error:
+            if not is_of_content(error):
+                error.add_note(f"while {path} was opened")
+                raise
+            raise StorageError(f"{path} cannot be read as AnnData: {error}") from error

@@ -1,0 +1,190 @@
+"""What hooks of a data set see of an AnnData of Dask arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from numpy.typing import NDArray
+
+from dasksc.atlas.anndata_objects import layers_of
+from dasksc.atlas.lookup import known
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.pushdown import MatrixRows, gather_block, matrix_of
+from dasksc.storage import Matrix
+
+__all__ = ["AnnDataView"]
+
+# What of an AnnData has nothing to do with the names of its cells.
+_WITHOUT_NAMES = {"isbacked", "layers", "n_obs", "n_vars", "raw", "shape", "uns", "var", "var_names", "varm", "varp"}
+
+
+class AnnDataView:
+    """An AnnData of Dask arrays, as the hooks of a dataset see it.
+
+    ``view[rows]`` reads one fetch of each of X, layers and obsm; every other attribute is that of the
+    AnnData.
+
+    Parameters
+    ----------
+    adata
+        What `open` returned.
+    with_names
+        Opens the same with the names of cells, once they are asked for; None: `adata` has them.
+    opening
+        Opens the same as `open` does, for columns of obs that `adata` leaves out; None: it has all.
+    """
+
+    __slots__ = ("_matrices", "_opened", "_opening", "_with_names")
+
+    def __init__(
+        self,
+        adata: AnnData,
+        with_names: Callable[[], AnnData] | None = None,
+        opening: Callable[..., AnnData] | None = None,
+    ) -> None:
+        self._opened = adata
+        self._opening = opening
+        self._with_names = with_names
+        self._matrices: dict[str, Matrix] = {}
+
+    @property
+    def adata(self) -> AnnData:
+        """The AnnData seen through this view."""
+        return self._adata
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The obs columns that were read, with or without names."""
+        return self._opened.obs
+
+    def column(self, name: str) -> pd.Series[Any]:
+        """Return a column of obs, which is read now if it was left out."""
+        if self._opening is not None and name not in self.table:
+            return self._opening(obs=[name], names=False).obs[name]
+        return self.table[known("obs", name, self.table)]
+
+    @property
+    def _adata(self) -> AnnData:
+        if self._with_names is not None:
+            self._opened, self._with_names = self._with_names(), None
+        return self._opened
+
+    @property
+    def X(self) -> Any:
+        """X as an array whose rows are read when it is indexed."""
+        array = self._opened.X
+        return MatrixRows(matrix=self._matrix("X", array)) if isinstance(array, da.Array) else array
+
+    def __len__(self) -> int:
+        return int(self._opened.n_obs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Pickle looks for special methods before the slots are set.
+        if name.startswith("__") or name in self.__slots__:
+            raise AttributeError(name)
+        return getattr(self._opened if name in _WITHOUT_NAMES else self._adata, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._opened, self._with_names, self._opening)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._opened!r}"
+
+    def _matrix(self, name: str, array: da.Array) -> Matrix:
+        if name not in self._matrices:
+            self._matrices[name] = matrix_of(array)
+        return self._matrices[name]
+
+    def __getitem__(self, index: Any) -> AnnData:
+        """Read rows into memory.
+
+        Parameters
+        ----------
+        index
+            Row numbers in any order, repeats allowed; or a slice, a boolean mask, names; or one of these
+            and, as AnnData has it, a second index for columns.
+
+        Returns
+        -------
+        AnnData
+            In memory: those rows of obs, X, layers and obsm in the order asked for, with var, varm and
+            uns. Without obsp and raw.
+
+        Raises
+        ------
+        IndexError
+            If any row lies outside [0, n_obs).
+        MissingKeyError
+            If a name is not in obs_names.
+        """
+        if isinstance(index, tuple):
+            rows, columns = index
+            return self[rows][:, columns].copy()
+        adata = self._adata
+        rows = _row_numbers(index, adata.obs_names)
+        unique, positions = np.unique(rows, return_inverse=True)
+
+        def read(name: str, array: Any) -> Any:
+            if isinstance(array, da.Array) and array.ndim == 2:
+                return gather_block(self._matrix(name, array).fetch(unique), positions)
+            return _take(array, rows)
+
+        obs = adata.obs.iloc[rows]
+        names = obs.index
+        # AnnData warns of repeated names when it is built; here they only say that rows were drawn twice.
+        result = AnnData(
+            X=None if adata.X is None else read("X", adata.X),
+            obs=obs.set_axis(pd.RangeIndex(len(rows)).astype(str)),
+            var=adata.var,
+            uns=adata.uns,
+            layers={name: read(f"layers/{name}", array) for name, array in layers_of(adata).items()},
+            obsm={
+                name: read(f"obsm/{name}", array)
+                for name, array in adata.obsm.items()
+                if not isinstance(array, pd.DataFrame)
+            },
+            varm=dict(adata.varm),
+        )
+        result.obs_names = names
+        for name, table in adata.obsm.items():
+            if isinstance(table, pd.DataFrame):
+                result.obsm[name] = table.iloc[rows]
+        return result
+
+
+def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
+    """Resolve what AnnData accepts as rows to row numbers."""
+    n_obs = len(names)
+    if isinstance(index, slice):
+        return np.arange(n_obs, dtype=np.int64)[index]
+    values = np.atleast_1d(np.asarray(index))
+    if values.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if values.ndim != 1:
+        raise InputError(f"rows must be one-dimensional; got an array of shape {values.shape}")
+    if values.dtype == bool:
+        if len(values) != n_obs:
+            raise IndexError(f"a boolean mask of {len(values)} rows cannot index {n_obs} rows")
+        return np.flatnonzero(values)
+    if values.dtype.kind in "UOT":
+        rows = names.get_indexer_for(values)
+        if len(rows) != len(values) or (rows < 0).any():
+            missing = [name for name in values if name not in names]
+            raise MissingKeyError(f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; use numbers")
+        return np.asarray(rows, dtype=np.int64)
+    if values.dtype.kind not in "iu":
+        raise InputError(f"rows must be integers, a boolean mask or names; got {values.dtype}")
+    rows = values.astype(np.int64)
+    rows = np.where(rows < 0, rows + n_obs, rows)
+    if rows.min() < 0 or rows.max() >= n_obs:
+        raise IndexError(f"rows from {values.min()} to {values.max()} were asked for; there are {n_obs}")
+    return rows
+
+
+def _take(array: Any, rows: NDArray[np.int64]) -> Any:
+    return array[rows].compute() if isinstance(array, da.Array) else array[rows]
