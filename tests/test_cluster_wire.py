@@ -186,7 +186,7 @@ def test_workers_hold_and_send_narrow_csr_and_the_rank_makes_it_dense(
     adata = make_adata(n_obs=400, n_vars=250, dtype=np.float32)
     path = write_store(adata, tmp_path, "h5ad")
     arrived: list[FetchedMatrices] = []
-    loaded = window_cluster.blocks._load_matrices
+    loaded = window_cluster.transport._load_matrices
     headers: list[dict[str, Any]] = []
 
     def load(header: dict[str, Any], frames: Any) -> FetchedMatrices:

@@ -31,6 +31,7 @@ from dasksc import config
 from dasksc.errors import FetchError, StorageError
 from dasksc.executor import metrics
 from dasksc.executor.cluster import file_visibility as sight
+from dasksc.executor.cluster import transport as transport  # registers how results travel, here and on the workers
 from dasksc.executor.cluster.heartbeats import Heartbeats
 from dasksc.executor.local import Timed
 from dasksc.executor.memory_admission import Headroom
