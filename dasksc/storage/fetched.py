@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
-from dasksc.storage import memory
+from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.matrix import ColumnMaps, Columns, Fetched, Layout, Lookups
 from dasksc.storage.reach import Reached
@@ -228,8 +228,8 @@ class CSRFetched(_Rows):
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
-        indices = memory.empty(n_values, np.int32)
-        data = memory.empty(n_values, dtype)
+        indices = buffers.empty(n_values, np.int32)
+        data = buffers.empty(n_values, dtype)
         target = kernel_target(data, self._data.dtype)
         if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
@@ -256,7 +256,7 @@ class CSRFetched(_Rows):
         narrow = counts_dtype(data)
         if narrow == data.dtype:
             return converted
-        counts = memory.empty(len(data), narrow)
+        counts = buffers.empty(len(data), narrow)
         counts[...] = data
         return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, counts))
 
@@ -283,7 +283,7 @@ class CSRFetched(_Rows):
             columns = columns.astype(indices, copy=False)
         else:
             indptr = indptr_of(self._lengths)
-            columns, values = memory.empty(int(indptr[-1]), indices), memory.empty(int(indptr[-1]), data)
+            columns, values = buffers.empty(int(indptr[-1]), indices), buffers.empty(int(indptr[-1]), data)
             self._copy(positions, indptr, columns, values, any_order=True)
         return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
@@ -521,8 +521,8 @@ class DenseFetched(_Rows):
         counts = np.empty(len(positions), dtype=np.int64)
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
-        indices = memory.empty(int(indptr[-1]), np.int32)
-        data = memory.empty(int(indptr[-1]), dtype)
+        indices = buffers.empty(int(indptr[-1]), np.int32)
+        data = buffers.empty(int(indptr[-1]), dtype)
         target = kernel_target(data, held)
         kernels.squeeze(dense, indptr[:-1], indices, target)
         if target is not data:
@@ -541,7 +541,7 @@ class DenseFetched(_Rows):
 
     def converted(self, dtype: np.dtype[Any]) -> DenseFetched:
         """Return the same rows in a block of their own, in the given type, their columns the common ones."""
-        block = memory.empty(self.shape, dtype)
+        block = buffers.empty(self.shape, dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
         return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
 

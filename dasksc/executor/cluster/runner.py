@@ -37,7 +37,7 @@ from dasksc.executor.local import Timed
 from dasksc.executor.memory_admission import Headroom
 from dasksc.executor.reporting import runs_here
 from dasksc.executor.schedulers import address_of
-from dasksc.storage.memory import Recycling
+from dasksc.storage.buffers import Recycling
 
 __all__ = ["ClusterRunner"]
 
