@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from dasksc.atlas.splitting import split
     from dasksc.batches.batch import Batch
     from dasksc.conversion import ConversionReport, convert
-    from dasksc.executor.cluster.starting import StartedCluster, start_cluster
+    from dasksc.executor.cluster.started_cluster import StartedCluster
+    from dasksc.executor.cluster.starting import start_cluster
     from dasksc.inspection.description import describe
     from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
@@ -66,7 +67,7 @@ _HOMES = {
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling.strategies",
-    "StartedCluster": "dasksc.executor.cluster.starting",
+    "StartedCluster": "dasksc.executor.cluster.started_cluster",
     "Streaming": "dasksc.sampling.strategies",
     "World": "dasksc.planning.ranks",
     "adata_to_mindex": "dasksc.transforms.hooks",
