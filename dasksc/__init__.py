@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from dasksc.atlas.view import AnnDataView
     from dasksc.batches.batch import Batch
     from dasksc.conversion import ConversionReport, convert
-    from dasksc.executor.cluster.starting import StartedCluster, start_cluster
+    from dasksc.executor.cluster.started_cluster import StartedCluster
+    from dasksc.executor.cluster.starting import start_cluster
     from dasksc.inspection.describing import describe
     from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
@@ -67,7 +68,7 @@ _HOMES = {
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling.strategies",
-    "StartedCluster": "dasksc.executor.cluster.starting",
+    "StartedCluster": "dasksc.executor.cluster.started_cluster",
     "Streaming": "dasksc.sampling.strategies",
     "World": "dasksc.planning.ranks",
     "adata_to_mindex": "dasksc.transforms.hooks",

@@ -19,7 +19,9 @@ import pytest
 from distributed.security import Security
 
 import dasksc
+from dasksc.executor.cluster import rendezvous
 from dasksc.executor.cluster import starting as start
+from dasksc.executor.cluster.security import SECRET_FILE, secured
 from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch, secret_file
 from tests.support.data import make_adata, write_store
 
@@ -127,11 +129,11 @@ def test_ranks_share_a_secret_that_never_goes_through_the_store(
         assert "PRIVATE KEY" not in said
         assert "CERTIFICATE" not in said
         assert cluster.address.startswith(f"tls://{host}:")
-        with start._join(store, security=start._secured(secret), timeout_s=60) as joined:
+        with rendezvous.join(store, security=secured(secret), timeout_s=60) as joined:
             assert joined.address == cluster.address
             assert joined.client.submit(os.getpid).result() == os.getpid()
         with pytest.raises(dasksc.StartError, match="every rank the same security="):
-            start._join(store, security=Security.temporary(), timeout_s=1)
+            rendezvous.join(store, security=Security.temporary(), timeout_s=1)
         gc.collect()
     finally:
         cluster.close(wait_s=0)
@@ -159,10 +161,10 @@ def test_a_rank_does_not_go_where_a_forged_address_leads(
     store: Any, monkeypatch: pytest.MonkeyPatch, address: str, has_secret: bool, complaint: str
 ) -> None:
     security = secret_of("in memory", Path()) if has_secret else None
-    monkeypatch.setattr(start, "connected", lambda *_, **__: pytest.fail("it has connected"))
+    monkeypatch.setattr(rendezvous, "connected", lambda *_, **__: pytest.fail("it has connected"))
     store.set("address", json.dumps({"address": address, "dashboard": None, "token": "forged"}))
     with pytest.raises(dasksc.StartError, match=complaint):
-        start._join(store, security=security, timeout_s=5)
+        rendezvous.join(store, security=security, timeout_s=5)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
@@ -193,8 +195,8 @@ def test_what_holds_no_certificates_is_refused(given: Any) -> None:
 def test_the_command_that_errors_advise_makes_a_secret(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("there is no program openssl")
-    command = start._HOW.partition("made by ")[2].split()
+    command = SECRET_FILE.partition("made by ")[2].split()
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    security = start._secured(tmp_path / "ranks.pem")
+    security = secured(tmp_path / "ranks.pem")
     assert security is not None
     assert security.require_encryption

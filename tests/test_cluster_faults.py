@@ -27,8 +27,7 @@ import torch
 import dasksc
 from dasksc import FetchError
 from dasksc.executor import schedulers as window_schedulers
-from dasksc.executor.cluster import heartbeats
-from dasksc.executor.cluster import runner as window_cluster
+from dasksc.executor.cluster import heartbeats, runner, sent_fetches
 from dasksc.executor.window import Window
 from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
@@ -340,7 +339,8 @@ class Slow:
 def test_a_worker_that_is_slow_is_not_taken_for_frozen(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window_cluster, "_STUCK_S", 0.2)
+    for module in (runner, sent_fetches):
+        monkeypatch.setattr(module, "STUCK_S", 0.2)
     mark = tmp_path / "mark"
     with (
         local(2, **OVER_TCP) as cluster,

@@ -19,6 +19,7 @@ from distributed.security import Security
 
 import dasksc
 from dasksc.executor import schedulers as window_schedulers
+from dasksc.executor.cluster import rendezvous
 from dasksc.executor.cluster import starting as start
 from dasksc.executor.schedulers import resolve_scheduler
 from tests.support.dask_processes import listening, rows_of_epoch
@@ -83,7 +84,7 @@ def test_an_address_that_is_out_of_date_is_given_up_for_the_one_that_follows() -
         new = {"address": cluster.scheduler_address, "dashboard": None, "token": "new"}
         timer = threading.Timer(0.5, store.set, ("address", json.dumps(new)))
         timer.start()
-        with start._join(store, security=None, timeout_s=60) as joined:
+        with rendezvous.join(store, security=None, timeout_s=60) as joined:
             assert joined.address == cluster.scheduler_address
         timer.join()
         assert store.add("left/new", 0) == 1
@@ -95,14 +96,14 @@ def test_a_failure_of_the_attempt_before_is_not_taken_for_this_ones(monkeypatch:
     store.set("address", json.dumps({"error": "OSError: of old", "attempt": "0"}))
     threading.Timer(0.3, store.set, ("address", json.dumps({"error": "OSError: of now", "attempt": "1"}))).start()
     with pytest.raises(dasksc.StartError, match="OSError: of now"):
-        start._join(store, security=None, timeout_s=60)
+        rendezvous.join(store, security=None, timeout_s=60)
 
 
 def test_a_scheduler_without_answer_is_named() -> None:
     store = _store_on_loopback()
     store.set("address", json.dumps({"address": "tcp://127.0.0.1:9", "dashboard": None, "token": "old"}))
     with pytest.raises(dasksc.StartError, match=r"tcp://127\.0\.0\.1:9.*host=") as caught:
-        start._join(store, security=None, timeout_s=1)
+        rendezvous.join(store, security=None, timeout_s=1)
     assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -177,7 +178,7 @@ def test_arguments_are_checked_before_anything_starts(
         dasksc.start_cluster(**options)
 
 
-@pytest.mark.parametrize("which", ["connected", "_tell"])
+@pytest.mark.parametrize("which", ["connected", "tell"])
 def test_what_fails_after_the_start_closes_what_was_started(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clusters, clients = [], []
 

@@ -19,8 +19,7 @@ from distributed.protocol import deserialize, serialize
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.executor.cluster import file_visibility as sight
-from dasksc.executor.cluster import runner as window_cluster
+from dasksc.executor.cluster import file_visibility, plugin
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
 from dasksc.executor.window import Window
@@ -186,7 +185,7 @@ def test_workers_hold_and_send_narrow_csr_and_the_rank_makes_it_dense(
     adata = make_adata(n_obs=400, n_vars=250, dtype=np.float32)
     path = write_store(adata, tmp_path, "h5ad")
     arrived: list[FetchedMatrices] = []
-    loaded = window_cluster.blocks._load_matrices
+    loaded = plugin.transport._load_matrices
     headers: list[dict[str, Any]] = []
 
     def load(header: dict[str, Any], frames: Any) -> FetchedMatrices:
@@ -280,7 +279,7 @@ class Returning:
 
 
 def files_of(*matrices: Any) -> set[str]:
-    _, files = sight.pickle_with_files(FetchMatrices({str(i): matrix for i, matrix in enumerate(matrices)}))
+    _, files = file_visibility.pickle_with_files(FetchMatrices({str(i): matrix for i, matrix in enumerate(matrices)}))
     return {file.identity.path for file in files}
 
 
@@ -299,7 +298,7 @@ def test_the_files_behind_array_code_and_joined_files_are_found(tmp_path: Path) 
     arrays = [dasksc.open(path).X for path in (one, two)]
     matrix = dasksc.pushdown.matrix_of(da.log1p(da.concatenate(arrays)))
     assert files_of(matrix) == {str(one), str(two)}
-    pickled, _ = sight.pickle_with_files(FetchMatrices({"X": matrix}))
+    pickled, _ = file_visibility.pickle_with_files(FetchMatrices({"X": matrix}))
     assert pickle.loads(pickled).matrices["X"].shape == (120, 17)
 
 
@@ -315,40 +314,40 @@ def test_a_relative_path_means_the_same_file_to_workers(
 def test_a_fingerprint_says_how_a_file_differs(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a" * 100_000)
-    mine = sight.Fingerprint.of(str(path))
-    assert sight.complaint([mine, mine]) is None
+    mine = file_visibility.Fingerprint.of(str(path))
+    assert file_visibility.complaint([mine, mine]) is None
     times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     os.utime(path, ns=(0, 0))
-    assert "another time of change" in str(sight.complaint([mine]))
+    assert "another time of change" in str(file_visibility.complaint([mine]))
     path.write_bytes(b"a" * 99_999 + b"b")
     os.utime(path, ns=times)
-    assert "another file" in str(sight.complaint([mine]))
+    assert "another file" in str(file_visibility.complaint([mine]))
     path.unlink()
-    assert f"does not see {path} (No such file or directory)" in str(sight.complaint([mine]))
+    assert f"does not see {path} (No such file or directory)" in str(file_visibility.complaint([mine]))
 
 
 def hide(path: str) -> None:
     """In this process, `path` is not there."""
-    from dasksc.executor.cluster import file_visibility as sight
+    from dasksc.executor.cluster import file_visibility
 
-    of = sight.Fingerprint.of
+    of = file_visibility.Fingerprint.of
 
     def hidden(asked: str) -> Any:
         if asked == path:
             raise FileNotFoundError(2, "No such file or directory", path)
         return of(asked)
 
-    sight.Fingerprint.of = hidden
-    sight.Fingerprint._of = of
+    file_visibility.Fingerprint.of = hidden
+    file_visibility.Fingerprint._of = of
 
 
 def show() -> None:
     """In this process, everything is there again."""
-    from dasksc.executor.cluster import file_visibility as sight
+    from dasksc.executor.cluster import file_visibility
 
-    if hasattr(sight.Fingerprint, "_of"):
-        sight.Fingerprint.of = sight.Fingerprint._of
-        del sight.Fingerprint._of
+    if hasattr(file_visibility.Fingerprint, "_of"):
+        file_visibility.Fingerprint.of = file_visibility.Fingerprint._of
+        del file_visibility.Fingerprint._of
 
 
 def test_a_worker_that_joins_and_does_not_see_the_file_is_named(tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def test_columns_of_large_chunks_are_held_in_two_bytes(
     expected = write_csr(tmp_path / "x.zarr", n_vars=n_vars, dtype=dtype, chunk=chunk)
     rows = np.array([0, 3, 3, 150, 399])
     fetched = open_matrix(tmp_path / "x.zarr", "X").fetch(rows)
-    assert fetched._indices.dtype == held
+    assert fetched.indices.dtype == held
     for one in (fetched, fetched.compact()):
         indptr, indices, data = one.gather_csr(np.arange(5))
         assert indices.dtype == np.int32

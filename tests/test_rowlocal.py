@@ -465,7 +465,7 @@ def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str,
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert CALLS == [30]
 
-    monkeypatch.setattr("dasksc.pushdown.rowlocal.N_COMPUTED", 7)
+    monkeypatch.setattr("dasksc.pushdown.rowlocal.matrix.N_COMPUTED", 7)
     CALLS.clear()
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert sum(CALLS) == 30

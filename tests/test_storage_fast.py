@@ -36,7 +36,7 @@ from dasksc.storage.hdf5 import layout as hdf5_layout
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.remote import seen
 from dasksc.storage.remote.places import Place
-from dasksc.storage.zarr import layout as zarr_layout
+from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from tests.support.recorders import recorded_reads
 
@@ -60,7 +60,7 @@ def slow_readers() -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnknownLayoutError("it is asked for")
 
-    with mock.patch.object(hdf5_layout, "direct_array", refuse), mock.patch.object(zarr_layout, "direct_array", refuse):
+    with mock.patch.object(hdf5_layout, "direct_array", refuse), mock.patch.object(local_zarr, "direct_array", refuse):
         yield
 
 
@@ -600,7 +600,7 @@ def test_what_is_remembered_of_many_objects_stays_within_its_limit(
     if is_remote:
         opened = remote_zarr.direct_array(Place.of_local(str(tmp_path / "array")), label="x", cache=None)
     else:
-        opened = zarr_layout.direct_array(str(tmp_path / "array"), label="x", use_mmap=False)
+        opened = local_zarr.direct_array(str(tmp_path / "array"), label="x", use_mmap=False)
     for numbers in (np.arange(200), np.arange(200, 400), np.arange(3, 7), np.arange(396, 400)):
         read = [
             None if data is None else np.frombuffer(data, "int64").tolist() for data, _ in opened._source.read(numbers)

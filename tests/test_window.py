@@ -29,7 +29,7 @@ from dask.diagnostics import Profiler, ProgressBar
 from dasksc.errors import FetchError, InputError
 from dasksc.executor import local as window_local
 from dasksc.executor import schedulers as window_schedulers
-from dasksc.executor.cluster import runner as window_cluster
+from dasksc.executor.cluster import plugin, worker_checks, worker_connections
 from dasksc.executor.schedulers import Scheduler, cpu_count, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.executor.window import Window
 
@@ -67,7 +67,7 @@ def our_threads() -> list[threading.Thread]:
 
 def nothing_is_left(scheduler: Any) -> bool:
     """Whether no thread, task, future or key is left behind."""
-    if our_threads() or window_cluster._carriers:
+    if our_threads() or plugin.carriers:
         return False
     if not isinstance(scheduler, distributed.Client):
         return True
@@ -875,7 +875,7 @@ def test_results_pass_through_the_scheduler_where_workers_are_out_of_reach(
     monkeypatch.setattr(
         two_process_client, "rpc", lambda address: Unreachable() if address in addresses else pool(address)
     )
-    monkeypatch.setattr(window_cluster, "_reachable", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(worker_connections, "_reachable", weakref.WeakKeyDictionary())
     with caplog.at_level(logging.WARNING, logger="dasksc"):
         for _ in range(2):
             window = Window(double, range(6), name="w", depth=3, scheduler=two_process_client)
@@ -886,8 +886,8 @@ def test_results_pass_through_the_scheduler_where_workers_are_out_of_reach(
 def test_worker_processes_on_this_machine_are_pointed_out_once(
     two_process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(window_cluster, "_advised", set())
-    monkeypatch.setattr(window_cluster, "_asked", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(worker_checks, "_advised", set())
+    monkeypatch.setattr(worker_checks, "_asked", weakref.WeakKeyDictionary())
     with caplog.at_level(logging.WARNING, logger="dasksc"):
         for _ in range(2):
             list(Window(double, range(2), name="w", depth=2, scheduler=two_process_client))

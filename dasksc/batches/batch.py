@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import default_collate
 
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.storage import Columns, Fetched, Layout, memory
+from dasksc.storage import Columns, Fetched, Layout, buffers
 
 __all__ = ["Batch", "BatchMaker", "Categories", "refuse_stacking"]
 
@@ -248,7 +248,7 @@ class BatchMaker:
         if self.pinned:
             out = torch.empty(shape, dtype=torch_dtype(dtype), pin_memory=True)
         else:
-            out = torch.from_numpy(memory.empty(shape, dtype))
+            out = torch.from_numpy(buffers.empty(shape, dtype))
         part.gather(positions, out=out.numpy(), columns=columns)
         return out
 

@@ -16,7 +16,8 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend
 from dasksc.storage import Fetched, Matrix, open_matrix
-from dasksc.storage.fetched import CSRFetched, holds_all, sum_dtype
+from dasksc.storage.dtypes import holds_all, sum_dtype
+from dasksc.storage.fetched_csr import CSRFetched
 
 __all__ = ["ROW", "Scan", "Verification", "described", "exactly", "gather_canonical", "pieces"]
 

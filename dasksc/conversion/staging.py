@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dasksc.conversion.workplace import appearing
 from dasksc.storage import Matrix, StackedMatrix, open_matrix
-from dasksc.storage.fetched import CSRFetched
+from dasksc.storage.fetched_csr import CSRFetched
 
 __all__ = ["Staging"]
 

@@ -16,7 +16,7 @@ from dasksc.loader.rank_session import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.memory import limits as process_memory
 from dasksc.memory.model import NOMINAL_THREADS, MemoryModel, Way
-from dasksc.storage import memory
+from dasksc.storage import buffers
 
 __all__ = ["MemoryProjection"]
 
@@ -139,7 +139,7 @@ class MemoryProjection:
         """Bytes that a process needs to read at full speed, with page cache, code and what it holds now."""
         demand = self._model(self.fetch_factor).everything(prefetch=self._prefetch, n_threads=self.n_threads)
         # Batches that are held now were counted, too.
-        held = max(0, process_memory.own_bytes() - memory.kept_bytes())
+        held = max(0, process_memory.own_bytes() - buffers.kept_bytes())
         return held + process_memory.CODE_BYTES + demand.total
 
     def depth(self, n_threads: int | None = None) -> int:
@@ -171,7 +171,7 @@ class MemoryProjection:
         worker = get_worker_info()
         n_processes = self._session.detect().local_world_size * (1 if worker is None else worker.num_workers)
         available = process_memory.share_of(
-            limit, n_processes=n_processes, own=process_memory.own_bytes(), reused=memory.kept_bytes()
+            limit, n_processes=n_processes, own=process_memory.own_bytes(), reused=buffers.kept_bytes()
         )
         mappable_bytes = sum(model.read[name].row for name in model.mappable) * self._source.n_obs
         return model.way(

@@ -32,7 +32,7 @@ from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.sampling.binding import n_rows_named
 from dasksc.sampling.strategies import SamplingStrategy
-from dasksc.storage import Columns, FetchCost, Matrix, StackedMatrix, TakenMatrix, UseMmap, mapping, memory
+from dasksc.storage import Columns, FetchCost, Matrix, StackedMatrix, TakenMatrix, UseMmap, buffers, mapping
 
 __all__ = ["Hooks", "IndexedSource", "MatrixSource", "Source", "source_of"]
 
@@ -138,9 +138,9 @@ class MatrixSource(Source):
             return {"mapped": mapped, "read": costs(), "forced": forced}
 
     @functools.cached_property
-    def recycling(self) -> memory.Recycling:
+    def recycling(self) -> buffers.Recycling:
         """The memory of an epoch, at hand for the next one."""
-        return memory.Recycling()
+        return buffers.Recycling()
 
     @property
     def batch_row_bytes(self) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dasksc.storage.arrays import is_of_content
-from dasksc.storage.fetched import join
 from dasksc.storage.files import UseMmap, mapping
+from dasksc.storage.joining import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix, open_place
 from dasksc.storage.remote.cache import Cache

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
-from dasksc.storage import clock, memory
+from dasksc.storage import buffers, clock
 from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile, UseMmap, maps
@@ -269,7 +269,7 @@ class ChunkedArray:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         n_columns = self.shape[1] if len(self.shape) == 2 else 1
         width = self._chunk_shape[1] if len(self.shape) == 2 else 1
-        block = memory.empty((int((run_stops - run_starts).sum()), n_columns), memory_dtype(self.dtype))
+        block = buffers.empty((int((run_stops - run_starts).sum()), n_columns), memory_dtype(self.dtype))
         if block.size:
             pieces = cut(run_starts, run_stops, chunk=length)
             if not self._fill_mapped(block, *pieces, width=width):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.kernels.pread import read_ranges
-from dasksc.storage import memory
+from dasksc.storage import buffers
 from dasksc.storage.identity import FileIdentity
 from dasksc.storage.pools import ThreadsOfProcess
 from dasksc.storage.runs import merge
@@ -187,7 +187,7 @@ class LocalFile:
         starts, stops = merge(offsets, offsets + sizes, gap=_PAGE_BYTES, chunk=1)
         starts, stops = starts // _PAGE_BYTES * _PAGE_BYTES, -(-stops // _PAGE_BYTES) * _PAGE_BYTES
         ends = np.cumsum(stops - starts)
-        block = memory.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
+        block = buffers.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
         block = block[-block.ctypes.data % _PAGE_BYTES :][: int(ends[-1])]
         begins = ends - (stops - starts)
         # A direct read may not begin where the file ends, in the middle of a page.

@@ -15,7 +15,8 @@ from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
 from dasksc.storage.chunked import ChunkedArray
-from dasksc.storage.fetched import CSRFetched, DenseFetched
+from dasksc.storage.fetched_csr import CSRFetched
+from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.files import mapping
 from dasksc.storage.matrix import FetchCost, Layout
 

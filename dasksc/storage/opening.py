@@ -25,7 +25,7 @@ from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.objects import RemoteFile
 from dasksc.storage.remote.places import Place
 from dasksc.storage.safety.hdf5_links import check_item, check_path
-from dasksc.storage.zarr import layout as zarr_layout
+from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
 
@@ -221,7 +221,7 @@ def _zarr_array(file: ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | 
     try:
         if isinstance(file.path, Place):
             return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
-        return zarr_layout.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
+        return local_zarr.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         _log_slow(array, "zarr-python", reason)
         return array

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
-from dasksc.storage import memory
+from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, row_bytes
 from dasksc.storage.clock import reading
 from dasksc.storage.files import LocalFile, UseMmap, maps
@@ -198,7 +198,7 @@ class PlainArray:
         written = offsets >= 0
         order = np.argsort(offsets[written], kind="stable")
         self._file.advise(offsets[written][order], sizes[written][order])
-        block = memory.empty(int(sizes.sum()), np.uint8)
+        block = buffers.empty(int(sizes.sum()), np.uint8)
         ats = (np.cumsum(sizes) - sizes).tolist()
         views = [block.data[at : at + size] for at, size in zip(ats, sizes.tolist(), strict=True)]
         filling = self._file.read_into(

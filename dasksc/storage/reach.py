@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,10 @@ class Reached:
             held_bytes=sum(part.held_bytes for part in parts),
             owners=tuple(owner for part in parts for owner in part.owners),
         )
+
+    def ordered(self, order: NDArray[np.int64]) -> Reached:
+        """Return the same runs in another order."""
+        return replace(self, at=self.at[order])
 
     @property
     def like(self) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.storage import memory
+from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
 from dasksc.storage.clock import reading
 from dasksc.storage.reach import Reached
@@ -71,7 +71,7 @@ class SlicedArray:
         read = self.reader()
         stride = row_bytes(self)
         kept_starts, kept_stops = merge(starts, stops, gap=0, chunk=1)
-        block = memory.empty((int((kept_stops - kept_starts).sum()), *self.shape[1:]), memory_dtype(self.dtype))
+        block = buffers.empty((int((kept_stops - kept_starts).sum()), *self.shape[1:]), memory_dtype(self.dtype))
         at = 0
         for runs in self._slices(kept_starts.tolist(), kept_stops.tolist()):
             n = sum(stop - start for start, stop in runs)

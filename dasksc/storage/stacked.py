@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
-from dasksc.storage.fetched import CSRFetched, DenseFetched, Origins, stack
+from dasksc.storage.fetched_csr import CSRFetched
+from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.fetched_rows import Origins
+from dasksc.storage.joining import stack
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.storage.fetched import CSRFetched, DenseFetched
+from dasksc.storage.fetched_csr import CSRFetched
+from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Columns, FetchCost, Fetched, Layout, Matrix
-from dasksc.storage.reach import Reached
 from dasksc.storage.stacked import StackedMatrix
 
 __all__ = ["TakenMatrix"]
@@ -58,28 +56,10 @@ class TakenMatrix:
         order = np.argsort(wanted, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        return _reordered(self._matrix.fetch(wanted[order]), places)
+        fetched = self._matrix.fetch(wanted[order])
+        if not isinstance(fetched, CSRFetched | DenseFetched):
+            raise TypeError(f"fetched rows of an unknown kind: {type(fetched).__name__}")
+        return fetched.reordered(places)
 
     def __repr__(self) -> str:
         return f"<TakenMatrix {self.shape[0]} rows of {self._matrix!r}>"
-
-
-def _reordered(fetched: Fetched, order: NDArray[np.int64]) -> Fetched:
-    """Return the same rows in another order: where they lie stays as it is."""
-    if not isinstance(fetched, CSRFetched | DenseFetched):
-        raise TypeError(f"fetched rows of an unknown kind: {type(fetched).__name__}")
-    result = copy.copy(fetched)
-    result.rows = fetched.rows[order]
-    result._block = result._kept_maps = None
-    if fetched._origins is not None:
-        result._origins = replace(fetched._origins, numbers=fetched._origins.numbers[order])
-    if isinstance(result, CSRFetched):
-        result._lengths = result._lengths[order]
-        result._data, result._indices = _at(result._data, order), _at(result._indices, order)
-    else:
-        result._values = _at(result._values, order)
-    return result
-
-
-def _at(reached: Reached, order: NDArray[np.int64]) -> Reached:
-    return replace(reached, at=reached.at[order])

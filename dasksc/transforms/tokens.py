@@ -28,7 +28,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
 from dasksc.sampling.keys import Purpose, epoch_keys
-from dasksc.storage import memory
+from dasksc.storage import buffers
 from dasksc.transforms.vocabulary import Missing, Vocabulary
 
 __all__ = ["IGNORED", "RankTokens", "ValueBins", "check_choice"]
@@ -155,10 +155,10 @@ class _Tokens:
         longest = self.max_genes if self.padding == "max_length" else int(lengths.max(initial=0))
         shape = (n_rows, first + longest)
         # In memory that batches before have left, where a data set recycles it.
-        ids = memory.empty(shape, np.int64)
+        ids = buffers.empty(shape, np.int64)
         ids.fill(self.vocabulary.pad_id)
         ids[:, :first] = self.vocabulary.cls_id
-        token_values = memory.empty(shape, np.float32)
+        token_values = buffers.empty(shape, np.float32)
         token_values.fill(0)
         self._fill(_Cells(indptr, columns, values, counts, keys), ids, token_values)
 

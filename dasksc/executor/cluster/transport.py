@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage.clock import Spent
-from dasksc.storage.fetched import CSRFetched, DenseFetched
+from dasksc.storage.fetched_csr import CSRFetched
+from dasksc.storage.fetched_dense import DenseFetched
 
 __all__: list[str] = []
 

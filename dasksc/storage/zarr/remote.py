@@ -23,7 +23,8 @@ from dasksc.storage.remote.objects import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
 from dasksc.storage.remote.places import Place
 from dasksc.storage.remote.seen import Seen
 from dasksc.storage.safety.zarr import check_metadata
-from dasksc.storage.zarr.layout import METADATA, Layout, index_bytes, index_places, layout_of
+from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
+from dasksc.storage.zarr.shard_index import index_bytes, index_places
 
 __all__ = ["PlaceStore", "RemoteMetadata", "direct_array"]
 

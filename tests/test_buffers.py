@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from dasksc.storage import memory
+from dasksc.storage import buffers
 
 pytestmark = pytest.mark.core
 
@@ -21,7 +21,7 @@ SHAPE = (64, 1024)
 
 
 def filled(value: float) -> np.ndarray:
-    array = memory.empty(SHAPE, np.float32)
+    array = buffers.empty(SHAPE, np.float32)
     array[:] = value
     return array
 
@@ -29,12 +29,12 @@ def filled(value: float) -> np.ndarray:
 @pytest.fixture(autouse=True)
 def pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests still hold, such as an iterator broken off, is in another pool."""
-    monkeypatch.setattr(memory, "_pool", memory._Pool())
+    monkeypatch.setattr(buffers, "_pool", buffers._Pool())
 
 
 @contextmanager
 def recycled() -> Iterator[None]:
-    recycling = memory.Recycling()
+    recycling = buffers.Recycling()
     yield
     del recycling
 
@@ -72,8 +72,8 @@ def test_what_is_held_in_any_way_is_not_written_again(hold) -> None:
 
 def test_other_types_and_near_sizes_use_the_same_memory() -> None:
     with recycled():
-        address = memory.empty(100_000, np.float32).ctypes.data
-        assert memory.empty((2, 49_500), np.int32).ctypes.data == address
+        address = buffers.empty(100_000, np.float32).ctypes.data
+        assert buffers.empty((2, 49_500), np.int32).ctypes.data == address
 
 
 def test_memory_is_recycled_only_while_somebody_wants_it() -> None:
@@ -83,11 +83,11 @@ def test_memory_is_recycled_only_while_somebody_wants_it() -> None:
             pass
         address = filled(1).ctypes.data
         assert filled(1).ctypes.data == address
-    assert not memory._pool._returned
-    assert not memory._pool._idle
+    assert not buffers._pool._returned
+    assert not buffers._pool._idle
     kept = filled(1)
     del kept
-    assert not memory._pool._returned
+    assert not buffers._pool._returned
 
 
 def test_used_and_unused_memory_is_never_more_than_was_in_use_at_once() -> None:
@@ -98,13 +98,13 @@ def test_used_and_unused_memory_is_never_more_than_was_in_use_at_once() -> None:
         for n in rng.integers(2**16, 2**25, 200).tolist():
             if len(held) > 4:
                 del held[int(rng.integers(len(held)))]
-            held.append(memory.empty(n, np.uint8))
-            pool = memory._pool
+            held.append(buffers.empty(n, np.uint8))
+            pool = buffers._pool
             peak = max(peak, pool._used_bytes)
             assert pool._idle_bytes == sum(size * len(kept) for size, kept in pool._idle.items())
             assert sum(map(len, held)) <= pool._used_bytes <= 1.2 * sum(map(len, held))
             assert pool._used_bytes + pool._idle_bytes <= peak
-    assert memory._pool._idle_bytes == 0
+    assert buffers._pool._idle_bytes == 0
 
 
 def test_what_outlives_the_epoch_keeps_its_values() -> None:
@@ -140,7 +140,7 @@ def test_a_forked_child_starts_with_nothing() -> None:
         filled(1)
         pid = os.fork()
         if pid == 0:
-            os._exit(memory._pool._n_users + len(memory._pool._returned) + len(memory._pool._idle))
+            os._exit(buffers._pool._n_users + len(buffers._pool._returned) + len(buffers._pool._idle))
         assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -148,7 +148,7 @@ def test_a_forked_child_starts_with_nothing() -> None:
 def test_arrays_of_any_type_are_aligned_and_apart(dtype: str) -> None:
     with recycled():
         for _ in range(3):  # fresh, then used again
-            indices, values = memory.empty(150_001, np.int32), memory.empty(150_001, dtype)
+            indices, values = buffers.empty(150_001, np.int32), buffers.empty(150_001, dtype)
             assert (indices.dtype, values.dtype, values.shape) == (np.int32, np.dtype(dtype), (150_001,))
             assert indices.flags.aligned
             assert values.flags.aligned
@@ -158,7 +158,7 @@ def test_arrays_of_any_type_are_aligned_and_apart(dtype: str) -> None:
 def test_scipy_takes_arrays_as_they_are() -> None:
     n = 100_000
     with recycled():
-        indices, values = memory.empty(n, np.int32), memory.empty(n, np.float32)
+        indices, values = buffers.empty(n, np.int32), buffers.empty(n, np.float32)
         indices[:], values[:] = np.arange(n), 1
         matrix = sp.csr_matrix((values, indices, np.array([0, n], dtype=np.int32)), shape=(1, n))
         assert np.shares_memory(matrix.data, values)

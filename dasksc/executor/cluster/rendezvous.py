@@ -1,0 +1,93 @@
+"""Connecting to the cluster that rank 0 has started, whose address is in the store of the process group."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import time
+from typing import Any
+
+from distributed.security import Security
+
+from dasksc.errors import StartError
+from dasksc.executor.cluster.security import refuse_untrusted
+from dasksc.executor.cluster.started_cluster import POLL_S, StartedCluster
+from dasksc.executor.schedulers import connected, remember_security
+
+__all__ = ["attempt", "join", "tell"]
+
+_FIRST_TRY_S = 2.0  # to connect to what may be gone; each further try takes twice as long
+
+
+def attempt() -> str:
+    """Return how often torchrun, on this machine, has started the ranks anew."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def tell(store: Any, answer: dict[str, Any]) -> None:
+    """Tell the other ranks, if there are any, what has become of the start."""
+    if store is not None:
+        store.set("address", json.dumps(answer))
+
+
+def join(store: Any, *, security: Security | None, timeout_s: float) -> StartedCluster:
+    """Connect to the cluster of rank 0.
+
+    The store of torchrun's agent outlives ranks that it restarts, so what is read first may be the address of a
+    scheduler that is gone. The number of the attempt cannot tell: machines count restarts each by themselves. So an
+    address that does not answer is read again.
+    """
+    deadline = time.monotonic() + timeout_s
+    try_s = _FIRST_TRY_S
+    while True:
+        answer = _answer(store, deadline, timeout_s=timeout_s)
+        try:
+            refuse_untrusted(answer["address"], security)
+            left_s = max(POLL_S, deadline - time.monotonic())
+            client = connected(answer["address"], security=security, timeout=min(try_s, left_s))
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise _no_connection(answer["address"], error, timeout_s=timeout_s) from error
+        except (TypeError, ValueError) as error:  # certificates that one side has and the other has not
+            raise _no_connection(answer["address"], error, timeout_s=timeout_s) from error
+        try_s *= 2
+        time.sleep(POLL_S)
+    remember_security(answer["address"], security)
+    return StartedCluster(
+        client,
+        cluster=None,
+        dashboard_link=answer["dashboard"],
+        store=store,
+        token=answer["token"],
+        n_others=0,
+        timeout_s=timeout_s,
+    )
+
+
+def _answer(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
+    """Wait for what rank 0 tells; raise what it failed with."""
+    try:
+        store.wait(["address"], dt.timedelta(seconds=max(POLL_S, deadline - time.monotonic())))
+    except RuntimeError as error:  # torch.distributed.DistStoreError is one
+        raise StartError(
+            f"rank 0 has not started a Dask cluster within {timeout_s:g} s. Every rank must call start_cluster, "
+            "equally often; raise timeout_s if starting takes longer"
+        ) from error
+    while True:
+        answer: dict[str, Any] = json.loads(store.get("address"))
+        if "error" not in answer:
+            return answer
+        # A failure of ranks that were restarted since is not one of these, if another answer follows.
+        if answer["attempt"] == attempt() or time.monotonic() >= deadline:
+            raise StartError(f"rank 0 could not start the Dask cluster: {answer['error']}")
+        time.sleep(POLL_S)
+
+
+def _no_connection(address: str, error: Exception, *, timeout_s: float) -> StartError:
+    return StartError(
+        f"rank 0 has started a Dask cluster at {address}, to which this rank cannot connect within {timeout_s:g} s: "
+        f"{type(error).__name__}: {error}. Give rank 0 a host= that this machine reaches, and every rank the same "
+        "security="
+    )

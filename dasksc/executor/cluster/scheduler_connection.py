@@ -1,0 +1,99 @@
+"""The connection to the scheduler of a distributed cluster, and when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from dask.utils import parse_timedelta
+from distributed.client import FutureCancelledError
+from distributed.comm import CommClosedError
+
+from dasksc import config
+from dasksc.executor.schedulers import address_of
+
+__all__ = ["SchedulerConnection"]
+
+T = TypeVar("T")
+
+_PROBE_S = 5.0  # between questions whether the scheduler is there, at most
+
+
+class SchedulerConnection:
+    """The connection of a window to its scheduler, which is asked all the while whether it is there.
+
+    Parameters
+    ----------
+    client
+        What is connected.
+    in_process
+        Whether the scheduler lives in this process, so that it cannot be lost.
+    """
+
+    def __init__(self, client: Any, *, in_process: bool) -> None:
+        self._client = client
+        self._in_process = in_process
+        self._closed = False
+        self._watching: asyncio.Task[str] | None = None
+
+    async def unless_lost(self, begin: Callable[[], Awaitable[T]]) -> T:
+        """Wait for what `begin` begins, but not longer than the scheduler is there."""
+        if self._in_process:
+            return await begin()
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(_lost(self._client))
+        doing = asyncio.ensure_future(begin())
+        await asyncio.wait({doing, self._watching}, return_when=asyncio.FIRST_COMPLETED)
+        if self._watching.done() and not self._closed:
+            doing.cancel()
+            raise ConnectionError(self._watching.result())
+        try:
+            return await doing
+        except (FutureCancelledError, CommClosedError) as error:
+            # The Client cancels what it waited for; a question under way to the scheduler breaks off.
+            if self._closed:
+                raise
+            if isinstance(error, FutureCancelledError) and self._client.status == "running":
+                raise ConnectionError(
+                    f"The Dask scheduler at {address_of(self._client)} has dropped its tasks: client.restart() was "
+                    "called, or it was out of reach for a moment. Make the data set anew, and load_state_dict."
+                ) from error
+            raise ConnectionError(_gone(self._client)) from error
+
+    def close(self) -> bool:
+        """Ask no more; return whether the scheduler was lost."""
+        self._closed = True
+        lost = self._watching is not None and self._watching.done()
+        if self._watching is not None:
+            self._watching.cancel()
+        return lost
+
+
+async def _lost(client: Any) -> str:
+    """Wait until the scheduler is out of reach, and say so; within ``dasksc.scheduler-timeout`` of its last answer."""
+    timeout_s = parse_timedelta(config.get("scheduler-timeout"))
+    probe_s = min(_PROBE_S, timeout_s / 4)
+    scheduler = client.scheduler
+    if client.status == "connecting":  # again, to one that has restarted
+        await _status_other_than(client, "connecting", timeout_s)
+    while client.status == "running":
+        try:
+            await asyncio.wait_for(scheduler.identity(n_workers=0), timeout_s - probe_s)
+        except (OSError, TimeoutError) as error:
+            return f"{_gone(client)} It has not answered for {timeout_s:g} s ({type(error).__name__})."
+        await _status_other_than(client, "running", probe_s)
+    return _gone(client)
+
+
+async def _status_other_than(client: Any, status: str, timeout_s: float) -> None:
+    for _ in range(20):
+        if client.status == status:
+            await asyncio.sleep(timeout_s / 20)
+
+
+def _gone(client: Any) -> str:
+    return (
+        f"The connection to the Dask scheduler at {address_of(client)} was lost. Go on with a new one: make a Client, "
+        "the data set with it, and load_state_dict."
+    )

@@ -1,0 +1,82 @@
+"""Who may connect to the cluster of a run: certificates, secrets, and addresses that need neither."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+
+from distributed.security import Security
+
+from dasksc.errors import InputError, WrongTypeError
+from dasksc.storage.safety.private import exposure
+
+__all__ = ["LOOPBACK", "SECRET_FILE", "is_loopback", "refuse_untrusted", "secured", "temporary_certificates"]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_ROLES = ("client", "scheduler", "worker")
+# How to make what `security` takes.
+SECRET_FILE = (
+    "the path of a file that only you can read and every rank finds, made by "
+    "openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem"
+)
+
+
+def temporary_certificates() -> Security:
+    """Make certificates for this run, which are kept in memory."""
+    try:
+        return Security.temporary()
+    except ImportError as error:
+        raise InputError(
+            "a host other than loopback is encrypted, and making certificates needs the library cryptography: "
+            "pip install dasksc[cluster], or give security="
+        ) from error
+
+
+def secured(given: object) -> Security | None:
+    """Return the certificates that a user gave; a file is refused if others than its user can get at it."""
+    if given is None:
+        return None
+    if isinstance(given, Security):
+        security, what = given, "security"
+    elif isinstance(given, str | os.PathLike):
+        path = os.path.abspath(os.path.expanduser(os.fspath(given)))
+        what = f"security={path!r}"
+        try:
+            complaint = exposure(os.stat(path))
+        except OSError as error:
+            raise InputError(f"{what} cannot be read ({error}). Give {SECRET_FILE}") from error
+        if complaint is not None:
+            raise InputError(f"{what} is no secret: {complaint}. Make it anew, for others may have it: {SECRET_FILE}")
+        fields = {f"tls_{role}_{part}": path for role in _ROLES for part in ("cert", "key")}
+        security = Security(require_encryption=True, tls_ca_file=path, **fields)
+    else:
+        raise WrongTypeError(f"security={given!r} is neither a distributed.Security nor a path. Give {SECRET_FILE}")
+    try:
+        contexts = [security.get_connection_args(role)["ssl_context"] for role in _ROLES]
+    except OSError as error:  # an ssl.SSLError is one
+        raise InputError(
+            f"{what} has no certificate and private key that fit each other ({error}). Give {SECRET_FILE}"
+        ) from error
+    if None in contexts:
+        raise InputError(
+            f"{what} has no certificates (tls_ca_file, tls_scheduler_cert, ...): {given!r}. Give {SECRET_FILE}"
+        )
+    return security
+
+
+def refuse_untrusted(address: str, security: Security | None) -> None:
+    """Refuse an address from the store, which anybody may have written, unless certificates tell who is there."""
+    host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
+    if security is None and not (host in LOOPBACK or is_loopback(host)):
+        raise ValueError("it is not on loopback, and this rank has no security=")
+    if security is not None and not address.startswith("tls://"):
+        raise ValueError("it is not encrypted, and this rank has security=")
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address, not a name, is loopback."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False

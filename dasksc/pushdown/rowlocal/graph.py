@@ -1,0 +1,111 @@
+"""The graph of a Dask array, all layers together, and what is in its tasks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import dask.array as da
+from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, convert_legacy_graph
+from dask.utils import ensure_dict
+
+from dasksc.pushdown.leaf import MatrixRows
+
+__all__ = ["Graph", "Key", "flat", "keys_in", "layer_of"]
+
+Key = Any
+
+
+class Memory(Protocol):
+    """What keeps values for as long as a fetch lasts."""
+
+    def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
+        """Compute once; `alive` are the objects whose ids are in the key."""
+
+
+class Graph:
+    """The tasks of an array, all layers together.
+
+    Parameters
+    ----------
+    array
+        The array.
+    """
+
+    def __init__(self, array: da.Array) -> None:
+        self.layers = array.dask.layers
+        self.nodes: dict[Key, GraphNode] = convert_legacy_graph(ensure_dict(array.dask))
+        self._reaches: dict[Key, bool] = {}
+        self._constants: dict[Key, Any] = {}
+
+    def reaches(self, key: Key) -> bool:
+        """Whether a stored matrix is behind a key."""
+        # Without recursion, since graphs may be deeper than Python's stack.
+        todo = [key]
+        while todo:
+            current = todo[-1]
+            node = self.nodes[current]
+            unknown = [dep for dep in node.dependencies if dep not in self._reaches]
+            if current in self._reaches or not unknown:
+                ours = isinstance(node, DataNode) and isinstance(node.value, MatrixRows)
+                self._reaches[current] = ours or any(self._reaches[dep] for dep in node.dependencies)
+                todo.pop()
+            else:
+                todo.extend(unknown)
+        return self._reaches[key]
+
+    def constant(self, key: Key, run: Memory | None) -> Any:
+        """Compute a key that no stored matrix is behind; kept for this run, or, without one, for good."""
+        if run is not None:
+            return run.kept(("constant", key), lambda: self._computed(key))
+        if key not in self._constants:
+            self._constants[key] = self._computed(key)
+        return self._constants[key]
+
+    def _computed(self, key: Key) -> Any:
+        values: dict[Key, Any] = {}
+        todo = [key]
+        while todo:
+            node = self.nodes[todo[-1]]
+            unknown = [dep for dep in node.dependencies if dep not in values]
+            if unknown:
+                todo.extend(unknown)
+                continue
+            values[todo.pop()] = node({dep: values[dep] for dep in node.dependencies})
+        return values[key]
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """A task as one row of functions, values and references, from which it could be written again."""
+    if isinstance(value, Task):
+        yield value.func
+        yield from flat((value.args, value.kwargs))
+    elif isinstance(value, Alias):
+        yield TaskRef(value.target)
+    elif isinstance(value, DataNode):
+        yield from flat(value.value)
+    elif isinstance(value, functools.partial):
+        yield from flat(("partial", value.func, value.args, value.keywords))
+    elif isinstance(value, Mapping):
+        yield f"mapping of {len(value)}"
+        for key, one in value.items():
+            yield key
+            yield from flat(one)
+    elif isinstance(value, list | tuple):
+        yield f"{type(value).__name__} of {len(value)}"
+        for one in value:
+            yield from flat(one)
+    else:
+        yield value
+
+
+def keys_in(value: Any) -> list[Key]:
+    """The keys in a list of references, whichever way Dask writes it."""
+    parts = value.args if isinstance(value, Task) else value
+    return [part.target if isinstance(part, Alias) else part.key for part in parts if isinstance(part, TaskRef | Alias)]
+
+
+def layer_of(key: Key) -> str:
+    """Return the name of the layer that a key is in."""
+    return str(key[0] if isinstance(key, tuple) else key)

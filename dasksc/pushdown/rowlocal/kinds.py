@@ -1,0 +1,77 @@
+"""Which row chunks are computed alike, so that one trial is enough for them, and one call computes several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from dask._task_spec import TaskRef
+
+from dasksc.pushdown.rowlocal.graph import Key, flat
+from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Take
+
+__all__ = ["kinds_of"]
+
+
+def kinds_of(blocks: list[list[Node]]) -> list[int]:
+    """Number the row chunks so that those have one number that are computed alike."""
+    kinds: list[int] = []
+    samples: list[list[Node]] = []
+    for block in blocks:
+        # What is unlike its neighbours is mostly the first or the last of an array.
+        for kind in range(len(samples) - 1, max(-1, len(samples) - 4), -1):
+            if len(block) == len(samples[kind]) and all(map(_alike, block, samples[kind])):
+                kinds.append(kind)
+                break
+        else:
+            kinds.append(len(samples))
+            samples.append(block)
+    return kinds
+
+
+def _alike(one: Node, other: Node) -> bool:
+    """Whether two nodes do the same to rows that lie elsewhere."""
+    if one is other:
+        return True
+    if isinstance(one, Read) and isinstance(other, Read):
+        same = one.columns is other.columns or np.array_equal(one.columns, other.columns)  # type: ignore[arg-type]
+        return one.matrix is other.matrix and same
+    if isinstance(one, Take) and isinstance(other, Take):
+        return _same(one.rest, other.rest) and _alike(one.child, other.child)
+    if not (isinstance(one, Apply) and isinstance(other, Apply)):
+        return False
+    places = _input_places(one)
+    return (
+        places is not None
+        and places == _input_places(other)
+        and _same(one.task, other.task)
+        and list(one.constants.values()) == list(other.constants.values())
+        and all(a == b or aligned for (a, aligned), b in zip(one.constants.items(), other.constants, strict=True))
+        and len(one.inputs) == len(other.inputs)
+        and all(map(_alike, one.inputs.values(), other.inputs.values()))
+    )
+
+
+def _input_places(node: Apply) -> list[bool] | None:
+    """Of the references in a task, in order, which are to inputs; None if some are where they cannot be seen."""
+    keys = [item.key for item in flat(node.task) if isinstance(item, TaskRef)]
+    return [key in node.inputs for key in keys] if set(keys) == node.task.dependencies else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two tasks have the same functions and values in them, and references in the same places."""
+    ones, others = list(flat(one)), list(flat(other))
+    if len(ones) != len(others):
+        return False
+    names: tuple[dict[Key, int], dict[Key, int]] = ({}, {})
+    for a, b in zip(ones, others, strict=True):
+        if isinstance(a, TaskRef) and isinstance(b, TaskRef):
+            if names[0].setdefault(a.key, len(names[0])) != names[1].setdefault(b.key, len(names[1])):
+                return False
+        elif a is not b and not (type(a) is type(b) and isinstance(a, _COMPARABLE) and repr(a) == repr(b)):
+            return False
+    return True
+
+
+# Values that are the same if they are written alike, which 0.0 and -0.0 are not; others are if they are one object.
+_COMPARABLE = (str, bytes, bool, int, float, complex, slice, type(None), np.generic, np.dtype)

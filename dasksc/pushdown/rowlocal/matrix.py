@@ -1,0 +1,236 @@
+"""A Dask array of which every row is computed from single rows of stored matrices."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from functools import cached_property
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from dasksc.pushdown.computed import DaskMatrix, as_layout, runs_by_block, stack
+from dasksc.pushdown.elementwise import Elementwise
+from dasksc.pushdown.rowlocal.compiler import Compiler, NotRowLocalError
+from dasksc.pushdown.rowlocal.kinds import kinds_of
+from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Run, all_nodes, joined
+from dasksc.pushdown.rowlocal.trial import N_TRIED, are_equal, made_up_run, trial
+from dasksc.pushdown.trust import calls
+from dasksc.storage import FetchCost, Fetched, as_matrix, join
+from dasksc.storage.matrices import check_rows
+from dasksc.storage.matrix import Layout
+
+__all__ = ["RowLocalMatrix"]
+
+logger = logging.getLogger("dasksc.lazy.rowlocal")
+
+# Rows computed together, about: what a layer makes of fewer would still be in the cache for the next one, but threads
+# that come back to Python oftener wait for each other, which costs more.
+N_COMPUTED = 4096
+
+# Rows computed together, about, where functions are merely believed: pieces of several chunks may be nearly twice as
+# many, and no more than were tried.
+N_BELIEVED = N_TRIED[False] // 2
+
+# Rows compared at a time, dense.
+N_COMPARED = 64
+
+
+class RowLocalMatrix(DaskMatrix):
+    """Rows of a Dask array whose every row comes from single rows of stored matrices.
+
+    Parameters
+    ----------
+    array
+        Two-dimensional, with known chunk sizes.
+    label
+        What to call it in errors. Default: the array's name.
+    strict
+        Believe no function that is neither known nor declared to treat every row alone.
+
+    Raises
+    ------
+    NotRowLocalError
+        If the graph of the array combines rows, or a function in it is not known to leave them alone.
+    """
+
+    def __init__(self, array: da.Array, label: str | None = None, *, strict: bool = False) -> None:
+        super().__init__(array, label)
+        try:
+            self._blocks = Compiler(self.array, strict=strict).blocks()
+            self._kinds = kinds_of(self._blocks)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Whole chunks are right for any graph, also for one that is not written as expected here.
+            raise NotRowLocalError(f"its graph could not be followed ({error!r})") from error
+        # The kinds of row chunks that were found right; those that are known to be need no reading.
+        self._proven: set[int] = set()
+        self._believed = True
+        self._lock = threading.Lock()
+        self._layout = self._found_layout()
+
+    def _found_layout(self) -> Layout:
+        """What the blocks are, where Dask was told by SciPy what matrix products and powers of them would be."""
+        nodes = self._blocks[0] if self._blocks else []
+        if self.layout == "csr" or not _may_stay_csr(nodes):
+            return self.layout
+        need = np.zeros(min(1, int(self._bounds[1])), dtype=np.int64)
+        run = made_up_run([(nodes, need)])
+        try:
+            with np.errstate(all="ignore"):
+                return "csr" if all(sp.issparse(run.value((node,), (need,))) for node in nodes) else self.layout
+        except Exception:  # whatever a function raises on rows that it was not written for; the trial will tell
+            return self.layout
+
+    @property
+    def cost(self) -> FetchCost:
+        """What memory a fetch takes, an estimate: rows as stored, after every layer, and put together.
+
+        Layers are taken to leave zeros as they are, so that a sparse row has as many values as it has in storage.
+        """
+        run = Run()
+        for node in self._blocks[0] if self._blocks else []:
+            run.demand(node, np.zeros(min(1, self.shape[0]), dtype=np.int64))
+        costs = [matrix.cost for matrix, _ in run.needs.values()]
+        row = self._row_bytes()
+        if self.layout == "csr" and costs:
+            itemsize = self.dtype.itemsize + np.dtype(np.int32).itemsize
+            # Column numbers of a stored row are of two bytes at the least.
+            values = sum(
+                cost.row / (matrix.stored_dtype.itemsize + 2)
+                for cost, (matrix, _) in zip(costs, run.needs.values(), strict=True)
+            )
+            row = 8 + min(values, self.shape[1]) * itemsize
+        # One chunk is computed whole, for once, where functions are merely believed.
+        once = 0 if self._is_all_known else super().cost.fixed
+        return FetchCost(
+            row=row,
+            held=row,
+            working=sum(cost.held + cost.working for cost in costs) + (2 + len(run.memory)) * row,
+            fixed=sum(cost.fixed for cost in costs),
+            kept=sum(cost.kept for cost in costs) + once,
+            chunk_rows=max((cost.chunk_rows for cost in costs), default=0.0),
+        )
+
+    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+        """Read the rows that `rows` need, once from each stored matrix, and compute on those.
+
+        Parameters
+        ----------
+        rows
+            Ascending row numbers, shape (n_rows,), int64; repeats allowed.
+
+        Returns
+        -------
+        Fetched
+            Position i is ``rows[i]``; held in memory.
+
+        Raises
+        ------
+        InputError
+            If rows do not ascend within [0, n_obs), or what is computed has another shape than the array
+            was declared to have.
+        """
+        rows = check_rows(self.label, self.shape[0], rows)
+        if not self._rows_are_independent(rows):
+            return super().fetch(rows)
+        blocks = self._computed(rows)
+        if len({tuple(array.dtype for array in _arrays(block)) for block in blocks}) != 1:
+            blocks = [stack(blocks, self.layout, self.shape[1], self.dtype)]
+        # Side by side as they are: to copy them into one costs as much as a layer of the graph.
+        return join([_all_rows(block, self.label) for block in blocks])
+
+    def _computed(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Compute `rows`, some at a time."""
+        n_together = N_COMPUTED if self._is_all_known else N_BELIEVED
+        wanted = [
+            (number, first, rows[first : min(first + n_together, stop)] - self._bounds[number])
+            for number, start, stop in runs_by_block(rows, self._bounds)
+            for first in range(start, stop, n_together)
+        ]
+        run = Run.reading([(self._blocks[number], need) for number, _, need in wanted])
+        blocks = []
+        for _, several in itertools.groupby(wanted, key=lambda one: (self._kinds[one[0]], one[1] // n_together)):
+            numbers, _, needs = zip(*several, strict=True)
+            blocks.append(joined([self._blocks[number] for number in numbers], needs, run, self))
+            # Their memory, which is still in the cache, is taken for the next ones.
+            run.values.clear()
+        return blocks
+
+    def _rows_are_independent(self, rows: NDArray[np.int64]) -> bool:
+        """Try what computes `rows`: each kind of row chunk once in each process."""
+        if len(self._proven) == self._n_kinds and self._believed:
+            return True
+        with self._lock:
+            for number, start, stop in runs_by_block(rows, self._bounds):
+                if not self._believed:
+                    break
+                if self._kinds[number] not in self._proven:
+                    self._prove(number, rows[start:stop] - self._bounds[number])
+        return self._believed
+
+    def _prove(self, number: int, need: NDArray[np.int64]) -> None:
+        is_known = self._is_known(self._kinds[number])
+        n_rows = int(self._bounds[number + 1] - self._bounds[number])
+        reason = trial(self._blocks[number], self, n_rows=n_rows, n_tried=N_TRIED[is_known])
+        if reason is None and not is_known:
+            reason = self._difference(number, need)
+        if reason is None:
+            self._proven.add(self._kinds[number])
+            return
+        self._believed = False
+        logger.warning(
+            "%s: the functions in its graph were believed to treat every row alone, but %s. Its row chunks are "
+            "computed whole.",
+            self.label,
+            reason,
+        )
+
+    def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
+        """What shows that rows of a block are others when all of it is computed, if anything does."""
+        whole = self._block(number, need)
+        # Every other row: all rows of a small block, computed in one piece, are the block itself.
+        for places in (slice(0, None, 2), slice(1, None, 2)):
+            wanted = self._bounds[number] + need[places]
+            rows = stack(self._computed(wanted), self.layout, self.shape[1], self.dtype)
+            for first in range(0, len(wanted), N_COMPARED):
+                piece = slice(first, first + N_COMPARED)
+                if not are_equal(as_layout(rows[piece], "dense"), as_layout(whole[places][piece], "dense")):
+                    first, last = wanted[piece][[0, -1]].tolist()
+                    return f"of rows {first} to {last} some are others when row chunk {number} is computed whole"
+        return None
+
+    @cached_property
+    def _n_kinds(self) -> int:
+        return len(set(self._kinds))
+
+    @cached_property
+    def _is_all_known(self) -> bool:
+        return all(self._is_known(kind) for kind in set(self._kinds))
+
+    def _is_known(self, kind: int) -> bool:
+        """Whether nothing that computes row chunks of a kind is merely believed."""
+        nodes = self._blocks[self._kinds.index(kind)]
+        return not any(isinstance(node, Apply) and node.is_believed for node in all_nodes(nodes))
+
+
+def _arrays(block: Any) -> tuple[NDArray[Any], ...]:
+    return (block.data, block.indices) if sp.issparse(block) else (block,)
+
+
+def _all_rows(block: NDArray[Any] | sp.csr_matrix, label: str) -> Fetched:
+    return as_matrix(block, label).fetch(np.arange(block.shape[0], dtype=np.int64))
+
+
+def _may_stay_csr(nodes: list[Node]) -> bool:
+    """Whether some nodes come of CSR rows, by functions of which Dask was told wrongly what they make of them."""
+    below = list(all_nodes(nodes))
+    return any(isinstance(node, Read) and node.matrix.layout == "csr" for node in below) and any(
+        isinstance(function, Elementwise)
+        for node in below
+        if isinstance(node, Apply)
+        for function, _ in calls(node.task)
+    )

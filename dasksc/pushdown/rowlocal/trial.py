@@ -1,0 +1,74 @@
+"""Tries on made-up rows whether array code treats every row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.pushdown.computed import DaskMatrix, as_layout
+from dasksc.pushdown.rowlocal.nodes import Node, Run, joined
+from dasksc.storage import Fetched, Matrix, as_matrix
+
+__all__ = ["N_TRIED", "are_equal", "made_up_run", "trial"]
+
+# Made-up rows of the trial: of functions that are known, and of others, whose mixing may depend on how many there are.
+N_TRIED = {True: 6, False: 41}
+
+
+def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -> str | None:
+    """What shows with made-up values that the rows of a block are not independent, if anything does."""
+    generator = np.random.default_rng(0)
+    # Some come twice, in small blocks most.
+    together = np.sort(generator.integers(n_rows, size=n_tried))
+    together[-1] = together[-2]
+    places = np.arange(n_tried)
+    alone = np.unique(np.linspace(0, n_tried - 1, 6).astype(np.int64))
+    parts = [places[i : i + 1] for i in alone] + [places[:7], places[7:20], places[20:]]
+
+    def computed(need: NDArray[np.int64]) -> NDArray[Any]:
+        with np.errstate(all="ignore"):
+            values = as_layout(joined([nodes], (need,), run, matrix), "dense")
+        return np.asarray(values)
+
+    try:
+        run = made_up_run([(nodes, together)])
+        expected = computed(together)
+        for part in parts:
+            if len(part) and not are_equal(computed(together[part]), expected[part]):
+                return "made-up rows gave other values alone than among others"
+        for order in (places[::-1], generator.permutation(places)):
+            if not are_equal(computed(together[order]), expected[order]):
+                return "made-up rows gave other values in another order"
+    except InputError as error:
+        return f"with made-up rows, {error}"
+    except Exception as error:  # whatever a function raises on rows that it was not written for
+        return f"made-up rows made one raise {error!r}"
+    return None
+
+
+def made_up_run(wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> Run:
+    """Make up what `wanted` needs, reading nothing."""
+    return Run.started(wanted, _made_up)
+
+
+def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
+    """Rows unlike each other in scale and in sparsity, within the range of any dtype."""
+    generator = np.random.default_rng(len(rows))
+    largest = np.iinfo(matrix.dtype).max if matrix.dtype.kind in "iu" else 10_000
+    scale = np.geomspace(1, min(largest, 10_000) - 1, max(1, len(rows)))[: len(rows)]
+    share = np.linspace(0.8, 0.2, len(rows))
+    shape = (len(rows), matrix.shape[1])
+    values = 1 + (generator.random(shape) * scale[:, None]).astype(np.int64)
+    values[generator.random(shape) >= share[:, None]] = 0
+    block = values.astype(matrix.dtype)
+    made_up = as_matrix(sp.csr_matrix(block) if matrix.layout == "csr" else block, f"made-up rows for {matrix.label}")
+    return made_up.fetch(np.arange(len(rows), dtype=np.int64))
+
+
+def are_equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Return whether two blocks are equal, up to rounding."""
+    return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)

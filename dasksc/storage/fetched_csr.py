@@ -1,0 +1,363 @@
+"""CSR rows within reach of memory, and the batches gathered from them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError, StorageError
+from dasksc.kernels import csr as kernels
+from dasksc.storage import buffers
+from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.dtypes import counts_dtype, kernel_target, narrowest
+from dasksc.storage.fetched_rows import Origins, Rows, check_gather, check_positions, indptr_of
+from dasksc.storage.matrix import Columns, Layout, Lookups
+from dasksc.storage.reach import Reached
+
+__all__ = ["CSRFetched"]
+
+# Columns that tables for putting rows in order are made of; a batch of a wider matrix has few of them.
+_MOST_NUMBERED = 2**22
+
+
+class CSRFetched(Rows):
+    """CSR rows, each lying somewhere in memory.
+
+    Parameters
+    ----------
+    label
+        The matrix they come from.
+    rows
+        Their numbers in it, shape (n_rows,), for errors.
+    n_vars
+        Columns of the matrix.
+    dtype
+        Type to compute in.
+    lengths
+        Nonzeros of each row, shape (n_rows,), int64.
+    data, indices
+        Where each row's values and column numbers lie.
+    origins
+        Which matrices the rows are of, if of several.
+    """
+
+    layout: Layout = "csr"
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        rows: NDArray[np.int64],
+        n_vars: int,
+        dtype: np.dtype[Any],
+        lengths: NDArray[np.int64],
+        data: Reached,
+        indices: Reached,
+        origins: Origins | None = None,
+    ) -> None:
+        super().__init__(label, rows, n_vars, dtype, origins)
+        self.lengths = lengths
+        self.data = data
+        self.indices = indices
+        self._n_columns = n_vars if self.column_maps is None else self.column_maps.n_columns
+        self._block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]] | None = None
+        # Found by the first batch that has a row whose columns do not ascend, for the other batches.
+        self._unordered = False
+
+    @property
+    def nbytes(self) -> int:
+        """Anonymous memory held, in bytes."""
+        return self.data.held_bytes + self.indices.held_bytes
+
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + self.nbytes
+
+    def gather(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        out: NDArray[Any],
+        columns: Columns | None = None,
+    ) -> None:
+        """Write the rows at `positions` into `out`, dense; see `Fetched.gather`."""
+        positions = check_gather(self.shape, positions, out=out, columns=columns)
+        # Counts may be held in a byte each. An integer type is checked for room, so nothing is converted before.
+        narrow = out.dtype.kind in "iu"
+        held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
+        target = kernel_target(out, held)
+        if not self._scatter(positions, target, columns):
+            block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
+            self._check_sums(block[2], out.dtype)
+            merged = self.of_block(self.label, self.rows[positions], out.shape[1], self.dtype, block)
+            target = kernel_target(out, self._sum_dtype)
+            merged._scatter(np.arange(len(positions), dtype=np.int64), target, None)
+        if target is not out:
+            self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
+
+    def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
+        """Write rows into `target`, dense; return False if values have to be added up in another type first."""
+        any_order = bool(target.dtype == self._sum_dtype)
+        if self._unordered and not any_order:
+            return False
+        mapped = self._mapped(columns)
+        to = target, self.data.like, self.indices.like, any_order
+        if mapped is None:
+            bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
+        else:
+            maps, lookups = mapped
+            if lookups.renumbered is None:
+                bad = kernels.scatter_columns(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
+            else:
+                bad = kernels.renumber_rows(positions, *self._where, maps, lookups.renumbered, *to)
+        return self._is_ordered(bad)
+
+    def gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        dtype: np.dtype[Any] | None = None,
+        columns: Columns | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `Fetched.gather_csr`."""
+        return self._gather_csr(positions, self.dtype if dtype is None else np.dtype(dtype), columns)
+
+    def gather_stored(
+        self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of rows with their values as they are stored: in any order, repeated."""
+        return self._gather_csr(positions, dtype, any_order=True)
+
+    def _gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        dtype: np.dtype[Any],
+        columns: Columns | None = None,
+        *,
+        any_order: bool = False,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        positions = np.ascontiguousarray(positions, dtype=np.int64)
+        indptr = np.empty(len(positions) + 1, dtype=np.int64)
+        n_values = kernels.row_starts(positions, self.lengths, indptr)
+        if n_values < 0:
+            check_positions(self.shape[0], positions)
+        mapped = self._mapped(columns)
+        if mapped is not None and mapped[1].renumbered is None:
+            counts = np.empty(len(positions), dtype=np.int64)
+            maps, lookups = mapped
+            self._refuse(
+                kernels.count_columns(
+                    positions, self.lengths, self.indices.at, maps, lookups.kinds, counts, self.indices.like
+                )
+            )
+            indptr = indptr_of(counts)
+            n_values = int(indptr[-1])
+        indices = buffers.empty(n_values, np.int32)
+        data = buffers.empty(n_values, dtype)
+        target = kernel_target(data, self.data.dtype)
+        if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
+            sums = kernel_target(data, self._sum_dtype)
+            self._merge(positions, indptr, indices, sums, columns)
+            n_values = int(indptr[-1])
+            self._check_sums(sums[:n_values], dtype)
+            if sums is data:
+                return indptr, indices[:n_values], data[:n_values]
+            indices, data, target = indices[:n_values], data[:n_values], sums[:n_values]
+        if target is not data:
+            self._cast(target, data, lambda place: int(positions[np.searchsorted(indptr, place, side="right") - 1]))
+        return indptr, indices, data
+
+    def compact(self) -> CSRFetched:
+        """Return the same rows in a block of their own, their columns the common ones; a block returns itself.
+
+        Column numbers take two bytes where that is enough, values one or two if they are counts that fit: atlases
+        hold counts as floats. The rows are the same to the last bit all the same.
+        """
+        if self._block is not None:
+            return self
+        converted = self.converted(self.data.dtype, narrowest(self.indices.dtype, self.shape[1]))
+        indptr, indices, data = converted.block
+        narrow = counts_dtype(data)
+        if narrow == data.dtype:
+            return converted
+        counts = buffers.empty(len(data), narrow)
+        counts[...] = data
+        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, counts))
+
+    @property
+    def types(self) -> tuple[np.dtype[Any], ...]:
+        """Types in which values and column numbers are held."""
+        return self.data.dtype, self.indices.dtype
+
+    @property
+    def _sum_dtype(self) -> np.dtype[Any]:
+        """Type in which values at one column are added up: integers in 64 bits, all else in that of the matrix."""
+        held = self.data.dtype if self.data.dtype.kind in "iu" else self.dtype
+        if held.kind not in "iu":
+            return memory_dtype(self.dtype)
+        return np.dtype(np.uint64 if held == np.uint64 else np.int64)
+
+    def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRFetched:
+        """Return the same rows in a block of their own, in the given types, their columns the common ones.
+
+        Columns are in the order they are stored in, also where they repeat: their sums may not fit into `data`.
+        """
+        positions = np.arange(self.shape[0], dtype=np.int64)
+        if self.column_maps is not None:
+            indptr, columns, values = self._gather_csr(positions, data, any_order=True)
+            columns = columns.astype(indices, copy=False)
+        else:
+            indptr = indptr_of(self.lengths)
+            columns, values = buffers.empty(int(indptr[-1]), indices), buffers.empty(int(indptr[-1]), data)
+            self._copy(positions, indptr, columns, values, any_order=True)
+        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
+
+    @classmethod
+    def of_block(
+        cls,
+        label: str,
+        rows: NDArray[np.int64],
+        n_vars: int,
+        dtype: np.dtype[Any],
+        block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]],
+    ) -> CSRFetched:
+        """Return rows that are the whole of a CSR `block`: ``(indptr, indices, data)``, checked columns."""
+        indptr, indices, data = block
+        fetched = cls(
+            label=label,
+            rows=rows,
+            n_vars=n_vars,
+            dtype=dtype,
+            lengths=np.diff(indptr),
+            data=_within(data, indptr),
+            indices=_within(indices, indptr),
+        )
+        fetched._block = block
+        return fetched
+
+    @property
+    def block(self) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
+        """The rows as ``(indptr, indices, data)``; copies, unless `compact` made them."""
+        compact = self.compact()._block
+        assert compact is not None
+        return compact
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Addresses mean nothing elsewhere: what travels is the block.
+        return CSRFetched.of_block, (self.label, self.rows, self.shape[1], self.dtype, self.block)
+
+    def reordered(self, order: NDArray[np.int64]) -> Self:
+        """Return the same rows in another order: where they lie stays as it is."""
+        result = super().reordered(order)
+        result._block = None
+        result.lengths = result.lengths[order]
+        result.data, result.indices = result.data.ordered(order), result.indices.ordered(order)
+        return result
+
+    @property
+    def _where(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
+        return self.lengths, self.data.at, self.indices.at
+
+    def _mapped(self, columns: Columns | None) -> tuple[NDArray[np.int32], Lookups] | None:
+        """Return the maps and lookups by which columns go elsewhere; None if all stay where they are."""
+        if self.column_maps is not None:
+            return self._maps, self.column_maps.lookups(columns)
+        return None if columns is None else (self._maps, columns.lookups)
+
+    def _copy(
+        self,
+        positions: NDArray[np.int64],
+        indptr: NDArray[np.int64],
+        indices: NDArray[Any],
+        data: NDArray[Any],
+        columns: Columns | None = None,
+        *,
+        any_order: bool,
+    ) -> bool:
+        """Write rows as they are stored; return False if their columns do not ascend, unless they need not."""
+        mapped = self._mapped(columns)
+        if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
+            return False
+        to = (indptr[:-1], indices, data, self.data.like, self.indices.like, any_order)
+        if mapped is None:
+            bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
+        else:
+            maps, lookups = mapped
+            if lookups.renumbered is None:
+                bad = kernels.copy_columns_csr(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
+            else:
+                n_kept = self.shape[1] if columns is None else len(columns)
+                bad = kernels.renumber_rows_csr(positions, *self._where, maps, lookups.renumbered, n_kept, *to)
+        return self._is_ordered(bad)
+
+    def _merge(
+        self,
+        positions: NDArray[np.int64],
+        indptr: NDArray[np.int64],
+        indices: NDArray[Any],
+        data: NDArray[Any],
+        columns: Columns | None,
+    ) -> None:
+        """Write rows with ascending columns, values at one column added up, and where they lie into `indptr`."""
+        mapped = self._mapped(columns)
+        if mapped is None and self._n_columns > _MOST_NUMBERED:
+            # Without tables as wide as the matrix: the columns that there are get numbers of their own.
+            values = np.empty(len(data), dtype=self.data.dtype)
+            self._copy(positions, indptr, indices, values, any_order=True)
+            present, numbers = np.unique(indices, return_inverse=True)
+            block = indptr.copy(), numbers.astype(np.int32), values
+            numbered = self.of_block(self.label, self.rows[positions], len(present), self.dtype, block)
+            numbered._merge(np.arange(len(positions), dtype=np.int64), indptr, indices, data, None)
+            indices[: indptr[-1]] = present[indices[: indptr[-1]]]
+            return
+        maps, lookups = (self._maps, self._unchanged) if mapped is None else mapped
+        sums = np.empty(self.shape[1] if columns is None else len(columns), dtype=self._sum_dtype)
+        likes = self.data.like, self.indices.like
+        bad = kernels.merge_columns_csr(
+            positions, *self._where, maps, lookups.to, lookups.kinds, indptr, indices, data, sums, *likes
+        )
+        self._refuse(bad)
+
+    @cached_property
+    def _unchanged(self) -> Lookups:
+        return Lookups.of(np.arange(self._n_columns, dtype=np.int32)[None])
+
+    def _is_ordered(self, bad_row: int) -> bool:
+        if bad_row == kernels.UNORDERED:
+            self._unordered = True
+            return False
+        self._refuse(bad_row)
+        return True
+
+    def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        """Refuse sums that the type of the matrix cannot hold, where they are wanted in that type."""
+        if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
+            return
+        smallest, largest = int(sums.min()), int(sums.max())
+        if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
+            raise StorageError(
+                f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
+                f"to {largest}; {dtype} cannot hold them. Ask for another dtype, or write the file again in a wider "
+                "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
+            )
+
+    def _refuse(self, bad_row: int) -> None:
+        if bad_row >= 0:
+            raise CorruptDataError(
+                f"{self._label_of(bad_row)}/indices: row {self.rows[bad_row]} has a column outside "
+                f"[0, {self._n_columns}). The file is corrupt, or its shape attribute does not belong to it; write it "
+                "again from its source."
+            )
+
+
+def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> Reached:
+    return Reached.inside(
+        (array,),
+        dtype=array.dtype,
+        which=0,
+        offsets=indptr[:-1] * array.itemsize,
+        sizes=np.diff(indptr) * array.itemsize,
+        held_bytes=array.nbytes,
+    )

@@ -1,0 +1,178 @@
+"""Dense rows within reach of memory, and the batches gathered from them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.kernels import csr as kernels
+from dasksc.storage import buffers
+from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.dtypes import kernel_target
+from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
+from dasksc.storage.matrix import Columns, Layout
+from dasksc.storage.reach import Reached
+
+__all__ = ["DenseFetched"]
+
+
+class DenseFetched(Rows):
+    """Dense rows, each lying somewhere in memory.
+
+    Parameters
+    ----------
+    label
+        The matrix they come from.
+    rows
+        Their numbers in it, shape (n_rows,).
+    n_vars
+        Columns of the matrix.
+    dtype
+        Type to compute in.
+    values
+        Where each row lies.
+    origins
+        Which matrices the rows are of, if of several.
+    """
+
+    layout: Layout = "dense"
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        rows: NDArray[np.int64],
+        n_vars: int,
+        dtype: np.dtype[Any],
+        values: Reached,
+        origins: Origins | None = None,
+    ) -> None:
+        super().__init__(label, rows, n_vars, dtype, origins)
+        self.values = values
+        self._block: NDArray[Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Anonymous memory held, in bytes."""
+        return self.values.held_bytes
+
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + self.nbytes
+
+    def gather(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        out: NDArray[Any],
+        columns: Columns | None = None,
+    ) -> None:
+        """Write the rows at `positions` into `out`; see `Fetched.gather`."""
+        positions = check_gather(self.shape, positions, out=out, columns=columns)
+        target = kernel_target(out, self.values.dtype)
+        sources = self._sources(columns)
+        if sources is None:
+            kernels.copy_rows(positions, self.values.at, target, self.values.like)
+        else:
+            self._missing(out.dtype, sources)
+            missing = self._missing(target.dtype, sources)
+            kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
+        if target is not out:
+            self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
+
+    def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what stands in columns that come from nowhere, shape (1,)."""
+        fill = None if self.column_maps is None else self.column_maps.fill_value
+        value = np.nan if fill is None else fill
+        missing = np.zeros(1, dtype=dtype)
+        with contextlib.suppress(ValueError, OverflowError):
+            missing[0] = value
+        if dtype.kind != "f" and missing[0] != value and (sources < 0).any():
+            raise InputError(
+                f"{self.label} is {value} where parts lack columns, which {dtype} cannot hold. Ask for a float, or "
+                "open the parts with fill_value=0"
+            )
+        return missing
+
+    def gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        dtype: np.dtype[Any] | None = None,
+        columns: Columns | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`, without their zeros."""
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+        n_vars = self.shape[1] if columns is None else len(columns)
+        held = self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
+        dense = np.empty((len(positions), n_vars), dtype=held)
+        self.gather(positions, out=dense, columns=columns)
+        counts = np.empty(len(positions), dtype=np.int64)
+        kernels.count_nonzeros(dense, counts)
+        indptr = indptr_of(counts)
+        indices = buffers.empty(int(indptr[-1]), np.int32)
+        data = buffers.empty(int(indptr[-1]), dtype)
+        target = kernel_target(data, held)
+        kernels.squeeze(dense, indptr[:-1], indices, target)
+        if target is not data:
+            self._cast(target, data, lambda place: int(positions[np.searchsorted(indptr, place, side="right") - 1]))
+        return indptr, indices, data
+
+    def compact(self) -> DenseFetched:
+        """Return the same rows in a block of their own, in the type they are stored in; a block returns itself."""
+        if self._block is not None:
+            return self
+        return self.converted(self.values.dtype if self.column_maps is None else memory_dtype(self.dtype))
+
+    @property
+    def types(self) -> tuple[np.dtype[Any], ...]:
+        """The type in which values are held."""
+        return (self.values.dtype,)
+
+    def converted(self, dtype: np.dtype[Any]) -> DenseFetched:
+        """Return the same rows in a block of their own, in the given type, their columns the common ones."""
+        block = buffers.empty(self.shape, dtype)
+        self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
+        return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
+
+    @classmethod
+    def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
+        """Return rows that are the whole of a C-contiguous `block`, shape (n_rows, n_vars)."""
+        size = block.shape[1] * block.itemsize
+        values = Reached.inside(
+            (block,),
+            dtype=block.dtype,
+            which=0,
+            offsets=np.arange(len(rows), dtype=np.int64) * size,
+            sizes=np.full(len(rows), size),
+            held_bytes=block.nbytes,
+        )
+        fetched = cls(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
+        fetched._block = block
+        return fetched
+
+    @property
+    def block(self) -> NDArray[Any]:
+        """The rows as one array; a copy, unless `compact` made it."""
+        compact = self.compact()._block
+        assert compact is not None
+        return compact
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DenseFetched.of_block, (self.label, self.rows, self.dtype, self.block)
+
+    def reordered(self, order: NDArray[np.int64]) -> Self:
+        """Return the same rows in another order: where they lie stays as it is."""
+        result = super().reordered(order)
+        result._block = None
+        result.values = result.values.ordered(order)
+        return result
+
+    def _sources(self, columns: Columns | None) -> NDArray[np.int64] | None:
+        """Return where each column out comes from; None if all stay where they are."""
+        if self.column_maps is not None:
+            return self.column_maps.sources(columns)
+        return None if columns is None else columns.positions[None]

@@ -1,0 +1,133 @@
+"""Rows within reach of memory: what CSR and dense ones have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.storage.dtypes import holds_all, representable
+from dasksc.storage.matrix import ColumnMaps, Columns
+
+__all__ = ["Origins", "Rows", "check_gather", "check_positions", "indptr_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Origins:
+    """Which of several matrices each row of a fetch is of.
+
+    Parameters
+    ----------
+    numbers
+        Number of its matrix, shape (n_rows,), int32.
+    labels
+        What to call the matrices in errors.
+    maps
+        How their columns become common ones; None: they have the same.
+    """
+
+    numbers: NDArray[np.int32]
+    labels: tuple[str, ...]
+    maps: ColumnMaps | None
+
+    def without_maps(self) -> Origins:
+        """Return the same of rows whose columns are the common ones already."""
+        return replace(self, maps=None)
+
+
+class Rows:
+    """What CSR and dense rows have in common; parameters as for `CSRFetched`."""
+
+    def __init__(
+        self, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], origins: Origins | None
+    ) -> None:
+        self.label = label
+        self.rows = rows
+        self.shape = (len(rows), n_vars)
+        self.dtype = dtype
+        self.origins = origins
+        self.column_maps = None if origins is None else origins.maps
+        self._kept_maps: NDArray[np.int32] | None = None
+
+    def reordered(self, order: NDArray[np.int64]) -> Self:
+        """Return the same rows in another order."""
+        result = copy.copy(self)
+        result.rows = self.rows[order]
+        result._kept_maps = None
+        if self.origins is not None:
+            result.origins = replace(self.origins, numbers=self.origins.numbers[order])
+        return result
+
+    @property
+    def _maps(self) -> NDArray[np.int32]:
+        """Number of the map of each row's columns, shape (n_rows,)."""
+        # Made when it is first needed, and kept for the other batches.
+        if self._kept_maps is None:
+            origins = self.origins
+            if origins is None or origins.maps is None:
+                self._kept_maps = np.zeros(self.shape[0], dtype=np.int32)
+            else:
+                self._kept_maps = origins.maps.which[origins.numbers]
+        return self._kept_maps
+
+    def _cast(self, values: NDArray[Any], out: NDArray[Any], rows_of: Callable[[int], int]) -> None:
+        """Copy `values` into `out`, of the same shape, or name one that its type cannot hold.
+
+        `rows_of` says which row fetched an element is of, by its place in `values`.
+        """
+        with np.errstate(all="ignore"):
+            out[...] = values
+        if holds_all(values, out):
+            return
+        fits = representable(values, out.dtype)
+        place = int(np.argmin(fits))
+        row = rows_of(place)
+        label = self._label_of(row)
+        near = [int(self.rows[i]) for i in range(self.shape[0]) if self._label_of(i) == label]
+        raise InputError(
+            f"{label}: row {self.rows[row]} (of rows {min(near)} to {max(near)}, which were read together) holds "
+            f"{values.flat[place]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[place]}. Ask "
+            f"for dtype={self.dtype.name!r}, which holds it."
+        )
+
+    def _label_of(self, row: int) -> str:
+        return self.label if self.origins is None else self.origins.labels[self.origins.numbers[row]]
+
+
+def indptr_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where rows of the given lengths begin, and where the last one ends."""
+    indptr = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def check_positions(n_rows: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return `positions` as the kernels take them."""
+    positions = np.ascontiguousarray(positions, dtype=np.int64)
+    if len(positions) and (positions.min() < 0 or positions.max() >= n_rows):
+        raise InputError(f"positions must lie in [0, {n_rows}), the rows of this fetch; got {positions}")
+    return positions
+
+
+def check_gather(
+    shape: tuple[int, int],
+    positions: NDArray[np.int64],
+    *,
+    out: NDArray[Any],
+    columns: Columns | None,
+) -> NDArray[np.int64]:
+    """Return `positions` as the kernels take them, or say what is wrong with the request."""
+    if columns is not None and columns.n_vars != shape[1]:
+        raise InputError(f"columns are of a matrix with {columns.n_vars} columns; this one has {shape[1]}")
+    expected = (len(positions), shape[1] if columns is None else len(columns))
+    if out.shape != expected or not out.flags.c_contiguous or not out.flags.writeable:
+        raise InputError(
+            f"out must be a writable, C-contiguous array of shape {expected}; got shape {out.shape} "
+            f"and strides {out.strides}"
+        )
+    return check_positions(shape[0], positions)

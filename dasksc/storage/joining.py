@@ -1,0 +1,87 @@
+"""Fetches put one after another: of one matrix, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from dasksc.storage.fetched_csr import CSRFetched
+from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.fetched_rows import Origins
+from dasksc.storage.matrix import Fetched, Layout
+from dasksc.storage.reach import Reached
+
+__all__ = ["join", "stack"]
+
+
+def join(parts: Sequence[Fetched]) -> Fetched:
+    """Return fetches of one matrix as one, their rows one after the other; nothing of them is copied."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = cast(Sequence[CSRFetched | DenseFetched], parts)
+    origins = [part.origins for part in rows if part.origins is not None]
+    joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
+    if len({part.types for part in rows}) == 1:
+        return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
+    # Of several matrices: what each part of the fetch holds depends on which it met.
+    first = rows[0]
+    return stack(
+        parts,
+        label=first.label,
+        dtype=first.dtype,
+        layout=first.layout,
+        origins=None if joined is None else joined.without_maps(),
+    )
+
+
+def stack(
+    parts: Sequence[Fetched], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
+) -> Fetched:
+    """Return fetches of several matrices as one; only what differs in type or layout is copied.
+
+    Parameters
+    ----------
+    parts
+        At least one.
+    label, dtype, layout, origins
+        Of the result; it is CSR if any of the parts is.
+    """
+    rows = cast(Sequence[CSRFetched | DenseFetched], parts)
+    if layout == "csr":
+        rows = [_as_csr(part) for part in rows]
+    held = [np.result_type(*types) for types in zip(*(part.types for part in rows), strict=True)]
+    rows = [part if part.column_maps is None and list(part.types) == held else part.converted(*held) for part in rows]
+    return _concatenated(rows, label=label, dtype=dtype, origins=origins)
+
+
+def _concatenated(
+    parts: Sequence[CSRFetched | DenseFetched], *, label: str, dtype: np.dtype[Any], origins: Origins | None
+) -> Fetched:
+    rows = np.concatenate([part.rows for part in parts])
+    n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
+    if isinstance(parts[0], DenseFetched):
+        dense = cast(Sequence[DenseFetched], parts)
+        values = Reached.joined([part.values for part in dense])
+        return DenseFetched(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
+    sparse = cast(Sequence[CSRFetched], parts)
+    return CSRFetched(
+        label=label,
+        rows=rows,
+        n_vars=n_vars,
+        dtype=dtype,
+        lengths=np.concatenate([part.lengths for part in sparse]),
+        data=Reached.joined([part.data for part in sparse]),
+        indices=Reached.joined([part.indices for part in sparse]),
+        origins=origins,
+    )
+
+
+def _as_csr(part: CSRFetched | DenseFetched) -> CSRFetched:
+    if isinstance(part, CSRFetched):
+        return part
+    held = part.values.dtype if part.column_maps is None else None
+    indptr, indices, data = part.gather_csr(np.arange(part.shape[0], dtype=np.int64), dtype=held)
+    return CSRFetched.of_block(part.label, part.rows, part.shape[1], part.dtype, (indptr, indices, data))

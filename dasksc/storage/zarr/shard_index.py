@@ -1,0 +1,44 @@
+"""Where the chunks of a shard lie in it, by the index that it has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError
+from dasksc.storage.codecs import Crc32c
+from dasksc.storage.identity import FileIdentity
+from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.zarr.layout import Layout
+
+__all__ = ["index_bytes", "index_places"]
+
+# What a shard's index holds for a chunk that was never written.
+_NEVER = 2**64 - 1
+
+
+def index_bytes(layout: Layout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
+    """Return where in a shard its index lies, [start, stop) in bytes."""
+    n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
+    if identity.size < n_bytes:
+        raise CorruptDataError(f"{identity.path} is truncated: it has no room for the index of its chunks")
+    return (0, n_bytes) if layout.index_first else (identity.size - n_bytes, identity.size)
+
+
+def index_places(
+    layout: Layout, identity: FileIdentity | ObjectIdentity, data: Any
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return offset (-1 if it was never written) and size in bytes of each chunk of a shard, from its index."""
+    if layout.index_checksum:
+        try:
+            data = Crc32c().decode(data, len(data))
+        except ValueError as error:
+            raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
+    table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+    # What lies beyond any file is kept as lying beyond this one, to be refused when it is asked for.
+    places = np.minimum(table, identity.size + 1).astype(np.int64)
+    places[table[:, 0] == _NEVER] = -1, 0
+    return places[:, 0].copy(), places[:, 1].copy()
