@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from dasksc import InputError, MissingPathError
 from dasksc.train.config_problems import problems_in
 from dasksc.train.guide import translated
+from dasksc.train.yaml_trees import copied, read_yaml, set_value
 
 __all__ = [
     *(
@@ -289,14 +289,6 @@ class Profile(_Section):
         return {} if value is True else value
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose numbers may be written 1e-4, which YAML 1.1 takes for a text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
 _Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
 
 
@@ -428,7 +420,7 @@ class Config(_Section):
             If it is no YAML, or a key or value is not of the schema: all of them are told, with the nearest known name.
         """
         try:
-            raw = _read_yaml(Path(path).read_text(encoding="utf-8"))
+            raw = read_yaml(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise MissingPathError(f"there is no configuration at {path}") from error
         except (OSError, UnicodeDecodeError) as error:
@@ -462,9 +454,9 @@ class Config(_Section):
         """
         if not isinstance(raw, Mapping):
             raise InputError(f"{source} holds {type(raw).__name__}; expected sections: {', '.join(cls.model_fields)}")
-        tree = _copied(raw)
+        tree = copied(raw)
         for change in changes:
-            _set(tree, change)
+            set_value(tree, change)
         training = tree.get("training")
         if isinstance(training, dict) and training.get("fsdp", ...) is None and training.get("strategy") is None:
             logger.warning("training.fsdp is empty, which does not select FSDP; write fsdp: {} for all its defaults")
@@ -472,39 +464,3 @@ class Config(_Section):
             return cls.model_validate(translated(tree))
         except ValidationError as error:
             raise InputError(f"{source}: {'; '.join(problems_in(cls, error))}") from error
-
-
-def _read_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # a safe one
-
-
-def _copied(tree: Any) -> Any:
-    return {key: _copied(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
-
-
-def _set(tree: dict[str, Any], change: str) -> None:
-    """Put ``a.b=value`` into a tree."""
-    name, equals, text = change.partition("=")
-    *sections, last = name.split(".")
-    if not equals or not last:
-        raise InputError(f"--set {change} is not of the form section.key=value")
-    for section in sections:
-        below = tree.setdefault(section, {})
-        if not isinstance(below, dict):
-            below = tree[section] = _in_full(below, change)
-        tree = below
-    try:
-        tree[last] = _read_yaml(text) if text else None
-    except yaml.YAMLError as error:
-        raise InputError(f"--set {change}: {text!r} is not YAML; put texts with signs into quotes ({error})") from error
-
-
-def _in_full(short: Any, change: str) -> dict[str, Any]:
-    """Return the section that something else is short for."""
-    if short is None or isinstance(short, bool):
-        return {}
-    if isinstance(short, str):
-        return {"name": short}
-    if isinstance(short, int | float):
-        return {"share": short}
-    raise InputError(f"--set {change}: there is {short!r}, which is no section of keys; set that as a whole")

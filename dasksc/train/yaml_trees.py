@@ -1,0 +1,60 @@
+"""Trees of YAML: parsed, copied and changed at a key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from dasksc import InputError
+
+__all__ = ["copied", "read_yaml", "set_value"]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers may be written 1e-4, which YAML 1.1 takes for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(text: str) -> Any:
+    """Parse YAML, safely."""
+    return yaml.load(text, Loader=_Loader)  # a safe one
+
+
+def copied(tree: Any) -> Any:
+    """Copy nested mappings as dicts; what they hold stays the same."""
+    return {key: copied(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def set_value(tree: dict[str, Any], change: str) -> None:
+    """Put ``a.b=value`` into a tree."""
+    name, equals, text = change.partition("=")
+    *sections, last = name.split(".")
+    if not equals or not last:
+        raise InputError(f"--set {change} is not of the form section.key=value")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            below = tree[section] = _in_full(below, change)
+        tree = below
+    try:
+        tree[last] = read_yaml(text) if text else None
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {change}: {text!r} is not YAML; put texts with signs into quotes ({error})") from error
+
+
+def _in_full(short: Any, change: str) -> dict[str, Any]:
+    """Return the section that something else is short for."""
+    if short is None or isinstance(short, bool):
+        return {}
+    if isinstance(short, str):
+        return {"name": short}
+    if isinstance(short, int | float):
+        return {"share": short}
+    raise InputError(f"--set {change}: there is {short!r}, which is no section of keys; set that as a whole")
