@@ -66,7 +66,7 @@ types: $(INSTALLED)
 
 # The kernels again, with every index checked.
 bounds: $(INSTALLED)
-	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/test_kernels*.py tests/test_codecs.py tests/test_storage_fast.py tests/test_tokens.py
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/storage/test_storage_fast.py tests/unit/transforms/test_tokens.py
 
 # Damaged files, read for a minute.
 fuzz: $(INSTALLED)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, scDataset
 from tests.support.data import make_adata, write_store
+from tests.support.programs import PROGRAMS, ROOT
 
-ROOT = Path(__file__).parents[1]
-PROGRAM = Path(__file__).parent / "programs" / "ddp_faults.py"
+PROGRAM = PROGRAMS / "ddp_faults.py"
 N_OBS = 203
 # Beyond the 20 s after which the process group gives up, and what three processes take to start.
 PATIENCE_S = 180

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,10 +16,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dasksc
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.core
 
-ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What conda-forge calls some packages, or splits them into.

@@ -1,6 +1,6 @@
 """Files made to do harm are refused with a reason, without running code, reading elsewhere or filling memory.
 
-One file for each guard, and those that are in order and resemble them; tests/test_hostile.py has them in breadth.
+One file for each guard, and those that are in order and resemble them; `test_hostile` has them in breadth.
 """
 
 from __future__ import annotations

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
 import dasksc.errors
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.core
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 

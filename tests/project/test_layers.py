@@ -18,11 +18,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dasksc
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.core
 
 PACKAGE = Path(dasksc.__file__).parent
-PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Lowest first: a room imports from rooms before it, never from one after it.
 ROOMS = [

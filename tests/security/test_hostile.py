@@ -1,4 +1,4 @@
-"""Files made to do harm, in breadth; tests/test_refusals.py has one for each guard."""
+"""Files made to do harm, in breadth; `test_refusals` has one for each guard."""
 
 from __future__ import annotations
 

@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader
 import dasksc
 from dasksc import BlockShuffling, ClassBalancedSampling, Streaming, scDataset
 from tests.support.data import make_adata, write_store
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.programs
 
-PAGE = Path(__file__).parents[1] / "docs" / "migrate.md"
+PAGE = ROOT / "docs" / "migrate.md"
 N_OBS, BATCH = 240, 8
 
 # (heading, what is on the left) of a row, and what runs it.

@@ -8,17 +8,16 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.data import make_adata, write_store
+from tests.support.programs import PROGRAMS, ROOT
 
 pytestmark = pytest.mark.programs
 
-PROGRAM = Path(__file__).parent / "programs" / "jax_ranks.py"
-ROOT = Path(__file__).parents[1]
+PROGRAM = PROGRAMS / "jax_ranks.py"
 
 
 def free_port() -> int:

@@ -40,7 +40,7 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
     assert "<html" in (tmp_path / "epoch.html").read_text()
 
 
-# What docs/trainers.md needs is not always there: tests/test_trainers_page.py runs it library by library. What
+# What docs/trainers.md needs is not always there: tests/programs/test_trainers_page.py runs it library by library. What
 # docs/atlases.md and docs/places.md read is made by tests of their own.
 ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "places")
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from itertools import islice
-from pathlib import Path
 from unittest import mock
 
 import anndata as ad
@@ -30,11 +29,11 @@ from distributed import Client, LocalCluster
 import dasksc
 from dasksc import Batch, BlockShuffling, BlockWeightedSampling, CorruptDataError, FetchError, Streaming, scDataset
 from tests.support.data import dense, make_adata, write_store
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.core
 
 N_OBS = 203
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

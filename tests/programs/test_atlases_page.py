@@ -17,10 +17,11 @@ from anndata.io import write_elem
 from click.testing import CliRunner
 
 from dasksc import cli
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.programs
 
-TEXT = (Path(__file__).parents[1] / "docs" / "atlases.md").read_text()
+TEXT = (ROOT / "docs" / "atlases.md").read_text()
 
 
 def made(seed: int, n_vars: int, donors: list[str]) -> AnnData:

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import dasksc
+from tests.support.programs import PROGRAMS, ROOT
 
 pytestmark = pytest.mark.faults
 
-PROGRAM = Path(__file__).parent / "programs" / "ddp_elastic.py"
-ROOT = Path(__file__).parents[1]
+PROGRAM = PROGRAMS / "ddp_elastic.py"
 N_OBS = 203
 PATIENCE_S = 240
 

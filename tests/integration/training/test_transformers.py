@@ -11,14 +11,14 @@ import pytest
 
 from tests.support import programs
 from tests.support.data import make_adata, write_store
-from tests.support.programs import torchrun
+from tests.support.programs import PROGRAMS, torchrun
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("transformers")]
 
-PROGRAM = Path(__file__).parent / "programs" / "hf_trainer.py"
+PROGRAM = PROGRAMS / "hf_trainer.py"
 N_TRAINING, N_OBS = 50, 60
 Seen = dict[str, list[list[int]]]
 
