@@ -23,7 +23,7 @@ TEST_PROCESSES ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
 # Compiled files are kept, whatever the environment says: tests start some hundred programs.
 export PYTHONDONTWRITEBYTECODE :=
-FUZZ_SECONDS ?= 60
+FUZZ_SECONDS ?= 30
 CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
 .PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs clean
@@ -66,11 +66,12 @@ types: $(INSTALLED)
 
 # The kernels again, with every index checked.
 bounds: $(INSTALLED)
-	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/storage/test_storage_fast.py tests/unit/transforms/test_tokens.py
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/storage/test_storage_fast.py tests/unit/transforms/test_tokens.py
 
-# Damaged files, read for a minute.
+# Damaged files, read by two processes for half a minute.
 fuzz: $(INSTALLED)
-	$(BIN)/python -W ignore tests/programs/fuzz.py --seconds $(FUZZ_SECONDS)
+	fuzz="$(BIN)/python -W ignore tests/programs/fuzz.py --seconds $(FUZZ_SECONDS)"; \
+	    $$fuzz --seed 0 & first=$$!; $$fuzz --seed 1000000; second=$$?; wait $$first && exit $$second
 
 # The site; a warning is an error.
 docs: $(INSTALLED)
