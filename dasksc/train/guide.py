@@ -35,7 +35,7 @@ from dasksc import InputError
 
 __all__ = ["translated"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dasksc.train.guide")
 
 _SOURCES = ("local", "file", "files", "h5ad", "anndata", "zarr")
 
