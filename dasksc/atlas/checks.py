@@ -17,8 +17,8 @@ from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.memory.limits import memory_limit
 from dasksc.storage import Place
-from dasksc.storage.safety import hdf5 as hdf5_guard
-from dasksc.storage.safety import zarr as zarr_guard
+from dasksc.storage.safety import hdf5_chunks as hdf5_guard
+from dasksc.storage.safety import zarr_metadata as zarr_guard
 from dasksc.storage.safety.decompression_limits import DEFLATE_RATIO
 from dasksc.storage.safety.hdf5_links import check_item
 

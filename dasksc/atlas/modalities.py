@@ -19,7 +19,7 @@ from dasksc.atlas.stores import holds_modalities
 from dasksc.errors import InputError
 from dasksc.pushdown import matrix_of, to_dask
 from dasksc.storage import UseMmap
-from dasksc.storage.taken import TakenMatrix
+from dasksc.storage.reordered import TakenMatrix
 
 __all__ = ["Modalities", "is_modalities"]
 

@@ -20,8 +20,8 @@ from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import raw_of, unchecked
 from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
+from dasksc.atlas.inputs import Part, is_anncollection, parts_of, quoted
 from dasksc.atlas.options import ACCEPTED, Openable, OpenOptions, check_mmap
-from dasksc.atlas.parts import Part, is_anncollection, parts_of, quoted
 from dasksc.atlas.stored_anndata import open_path
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.storage import Cache, UseMmap

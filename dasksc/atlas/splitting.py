@@ -21,8 +21,8 @@ from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
 from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.keys import Purpose, epoch_keys
 from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["split"]
 

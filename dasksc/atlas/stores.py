@@ -15,8 +15,8 @@ from dasksc.atlas.lookup import nothing_at
 from dasksc.atlas.options import ACCEPTED, OpenOptions
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.storage import Place, is_of_content, is_url, open_place
-from dasksc.storage.remote.places import ZARR_MARKERS
-from dasksc.storage.safety import zarr as zarr_guard
+from dasksc.storage.remote.urls import ZARR_MARKERS
+from dasksc.storage.safety import zarr_metadata as zarr_guard
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import dasksc
-from dasksc.atlas.parts import parts_of
+from dasksc.atlas.inputs import parts_of
 from dasksc.cli._shared import StorageOptions, cached_in, data_of, data_options, opened, print_json
 from dasksc.storage import is_url, shown
 

@@ -17,9 +17,9 @@ from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, paths_of, plan_of
 from dasksc.conversion.rows import Order
-from dasksc.conversion.running import check_progress
 from dasksc.conversion.tables import check_tables
-from dasksc.conversion.workplace import Workplace
+from dasksc.conversion.task_runner import check_progress
+from dasksc.conversion.work_folder import Workplace
 from dasksc.errors import DaskscError, MissingKeyError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
 

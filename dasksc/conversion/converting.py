@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from dasksc.conversion.arguments import Recipe
 from dasksc.conversion.inputs import leaves_read
 from dasksc.conversion.rows import row_order
-from dasksc.conversion.running import Runner, progress_bar
 from dasksc.conversion.scanning import ROW, Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, write_tables
-from dasksc.conversion.workplace import Workplace, array_appearing
+from dasksc.conversion.task_runner import Runner, progress_bar
+from dasksc.conversion.work_folder import Workplace, array_appearing
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count, wide_enough
 from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import Scheduler

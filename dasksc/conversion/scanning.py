@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.conversion.workplace import array_appearing
+from dasksc.conversion.work_folder import array_appearing
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.conversion.workplace import appearing
+from dasksc.conversion.work_folder import appearing
 from dasksc.storage import Matrix, StackedMatrix, open_matrix
 from dasksc.storage.fetched_csr import CSRFetched
 

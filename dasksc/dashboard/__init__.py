@@ -19,7 +19,7 @@ import distributed
 
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
-from dasksc.executor.cluster.links import listening_at, with_host
+from dasksc.executor.cluster.dashboard_links import listening_at, with_host
 
 __all__ = ["dask_setup", "install", "routes"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dasksc.platforms import after_fork
-from dasksc.storage.clock import Spent
+from dasksc.storage.read_timing import Spent
 
 __all__ = ["Totals", "count", "export", "totals"]
 

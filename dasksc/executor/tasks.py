@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.executor import metrics
-from dasksc.memory.way_of_reading import Reading
+from dasksc.memory.reading_mode import Reading
 from dasksc.storage import Fetched, Matrix, mapping
-from dasksc.storage.clock import Clock, Spent
+from dasksc.storage.read_timing import Clock, Spent
 
 __all__ = ["FetchMatrices", "FetchedMatrices"]
 

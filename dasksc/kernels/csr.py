@@ -5,7 +5,7 @@ whether it reads a memory-mapped file, a decoded chunk or a numpy array, whether
 writable, and whether it is aligned (HDF5 stores chunks at any byte). Addresses also keep the number of
 compiled variants down to the types of the values.
 
-The caller vouches for the addresses (`dasksc.storage.reach.Reached` computes and bounds them). What
+The caller vouches for the addresses (`dasksc.storage.row_pointers.Reached` computes and bounds them). What
 they point at is not trusted: a column outside [0, n_vars) ends the kernel, which returns the row's
 number among the rows fetched, or -1 when all is well.
 

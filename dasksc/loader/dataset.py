@@ -34,10 +34,10 @@ from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource, source_of
+from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
-from dasksc.planning.stretches import Stretch
 from dasksc.sampling.binding import bind, is_random, restricted
 from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.strategies import SamplingStrategy

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dasksc import config
-from dasksc.batches.ahead import run_ahead
 from dasksc.batches.batch import Batch
-from dasksc.executor.parts import Assembled, PartNumbers, part_of
+from dasksc.batches.prefetch import run_ahead
+from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, progress_bar
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import Scheduler, resolve_scheduler
@@ -29,11 +29,11 @@ from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
-from dasksc.memory.way_of_reading import Reading
+from dasksc.memory.reading_mode import Reading
 from dasksc.multiindexable import take_rows
+from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
-from dasksc.planning.stretches import Stretch
 
 __all__ = ["EpochRun", "Placement"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dasksc import config
 from dasksc.errors import InputError
-from dasksc.planning.stretches import Stretch
+from dasksc.planning.consumed_segments import Stretch
 
 __all__ = ["STATE_VERSION", "EpochPosition", "parse_state"]
 

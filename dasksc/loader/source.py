@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from dasksc import pushdown as lazy
 from dasksc.atlas import filtering
 from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.inputs import stem_of
 from dasksc.atlas.lookup import known
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import is_several
 from dasksc.atlas.opening import open as open_atlas
-from dasksc.atlas.parts import stem_of
 from dasksc.atlas.view import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
 from dasksc.errors import InputError, WrongTypeError

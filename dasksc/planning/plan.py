@@ -38,13 +38,13 @@ from numpy.typing import NDArray
 from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
+from dasksc.planning.consumed_segments import Deal, Rounds, Stretch
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.label_entropy import Diversity, diversity_of
-from dasksc.planning.stretches import Deal, Rounds, Stretch
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.draws import Draw
-from dasksc.sampling.keys import Purpose, epoch_keys
 from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import Sampler
 
 __all__ = ["EpochPlan"]

@@ -22,7 +22,7 @@ from dask._task_spec import Task
 from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
-from dasksc.pushdown.known import OF_VALUES, is_canonical, is_csr, with_values
+from dasksc.pushdown.csr_functions import OF_VALUES, is_canonical, is_csr, with_values
 
 __all__ = ["Elementwise", "elementwise"]
 

@@ -15,7 +15,7 @@ from dasksc.sampling.arrays import array_of
 from dasksc.sampling.candidates import Candidates, index_array
 from dasksc.sampling.digests import digest_of
 from dasksc.sampling.draws import ChosenRows
-from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import RowSampler, Sampler
 from dasksc.sampling.strategies import BUILT_IN, SamplingStrategy
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_INTS
-from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["BlockOrder"]
 

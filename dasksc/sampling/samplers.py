@@ -17,7 +17,7 @@ from dasksc.kernels import permute
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.digests import digest_of
 from dasksc.sampling.draws import AllRows, ChosenRows, Draw
-from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["QuotaSampler", "RowSampler", "Sampler"]
 

@@ -23,8 +23,8 @@ from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.candidates import Candidates, check_entries, index_array
-from dasksc.sampling.keys import Purpose, epoch_keys
 from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import QuotaSampler, RowSampler, Sampler
 from dasksc.sampling.weighted import WeightedSampler, Weights
 

@@ -16,7 +16,7 @@ from dasksc.sampling.arrays import EMPTY_FLOATS, EMPTY_INTS
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.digests import digest_of
 from dasksc.sampling.draws import ChosenRows, Draw, sorted_rows
-from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["WeightedRows", "WeightedSampler", "Weights"]
 

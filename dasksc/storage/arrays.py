@@ -9,7 +9,7 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from dasksc.storage.reach import Reached
+from dasksc.storage.row_pointers import Reached
 
 __all__ = [
     "BrokenRunError",

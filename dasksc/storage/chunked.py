@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
-from dasksc.storage import buffers, clock
+from dasksc.storage import buffers
+from dasksc.storage import read_timing as clock
 from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile, UseMmap, maps
-from dasksc.storage.reach import Reached
-from dasksc.storage.remote.objects import RemoteFile
+from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.row_pointers import Reached
 from dasksc.storage.runs import cut, locate, merge
 
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]

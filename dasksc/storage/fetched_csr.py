@@ -15,7 +15,7 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import counts_dtype, kernel_target, narrowest
 from dasksc.storage.fetched_rows import Origins, Rows, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Layout, Lookups
-from dasksc.storage.reach import Reached
+from dasksc.storage.row_pointers import Reached
 
 __all__ = ["CSRFetched"]
 

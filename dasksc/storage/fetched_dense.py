@@ -15,7 +15,7 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import kernel_target
 from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
 from dasksc.storage.matrix import Columns, Layout
-from dasksc.storage.reach import Reached
+from dasksc.storage.row_pointers import Reached
 
 __all__ = ["DenseFetched"]
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.kernels.pread import read_ranges
 from dasksc.storage import buffers
-from dasksc.storage.identity import FileIdentity
-from dasksc.storage.pools import ThreadsOfProcess
+from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.runs import merge
 
 __all__ = ["READ_FLAGS", "LocalFile", "UseMmap", "can_map", "let_go_of_pages", "mapping", "maps", "read_at"]

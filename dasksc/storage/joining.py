@@ -12,7 +12,7 @@ from dasksc.storage.fetched_csr import CSRFetched
 from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.fetched_rows import Origins
 from dasksc.storage.matrix import Fetched, Layout
-from dasksc.storage.reach import Reached
+from dasksc.storage.row_pointers import Reached
 
 __all__ = ["join", "stack"]
 

@@ -15,15 +15,15 @@ import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, is_of_content, logical_dtype
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import layout as hdf5_layout
 from dasksc.storage.hdf5.reader import H5Array, H5File
-from dasksc.storage.identity import FileIdentity
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
 from dasksc.storage.remote.cache import Cache
-from dasksc.storage.remote.objects import RemoteFile
-from dasksc.storage.remote.places import Place
+from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.remote.urls import Place
 from dasksc.storage.safety.hdf5_links import check_item, check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr

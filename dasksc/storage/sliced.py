@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
-from dasksc.storage.clock import reading
-from dasksc.storage.reach import Reached
+from dasksc.storage.read_timing import reading
+from dasksc.storage.row_pointers import Reached
 from dasksc.storage.runs import locate, merge
 
 __all__ = ["SlicedArray"]

@@ -13,8 +13,8 @@ from torch import nn
 from dasksc import DaskscError, InputError
 from dasksc.train.config import Config
 from dasksc.train.data import STRATEGIES
+from dasksc.train.import_paths import arguments_of, check_arguments, find
 from dasksc.train.models import BUILT_IN
-from dasksc.train.names import arguments_of, check_arguments, find
 from dasksc.train.optim import make_optimizer
 from dasksc.transforms.tokenizer_config import from_config
 

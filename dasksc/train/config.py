@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dasksc import InputError, MissingPathError
 from dasksc.train.config_problems import problems_in
-from dasksc.train.guide import translated
+from dasksc.train.guide_layout import translated
 from dasksc.train.yaml_trees import copied, read_yaml, set_value
 
 __all__ = [
@@ -403,7 +403,7 @@ class Config(_Section):
         Parameters
         ----------
         path
-            Of the file; in the layout of this schema, or that of the published guide (`dasksc.train.guide`).
+            Of the file; in the layout of this schema, or that of the published guide (`dasksc.train.guide_layout`).
         changes
             Texts such as ``training.optimizer.lr=1e-4``, whose values are read as YAML.
 

@@ -20,7 +20,7 @@ import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
 from dasksc.atlas.encoding import encode_column
 from dasksc.train.config import Config, Data, Validation
-from dasksc.train.names import check_arguments, find
+from dasksc.train.import_paths import check_arguments, find
 
 __all__ = ["STRATEGIES", "Loader", "Loaders", "make_loaders", "on_device"]
 

@@ -19,10 +19,10 @@ from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.checks import check
 from dasksc.train.config import Config
 from dasksc.train.data import Loader, Loaders, make_loaders, on_device
+from dasksc.train.import_paths import arguments_of, check_arguments, find
 from dasksc.train.loggers import CSVLog, Log, check_loggers, make_logs
 from dasksc.train.metrics import Means, Pace
 from dasksc.train.models import BUILT_IN
-from dasksc.train.names import arguments_of, check_arguments, find
 from dasksc.train.optim import LearningRate, make_optimizer
 from dasksc.train.parallel import (
     Place,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dasksc.train.config import Optimizer, Scheduler
-from dasksc.train.names import arguments_of, check_arguments, find
+from dasksc.train.import_paths import arguments_of, check_arguments, find
 
 __all__ = ["LearningRate", "factor_at", "hyperparameters_of", "make_optimizer"]
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from dasksc import MissingPathError
 from dasksc.train.checkpoint import read_state, read_tensors
+from dasksc.train.import_paths import find
 from dasksc.train.models import BUILT_IN
-from dasksc.train.names import find
 from dasksc.train.parallel import Place
 
 __all__ = ["build_model", "load_model", "save_model"]

@@ -27,7 +27,7 @@ from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
-from dasksc.sampling.keys import Purpose, epoch_keys
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.storage import buffers
 from dasksc.transforms.vocabulary import Missing, Vocabulary
 

@@ -24,7 +24,8 @@ from unittest import mock
 import numpy as np
 
 import dasksc
-from dasksc.conversion import converting, scanning, shards, tables, workplace, writing
+from dasksc.conversion import converting, scanning, shards, tables, writing
+from dasksc.conversion import work_folder as workplace
 from dasksc.conversion.inputs import matrices_of
 
 

@@ -27,7 +27,7 @@ from dasksc.errors import CorruptDataError, StorageError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import open_matrix
 from dasksc.storage.remote.connecting import client_of
-from dasksc.storage.safety import zarr as zarr_guard
+from dasksc.storage.safety import zarr_metadata as zarr_guard
 from dasksc.storage.safety.decompression_limits import check_swelling
 from tests.support.data import make_adata, write_store
 from tests.support.hostile import (

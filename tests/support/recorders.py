@@ -12,7 +12,8 @@ import h5py
 import numpy as np
 from zarr.storage import LocalStore
 
-from dasksc.storage import arrays, chunked, plain, sliced
+from dasksc.storage import arrays, chunked, sliced
+from dasksc.storage import uncompressed as plain
 
 __all__ = ["Reads", "recorded_reads"]
 

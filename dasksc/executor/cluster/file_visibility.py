@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from dasksc.pushdown import DaskMatrix
-from dasksc.storage.identity import FileIdentity
+from dasksc.storage.file_identity import FileIdentity
 
 __all__ = ["Fingerprint", "complaint", "pickle_with_files"]
 

@@ -22,8 +22,8 @@ import distributed
 from dasksc.errors import FetchError
 from dasksc.executor.cluster import file_visibility
 from dasksc.executor.cluster.plugin import Carrier, Envelope, Janitor, Stray, carriers, parcel, token_prefix
+from dasksc.executor.cluster.resubmission import SentFetches
 from dasksc.executor.cluster.scheduler_connection import SchedulerConnection
-from dasksc.executor.cluster.sent_fetches import SentFetches
 from dasksc.executor.cluster.watchdog import STUCK_S, Watchdog
 from dasksc.executor.cluster.worker_checks import ask_workers
 from dasksc.executor.cluster.worker_connections import WorkerConnections

@@ -8,7 +8,7 @@ import os
 from distributed.security import Security
 
 from dasksc.errors import InputError, WrongTypeError
-from dasksc.storage.safety.private import exposure
+from dasksc.storage.safety.permissions import exposure
 
 __all__ = ["LOOPBACK", "SECRET_FILE", "is_loopback", "refuse_untrusted", "secured", "temporary_certificates"]
 

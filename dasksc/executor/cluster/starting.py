@@ -15,7 +15,7 @@ from distributed.security import Security
 from distributed.utils import ensure_ip
 
 from dasksc.errors import InputError
-from dasksc.executor.cluster.links import listening_at, with_host
+from dasksc.executor.cluster.dashboard_links import listening_at, with_host
 from dasksc.executor.cluster.rendezvous import attempt, join, tell
 from dasksc.executor.cluster.security import LOOPBACK, SECRET_FILE, is_loopback, secured, temporary_certificates
 from dasksc.executor.cluster.started_cluster import StartedCluster

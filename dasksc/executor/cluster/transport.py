@@ -17,9 +17,9 @@ from distributed.protocol import dask_deserialize, dask_serialize, deserialize, 
 from numpy.typing import NDArray
 
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.storage.clock import Spent
 from dasksc.storage.fetched_csr import CSRFetched
 from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.read_timing import Spent
 
 __all__: list[str] = []
 

@@ -14,8 +14,8 @@ from dask.array._shuffle import concatenate_arrays
 from dask.array.core import concatenate_shaped, getter, getter_inline, getter_nofancy
 from dask.blockwise import Blockwise
 
-from dasksc.pushdown.known import without_copies
-from dasksc.pushdown.leaf import MatrixRows
+from dasksc.pushdown.csr_functions import without_copies
+from dasksc.pushdown.dask_leaf import MatrixRows
 from dasksc.pushdown.rowlocal.graph import Graph, Key, flat, keys_in, layer_of
 from dasksc.pushdown.rowlocal.nodes import Apply, Concat, Node, Read, Rows, Take, chosen_rows
 from dasksc.pushdown.trust import calls, trust_in

@@ -10,7 +10,7 @@ import dask.array as da
 from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, convert_legacy_graph
 from dask.utils import ensure_dict
 
-from dasksc.pushdown.leaf import MatrixRows
+from dasksc.pushdown.dask_leaf import MatrixRows
 
 __all__ = ["Graph", "Key", "flat", "keys_in", "layer_of"]
 

@@ -13,10 +13,10 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.pushdown.computed import DaskMatrix, as_layout, runs_by_block, stack
+from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, runs_by_block, stack
 from dasksc.pushdown.elementwise import Elementwise
+from dasksc.pushdown.rowlocal.chunk_kinds import kinds_of
 from dasksc.pushdown.rowlocal.compiler import Compiler, NotRowLocalError
-from dasksc.pushdown.rowlocal.kinds import kinds_of
 from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Run, all_nodes, joined
 from dasksc.pushdown.rowlocal.trial import N_TRIED, are_equal, made_up_run, trial
 from dasksc.pushdown.trust import calls

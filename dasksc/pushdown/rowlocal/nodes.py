@@ -16,9 +16,9 @@ import scipy.sparse as sp
 from dask._task_spec import GraphNode
 from numpy.typing import NDArray
 
-from dasksc.pushdown.computed import DaskMatrix, as_layout, check_shape
-from dasksc.pushdown.known import owned
-from dasksc.pushdown.leaf import gather_block
+from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, check_shape
+from dasksc.pushdown.csr_functions import owned
+from dasksc.pushdown.dask_leaf import gather_block
 from dasksc.pushdown.rowlocal.graph import Graph, Key
 from dasksc.storage import Columns, Fetched, Matrix
 

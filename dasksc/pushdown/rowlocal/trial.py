@@ -9,7 +9,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.pushdown.computed import DaskMatrix, as_layout
+from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout
 from dasksc.pushdown.rowlocal.nodes import Node, Run, joined
 from dasksc.storage import Fetched, Matrix, as_matrix
 

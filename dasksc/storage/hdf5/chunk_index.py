@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.remote.objects import RemoteFile
+from dasksc.storage.remote.remote_file import RemoteFile
 
 __all__ = ["ChunkTable", "chunk_table"]
 

@@ -14,9 +14,9 @@ from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5.chunk_index import chunk_table
-from dasksc.storage.plain import Extents, PlainArray
-from dasksc.storage.remote.objects import RemoteFile
+from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_links import check_item
+from dasksc.storage.uncompressed import Extents, PlainArray
 
 __all__ = ["direct_array"]
 

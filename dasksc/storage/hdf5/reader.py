@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.remote import open_remote
-from dasksc.storage.remote.objects import RemoteFile
-from dasksc.storage.safety.hdf5 import check_chunks
+from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.safety.hdf5_chunks import check_chunks
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]

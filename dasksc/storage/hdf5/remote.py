@@ -12,7 +12,7 @@ import h5py
 
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.objects import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
+from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
 from dasksc.storage.safety.hdf5_links import check_links
 
 __all__ = ["BlockReader", "open_remote"]

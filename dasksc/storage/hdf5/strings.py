@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.kernels import strings as kernels
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, maps
-from dasksc.storage.identity import FileIdentity
 
 __all__ = ["read_strings"]
 

@@ -27,7 +27,7 @@ from dasksc import config
 from dasksc.errors import InputError
 from dasksc.storage.files import READ_FLAGS, read_at
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.safety.private import exposure
+from dasksc.storage.safety.permissions import exposure
 
 __all__ = ["BLOCK_BYTES", "Cache"]
 

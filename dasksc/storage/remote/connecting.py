@@ -81,6 +81,6 @@ def _made(root: str, options: Mapping[str, Any]) -> Client:
         from dasksc.storage.remote.obstore_client import ObstoreClient
 
         return ObstoreClient(root, options)
-    from dasksc.storage.remote.orphan import OrphanClient
+    from dasksc.storage.remote.fork_proxy import OrphanClient
 
     return OrphanClient(root, options)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap, can_map, maps, read_at
-from dasksc.storage.identity import FileIdentity
-from dasksc.storage.remote.seen import Seen
+from dasksc.storage.remote.known_objects import Seen
 from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
 from dasksc.storage.zarr.shard_index import index_bytes, index_places
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from zarr.abc.store import Store
 
 from dasksc.errors import DaskscError, StorageError
-from dasksc.storage.identity import FileIdentity
-from dasksc.storage.remote.places import Place
-from dasksc.storage.safety.zarr import GuardedLocalStore, GuardedZipStore, check_zip, chunks_that_fit
+from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.remote.urls import Place
+from dasksc.storage.safety.zarr_metadata import GuardedLocalStore, GuardedZipStore, check_zip, chunks_that_fit
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 from dasksc.storage.zarr.remote import PlaceStore, RemoteMetadata
 

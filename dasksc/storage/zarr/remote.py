@@ -19,10 +19,10 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.objects import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
-from dasksc.storage.remote.places import Place
-from dasksc.storage.remote.seen import Seen
-from dasksc.storage.safety.zarr import check_metadata
+from dasksc.storage.remote.known_objects import Seen
+from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
+from dasksc.storage.remote.urls import Place
+from dasksc.storage.safety.zarr_metadata import check_metadata
 from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
 from dasksc.storage.zarr.shard_index import index_bytes, index_places
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
 from dasksc.storage.codecs import Crc32c
-from dasksc.storage.identity import FileIdentity
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.zarr.layout import Layout
 

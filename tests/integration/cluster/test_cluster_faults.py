@@ -27,7 +27,8 @@ import torch
 import dasksc
 from dasksc import FetchError
 from dasksc.executor import schedulers as window_schedulers
-from dasksc.executor.cluster import heartbeats, runner, sent_fetches
+from dasksc.executor.cluster import heartbeats, runner
+from dasksc.executor.cluster import resubmission as sent_fetches
 from dasksc.executor.window import Window
 from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store

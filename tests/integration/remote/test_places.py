@@ -28,7 +28,7 @@ import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.storage.remote import fsspec_client
 from dasksc.storage.remote.connecting import client_of
-from dasksc.storage.remote.places import Place
+from dasksc.storage.remote.urls import Place
 from tests.support.data import batches, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, azure_container, google_options, serving
 

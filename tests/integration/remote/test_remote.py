@@ -21,8 +21,8 @@ from dasksc.errors import InputError, StorageError
 from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
 from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.remote.objects import AHEAD_BYTES, RemoteFile, in_order, parts_of
-from dasksc.storage.remote.places import Place
+from dasksc.storage.remote.remote_file import AHEAD_BYTES, RemoteFile, in_order, parts_of
+from dasksc.storage.remote.urls import Place
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import as_matrix
-from dasksc.storage.taken import TakenMatrix
+from dasksc.storage.reordered import TakenMatrix
 from tests.support.servers import serving
 
 pytestmark = pytest.mark.core

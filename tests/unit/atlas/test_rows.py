@@ -22,8 +22,8 @@ from dasksc.atlas import filtering, splitting
 from dasksc.conversion import rows as order_of_rows
 from dasksc.conversion import tables, writing
 from dasksc.planning import plan
+from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.plan import EpochPlan
-from dasksc.planning.stretches import Stretch
 from dasksc.sampling.binding import bind, restricted
 from dasksc.storage import matrices
 from dasksc.storage.hdf5 import strings as hdf5_strings

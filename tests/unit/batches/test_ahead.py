@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dasksc.batches.ahead import _Crew, _dismiss_all, run_ahead
+from dasksc.batches.prefetch import _Crew, _dismiss_all, run_ahead
 
 pytestmark = pytest.mark.core
 
@@ -192,7 +192,7 @@ def test_an_error_that_nobody_takes_holds_nothing() -> None:
 def test_the_interpreter_can_exit_while_jobs_run(where: str) -> None:
     script = f"""
 import threading, time
-from dasksc.batches.ahead import _Crew, run_ahead
+from dasksc.batches.prefetch import _Crew, run_ahead
 
 begun = threading.Event()
 def job():

@@ -27,7 +27,7 @@ from dasksc import cli
 from dasksc.conversion import converting, scanning, shards, staging, writing
 from dasksc.conversion.converting import needs_runs
 from dasksc.conversion.inputs import matrices_of
-from dasksc.conversion.workplace import Workplace
+from dasksc.conversion.work_folder import Workplace
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.executor import schedulers
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc.executor.parts import Assembled, PartNumbers, part_of
+from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.loader import parts_of
 from dasksc.memory import model as memory_model

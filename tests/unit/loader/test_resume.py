@@ -24,8 +24,8 @@ from dasksc import (
     Streaming,
     scDataset,
 )
+from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.plan import EpochPlan
-from dasksc.planning.stretches import Stretch
 from dasksc.sampling import weighted
 from dasksc.sampling.binding import bind
 

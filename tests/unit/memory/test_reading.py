@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import CorruptDataError
 from dasksc.memory import limits as process_memory
-from dasksc.memory import way_of_reading as reading
+from dasksc.memory import reading_mode as reading
 from dasksc.memory.model import Demand, Way
-from dasksc.memory.way_of_reading import Reading
+from dasksc.memory.reading_mode import Reading
 from dasksc.storage import files
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
-from dasksc.storage.identity import FileIdentity
-from dasksc.storage.plain import Extents, PlainArray
+from dasksc.storage.uncompressed import Extents, PlainArray
 from tests.support.data import LAYOUTS, make_adata, write_store
 
 pytestmark = pytest.mark.core

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from dasksc.pushdown.known import owned, without_copies
+from dasksc.pushdown.csr_functions import owned, without_copies
 
 pytestmark = pytest.mark.core
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.pushdown import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, shared, to_dask
+from dasksc.pushdown import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, to_dask
+from dasksc.pushdown import computed_once as shared
 from dasksc.storage import as_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 from tests.support.recorders import recorded_reads

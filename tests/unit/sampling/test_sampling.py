@@ -25,8 +25,8 @@ from dasksc.kernels import draw as draw_kernels
 from dasksc.sampling import weighted
 from dasksc.sampling.binding import bind
 from dasksc.sampling.block_order import BlockOrder
-from dasksc.sampling.keys import Purpose, epoch_keys
 from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import Sampler
 
 pytestmark = pytest.mark.core

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dasksc.storage import clock
-from dasksc.storage.clock import Clock, Spent, decoding, read_from, reading
+from dasksc.storage import read_timing as clock
+from dasksc.storage.read_timing import Clock, Spent, decoding, read_from, reading
 
 pytestmark = pytest.mark.core
 

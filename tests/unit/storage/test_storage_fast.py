@@ -31,11 +31,11 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCode
 from dasksc.errors import CorruptDataError
 from dasksc.storage import Fetched, open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, can_map
 from dasksc.storage.hdf5 import layout as hdf5_layout
-from dasksc.storage.identity import FileIdentity
-from dasksc.storage.remote import seen
-from dasksc.storage.remote.places import Place
+from dasksc.storage.remote import known_objects as seen
+from dasksc.storage.remote.urls import Place
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from tests.support.recorders import recorded_reads

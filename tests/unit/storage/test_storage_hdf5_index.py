@@ -27,17 +27,17 @@ from dasksc.errors import CorruptDataError
 from dasksc.storage import open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5 import chunk_index as hdf5_index
 from dasksc.storage.hdf5.chunk_index import ChunkTable, chunk_table
 from dasksc.storage.hdf5.layout import direct_array
 from dasksc.storage.hdf5.remote import open_remote
-from dasksc.storage.identity import FileIdentity
-from dasksc.storage.plain import PlainArray
-from dasksc.storage.remote import objects as remote
+from dasksc.storage.remote import remote_file as remote
 from dasksc.storage.remote.cache import Cache
-from dasksc.storage.remote.objects import RemoteFile
-from dasksc.storage.remote.places import Place
+from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.remote.urls import Place
+from dasksc.storage.uncompressed import PlainArray
 from tests.support.servers import serving
 
 pytestmark = pytest.mark.core

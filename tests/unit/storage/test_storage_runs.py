@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dasksc.storage.reach import Reached
+from dasksc.storage.row_pointers import Reached
 from dasksc.storage.runs import locate, merge
 
 pytestmark = pytest.mark.core

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dasksc.storage.arrays import BrokenRunError
+from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.reader import H5Array, H5File
-from dasksc.storage.identity import FileIdentity
 from dasksc.storage.sliced import SlicedArray
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from dasksc import config
 from dasksc.storage.files import UseMmap
-from dasksc.storage.pools import ThreadsOfProcess
+from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.remote.cache import BLOCK_BYTES, Cache
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.places import Place
+from dasksc.storage.remote.urls import Place
 
 __all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.storage import HDF5_ENDINGS, Place, is_of_content, is_url, shown
-from dasksc.storage.remote.places import ZARR_MARKERS, is_recursive, matching
+from dasksc.storage.remote.urls import ZARR_MARKERS, is_recursive, matching
 from dasksc.storage.zarr.reader import ZarrFile
 
 __all__ = ["Part", "is_anncollection", "parts_of", "quoted", "stem_of"]

@@ -1,4 +1,4 @@
-"""The process that makes requests for a forked one: see `dasksc.storage.remote.orphan`."""
+"""The process that makes requests for a forked one: see `dasksc.storage.remote.fork_proxy`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 
 from dasksc.storage.remote.connecting import client_of
-from dasksc.storage.remote.orphan import received, send
+from dasksc.storage.remote.fork_proxy import received, send
 
 
 def _serve(connection: socket.socket) -> None:

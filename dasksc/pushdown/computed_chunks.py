@@ -16,8 +16,8 @@ from dask.base import normalize_token
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
+from dasksc.pushdown.computed_once import shared_keys, with_computed
 from dasksc.pushdown.elementwise import elementwise
-from dasksc.pushdown.shared import shared_keys, with_computed
 from dasksc.storage import FetchCost, Fetched, as_matrix
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout

@@ -91,7 +91,7 @@ class _Helper:
         self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dasksc.storage.remote.orphan_helper", str(theirs.fileno())],
+                [sys.executable, "-m", "dasksc.storage.remote.fork_proxy_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ

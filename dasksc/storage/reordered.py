@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
+from dasksc.storage.concatenated import StackedMatrix
 from dasksc.storage.fetched_csr import CSRFetched
 from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Columns, FetchCost, Fetched, Layout, Matrix
-from dasksc.storage.stacked import StackedMatrix
 
 __all__ = ["TakenMatrix"]
 

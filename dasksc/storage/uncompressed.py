@@ -12,10 +12,10 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, row_bytes
-from dasksc.storage.clock import reading
 from dasksc.storage.files import LocalFile, UseMmap, maps
-from dasksc.storage.reach import Reached
-from dasksc.storage.remote.objects import RemoteFile
+from dasksc.storage.read_timing import reading
+from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.row_pointers import Reached
 from dasksc.storage.runs import locate, merge
 
 __all__ = ["Extents", "PlainArray"]
