@@ -1,4 +1,4 @@
-# A fresh clone needs python3 (3.11 or newer) and make; everything else goes into .venv.
+# A fresh clone needs python3 (3.11 or newer) and make; what a target needs goes into .venv.
 #
 #   make demo           train a classifier on a 100,000-cell atlas with two processes
 #   make test           run the core tests
@@ -14,7 +14,6 @@ SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
 DEMO_CELLS ?= 100000
 ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
@@ -28,57 +27,63 @@ CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
 .PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs clean
 
-env: $(INSTALLED)
+env: $(VENV)/.dev
 
-$(INSTALLED): pyproject.toml constraints.txt
+# The demo needs the package alone, the core tests what is theirs, all else what developers have.
+$(VENV)/.demo: PACKAGES := .
+$(VENV)/.test: PACKAGES := .[test]
+$(VENV)/.dev: PACKAGES := .[dev]
+$(VENV)/.test: CONTAINED := $(VENV)/.demo
+$(VENV)/.dev: CONTAINED := $(VENV)/.demo $(VENV)/.test
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("dasksc needs Python 3.11 or newer, not %d.%d; try make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'No venv could be made. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
-	@echo 'Installing into $(VENV): some minutes the first time, nothing after that.'
+	@echo 'Installing $(PACKAGES) into $(VENV): some minutes the first time.'
 # torch alone and first: a CPU build that is there already is kept, whatever else asks for torch.
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@touch $@
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '$(PACKAGES)'
+	@touch $(CONTAINED) $@
 
-$(ATLAS): examples/make_atlas.py | $(INSTALLED)
+$(ATLAS): examples/make_atlas.py | $(VENV)/.demo
 	$(BIN)/python examples/make_atlas.py --cells $(DEMO_CELLS) --out $@ --overwrite
 
-demo: $(INSTALLED) $(ATLAS)
+demo: $(VENV)/.demo $(ATLAS)
 	$(BIN)/torchrun --standalone --nproc_per_node=2 examples/train_ddp.py $(ATLAS)
 
-test: $(INSTALLED)
+test: $(VENV)/.test
 	$(PYTEST) -m core $(PYTEST_ARGS)
 
-test-programs: $(INSTALLED)
+test-programs: $(VENV)/.dev
 	$(PYTEST) -m programs $(PYTEST_ARGS)
 
 # Property tests run here once more, with more examples.
-test-faults: $(INSTALLED)
+test-faults: $(VENV)/.dev
 	$(PYTEST) -m 'faults or hypothesis' --hypothesis-profile thorough $(PYTEST_ARGS)
 
 test-all: test test-programs test-faults
 
-lint: $(INSTALLED)
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(INSTALLED)
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 # The kernels again, with every index checked.
-bounds: $(INSTALLED)
+bounds: $(VENV)/.dev
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/storage/test_storage_fast.py tests/unit/transforms/test_tokens.py
 
 # Damaged files, read by two processes for half a minute.
-fuzz: $(INSTALLED)
+fuzz: $(VENV)/.dev
 	fuzz="$(BIN)/python -W ignore tests/programs/fuzz.py --seconds $(FUZZ_SECONDS)"; \
 	    $$fuzz --seed 0 & first=$$!; $$fuzz --seed 1000000; second=$$?; wait $$first && exit $$second
 
 # The site; a warning is an error.
-docs: $(INSTALLED)
+docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
 
 # The quickest first; says what each took, in seconds on the clock and of processors, and ends at the first that fails.
-check: $(INSTALLED)
+check: $(VENV)/.dev
 	@for part in $(CHECKS); do \
 	    TIMEFORMAT="make $$part: %0R s, %0U s of user time, %0S s of system time"; \
 	    time $(MAKE) --no-print-directory $$part || exit 1; \

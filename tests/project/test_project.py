@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import yaml
@@ -31,10 +31,15 @@ CONDA_NAMES = {
 }
 
 
-def declared() -> dict[str, str]:
-    """Every package that pyproject.toml asks for, with all extras, and its bounds."""
+# The extras that environment.yml has.
+USERS_EXTRAS = ("cluster", "dashboard", "remote", "demo", "train")
+
+
+def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
+    """Every package that pyproject.toml asks for, with these extras or all, and its bounds."""
     extras = PYPROJECT["project"]["optional-dependencies"]
-    lines = [*PYPROJECT["project"]["dependencies"], *(line for extra in extras.values() for line in extra)]
+    chosen = extras if wanted is None else wanted
+    lines = [*PYPROJECT["project"]["dependencies"], *(line for extra in chosen for line in extras[extra])]
     bounds: dict[str, str] = {"python": PYPROJECT["project"]["requires-python"]}
     for requirement in map(Requirement, lines):
         if requirement.name == "dasksc":
@@ -45,16 +50,30 @@ def declared() -> dict[str, str]:
     return bounds
 
 
-def test_conda_and_pip_ask_for_the_same_packages_and_bounds():
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    assert environment["name"] == "dasksc"
+@pytest.mark.parametrize(
+    ("file", "name", "extras"),
+    [("environment.yml", "dasksc", USERS_EXTRAS), ("environment-dev.yml", "dasksc-dev", None)],
+)
+def test_conda_and_pip_ask_for_the_same_packages_and_bounds(file, name, extras):
+    environment = yaml.safe_load((ROOT / file).read_text())
+    assert environment["name"] == name
     assert environment["channels"] == ["conda-forge", "nodefaults"]
     *lines, from_pip = (line for line in environment["dependencies"] if line != "pip")
     assert from_pip["pip"].pop() == "--editable ."
     lines += from_pip["pip"]  # what conda-forge does not have
     conda = {match[1]: match[2] for match in (re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines) if match}
-    pip = {name: bound for ours, bound in declared().items() for name in CONDA_NAMES.get(ours, [ours])}
+    pip = {name: bound for ours, bound in declared(extras).items() for name in CONDA_NAMES.get(ours, [ours])}
     assert conda == pip
+
+
+def test_the_extra_dev_has_everything():
+    extras = PYPROJECT["project"]["optional-dependencies"]
+
+    def contained(extra: str) -> set[str]:
+        inner = {name for line in extras[extra] if line.startswith("dasksc[") for name in Requirement(line).extras}
+        return {extra}.union(*map(contained, inner))
+
+    assert contained("dev") == set(extras)
 
 
 def test_every_dependency_has_a_lower_bound_and_a_version_ci_runs_on():
