@@ -217,6 +217,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         dasksc.scDataset(path, dasksc.Streaming(), 8, batch_transform=lambda batch: batch)
 
 
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_rows_in_another_order_are_not_copied(layout):
+    values = np.arange(600, dtype=np.float32).reshape(60, 10)
+    matrix = as_matrix(sp.csr_matrix(values) if layout == "csr" else values, "x")
+    in_order, reordered = matrix.fetch(np.arange(60)), TakenMatrix(matrix, np.arange(60)[::-1]).fetch(np.arange(60))
+    assert reordered.nbytes == in_order.nbytes
+    out = np.empty((60, 10), dtype=np.float32)
+    reordered.gather(np.arange(60), out=out)
+    np.testing.assert_array_equal(out, values[::-1])
+
+
 @given(
     rows=st.lists(st.integers(0, 19), max_size=30),
     wanted=st.lists(st.integers(0, 29), min_size=1, max_size=20),
