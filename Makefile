@@ -6,6 +6,7 @@
 #   make test-faults    run the tests of faults, memory and hostile files, and the property tests in breadth
 #   make test-all       run all three
 #   make docs           build the site into .cache/site
+#   make lowest         run the core tests with the lowest versions of everything
 #   make check          run all that CI does
 #
 # make PYTHON=python3.12 ... takes another Python.
@@ -25,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
 CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
-.PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs clean
+.PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs lowest clean
 
 env: $(VENV)/.dev
 
@@ -82,6 +83,14 @@ fuzz: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
 
+# The core tests with the lowest versions that pyproject.toml allows, but for torch, whose other builds are of gigabytes.
+# Versions that old warn about what is newer than they are.
+lowest:
+	test -x .venv-lowest/bin/uv || { $(PYTHON) -m venv .venv-lowest && .venv-lowest/bin/python -m pip install --quiet uv "$$(grep '^torch==' constraints.txt)"; }
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[test]' "$$(grep '^torch==' constraints.txt)"
+	.venv-lowest/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup -m core -W ignore::DeprecationWarning \
+	    -W ignore::PendingDeprecationWarning -W ignore::FutureWarning $(PYTEST_ARGS)
+
 # The quickest first; says what each took, in seconds on the clock and of processors, and ends at the first that fails.
 check: $(VENV)/.dev
 	@for part in $(CHECKS); do \
@@ -90,4 +99,4 @@ check: $(VENV)/.dev
 	done
 
 clean:
-	rm -rf $(VENV) .cache docs/generated build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .cache docs/generated build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
