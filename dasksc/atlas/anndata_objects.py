@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
+from dasksc._compat.anndata import selected_rows_and_columns
 from dasksc.atlas.assemble import assemble
 from dasksc.atlas.cell_names import nameless_index
 from dasksc.atlas.elements import Unwrapped, lazy_matrix, stored_matrix
@@ -87,5 +88,6 @@ def _backed_x(path: str, adata: AnnData, options: OpenOptions) -> da.Array | Unw
     # AnnData keeps what a view selects in these; going by names would fail where they repeat.
     array = to_dask(stored.matrix)
     n_obs, n_vars = array.shape
-    taken: da.Array = array[np.arange(n_obs)[adata._oidx], :][:, np.arange(n_vars)[adata._vidx]]
+    rows, columns = selected_rows_and_columns(adata)
+    taken: da.Array = array[np.arange(n_obs)[rows], :][:, np.arange(n_vars)[columns]]
     return taken

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher
-from torch.utils.data.dataloader import default_collate
 
+from dasksc._compat.torch import is_stacking_fetcher
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import Columns, Fetched, Layout, buffers
@@ -125,7 +124,7 @@ def refuse_stacking(caller: Any) -> None:
     InputError
         If `caller` stacks what it is given, as a DataLoader does unless its ``batch_size`` is None.
     """
-    if isinstance(caller, _IterableDatasetFetcher) and caller.auto_collation and caller.collate_fn is default_collate:
+    if is_stacking_fetcher(caller):
         raise InputError(_STACKED)
 
 

@@ -233,14 +233,16 @@ def _extend(file: IO[bytes], n_bytes: int) -> None:
     """Extend a file by zeros for which the file system sets space aside."""
     start = file.tell()
     file.flush()
-    try:
-        os.posix_fallocate(file.fileno(), 0, start + n_bytes)
-    except (AttributeError, OSError) as error:
-        # Where there is no such call (macOS), or the file system does not know it, zeros are written.
-        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        for at in range(0, n_bytes, _ZEROS_BYTES):
-            file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file.fileno(), 0, start + n_bytes)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    # Where there is no such call (macOS), or the file system does not know it, zeros are written.
+    for at in range(0, n_bytes, _ZEROS_BYTES):
+        file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
 
 
 def _discard(path: Path) -> None:

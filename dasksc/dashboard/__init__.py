@@ -17,9 +17,11 @@ from typing import Any
 
 import distributed
 
+from dasksc._compat.distributed import add_pages, listening_at, page_names
+from dasksc._compat.unsupported import UnsupportedVersionError, say_once
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
-from dasksc.executor.cluster.dashboard_links import listening_at, with_host
+from dasksc.executor.cluster.dashboard_links import with_host
 
 __all__ = ["dask_setup", "install", "routes"]
 
@@ -79,28 +81,23 @@ def dask_setup(scheduler: Any) -> None:
 
 def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
     """Put the page on a scheduler in this process; return where that listens."""
-    page_of(dask_scheduler)
-    _add_page(dask_scheduler)
+    try:
+        page_of(dask_scheduler)
+        _add_page(dask_scheduler)
+    except UnsupportedVersionError as error:  # a scheduler that starts does so without it
+        say_once(error, without="there is no loader page")
     return listening_at(dask_scheduler)
 
 
 def _add_page(dask_scheduler: Any) -> None:
-    application = dask_scheduler.http_application
-    if getattr(application, "has_loader_page", False):
-        return
-    application.has_loader_page = True
     # Whatever prefix the dashboard is served under.
     handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler, _ in routes]
-    application.add_handlers(r".*$", handlers)
+    add_pages(dask_scheduler, handlers)
     _add_tab(dask_scheduler)
 
 
 def _add_tab(scheduler: Any) -> None:
     """Name the page among those at the top of Dask's own."""
-    try:
-        from distributed.dashboard.scheduler import template_variables
-    except ImportError:  # no Bokeh, so there are no such pages
-        return
-    pages = template_variables(scheduler)["pages"]  # the very list that the pages are made with
+    pages = page_names(scheduler)
     if "loader" not in pages:
         pages.append("loader")

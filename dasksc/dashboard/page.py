@@ -11,8 +11,8 @@ from time import monotonic
 from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.http.utils import RequestHandler
 
+from dasksc._compat.distributed import RequestHandler, add_operation, announce
 from dasksc.dashboard import metrics
 from dasksc.executor.reporting import ASKED_FOR, OPERATION
 
@@ -70,8 +70,8 @@ class LoaderPage(SchedulerPlugin):
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._loaders: dict[tuple[str, str, Any], Loader] = {}
-        scheduler.handlers[OPERATION] = self.report
-        scheduler.task_metadata[ASKED_FOR] = True
+        add_operation(scheduler, OPERATION, self.report)
+        announce(scheduler, ASKED_FOR)
         metrics.show(self)
 
     @property

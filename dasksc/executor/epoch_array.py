@@ -11,9 +11,9 @@ import cloudpickle
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-from dask._task_spec import DataNode, Task, TaskRef
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph
+from dask.task_spec import DataNode, Task, TaskRef
 from numpy.typing import NDArray
 
 from dasksc.planning.plan import EpochPlan

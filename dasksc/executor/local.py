@@ -21,10 +21,20 @@ from concurrent.futures import Future, wait
 from time import perf_counter
 from typing import Any
 
-from dask.callbacks import Callback
-from dask.local import get_sync
 from dask.task_spec import Task
 
+from dasksc._compat.dask import (
+    FINISH,
+    POSTTASK,
+    PRETASK,
+    START,
+    START_STATE,
+    active_callbacks,
+    callbacks_of_one_task,
+    get_sync,
+    scheduler_state,
+)
+from dasksc._compat.unsupported import UnsupportedVersionError, say_once
 from dasksc.platforms import after_fork
 
 __all__ = ["OnDemandRunner", "ThreadRunner"]
@@ -46,29 +56,19 @@ class Diagnostics:
     """
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any]) -> None:
-        self._callbacks = list(Callback.active)
+        self._callbacks = _active_callbacks()
         self._lock = threading.RLock()
         self._open = bool(self._callbacks)
         if not self._open:
             return
         self._graph: dict[Any, Any] = {(name, k): Task((name, k), run, k) for k in ks}
-        self._state: dict[str, Any] = {
-            "dependencies": {key: set() for key in self._graph},
-            "dependents": {key: set() for key in self._graph},
-            "waiting": {},
-            "waiting_data": {},
-            "cache": {},
-            "ready": dict.fromkeys(self._graph),
-            "running": set(),
-            "finished": set(),
-            "released": set(),
-        }
-        self._call(0, self._graph)
-        self._call(1, self._graph, self._state)
+        self._state = scheduler_state(self._graph)
+        self._call(START, self._graph)
+        self._call(START_STATE, self._graph, self._state)
 
     def of_one_fetch(self) -> list[tuple[Any, ...]]:
         """Return the callbacks to give to the scheduler call that runs one fetch."""
-        return [(None, None, self._before, self._after, None)] if self._open else []
+        return callbacks_of_one_task(self._before, self._after) if self._open else []
 
     def failed(self, key: Any) -> None:
         """Record that a fetch will not finish."""
@@ -83,21 +83,21 @@ class Diagnostics:
                 return
             self._open = False
             errored = len(self._state["finished"]) < len(self._graph)
-            self._call(4, self._graph, self._state, errored)
+            self._call(FINISH, self._graph, self._state, errored)
 
     def _before(self, key: Any, _graph: Any, _state: Any) -> None:
         with self._lock:
             if self._open:
                 self._state["ready"].pop(key, None)
                 self._state["running"].add(key)
-                self._call(2, key, self._graph, self._state)
+                self._call(PRETASK, key, self._graph, self._state)
 
     def _after(self, key: Any, result: Any, _graph: Any, _state: Any, worker_id: Any) -> None:
         with self._lock:
             if self._open:
                 self._state["running"].discard(key)
                 self._state["finished"].add(key)
-                self._call(3, key, result, self._graph, self._state, worker_id)
+                self._call(POSTTASK, key, result, self._graph, self._state, worker_id)
                 self._state["released"].add(key)
 
     def _call(self, place: int, *args: Any) -> None:
@@ -112,6 +112,14 @@ class Diagnostics:
                 # A profiler that another computation has reset meanwhile must not end a training run.
                 logger.warning("The Dask callback %r failed; this epoch goes on without it.", function, exc_info=True)
                 self._callbacks.remove(callback)
+
+
+def _active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
+    try:
+        return active_callbacks()
+    except UnsupportedVersionError as error:
+        say_once(error, without="Dask's profilers and progress bars see no fetches")
+        return []
 
 
 class _LocalRunner:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from dasksc._compat.distributed import memory_shares, process_memory
 from dasksc.storage.files import let_go_of_pages
 
 __all__ = ["Headroom"]
@@ -37,17 +38,16 @@ class Headroom:
     """
 
     def __init__(self, worker: Any) -> None:
-        manager = worker.memory_manager
-        limit = manager.memory_limit or 0
-        shares = (manager.memory_spill_fraction, manager.memory_pause_fraction)
+        limit, spill, pause, target = memory_shares(worker)
+        shares = (spill, pause)
         # Where it neither spills nor pauses, its nanny may end it all the same.
         share = min((share for share in shares if share), default=_SHARE)
         self._has_limit = limit > 0
         self._limit = int(limit * share)
         # Dask spills, too, what it knows by itself to be held.
-        self._unsent_limit = int(limit * min(manager.memory_target_fraction or share, share))
+        self._unsent_limit = int(limit * min(target or share, share))
         self._mapped_limit = int(limit * _MAPPED_SHARE)
-        self._process_bytes: Callable[[], int] = worker.monitor.get_process_memory
+        self._process_bytes = process_memory(worker)
         self._lock = threading.Lock()
         self._n_running = 0
         self._reserved = 0

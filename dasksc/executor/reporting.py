@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dasksc import config
+from dasksc._compat.distributed import event_loop, metadata, report
+from dasksc._compat.unsupported import UnsupportedVersionError, say_once
 
 __all__ = ["ASKED_FOR", "OPERATION", "reporting", "runs_here"]
 
@@ -46,7 +48,12 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
     if client is None or interval_s is None:
         yield
         return
-    loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
+    try:
+        loop = event_loop(client)
+    except UnsupportedVersionError as error:
+        say_once(error, without="the loader page shows nothing")
+        yield
+        return
     reporter = _Reporter(client, figures, interval_s)
     running = asyncio.run_coroutine_threadsafe(reporter.run(), loop)
     running.add_done_callback(_log_failure)
@@ -98,7 +105,7 @@ class _Reporter:
             try:
                 if not known.has_page and clock() - known.asked_at >= _PATIENCE_S:
                     known.asked_at = clock()
-                    known.has_page = await self._client.scheduler.get_metadata(keys=[ASKED_FOR], default=False)
+                    known.has_page = await metadata(self._client, ASKED_FOR, default=False)
                 if known.has_page:
                     known.has_page = await self._report(is_last)
             except OSError as error:  # no connection: the epoch itself says so, if it needs one
@@ -109,8 +116,7 @@ class _Reporter:
 
     async def _report(self, is_last: bool) -> bool:
         figures = self.final if is_last else self._figures()
-        tell = getattr(self._client.scheduler, OPERATION)
-        return bool(await tell(client=self._client.id, figures=figures | {"has_ended": is_last}))
+        return bool(await report(self._client, OPERATION, figures=figures | {"has_ended": is_last}))
 
 
 def runs_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import dask
 from dask.system import cpu_count as _dask_cpu_count
 
+from dasksc._compat.distributed import address_once_given, clients_of_process, n_threads_heard_of, n_threads_of
+from dasksc._compat.unsupported import UnsupportedVersionError
 from dasksc.errors import InputError
 from dasksc.platforms import after_fork
 
@@ -82,9 +84,8 @@ class Scheduler:
         scheduler = getattr(self.client.cluster, "scheduler", None)
         distributed = sys.modules["distributed"]
         if isinstance(scheduler, distributed.Scheduler):
-            return int(scheduler.total_nthreads)
-        heard: dict[str, Any] = getattr(self.client, "_scheduler_identity", {})
-        return int(heard.get("total_threads", 0))
+            return n_threads_of(scheduler)
+        return n_threads_heard_of(self.client)
 
     def __str__(self) -> str:
         return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
@@ -207,6 +208,8 @@ def _address_in(file: str) -> str:
 
 
 def _with_client(client: Any) -> Scheduler:
+    if _which_is_unknown is not None:
+        raise _which_is_unknown
     address = address_of(client)
     if client in _before_fork:
         if _is_inproc(address):
@@ -234,7 +237,7 @@ def address_of(client: Any) -> str:
     scheduler = client.scheduler
     if scheduler is not None:
         return str(scheduler.address)
-    start: Any = getattr(client, "_start_arg", None)
+    start: Any = address_once_given(client)
     if start is None:
         start = client.cluster
     return str(getattr(start, "scheduler_address", start))
@@ -250,6 +253,8 @@ def _is_inproc(address: str) -> bool:
 _lock = threading.Lock()
 _clients: dict[str, Any] = {}
 _before_fork: set[Client] = set()
+# Why it is not known, in a forked child, which Clients are of the parent.
+_which_is_unknown: UnsupportedVersionError | None = None
 # Active Clients of which it has been said: an epoch settles its scheduler many times.
 _said_asynchronous: weakref.WeakSet[Client] = weakref.WeakSet()
 _said_of_parent: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -312,12 +317,15 @@ def _close_clients() -> None:
 
 
 def _after_fork() -> None:
-    global _lock
+    global _lock, _which_is_unknown
     _lock = threading.Lock()
     _before_fork.update(_clients.values())
     distributed = sys.modules.get("distributed")
     if distributed is not None and hasattr(distributed, "Client"):
-        _before_fork.update(getattr(distributed.Client, "_instances", ()))
+        try:
+            _before_fork.update(clients_of_process(distributed))
+        except UnsupportedVersionError as error:  # nobody hears of what is raised here
+            _which_is_unknown = error
     _clients.clear()
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba import njit
-from numba.core import config
-from numba.core.caching import FunctionCache
+from numba import config, njit
+
+from dasksc._compat.numba import FunctionCache, cache_place, can_cache, set_cache
 
 __all__ = ["kernel"]
 
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function for each set of argument types it meets: serial, nogil, kept on disk."""
     dispatcher: Any = njit(nogil=True)(function)
-    if config.DISABLE_JIT:
+    if config.DISABLE_JIT or not can_cache():
         return dispatcher
     try:
-        dispatcher._cache = _Cache(function)
+        set_cache(dispatcher, lambda: _Cache(function))
     except RuntimeError as error:  # nowhere to write, neither beside the source nor in the user's cache folder
         logger.info("kernels are compiled anew in every process: %s", error)
     return dispatcher
@@ -53,7 +53,7 @@ def _source_digest() -> str:
 class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file = _CacheFiles(self._cache_path, self._impl.filename_base)
+        self._cache_file = _CacheFiles(*cache_place(self))
 
 
 class _CacheFiles:

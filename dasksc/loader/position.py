@@ -95,7 +95,8 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
     part, expected = "", ""
     try:
         part, expected = "fingerprint", "a dict"
-        state["fingerprint"].keys()
+        if not hasattr(state["fingerprint"], "keys"):
+            raise TypeError("it has no names")
         part, expected = "epoch", "a whole number"
         epoch = config.whole_number(part, _whole(state[part]), 0, 2**32)
         part, expected = "seed", "a whole number"
@@ -110,7 +111,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
             )
             for stretch in state[part]
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         found = f"{part}={state[part]!r:.100}" if part in state else f"only {', '.join(map(repr, state))}"
         raise InputError(
             f"this is no state that scDataset.state_dict() returned: it needs {part!r}, {expected}, and has {found}. "

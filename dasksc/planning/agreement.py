@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dasksc._compat.torch import default_store
 from dasksc.errors import InputError, RankMismatchError
 from dasksc.planning.process_groups import jax_state, torch_distributed
 from dasksc.planning.ranks import World
@@ -55,7 +56,7 @@ def shared_store(prefix: str) -> Any:
     """Return the store of keys that the processes of this run share, under a prefix; None if they share nothing."""
     distributed = torch_distributed()
     if distributed is not None:
-        return distributed.PrefixStore(prefix, distributed.distributed_c10d._get_default_store())
+        return distributed.PrefixStore(prefix, default_store(distributed))
     jax = jax_state()
     return None if jax is None else _JaxStore(jax.client, prefix)
 

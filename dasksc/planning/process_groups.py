@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from dasksc._compat.jax import distributed_state
+
 __all__ = ["jax_state", "leave_group", "torch_distributed"]
 
 _SETTLE_S = 0.2
@@ -20,14 +22,9 @@ def torch_distributed() -> Any:
 
 
 def jax_state() -> Any:
-    """Return the state of ``jax.distributed`` if that is up.
-
-    Its public names would start JAX's devices, which waits for every other process.
-    """
-    jax, internals = sys.modules.get("jax"), sys.modules.get("jax._src.distributed")
-    if jax is None or internals is None or not jax.distributed.is_initialized():
-        return None
-    return internals.global_state
+    """Return the state of ``jax.distributed`` if that is up, without importing JAX for it."""
+    module = sys.modules.get("jax.distributed")
+    return distributed_state() if module is not None and module.is_initialized() else None
 
 
 def leave_group() -> None:

@@ -18,7 +18,7 @@ from dask.utils import format_bytes
 from dasksc.errors import InputError
 from dasksc.pushdown.computed_chunks import DaskMatrix
 from dasksc.pushdown.dask_leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
-from dasksc.pushdown.rowlocal.compiler import NotRowLocalError
+from dasksc.pushdown.rowlocal.graph import NotRowLocalError
 from dasksc.pushdown.rowlocal.matrix import RowLocalMatrix
 from dasksc.pushdown.trust import is_strict, row_local
 from dasksc.storage import Matrix

@@ -15,6 +15,7 @@ import scipy.sparse as sp
 from dask.base import normalize_token
 from numpy.typing import NDArray
 
+from dasksc._compat.dask import meta_of
 from dasksc.errors import InputError
 from dasksc.pushdown.computed_once import shared_keys, with_computed
 from dasksc.pushdown.elementwise import elementwise
@@ -179,7 +180,7 @@ def check_shape(block: Any, declared: tuple[int, int], matrix: DaskMatrix) -> No
 
 
 def _layout_of(array: da.Array) -> Layout:
-    meta = array._meta
+    meta = meta_of(array)
     if sp.issparse(meta):
         return "csr"
     if isinstance(meta, np.ndarray):

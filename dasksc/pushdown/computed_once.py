@@ -11,13 +11,11 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import dask.array as da
-from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
-from dask.array.optimization import optimize
-from dask.core import toposort
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
-from dask.local import get_sync
 from dask.sizeof import sizeof
-from dask.utils import ensure_dict
+from dask.task_spec import DataNode, GraphNode
+
+from dasksc._compat.dask import convert_legacy_graph, ensure_dict, get_sync, toposort
 
 __all__ = ["shared_keys", "with_computed"]
 
@@ -88,7 +86,7 @@ def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
             layers[name] = MaterializedLayer(rest | {key: DataNode(key, values[key]) for key in here})
             dependencies[name] = dependencies[name] if rest else set()
     graph = HighLevelGraph(layers, dependencies)
-    return da.Array(graph, array.name, chunks=array.chunks, dtype=array.dtype, meta=array._meta)
+    return da.Array(graph, array.name, chunks=array.chunks, dtype=array.dtype, meta=da.utils.meta_from_array(array))
 
 
 def _layer_of(key: Key) -> str:
@@ -97,4 +95,4 @@ def _layer_of(key: Key) -> str:
 
 def _computed(array: da.Array, keys: list[Key]) -> dict[Key, Any]:
     # Without callbacks of its own, the inner computation would report to those of the outer one.
-    return dict(zip(keys, get_sync(optimize(array.dask, keys), keys, callbacks=()), strict=True))
+    return dict(zip(keys, get_sync(da.optimize(array.dask, keys), keys, callbacks=()), strict=True))

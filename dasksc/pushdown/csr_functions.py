@@ -15,6 +15,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from dasksc._compat.scanpy import SCALE_ROWS
+from dasksc._compat.scipy import copy_flags, is_canonical_known
 from dasksc.kernels.csr import ascends
 
 __all__ = ["OF_VALUES", "is_canonical", "is_csr", "owned", "with_values", "without_copies"]
@@ -45,7 +47,7 @@ def without_copies(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, np.ufunc):
         return _elementwise(function) if function in OF_VALUES else function
     name = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
-    return _scaled_rows(function) if name == ("scanpy._utils", "axis_mul_or_truediv") else function
+    return _scaled_rows(function) if name == SCALE_ROWS else function
 
 
 def owned(function: object, value: Any) -> Any:
@@ -100,7 +102,7 @@ def is_csr(block: Any) -> bool:
 def is_canonical(block: Any) -> bool:
     """What SciPy's `has_canonical_format` says, in less time."""
     indptr, indices = block.indptr, block.indices
-    if not hasattr(block, "_has_canonical_format") and indptr.flags.c_contiguous and indices.flags.c_contiguous:
+    if not is_canonical_known(block) and indptr.flags.c_contiguous and indices.flags.c_contiguous:
         block.has_canonical_format = ascends(
             indptr_at=np.uint64(indptr.ctypes.data),
             indices_at=np.uint64(indices.ctypes.data),
@@ -121,7 +123,5 @@ def with_values(block: Any, values: NDArray[Any]) -> Any:
 def _like(block: Any, values: NDArray[Any], indices: NDArray[Any], indptr: NDArray[Any]) -> Any:
     result = type(block)((values, indices, indptr), shape=block.shape, copy=False)
     # To find that out again would take a pass over the column numbers.
-    for name in ("_has_sorted_indices", "_has_canonical_format"):
-        if hasattr(block, name):
-            setattr(result, name, getattr(block, name))
+    copy_flags(block, result)
     return result

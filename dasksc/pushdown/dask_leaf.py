@@ -9,11 +9,12 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-from dask.array.chunk import getitem
 from dask.base import normalize_token, tokenize
 from numpy.typing import NDArray
 
 from dasksc import config
+from dasksc._compat.dask import MATRIX_KEY_PREFIX, chunk
+from dasksc._compat.scipy import mark_canonical
 from dasksc.errors import InputError
 from dasksc.pushdown.reductions import add_reductions
 from dasksc.storage import Columns, Fetched, Matrix
@@ -21,9 +22,6 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.matrix import Layout
 
 __all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leaves_of", "to_dask"]
-
-# What `da.from_array` puts before the name of an array to make the key of what it reads from.
-MATRIX_KEY_PREFIX = "original-"
 
 
 def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None = None) -> da.Array:
@@ -59,7 +57,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
         chunks=(row_chunks, (n_vars,)),
         name=f"dasksc-{_short(matrix.label)}-{token}",
         # Of the functions whose slices Dask fuses into the read, the one that leaves sparse blocks be.
-        getitem=getitem,
+        getitem=chunk.getitem,
         asarray=False,
         meta=_empty_block(matrix.layout, matrix.dtype),
     )
@@ -202,7 +200,7 @@ def _csr(
         indptr = indptr.astype(np.int32)
     block = sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
     # Gathered rows are; to find that out again would take a pass over the column numbers.
-    block.has_canonical_format = True
+    mark_canonical(block)
     return block
 
 

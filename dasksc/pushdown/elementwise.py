@@ -9,7 +9,6 @@ zero, since that is what scanpy, anndata and Dask's serialisers know, and what c
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-from dask._task_spec import Task
-from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
+from dask.task_spec import Task
 
+from dasksc._compat.dask import Blockwise, blockwise_task, with_blockwise_task
 from dasksc.pushdown.csr_functions import OF_VALUES, is_canonical, is_csr, with_values
 
 __all__ = ["Elementwise", "elementwise"]
@@ -44,7 +43,7 @@ def elementwise(array: da.Array) -> da.Array:
     if all(layers[name] is layer for name, layer in before.items()):
         return array
     graph = HighLevelGraph(layers, array.dask.dependencies)
-    return da.Array(graph, array.name, chunks=array.chunks, dtype=array.dtype, meta=array._meta)
+    return da.Array(graph, array.name, chunks=array.chunks, dtype=array.dtype, meta=da.utils.meta_from_array(array))
 
 
 class Elementwise:
@@ -131,14 +130,9 @@ def _at_values(array: Any, block: Any) -> Any:
 
 def _with_layer(layer: Layer) -> Layer:
     if isinstance(layer, Blockwise):
-        task = _with_task(layer.task)
-        if task is layer.task:
-            return layer
-        changed = copy.copy(layer)
-        changed.task = task
-        # Its tasks, if it has made them.
-        vars(changed).pop("_cached_dict", None)
-        return changed
+        before = blockwise_task(layer)
+        task = _with_task(before)
+        return layer if task is before else with_blockwise_task(layer, task)
     if isinstance(layer, MaterializedLayer):
         tasks = {key: _with_task(node) for key, node in layer.mapping.items()}
         if any(tasks[key] is not node for key, node in layer.mapping.items()):

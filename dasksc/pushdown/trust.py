@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
-from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef
-from dask.array import chunk
 from dask.base import tokenize
+from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 
 from dasksc import config
+from dasksc._compat.dask import ELEMENTWISE_NAMES, chunk
+from dasksc._compat.scanpy import REDUCTION_NAMES, SCALE_ROWS
 from dasksc.errors import InputError
 from dasksc.pushdown.elementwise import Elementwise
 from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, mean_of, variance_of
@@ -58,14 +59,8 @@ _ELEMENTWISE = frozenset(
         *(mean_of, variance_of),
     ]
 )
-_ELEMENTWISE_NAMES = frozenset(
-    [
-        ("dask._task_spec", "_identity_cast"),
-        ("dask.array.core", "_concatenate2"),
-        # Whose factors of rows and of columns lie in the graph as such.
-        ("scanpy._utils", "axis_mul_or_truediv"),
-    ]
-)
+# Of the last, the factors of rows and of columns lie in the graph as such.
+_ELEMENTWISE_NAMES = ELEMENTWISE_NAMES | {SCALE_ROWS}
 
 _REDUCTIONS = frozenset(
     getattr(module, name)
@@ -73,9 +68,6 @@ _REDUCTIONS = frozenset(
     for name in ("sum", "prod", "min", "max", "mean", "var", "std", "any", "all", "nansum", "nanmin", "nanmax")
     if hasattr(module, name)
 ) | {chunk_sum, chunk_moments, combine_moments}
-_REDUCTION_NAMES = frozenset(
-    [("scanpy._utils", "_.<locals>.sum_drop_keepdims"), ("scanpy._utils", "_.<locals>.aggregate_sum")]
-)
 
 
 class row_local:
@@ -135,7 +127,7 @@ def trust_in(function: Any, keywords: Mapping[str, Any]) -> Trust | None:
     name = getattr(function, "__module__", None) or type(function).__module__, getattr(function, "__qualname__", None)
     if _is_elementwise(function) or name in _ELEMENTWISE_NAMES:
         return "known"
-    if (_is_among(function, _REDUCTIONS) or name in _REDUCTION_NAMES) and _is_over_columns(keywords.get("axis")):
+    if (_is_among(function, _REDUCTIONS) or name in REDUCTION_NAMES) and _is_over_columns(keywords.get("axis")):
         return "known"
     return "believed" if name[0].split(".")[0] in BELIEVED else None
 

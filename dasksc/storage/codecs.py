@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import ctypes
 import lzma
 import math
 import sys
@@ -16,10 +15,11 @@ from typing import Any, Protocol
 
 import deflate
 import google_crc32c
-import numcodecs.blosc  # type: ignore[import-untyped]
+import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc._compat.numcodecs import blosc_getitem_address
 from dasksc.kernels.lzf import decode_lzf
 from dasksc.storage.arrays import UnknownLayoutError
 
@@ -199,16 +199,8 @@ _BLOSC = numcodecs.Blosc()
 
 @cache
 def blosc_getitem() -> int | None:
-    """Return the address of C-Blosc's ``blosc_getitem``, which decodes some items of a chunk; None without it.
-
-    numcodecs does not wrap that function, but its wheels for Linux and macOS export it, and elsewhere the C library
-    that it is linked to. That of C-Blosc2 (3.3.5) returns wrong bytes where the items fill a block but lie in two.
-    """
-    try:
-        library = ctypes.CDLL(numcodecs.blosc.__file__)
-        return ctypes.cast(library.blosc_getitem, ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        return None
+    """Return the address of C-Blosc's ``blosc_getitem``, which decodes some items of a chunk; None without it."""
+    return blosc_getitem_address()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,7 +160,7 @@ def _torchrun(options: list[str]) -> None:
 @contextlib.contextmanager
 def _failures_in_a_line() -> Iterator[None]:
     """Replace the traceback of torch's launcher, which tells where it is in torch, by how the ranks ended."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["listening_at", "with_host"]
+__all__ = ["with_host"]
 
 _ANYWHERE = ("", "0.0.0.0", "::")
-
-
-def listening_at(scheduler: Any) -> tuple[str, int] | None:
-    """Return host and port at which a `distributed.Scheduler` serves its pages; None if it serves none."""
-    server = getattr(scheduler, "http_server", None)
-    return None if server is None else (str(server.address), int(server.port))
 
 
 def with_host(link: str, listens_at: tuple[str, int] | None) -> str:

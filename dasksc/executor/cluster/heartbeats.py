@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
-from distributed.scheduler import heartbeat_interval
+from dasksc._compat.distributed import heartbeat_interval
 
 __all__ = ["Heartbeats"]
 

@@ -13,6 +13,7 @@ import cloudpickle
 import distributed
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
 
+from dasksc._compat.distributed import carrier_of, take_back_plugin, worker_plugin_names
 from dasksc.errors import StorageError
 from dasksc.executor import metrics
 from dasksc.executor.cluster import file_visibility
@@ -174,8 +175,8 @@ class Janitor(SchedulerPlugin):
         if client != self._client_id:
             return
         prefix = token_prefix(client)
-        for name in [name for name in scheduler.worker_plugins if name.startswith(prefix)]:
-            self._tidying.append(asyncio.ensure_future(scheduler.unregister_worker_plugin(comm=None, name=name)))
+        for name in [name for name in worker_plugin_names(scheduler) if name.startswith(prefix)]:
+            self._tidying.append(take_back_plugin(scheduler, name))
         scheduler.remove_plugin(name=prefix)
 
 
@@ -196,5 +197,5 @@ def run_fetch(token: str, argument: Any) -> Timed:
     """Run one fetch on a worker."""
     carrier = carriers.get(token)
     if carrier is None:
-        carrier = getattr(distributed.get_worker().plugins.get(token), "carrier", None)
+        carrier = carrier_of(distributed.get_worker(), token)
     return (0.0, Stray()) if carrier is None else carrier.run(argument)

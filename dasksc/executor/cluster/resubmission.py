@@ -10,6 +10,7 @@ from typing import Any
 
 import distributed
 
+from dasksc._compat.distributed import holders
 from dasksc.executor.cluster.plugin import run_fetch
 from dasksc.executor.cluster.watchdog import STUCK_S, Watchdog
 from dasksc.executor.cluster.worker_connections import WorkerConnections
@@ -142,8 +143,8 @@ class SentFetches:
                 _, silent = await self._watchdog.look()
                 if not silent:
                     continue
-                holders = (await self._client.scheduler.who_has(keys=[future.key])).get(future.key, ())
-                address = next((address for address in holders if address in silent), None)
+                addresses = await holders(self._client, future.key)
+                address = next((address for address in addresses if address in silent), None)
                 if self.closed and address is not None:
                     return 0.0, None
                 if address is not None and self._watchdog.is_given_up(k, address, silent[address]):

@@ -19,6 +19,7 @@ from typing import Any
 
 import distributed
 
+from dasksc._compat.distributed import event_loop
 from dasksc.errors import FetchError
 from dasksc.executor.cluster import file_visibility
 from dasksc.executor.cluster.plugin import Carrier, Envelope, Janitor, Stray, carriers, parcel, token_prefix
@@ -87,12 +88,12 @@ class ClusterRunner:
         """Send fetch `k`."""
         argument = k if self._argument is None else self._argument(k)
         self._fetches.send(k, argument)
-        return asyncio.run_coroutine_threadsafe(self._bring(k, argument), _loop(self._client))
+        return asyncio.run_coroutine_threadsafe(self._bring(k, argument), event_loop(self._client))
 
     def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Release every future and take the task back from the workers."""
         carrier = carriers.pop(self._token, None)
-        loop = _loop(self._client)
+        loop = event_loop(self._client)
         if self._client.status == "closed" or not loop.is_running():
             return
         closing = asyncio.run_coroutine_threadsafe(self._close(pending, carrier, exiting=exiting), loop)
@@ -198,8 +199,3 @@ class ClusterRunner:
 
 async def _ended(promises: Sequence[concurrent.futures.Future[Timed]]) -> None:
     await asyncio.gather(*map(asyncio.wrap_future, promises), return_exceptions=True)
-
-
-def _loop(client: Any) -> asyncio.AbstractEventLoop:
-    loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
-    return loop

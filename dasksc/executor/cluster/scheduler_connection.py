@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dask.utils import parse_timedelta
-from distributed.client import FutureCancelledError
-from distributed.comm import CommClosedError
 
 from dasksc import config
+from dasksc._compat.distributed import CommClosedError, FutureCancelledError, scheduler_identity
 from dasksc.executor.schedulers import address_of
 
 __all__ = ["SchedulerConnection"]
@@ -79,7 +78,7 @@ async def _lost(client: Any) -> str:
         await _status_other_than(client, "connecting", timeout_s)
     while client.status == "running":
         try:
-            await asyncio.wait_for(scheduler.identity(n_workers=0), timeout_s - probe_s)
+            await asyncio.wait_for(scheduler_identity(scheduler, n_workers=0), timeout_s - probe_s)
         except (OSError, TimeoutError) as error:
             return f"{_gone(client)} It has not answered for {timeout_s:g} s ({type(error).__name__})."
         await _status_other_than(client, "running", probe_s)

@@ -7,6 +7,7 @@ import os
 
 from distributed.security import Security
 
+from dasksc._compat.distributed import ssl_contexts
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.storage.safety.permissions import exposure
 
@@ -53,7 +54,7 @@ def secured(given: object) -> Security | None:
     else:
         raise WrongTypeError(f"security={given!r} is neither a distributed.Security nor a path. Give {SECRET_FILE}")
     try:
-        contexts = [security.get_connection_args(role)["ssl_context"] for role in _ROLES]
+        contexts = ssl_contexts(security, _ROLES)
     except OSError as error:  # an ssl.SSLError is one
         raise InputError(
             f"{what} has no certificate and private key that fit each other ({error}). Give {SECRET_FILE}"

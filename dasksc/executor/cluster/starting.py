@@ -12,10 +12,10 @@ from typing import TypeGuard
 
 import distributed
 from distributed.security import Security
-from distributed.utils import ensure_ip
 
+from dasksc._compat.distributed import ensure_ip, listening_at
 from dasksc.errors import InputError
-from dasksc.executor.cluster.dashboard_links import listening_at, with_host
+from dasksc.executor.cluster.dashboard_links import with_host
 from dasksc.executor.cluster.rendezvous import attempt, join, tell
 from dasksc.executor.cluster.security import LOOPBACK, SECRET_FILE, is_loopback, secured, temporary_certificates
 from dasksc.executor.cluster.started_cluster import StartedCluster

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
+from dasksc._compat.distributed import processing, workers_of
 from dasksc.executor.cluster.heartbeats import Heartbeats
 
 __all__ = ["STUCK_S", "Watchdog"]
@@ -46,7 +47,7 @@ class Watchdog:
         """Ask which workers there are, and for how long some have been silent."""
         for is_sure in (False, True):
             self.looked_at = asked_at = perf_counter()
-            workers = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+            workers = await workers_of(self._client)
             silent = self._heartbeats.silent(workers, asked_at=asked_at)
             if is_sure or not silent:
                 break
@@ -60,10 +61,10 @@ class Watchdog:
         if not addresses:
             return None
         try:
-            processing = await self._client.scheduler.processing(workers=addresses)
+            keys_of = await processing(self._client, addresses)
         except KeyError:  # one has left just then
             return None
-        return next((address for address, keys in processing.items() if future.key in keys), None)
+        return next((address for address, keys in keys_of.items() if future.key in keys), None)
 
     def is_given_up(self, k: int, address: str, silence_s: float) -> bool:
         """Whether others can do what a worker that has fallen silent holds; says, once, that it has."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import distributed
 
+from dasksc._compat.distributed import workers_of
 from dasksc.errors import FetchError, StorageError
 from dasksc.executor.cluster import file_visibility
 
@@ -29,7 +30,7 @@ _asked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[file_
 async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...]) -> None:
     """Refuse workers that do not see the files; say, once, that threads beat processes on this machine."""
     asked = _asked.setdefault(client, set())
-    workers = (await client.scheduler.identity(n_workers=-1))["workers"]
+    workers = await workers_of(client)
     new = [address for address in workers if (address, files) not in asked]
     if not new:
         return

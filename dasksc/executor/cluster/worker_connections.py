@@ -9,6 +9,8 @@ from typing import Any
 
 import distributed
 
+from dasksc._compat.distributed import answer_of_worker, workers_of
+
 __all__ = ["WorkerConnections"]
 
 logger = logging.getLogger("dasksc.window.cluster")
@@ -48,13 +50,12 @@ _reachable: weakref.WeakKeyDictionary[distributed.Client, dict[str, bool]] = wea
 async def _workers_are_reachable(client: Any) -> bool:
     """Whether this process can connect to the workers, so that results can bypass the scheduler."""
     known = _reachable.setdefault(client, {})
-    identity = await client.scheduler.identity()
-    unknown = [address for address in identity["workers"] if address not in known]
+    workers = await workers_of(client)
+    unknown = [address for address in workers if address not in known]
 
     async def probe(address: str) -> None:
         try:
-            # Through the Client's own pool, so that a gather finds the connection open.
-            await asyncio.wait_for(client.rpc(address).identity(), _CONNECT_S)
+            await asyncio.wait_for(answer_of_worker(client, address), _CONNECT_S)
         except (OSError, TimeoutError) as error:
             known[address] = False
             logger.warning(
@@ -68,4 +69,4 @@ async def _workers_are_reachable(client: Any) -> bool:
             known[address] = True
 
     await asyncio.gather(*(probe(address) for address in unknown))
-    return all(known.get(address, True) for address in identity["workers"])
+    return all(known.get(address, True) for address in workers)

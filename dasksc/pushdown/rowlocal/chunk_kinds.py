@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from dask._task_spec import TaskRef
+from dask.task_spec import TaskRef
 
 from dasksc.pushdown.rowlocal.graph import Key, flat
 from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Take

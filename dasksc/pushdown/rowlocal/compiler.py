@@ -7,27 +7,32 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef
-from dask.array import chunk
-from dask.array._shuffle import _getitem as shuffle_getitem
-from dask.array._shuffle import concatenate_arrays
-from dask.array.core import concatenate_shaped, getter, getter_inline, getter_nofancy
-from dask.blockwise import Blockwise
+from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 
+from dasksc._compat.dask import (
+    Blockwise,
+    block_locations,
+    blockwise_inputs,
+    chunk,
+    concatenation_functions,
+    getters,
+    new_axes,
+    output_indices,
+    shuffle_functions,
+    shuffled_index,
+)
 from dasksc.pushdown.csr_functions import without_copies
 from dasksc.pushdown.dask_leaf import MatrixRows
-from dasksc.pushdown.rowlocal.graph import Graph, Key, flat, keys_in, layer_of
+from dasksc.pushdown.rowlocal.graph import Graph, Key, NotRowLocalError, flat, keys_in, layer_of
 from dasksc.pushdown.rowlocal.nodes import Apply, Concat, Node, Read, Rows, Take, chosen_rows
 from dasksc.pushdown.trust import calls, trust_in
 
-__all__ = ["Compiler", "NotRowLocalError"]
+__all__ = ["Compiler"]
 
 
-class NotRowLocalError(Exception):
-    """Why an array cannot be computed row by row; never leaves this package."""
-
-
-GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy)
+GETITEMS = (chunk.getitem, operator.getitem, *getters())
+CONCATENATE = concatenation_functions()
+shuffle_getitem, concatenate_arrays = shuffle_functions()
 
 
 class Compiler:
@@ -55,7 +60,7 @@ class Compiler:
         if key not in self._nodes:
             if not self._graph.reaches(key):
                 raise NotRowLocalError(f"{layer_of(key)!r} comes from no array that dasksc opened")
-            self._nodes[key] = self._compiled(key, self._graph.nodes[key])
+            self._nodes[key] = self._compiled(key, self._graph.node(key))
         return self._nodes[key]
 
     def _compiled(self, key: Key, node: GraphNode) -> Node:
@@ -65,19 +70,26 @@ class Compiler:
             return Read(node.value.matrix, range(node.value.shape[0]))
         if not isinstance(node, Task):
             raise NotRowLocalError(f"layer {layer_of(key)!r} holds a {type(node).__name__}")
-        if node.func in GETITEMS and isinstance(node.args[0], TaskRef):
-            return self._taken(key, node.args[0].key, self._literal(key, node.args[1]))
+        if _is_one_of(node.func, GETITEMS) and node.args and isinstance(node.args[0], TaskRef):
+            source, index = _checked(key, node.args[:2], TaskRef, object)  # more are how, not what
+            return self._taken(key, source.key, self._literal(key, index))
         if node.func is shuffle_getitem:
-            return self._taken(key, node.args[0].key, self._literal(key, node.args[1])[1])
+            source, index = _checked(key, node.args, (TaskRef, Alias), object)
+            return self._taken(key, keys_in([source])[0], shuffled_index(self._literal(key, index)))
         if node.func is concatenate_arrays:
-            blocks, sorter, axis = node.args
+            blocks, sorter, axis = _checked(key, node.args, (Task, list, tuple), object, object)
             if axis == 0:
-                whole = self._concatenated([self._node(ref.key) for ref in blocks.args])
-                order = np.argsort(self._literal(key, sorter)[1])
+                keys = keys_in(blocks)
+                if len(keys) != len(blocks.args if isinstance(blocks, Task) else blocks):
+                    raise NotRowLocalError(f"layer {layer_of(key)!r} puts more than chunks together")
+                whole = self._concatenated([self._node(block) for block in keys])
+                order = np.argsort(shuffled_index(self._literal(key, sorter)))
                 return Take(whole, order.astype(np.int64))
-        if node.func is concatenate_shaped:
-            pieces, shape = node.args
+        if _is_one_of(node.func, CONCATENATE):
+            pieces, shape = _checked(key, node.args, (Task, list, tuple), (list, tuple))
             keys = keys_in(pieces)
+            if not shape:
+                raise NotRowLocalError(f"layer {layer_of(key)!r} puts chunks together to no shape")
             if len(keys) == shape[0] > 1:
                 return self._concatenated([self._node(piece) for piece in keys])
         return self._applied(key, node)
@@ -85,21 +97,27 @@ class Compiler:
     def _literal(self, key: Key, value: Any) -> Any:
         """A value in the graph: itself, or behind a reference to one."""
         if isinstance(value, TaskRef):
-            value = self._graph.nodes[value.key]
+            value = self._graph.node(value.key)
         if isinstance(value, GraphNode):
             if value.dependencies:
                 raise NotRowLocalError(f"layer {layer_of(key)!r} takes rows that are computed")
-            return value({}) if not isinstance(value, DataNode) else value.value
+            if isinstance(value, DataNode):
+                return value.value
+            try:
+                return value({})
+            except Exception as error:  # whatever a function in the graph raises
+                raise NotRowLocalError(f"layer {layer_of(key)!r} takes rows that raised {error!r}") from error
         return value
 
     def _taken(self, key: Key, source: Key, index: Any) -> Node:
         child = self._node(source)
-        first, *rest = index if isinstance(index, tuple) else (index,)
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        rows: Rows | None = None
         if isinstance(first, slice):
-            rows: Rows = range(child.n_rows)[first]
-        elif isinstance(first, list | np.ndarray) and np.ndim(first) == 1:
-            rows = np.arange(child.n_rows, dtype=np.int64)[first]
-        else:
+            rows = _selected(range(child.n_rows), first)
+        elif isinstance(first, list | np.ndarray):
+            rows = _selected(np.arange(child.n_rows, dtype=np.int64), first)
+        if rows is None or (not isinstance(rows, range) and rows.ndim != 1):
             raise NotRowLocalError(f"layer {layer_of(key)!r} indexes rows with {first!r}")
         whole = not rest or (isinstance(rest[0], slice) and rest[0] == slice(None))
         known = isinstance(rest[0], slice | list | np.ndarray) if rest else True
@@ -109,7 +127,9 @@ class Compiler:
         if whole:
             return Read(child.matrix, rows, child.columns)
         every = np.arange(child.matrix.shape[1], dtype=np.int64)
-        columns = (every if child.columns is None else child.columns)[rest[0]]
+        columns = _selected(every if child.columns is None else child.columns, rest[0])
+        if columns is None:
+            raise NotRowLocalError(f"layer {layer_of(key)!r} indexes columns with {rest[0]!r}")
         return Read(child.matrix, rows, None if np.array_equal(columns, every) else columns)
 
     def _concatenated(self, children: list[Node]) -> Node:
@@ -145,14 +165,17 @@ class Compiler:
         return aligned
 
     def _blockwise_alignment(self, key: Key, task: Task, layer: Blockwise) -> dict[Key, bool]:
-        if layer.io_deps:
+        if block_locations(layer):
             raise NotRowLocalError(f"layer {layer_of(key)!r} is told where its block lies (block_info or block_id)")
-        if not layer.output_indices or layer.output_indices[0] in layer.new_axes:
+        axes = output_indices(layer)
+        if not axes or axes[0] in new_axes(layer):
             raise NotRowLocalError(f"layer {layer_of(key)!r} keeps no rows")
-        row = layer.output_indices[0]
+        row = axes[0]
         by_name: dict[Key, bool] = {}
-        for name, indices in layer.indices:
+        for name, indices in blockwise_inputs(layer):
             name = name.key if isinstance(name, TaskRef) else name
+            if not _is_hashable(name):
+                raise NotRowLocalError(f"layer {layer_of(key)!r} is given a {type(name).__name__} beside its blocks")
             places = [place for place, index in enumerate(indices or ()) if index == row]
             if places not in ([], [0]) or by_name.setdefault(name, bool(places)) != bool(places):
                 raise NotRowLocalError(f"layer {layer_of(key)!r} turns rows into columns")
@@ -171,3 +194,30 @@ class Compiler:
                 )
             is_believed |= trust == "believed"
         return is_believed
+
+
+def _checked(key: Key, arguments: tuple[Any, ...], *kinds: Any) -> tuple[Any, ...]:
+    """Arguments of a function of Dask's, if they are of the classes with which Dask calls it."""
+    if len(arguments) != len(kinds) or not all(map(isinstance, arguments, kinds)):
+        raise NotRowLocalError(f"layer {layer_of(key)!r} does not call a function of Dask's as Dask does")
+    return arguments
+
+
+def _is_one_of(function: Any, functions: tuple[Any, ...]) -> bool:
+    return any(function is one for one in functions)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _selected(values: Any, index: Any) -> Any:
+    """What an index in a graph selects; None if it does not fit."""
+    try:
+        return values[index]
+    except (IndexError, TypeError, ValueError):
+        return None

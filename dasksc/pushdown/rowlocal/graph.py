@@ -7,14 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import dask.array as da
-from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, convert_legacy_graph
-from dask.utils import ensure_dict
+from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 
+from dasksc._compat.dask import convert_legacy_graph, ensure_dict
 from dasksc.pushdown.dask_leaf import MatrixRows
 
-__all__ = ["Graph", "Key", "flat", "keys_in", "layer_of"]
+__all__ = ["Graph", "Key", "NotRowLocalError", "flat", "keys_in", "layer_of"]
 
 Key = Any
+
+
+class NotRowLocalError(Exception):
+    """Why an array cannot be computed row by row; never leaves this package."""
 
 
 class Memory(Protocol):
@@ -39,13 +43,25 @@ class Graph:
         self._reaches: dict[Key, bool] = {}
         self._constants: dict[Key, Any] = {}
 
+    def node(self, key: Key) -> GraphNode:
+        """Return the task of a key.
+
+        Raises
+        ------
+        NotRowLocalError
+            If it has none: computing whole chunks says what is wrong.
+        """
+        if key not in self.nodes:
+            raise NotRowLocalError(f"{key!r} is not in its graph")
+        return self.nodes[key]
+
     def reaches(self, key: Key) -> bool:
         """Whether a stored matrix is behind a key."""
         # Without recursion, since graphs may be deeper than Python's stack.
         todo = [key]
         while todo:
             current = todo[-1]
-            node = self.nodes[current]
+            node = self.node(current)
             unknown = [dep for dep in node.dependencies if dep not in self._reaches]
             if current in self._reaches or not unknown:
                 ours = isinstance(node, DataNode) and isinstance(node.value, MatrixRows)

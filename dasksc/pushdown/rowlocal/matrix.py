@@ -13,10 +13,12 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from dasksc._compat.unsupported import UnsupportedVersionError, say_once
 from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, runs_by_block, stack
 from dasksc.pushdown.elementwise import Elementwise
 from dasksc.pushdown.rowlocal.chunk_kinds import kinds_of
-from dasksc.pushdown.rowlocal.compiler import Compiler, NotRowLocalError
+from dasksc.pushdown.rowlocal.compiler import Compiler
+from dasksc.pushdown.rowlocal.graph import NotRowLocalError
 from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Run, all_nodes, joined
 from dasksc.pushdown.rowlocal.trial import N_TRIED, are_equal, made_up_run, trial
 from dasksc.pushdown.trust import calls
@@ -63,9 +65,12 @@ class RowLocalMatrix(DaskMatrix):
         try:
             self._blocks = Compiler(self.array, strict=strict).blocks()
             self._kinds = kinds_of(self._blocks)
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            # Whole chunks are right for any graph, also for one that is not written as expected here.
+        except RecursionError as error:
             raise NotRowLocalError(f"its graph could not be followed ({error!r})") from error
+        except UnsupportedVersionError as error:
+            # Whole chunks are right for any graph, also for one that is not written as expected here.
+            say_once(error, without="array code is computed by whole chunks")
+            raise NotRowLocalError(str(error)) from error
         # The kinds of row chunks that were found right; those that are known to be need no reading.
         self._proven: set[int] = set()
         self._believed = True

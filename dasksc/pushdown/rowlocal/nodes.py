@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from dask._task_spec import GraphNode
+from dask.task_spec import GraphNode
 from numpy.typing import NDArray
 
 from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, check_shape

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from dasksc._compat.fsspec import options_in_url, parent_of, path_in, range_of
 from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
 from dasksc.storage.arrays import is_of_content
 from dasksc.storage.remote.client import (
@@ -96,7 +97,7 @@ def _class_of(url: str) -> Any:
 
 def split_url(url: str) -> tuple[str, str]:
     """Return the root of the file system that a URL is in, and the path in it; together they are the URL."""
-    path = str(_class_of(url)._strip_protocol(url)).strip("/")
+    path = path_in(_class_of(url), url).strip("/")
     url = url.rstrip("/") if path else url
     if not url.endswith(path):
         raise InputError(f"{shown(url)!r} is not the URL of a file or directory")
@@ -117,7 +118,7 @@ class FsspecClient:
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         self._root = root
         self._class = _class_of(root)
-        self._options = {**self._class._get_kwargs_from_urls(root), **options}
+        self._options = {**options_in_url(self._class, root), **options}
         self._secrets = secrets_of(root, self._options)
         self._mine = threading.local()
         # When each object was last looked at, the latest last.
@@ -127,7 +128,7 @@ class FsspecClient:
         """Return the identity of an object; see `Client.stat`."""
 
         def look(system: Any, path: str) -> ObjectIdentity:
-            system.invalidate_cache(system._parent(path))
+            system.invalidate_cache(parent_of(system, path))
             return self._identity(key, system.info(path), system)
 
         now = time.monotonic()
@@ -187,7 +188,7 @@ class FsspecClient:
         return sorted({path.rpartition("/")[2] for path in paths if path != itself})
 
     def _path(self, key: str) -> str:
-        return str(self._class._strip_protocol(url_of(self._root, key)))
+        return path_in(self._class, url_of(self._root, key))
 
     def _shown(self, key: str) -> str:
         return url_of(shown(self._root), key)
@@ -240,12 +241,12 @@ class FsspecClient:
             return bytes(system.cat_file(path, start, stop))
         held, file = getattr(self._mine, "file", None) or (None, None)
         if file is not None and held == identity:
-            return bytes(file._fetch_range(start, stop))
+            return range_of(file, start, stop)
         file = system.open(path, "rb")
         if isinstance(file, AbstractBufferedFile):
             # Its buffer would read megabytes ahead. Kept, because opening asks for the size; it holds no connection.
             self._mine.file = identity, file
-            return bytes(file._fetch_range(start, stop))
+            return range_of(file, start, stop)
         with file:
             file.seek(start)
             return bytes(file.read(stop - start))

@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 import zarr
+from zarr.abc.buffer import Buffer, BufferPrototype, NDBuffer
 from zarr.abc.store import ByteRequest
-from zarr.codecs._v2 import V2Codec
-from zarr.core.array_spec import ArraySpec
-from zarr.core.buffer import Buffer, BufferPrototype, NDBuffer
-from zarr.core.codec_pipeline import BatchedCodecPipeline
 from zarr.registry import register_pipeline
 from zarr.storage import LocalStore, ZipStore
 
+from dasksc._compat.zarr import ArraySpec, BatchedCodecPipeline, V2Codec, codec_config
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.platforms import after_fork
 from dasksc.storage.remote.client import WHOLE_BYTES
@@ -143,10 +141,10 @@ class GuardedPipeline(BatchedCodecPipeline):
         """Decode chunks, each stage after a look at what it will make."""
         pairs = list(chunk_bytes_and_specs)
         for codec in reversed(self.bytes_bytes_codecs):
-            _check_swelling(_name_of(codec), getattr(codec, "codec_config", {}), pairs)
+            _check_swelling(_name_of(codec), codec_config(codec), pairs)
             pairs = list(zip(await codec.decode(pairs), [spec for _, spec in pairs], strict=True))
         for step in self.array_array_codecs:
-            _check_types(_name_of(step), getattr(step, "codec_config", {}))
+            _check_types(_name_of(step), codec_config(step))
         last: Any = self.array_bytes_codec
         if isinstance(last, V2Codec):
             pairs, last = await _decompressed(last, pairs)

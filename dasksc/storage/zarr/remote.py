@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
 
 from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError

@@ -17,14 +17,18 @@ import pytest
 import scanpy as sc
 import scipy.sparse as sp
 import scipy.stats
+from dask.task_spec import Task, TaskRef
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dasksc
+from dasksc._compat import unsupported
+from dasksc._compat.dask import concatenation_functions, shuffle_functions
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, to_dask
 from dasksc.pushdown import computed_once as shared
+from dasksc.pushdown.rowlocal.graph import NotRowLocalError
 from dasksc.storage import as_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 from tests.support.recorders import recorded_reads
@@ -38,6 +42,10 @@ pytestmark = [
 
 N_OBS, N_VARS = 60, 17
 SIZES = np.arange(1.0, N_OBS + 1)
+
+
+(concatenate_shaped,) = concatenation_functions()
+shuffle_getitem, concatenate_arrays = shuffle_functions()
 
 
 def leaf(layout: str, chunk_rows: int = 13) -> da.Array:
@@ -690,3 +698,69 @@ def test_a_statistic_computed_first_pushes_down(caplog: pytest.LogCaptureFixture
     means = x.mean(axis=0).compute()
     assert type(matrix_of(x - means)) is RowLocalMatrix
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("literal", [[2.0], np.arange(float(N_VARS))])
+def test_values_beside_the_blocks_that_are_no_names_lead_to_whole_chunks(literal: Any, caplog: Any) -> None:
+    array = leaf("dense")
+    code = da.blockwise(np.add, "ij", array, "ij", literal, None, dtype=array.dtype)
+    with caplog.at_level(logging.WARNING, logger="dasksc.lazy"):
+        matrix = matrix_of(code)
+    assert type(matrix) is DaskMatrix
+    assert f"is given a {type(literal).__name__} beside its blocks" in caplog.text
+    rows = np.array([3, 40])
+    np.testing.assert_allclose(rows_of(matrix, rows), array.compute()[rows] + np.asarray(literal))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (concatenate_shaped, 3),
+        (concatenate_arrays, [1, 2], (1, [0, 1]), 0),
+        (concatenate_arrays, [1, 2]),
+        (shuffle_getitem,),
+    ],
+)
+def test_functions_of_dask_that_are_called_in_another_way_lead_to_whole_chunks(call: tuple[Any, ...]) -> None:
+    array = leaf("dense")
+    key = (array.name, 0, 0)
+    function, *rest = call
+    graph = {("odd", 0, 0): (function, key, *rest), **array.dask}
+    odd = da.Array(graph, "odd", chunks=((array.chunks[0][0],), (N_VARS,)), dtype=array.dtype)
+    with pytest.raises(NotRowLocalError, match="does not call a function of Dask's as Dask does"):
+        RowLocalMatrix(odd)
+
+
+def test_a_key_that_is_not_there_is_told_of() -> None:
+    array = leaf("dense")
+    graph = {("odd", 0, 0): Task(("odd", 0, 0), np.log1p, TaskRef("nowhere")), **array.dask}
+    odd = da.Array(graph, "odd", chunks=((5,), (N_VARS,)), dtype=array.dtype)
+    with pytest.raises(NotRowLocalError, match="'nowhere' is not in its graph"):
+        RowLocalMatrix(odd)
+
+
+@pytest.mark.parametrize("error", [AttributeError("a mistake"), TypeError("a mistake"), KeyError("a mistake")])
+def test_mistakes_in_following_a_graph_are_not_taken_for_odd_graphs(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("dasksc.pushdown.rowlocal.compiler.Compiler._applied", mistaken)
+    with pytest.raises(type(error), match="a mistake"):
+        matrix_of(da.log1p(leaf("dense")))
+
+
+def test_a_dask_whose_layers_lack_a_field_computes_whole_chunks_and_says_so_once(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(layer: Any) -> Any:
+        return unsupported.attribute(layer, "axes_of_another_version", library="dask")
+
+    monkeypatch.setattr(unsupported, "_said", set())
+    monkeypatch.setattr("dasksc.pushdown.rowlocal.compiler.output_indices", lacking)
+    for _ in range(2):
+        assert type(matrix_of(da.log1p(leaf("dense")))) is DaskMatrix
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "dasksc.compat"]
+    assert said.startswith("dask 2")
+    assert "Blockwise.axes_of_another_version" in said

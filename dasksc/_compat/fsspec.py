@@ -1,0 +1,31 @@
+"""What is private in fsspec's file systems, which all implementations have; raises where missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dasksc._compat.unsupported import attribute
+
+__all__ = ["options_in_url", "parent_of", "path_in", "range_of"]
+
+
+def path_in(kind: Any, url: str) -> str:
+    """Return the path of a URL in the file system of a class (``_strip_protocol``)."""
+    return str(attribute(kind, "_strip_protocol", library="fsspec")(url))
+
+
+def options_in_url(kind: Any, url: str) -> Mapping[str, Any]:
+    """Return the options of a class that a URL holds (``_get_kwargs_from_urls``)."""
+    options: Mapping[str, Any] = attribute(kind, "_get_kwargs_from_urls", library="fsspec")(url)
+    return options
+
+
+def parent_of(system: Any, path: str) -> Any:
+    """Return the folder of a path (``_parent``)."""
+    return attribute(system, "_parent", library="fsspec")(path)
+
+
+def range_of(file: Any, start: int, stop: int) -> bytes:
+    """Read bytes of an open ``fsspec.spec.AbstractBufferedFile`` past its buffer (``_fetch_range``)."""
+    return bytes(attribute(file, "_fetch_range", library="fsspec")(start, stop))

@@ -1,0 +1,44 @@
+"""What is private in SciPy: flags of sparse matrices, whose public names compute what is not known yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+
+__all__ = ["copy_flags", "is_canonical_known", "mark_canonical"]
+
+_CANONICAL = "_has_canonical_format"
+_FLAGS = ("_has_sorted_indices", _CANONICAL)
+
+
+def mark_canonical(block: Any) -> None:
+    """Note that the column numbers of each row ascend and none comes twice; the setter is not documented."""
+    block.has_canonical_format = True
+
+
+def is_canonical_known(block: Any) -> bool:
+    """Whether it is known of a block already; where the flag is missing, never, which costs a pass over it."""
+    return hasattr(block, _CANONICAL)
+
+
+def copy_flags(block: Any, to: Any) -> None:
+    """Note of a block what is known of another with the same places; where flags are missing, nothing."""
+    for name in _FLAGS:
+        if hasattr(block, name):
+            setattr(to, name, getattr(block, name))
+
+
+def _check() -> None:
+    block = sp.csr_matrix((1, 1), dtype=np.int8)
+    mark_canonical(block)
+    for name in _FLAGS:
+        if name not in vars(block):
+            error = UnsupportedVersionError("scipy", f"csr_matrix.{name}")
+            say_once(error, without="sparse array code takes a pass over the column numbers each time")
+
+
+_check()
