@@ -54,8 +54,8 @@ def _sum(
 ) -> da.Array:
     result = np.dtype(np.empty(0, array.dtype).sum().dtype if dtype is None else dtype)
     wide = np.result_type(result, np.float64) if result.kind == "f" else result
-    total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, keepdims, split_every, wide)
-    return total.astype(result)
+    total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
+    return _shaped(total.astype(result), axis, keepdims=keepdims)
 
 
 def _mean(
@@ -99,8 +99,9 @@ def _moment(
     split_every: Any,
 ) -> da.Array:
     result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
-    moments = _reduce(array, chunk_moments, combine_moments, axis, keepdims, split_every, MOMENTS)
-    return moments.map_blocks(finish, dtype=np.float64, meta=np.empty((0,) * moments.ndim)).astype(result)
+    moments = _reduce(array, chunk_moments, combine_moments, axis, split_every, MOMENTS)
+    finished = moments.map_blocks(finish, dtype=np.float64, meta=np.empty((0, 0)))
+    return _shaped(finished.astype(result), axis, keepdims=keepdims)
 
 
 def _reduce(
@@ -108,21 +109,26 @@ def _reduce(
     chunk: Callable[..., NDArray[Any]],
     aggregate: Callable[..., NDArray[Any]],
     axis: Axis,
-    keepdims: bool,
     split_every: Any,
     dtype: np.dtype[Any],
 ) -> da.Array:
+    # Before 2026 Dask adds up an empty array of the type where no axis is kept, which a structured type cannot.
     reduced: da.Array = da.reduction(
         array,
         chunk,
         aggregate,
         axis=axis,
-        keepdims=keepdims,
+        keepdims=True,
         split_every=split_every,
         dtype=dtype,
         meta=np.empty((0, 0), dtype),
     )
     return reduced
+
+
+def _shaped(reduced: da.Array, axis: Axis, *, keepdims: bool) -> da.Array:
+    """Return a reduction without the axes that were reduced, unless they are kept."""
+    return reduced if keepdims else da.squeeze(reduced, axis=(0, 1) if axis is None else axis)
 
 
 def chunk_sum(block: Any, axis: tuple[int, ...], keepdims: bool, *, dtype: np.dtype[Any]) -> NDArray[Any]:
