@@ -19,7 +19,7 @@ from dasksc.conversion.scanning import ROW, Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, write_tables
 from dasksc.conversion.task_runner import Runner, progress_bar
-from dasksc.conversion.work_folder import Workplace, array_appearing
+from dasksc.conversion.work_folder import Workplace, array_appearing, mapped_array
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count, wide_enough
 from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import Scheduler
@@ -99,7 +99,7 @@ class Conversion:
                 rows[key] = self._scanned(runner, key, matrix, budget)
                 self._copies[key] = self._copy(key, matrix, rows[key], budget)
                 self._written(runner, key, self._copies[key], budget, in_runs=key in self._staged)
-            written = np.load(self._order, mmap_mode="r")
+            written = mapped_array(self._order)
             how = {"order": recipe.order, "group_by": recipe.group_by, "seed": recipe.seed}
             write_tables(self._adata, place.folder / "tables", place.store, written, how)
             if verify:
@@ -125,7 +125,7 @@ class Conversion:
 
     def _copy(self, key: str, matrix: Matrix, rows: Path, budget: int) -> Copy:
         """Return how a matrix is to be written, according to what its rows are."""
-        known = np.load(rows, mmap_mode="r")
+        known = mapped_array(rows)
         largest = float(known["largest"].max(initial=0))
         dtype = wide_enough(matrix.stored_dtype, largest)
         if self._recipe.narrow and not key.startswith("obsm/") and len(known):
@@ -145,7 +145,7 @@ class Conversion:
             )
         indptr = rows.with_name("indptr.npy")
         if not indptr.exists():
-            order = np.load(self._order, mmap_mode="r")
+            order = mapped_array(self._order)
             with array_appearing(indptr, np.int64, len(order) + 1) as out:
                 _fill_indptr(out, known, order)
         return CSRCopy(
@@ -156,7 +156,7 @@ class Conversion:
             dtype=dtype,
             computed=computed,
             narrow=self._recipe.narrow,
-            n_values=int(np.load(indptr, mmap_mode="r")[-1]),
+            n_values=int(mapped_array(indptr)[-1]),
             piece_values=max(1, min(_PIECE_VALUES, budget // _VALUE_BYTES)),
         )
 
@@ -181,7 +181,7 @@ class Conversion:
 
     def _runs(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Staging:
         if not self._places.exists():
-            order = np.load(self._order, mmap_mode="r")
+            order = mapped_array(self._order)
             with array_appearing(self._places, np.int64, len(order)) as out:
                 for start, stop in pieces(0, len(order), _PIECE_ROWS):
                     out[order[start:stop]] = np.arange(start, stop)

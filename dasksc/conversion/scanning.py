@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.conversion.work_folder import array_appearing
+from dasksc.conversion.work_folder import array_appearing, mapped_array
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend
@@ -142,7 +142,7 @@ class Scan:
             with array_appearing(whole, ROW, self.matrix.shape[0]) as rows:
                 for k in range(self.n_tasks):
                     start, stop = self.rows(k)
-                    rows[start:stop] = np.load(self._path(k))
+                    rows[start:stop] = mapped_array(self._path(k))
         return whole
 
 
@@ -182,7 +182,7 @@ class Verification:
     def __call__(self, k: int) -> None:
         """Do task `k`."""
         matrix = open_matrix(self.store, self.key)
-        known, order = np.load(self.rows, mmap_mode="r"), np.load(self.order, mmap_mode="r")
+        known, order = mapped_array(self.rows), mapped_array(self.order)
         for start, stop in pieces(k * self.task_rows, min((k + 1) * self.task_rows, self.n_obs), self.piece_rows):
             wanted = np.arange(start, stop, dtype=np.int64)
             found = described(matrix.fetch(wanted), wanted - start, dtype=matrix.stored_dtype)

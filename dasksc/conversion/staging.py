@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.conversion.work_folder import appearing
+from dasksc.conversion.work_folder import appearing, mapped_array
 from dasksc.storage import Matrix, StackedMatrix, open_matrix
 from dasksc.storage.fetched_csr import CSRFetched
 
@@ -62,7 +62,7 @@ class Staging:
     def __call__(self, k: int) -> None:
         """Write run `k`."""
         start, stop = self.rows(k)
-        ranked = np.argsort(np.load(self.places, mmap_mode="r")[start:stop])
+        ranked = np.argsort(mapped_array(self.places)[start:stop])
         fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
         with appearing(self._path(k)) as path, h5py.File(path, "w") as file:
             if isinstance(fetched, CSRFetched):
@@ -75,7 +75,7 @@ class Staging:
 
     def fill_order(self, order: NDArray[np.int64]) -> None:
         """Write which row of the runs, one below the other, each row of the output is."""
-        places = np.load(self.places, mmap_mode="r")
+        places = mapped_array(self.places)
         for k in range(self.n_tasks):
             start, stop = self.rows(k)
             order[np.sort(places[start:stop])] = np.arange(start, stop)

@@ -13,10 +13,11 @@ import json
 import os
 import platform
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from dask.utils import format_bytes
@@ -25,9 +26,12 @@ from numpy.typing import DTypeLike, NDArray
 from dasksc.errors import InputError, StorageError
 from dasksc.platforms import lock_file
 
-__all__ = ["Workplace", "appearing", "array_appearing"]
+__all__ = ["Workplace", "appearing", "array_appearing", "mapped_array"]
 
 _ZEROS_BYTES = 2**20
+# Headers of .npy files are parsed by Python's own parser, which in Python 3.11 fails now and then (SystemError: AST
+# constructor recursion depth mismatch) where several threads use it at once.
+_parsing = threading.Lock()
 
 
 class Workplace:
@@ -208,6 +212,13 @@ def appearing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any, Any]:
+    """Map the array in a ``.npy`` file; any number of threads may do so at once."""
+    with _parsing:
+        array: np.memmap[Any, Any] = np.load(path, mmap_mode=mode)
+    return array
+
+
 @contextmanager
 def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
     """Give a mapped array to fill, shape (n,); as a ``.npy`` file it appears at `path`, in one step.
@@ -224,7 +235,7 @@ def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[An
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             _extend(file, n * dtype.itemsize)
-        out = np.load(partial, mmap_mode="r+")
+        out = mapped_array(partial, mode="r+")
         yield out
         out.flush()
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.conversion.scanning import exactly, gather_canonical, pieces
 from dasksc.conversion.shards import ShardedArray, ShardWriter, Shuffle
+from dasksc.conversion.work_folder import mapped_array
 from dasksc.errors import CorruptDataError
 from dasksc.storage import Fetched, Matrix
 
@@ -120,7 +121,7 @@ class CSRCopy:
     def __call__(self, k: int) -> int:
         """Write shard `k`; return how many bytes that took."""
         arrays = self.arrays
-        indptr, order = np.load(self.indptr, mmap_mode="r"), np.load(self.order, mmap_mode="r")
+        indptr, order = mapped_array(self.indptr), mapped_array(self.order)
         start, stop = arrays["data"].rows(k)
         with (
             ShardWriter(arrays["indices"], self.folder / "indices", k) as indices_to,
@@ -141,7 +142,7 @@ class CSRCopy:
 
     def finish(self) -> None:
         """Write the offsets, and what makes the folder a matrix."""
-        indptr = np.load(self.indptr, mmap_mode="r")
+        indptr = mapped_array(self.indptr)
         shard = shard_rows_for(len(indptr), _INDPTR_CHUNK, _SHARD_VALUES)
         array = ShardedArray(shape=indptr.shape, dtype=self._offsets, chunk_rows=_INDPTR_CHUNK, shard_rows=shard)
         for k in range(array.n_shards):
@@ -209,7 +210,7 @@ class DenseCopy:
     def __call__(self, k: int) -> int:
         """Write shard `k`; return how many bytes that took."""
         array = self.array
-        order = np.load(self.order, mmap_mode="r")
+        order = mapped_array(self.order)
         with ShardWriter(array, self.folder, k) as to:
             for start, stop in pieces(*array.rows(k), self.piece_rows):
                 fetched, positions = fetch_any(self.matrix, order[start:stop])

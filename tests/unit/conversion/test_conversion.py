@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from dasksc import cli
 from dasksc.conversion import converting, scanning, shards, staging, writing
 from dasksc.conversion.converting import needs_runs
 from dasksc.conversion.inputs import matrices_of
-from dasksc.conversion.work_folder import Workplace
+from dasksc.conversion.work_folder import Workplace, mapped_array
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.executor import schedulers
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
@@ -1104,3 +1106,22 @@ def test_the_command_names_inputs_and_refuses_options_without_a_value(tmp_path):
     shown = CliRunner().invoke(cli.group, [*command, "--storage-option", "region"])
     assert shown.exit_code == 2
     assert "--storage-option region has no value; give it as NAME=VALUE" in shown.stderr
+
+
+def test_headers_of_arrays_are_parsed_one_at_a_time(tmp_path, monkeypatch):
+    path = tmp_path / "numbers.npy"
+    np.save(path, np.arange(7))
+    load, parsing, together = np.load, [], []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        parsing.append(1)
+        time.sleep(0.001)  # lets other threads in
+        together.append(len(parsing))
+        parsing.pop()
+        return load(*args, **options)
+
+    monkeypatch.setattr(np, "load", watched)
+    with ThreadPoolExecutor(8) as threads:
+        arrays = list(threads.map(lambda _: mapped_array(path), range(40)))
+    assert set(together) == {1}
+    assert all(np.array_equal(array, np.arange(7)) for array in arrays)
