@@ -6,6 +6,8 @@ perfect generator would have failed one of them.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import pickle
 from typing import Any
 
@@ -18,6 +20,7 @@ from scipy import stats
 
 import dasksc
 from dasksc import EpochPlan
+from dasksc.planning.consumed_segments import Stretch
 from dasksc.sampling.binding import bind
 from dasksc.sampling.block_order import BlockOrder
 
@@ -510,3 +513,19 @@ def test_sizes_that_make_no_plan_are_refused(options: dict[str, Any], message: s
 def test_sizes_of_narrow_integers_do_not_overflow() -> None:
     plan = plan_of(dasksc.BlockShuffling(), 1000, batch_size=np.int8(100), fetch_factor=np.int8(4))
     assert sorted(yielded_by(plan).tolist()) == list(range(1000))
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_epoch_that_ranks_leave_anywhere_is_completed_by_one(world_size: int, block_size: int) -> None:
+    for n, n_batches in itertools.product(range(5, 24), range(4)):
+        sizes = {"batch_size": 2, "fetch_factor": 2}
+        before = plan_of(dasksc.BlockShuffling(block_size), n, world_size=world_size, seed=n, **sizes)
+        segment = Stretch(world_size=world_size, n_batches=n_batches, **sizes)
+        after = dataclasses.replace(before, rank=0, world_size=1, consumed=(segment,))
+        read = [batch for rank in ranks_of(before) for batch in batches_of(rank)[:n_batches]]
+        completed = yielded_by(after)
+        times = np.bincount(np.concatenate([*read, completed]), minlength=n)
+        assert times.min() == 1, (n, n_batches)
+        assert len(np.unique(completed)) == len(completed), (n, n_batches)
+        assert times.sum() - n <= before.n_padded, (n, n_batches)
