@@ -17,10 +17,9 @@ import scipy.sparse as sp
 from anndata import AnnData
 
 import dasksc
-from dasksc import conversion
 from dasksc.atlas import filtering, splitting
+from dasksc.conversion import converting, tables, writing
 from dasksc.conversion import rows as order_of_rows
-from dasksc.conversion import tables, writing
 from dasksc.planning import plan
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.plan import EpochPlan
@@ -36,7 +35,7 @@ PIECES = [
     (splitting, "_PIECE_ROWS"),
     (filtering, "_PIECE_ROWS"),
     (plan, "_COMPUTED_AT_ONCE"),
-    (conversion, "_PIECE_ROWS"),
+    (converting, "_PIECE_ROWS"),
 ]
 PIECES += [(order_of_rows, "_PART"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
 
