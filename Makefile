@@ -30,8 +30,8 @@ CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
 env: $(VENV)/.dev
 
-# The demo needs the package alone, the core tests what is theirs, all else what developers have.
-$(VENV)/.demo: PACKAGES := .
+# The demo needs the extra demo, the core tests what is theirs, all else what developers have.
+$(VENV)/.demo: PACKAGES := .[demo]
 $(VENV)/.test: PACKAGES := .[test]
 $(VENV)/.dev: PACKAGES := .[dev]
 $(VENV)/.test: CONTAINED := $(VENV)/.demo
