@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -1111,17 +1111,22 @@ def test_the_command_names_inputs_and_refuses_options_without_a_value(tmp_path):
 def test_headers_of_arrays_are_parsed_one_at_a_time(tmp_path, monkeypatch):
     path = tmp_path / "numbers.npy"
     np.save(path, np.arange(7))
-    load, parsing, together = np.load, [], []
+    load, parsing, together = np.load, threading.Lock(), []
 
     def watched(*args: Any, **options: Any) -> Any:
-        parsing.append(1)
-        time.sleep(0.001)  # lets other threads in
-        together.append(len(parsing))
-        parsing.pop()
+        alone = parsing.acquire(blocking=False)
+        together.append(not alone)
+        try:
+            both.wait(0.2)  # a second thread, were it let in, would come here
+        except threading.BrokenBarrierError:
+            both.reset()
+        if alone:
+            parsing.release()
         return load(*args, **options)
 
+    both = threading.Barrier(2)
     monkeypatch.setattr(np, "load", watched)
-    with ThreadPoolExecutor(8) as threads:
-        arrays = list(threads.map(lambda _: mapped_array(path), range(40)))
-    assert set(together) == {1}
+    with ThreadPoolExecutor(2) as threads:
+        arrays = list(threads.map(lambda _: mapped_array(path), range(2)))
+    assert together == [False, False]
     assert all(np.array_equal(array, np.arange(7)) for array in arrays)
