@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dasksc.planning.plan import EpochPlan
     from dasksc.planning.ranks import World
     from dasksc.pushdown import row_local
+    from dasksc.sampling.cell_sets import CellSets
     from dasksc.sampling.strategies import (
         BlockShuffling,
         BlockWeightedSampling,
@@ -62,6 +63,7 @@ _HOMES = {
     "Batch": "dasksc.batches.batch",
     "BlockShuffling": "dasksc.sampling.strategies",
     "BlockWeightedSampling": "dasksc.sampling.strategies",
+    "CellSets": "dasksc.sampling.cell_sets",
     "ClassBalancedSampling": "dasksc.sampling.strategies",
     "ConversionReport": "dasksc.conversion",
     "EpochPlan": "dasksc.planning.plan",
@@ -95,6 +97,7 @@ __all__ = [
     "Batch",
     "BlockShuffling",
     "BlockWeightedSampling",
+    "CellSets",
     "ClassBalancedSampling",
     "ConversionReport",
     "CorruptDataError",

@@ -34,7 +34,7 @@ Examples:
     show_default=True,
     help="Draw an order of the cells once, every one as likely; or keep theirs.",
 )
-@click.option("--group-by", metavar="COLUMN", help="Put cells together that have the same value of an obs column.")
+@click.option("--group-by", metavar="COLUMNS", help="Put cells together that agree in obs columns: cell_line,gene.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the shuffle.")
 @click.option(
     "--join",
@@ -97,7 +97,7 @@ def command(
         inputs[0] if len(inputs) == 1 else list(inputs),
         target,
         order="keep" if order == "keep" else "shuffle",
-        group_by=group_by,
+        group_by=None if group_by is None else group_by.split(","),
         seed=seed,
         join="outer" if join == "outer" else "inner",
         label=label,

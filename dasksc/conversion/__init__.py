@@ -72,7 +72,7 @@ def convert(
     target: str | os.PathLike[str],
     *,
     order: Order = "shuffle",
-    group_by: str | None = None,
+    group_by: str | Sequence[str] | None = None,
     seed: int = 0,
     join: Join = "inner",
     label: str | None = None,
@@ -105,7 +105,8 @@ def convert(
     order
         ``"shuffle"``: cells in an order that is drawn once, every one as likely; ``"keep"``: as they are.
     group_by
-        A column of obs: cells of one category are put together, in `order` among themselves.
+        A column of obs, or several: cells of one category, or combination of categories, are put together, in `order`
+        among themselves.
     seed
         Of the shuffle. The same input and seed give the same order.
     join, label, keys, index_unique, merge, fill_value
@@ -187,10 +188,11 @@ def convert(
             storage_options=storage_options,
             cache=cache,
         )
-    if group_by is not None and group_by not in adata.obs:
-        raise MissingKeyError(
-            f"obs has no column {group_by!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
-        )
+    for name in recipe.grouped_by:
+        if name not in adata.obs:
+            raise MissingKeyError(
+                f"obs has no column {name!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
+            )
     check_tables(adata)
     matrices = matrices_of(adata)
     for matrix in matrices.values():

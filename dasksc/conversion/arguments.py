@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Recipe:
     """
 
     order: Order
-    group_by: str | None
+    group_by: str | Sequence[str] | None
     seed: int
     join: Join
     label: str | None
@@ -49,7 +49,14 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
             raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; to group cells give group_by=")
-        _check_text("group_by", self.group_by, "one name of an obs column: group_by='cell_type'")
+        if isinstance(self.group_by, list | tuple):
+            for name in self.group_by:
+                _check_text("group_by", name, "names of obs columns: group_by=['cell_line', 'gene']")
+            if not self.group_by or len(set(self.group_by)) < len(self.group_by):
+                raise InputError(f"group_by={list(self.group_by)} must name at least one obs column, and none twice")
+            object.__setattr__(self, "group_by", self.group_by[0] if len(self.group_by) == 1 else list(self.group_by))
+        else:
+            _check_text("group_by", self.group_by, "names of obs columns: group_by='cell_type'")
         _check_text("label", self.label, "one name for an obs column: label='plate'")
         _check_text("index_unique", self.index_unique, "a text to put between names: index_unique='-'")
         if self.keys is not None and not isinstance(self.keys, Iterable):
@@ -65,6 +72,11 @@ class Recipe:
             object.__setattr__(self, "fill_value", np.asarray(self.fill_value).item())
         if self.keys is not None and not isinstance(self.keys, str):
             object.__setattr__(self, "keys", list(self.keys))
+
+    @property
+    def grouped_by(self) -> list[str]:
+        """The obs columns of `group_by`."""
+        return [self.group_by] if isinstance(self.group_by, str) else list(self.group_by or ())
 
     def as_plan(self, data: Any) -> dict[str, Any]:
         """Return what tells this conversion of `data` from others, as plain types."""

@@ -81,7 +81,7 @@ class Conversion:
         self._order = place.folder / "order.npy"
         self._places = place.folder / "places.npy"
         self._copies: dict[str, Copy] = {}
-        in_order = recipe.order == "keep" and recipe.group_by is None
+        in_order = recipe.order == "keep" and not recipe.grouped_by
         self._staged = {key for key, matrix in matrices.items() if not in_order and needs_runs(matrix)}
 
     def run(self, *, verify: bool, shown: bool) -> None:
@@ -89,7 +89,7 @@ class Conversion:
         n_obs, place, recipe = self._adata.n_obs, self._place, self._recipe
         if not self._order.exists():
             with array_appearing(self._order, np.int64, n_obs) as out:
-                row_order(self._adata.obs, order=recipe.order, group_by=recipe.group_by, seed=recipe.seed, out=out)
+                row_order(self._adata.obs, order=recipe.order, group_by=recipe.grouped_by, seed=recipe.seed, out=out)
         n_passes = len(self._matrices) * (2 + verify) + len(self._staged)
         with progress_bar(total=n_obs * n_passes, shown=shown) as advance:
             runner = Runner(self._scheduler, advance)

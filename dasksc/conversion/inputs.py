@@ -83,12 +83,12 @@ def matrices_of(adata: AnnData) -> dict[str, Matrix]:
 
 def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
     """Return what tells this conversion from others: the files as they are now, and what becomes of them."""
-    group_by = recipe.group_by
+    groups = [pd.Categorical(adata.obs[name]) for name in recipe.grouped_by]
     return {
         "format": _FORMAT,
         "n_obs": adata.n_obs,
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
         # Without the names of the cells, by which nothing is grouped.
-        "groups": None if group_by is None else tokenize(pd.Categorical(adata.obs[group_by])),
+        "groups": tokenize(*groups) if groups else None,
         **recipe.as_plan(data),
     }

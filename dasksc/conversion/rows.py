@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from dasksc.kernels.draw import count_codes
 from dasksc.kernels.split import put_by_code
 from dasksc.sampling.block_order import BlockOrder
+from dasksc.sampling.groups import Column, combined_codes
 
 __all__ = ["Order", "row_order"]
 
@@ -19,7 +21,7 @@ Order = Literal["shuffle", "keep"]
 _PART = 2**20
 
 
-def row_order(obs: pd.DataFrame, *, order: Order, group_by: str | None, seed: int, out: NDArray[np.int64]) -> None:
+def row_order(obs: pd.DataFrame, *, order: Order, group_by: Sequence[str], seed: int, out: NDArray[np.int64]) -> None:
     """Write which row of the input each row of the output is.
 
     Parameters
@@ -29,8 +31,9 @@ def row_order(obs: pd.DataFrame, *, order: Order, group_by: str | None, seed: in
     order
         ``"shuffle"``: a keyed permutation of all rows; ``"keep"``: as they are.
     group_by
-        A column of `obs`: rows of a category are put together, in `order`. Categories come in their order, what
-        is no categorical sorted; missing values last.
+        Columns of `obs`: rows of one combination of categories are put together, in `order`. Combinations ascend,
+        the first column first; categories come in their order, and in sorted order where the column is not
+        categorical. Rows without a category come last.
     seed
         Of the permutation.
     out
@@ -38,17 +41,18 @@ def row_order(obs: pd.DataFrame, *, order: Order, group_by: str | None, seed: in
     """
     n_obs = len(obs)
     keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)
-    if group_by is not None:
-        grouped = pd.Categorical(obs[group_by])
-        codes = np.asarray(grouped.codes)
-        counts = np.zeros(len(grouped.categories) + 1, dtype=np.int64)
+    if group_by:
+        grouped = {name: pd.Categorical(obs[name]) for name in group_by}
+        columns = [Column(name, np.asarray(one.codes), list(one.categories)) for name, one in grouped.items()]
+        codes, n_codes = combined_codes(columns, slice(None), n_obs)
+        counts = np.zeros(n_codes + 1, dtype=np.int64)
         count_codes(n_obs, codes, np.empty(0, dtype=np.int64), counts)
         # Missing is -1, and goes last.
         places = np.concatenate([[0], np.cumsum(counts[1:])])
     for start in range(0, n_obs, _PART):
         stop = min(start + _PART, n_obs)
         rows = keyed.at(np.arange(start, stop, dtype=np.int64))
-        if group_by is None:
+        if not group_by:
             out[start:stop] = rows
         else:
             put_by_code(rows, codes[rows].astype(np.int32), places, out)

@@ -10,13 +10,19 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.inspection.dryrun_report import Check, ClassShare, RankShare
-from dasksc.inspection.dryrun_warnings import warnings_of_loader, warnings_of_mixing, warnings_of_sizes
+from dasksc.inspection.dryrun_warnings import (
+    warnings_of_loader,
+    warnings_of_mixing,
+    warnings_of_sets,
+    warnings_of_sizes,
+)
 from dasksc.kernels.draw import count_codes
 from dasksc.loader import MatrixSource, parts_of, scDataset
 from dasksc.planning.label_entropy import Diversity
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
 from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.set_sampler import SetSampler
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -74,10 +80,13 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         block_size=plan.block_size,
         batch_size=plan.batch_size,
         global_batch_size=plan.batch_size * world_size,
-        fetch_size=plan.fetch_rows,
+        fetch_size=dataset.fetch_size,
         ranks=ranks,
         n_padded=plan.n_padded,
         n_dropped=plan.n_dropped,
+        set_size=plan.sampler.unit if isinstance(plan.sampler, SetSampler) else None,
+        n_controls=plan.sampler.n_controls,
+        sets=plan.sampler.accounts if isinstance(plan.sampler, SetSampler) else None,
         label_key=name,
         classes=() if labels is None else _classes_of(plan, labels),
         num_workers=num_workers,
@@ -90,6 +99,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
             *warnings_of_sizes(dataset, plan, ranks),
             *warnings_of_loader(loader, plan),
             *warnings_of_mixing(plan, name, labels),
+            *warnings_of_sets(plan),
         ),
     )
 

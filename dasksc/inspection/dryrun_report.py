@@ -10,6 +10,7 @@ from typing import Any
 from dask.utils import format_bytes
 
 from dasksc.memory.limits import to_ask_for
+from dasksc.sampling.set_sampler import SetAccounts
 
 __all__ = ["Check", "ClassShare", "RankShare"]
 
@@ -87,6 +88,9 @@ class Check:
         What each rank gets.
     n_padded, n_dropped
         Rows repeated and left out, over all ranks.
+    set_size, n_controls, sets
+        Of `CellSets`: cells of a set, control cells for each of them, and what the strategy found; None, 0 and None
+        for other strategies.
     label_key
         The column whose classes are counted.
     classes
@@ -117,6 +121,9 @@ class Check:
     ranks: tuple[RankShare, ...]
     n_padded: int
     n_dropped: int
+    set_size: int | None
+    n_controls: int
+    sets: SetAccounts | None
     label_key: str | None
     classes: tuple[ClassShare, ...]
     num_workers: int
@@ -152,6 +159,16 @@ class Check:
             f"  batches  {self.batch_size:,} rows a rank, {self.global_batch_size:,} over all; "
             f"fetches of {self.fetch_size:,} rows"
         )
+        if self.sets is not None and self.set_size is not None:
+            yield (
+                f"  sets     {self.n_rows // self.set_size:,} of {self.set_size:,} cells from {self.sets.n_groups:,} "
+                f"groups ({self.sets.n_cells:,} cells)"
+                + (
+                    f"; {self.n_controls} of {self.sets.n_control_cells:,} control cells a cell"
+                    if self.n_controls
+                    else ""
+                )
+            )
         for share, ranks in groupby(self.ranks, key=lambda one: str(one)):
             first, *others = (one.rank for one in ranks)
             name = f"rank {first}" if not others else f"ranks {first} to {others[-1]}"

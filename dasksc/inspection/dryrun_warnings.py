@@ -8,9 +8,10 @@ from typing import Any
 from dasksc.inspection.dryrun_report import RankShare
 from dasksc.loader import MatrixSource, parts_of, scDataset
 from dasksc.planning.plan import EpochPlan
+from dasksc.sampling.set_sampler import SetSampler
 from dasksc.storage import is_url
 
-__all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sizes"]
+__all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sets", "warnings_of_sizes"]
 
 # Batches whose labels are less mixed than this share of random ones' are warned of.
 _MIXED = 0.9
@@ -86,7 +87,7 @@ def warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
 
 def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterator[str]:
     """Warn of batches that mix labels less than random ones would."""
-    if labels is None or not plan.n_fetches:
+    if labels is None or not plan.n_fetches or isinstance(plan.sampler, SetSampler):
         return
     share = plan.diversity(labels).share
     if share < _MIXED:
@@ -94,4 +95,31 @@ def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterat
         yield (
             f"batches hold {share:.0%} of the mix of labels that random ones would ({name or 'labels'}): labels lie in "
             f"long runs, and a fetch mixes only {n_blocks:,} blocks. Raise fetch_factor, or lower block_size"
+        )
+
+
+def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
+    """Warn of cells that sets leave out, repeat or compare with controls that match less."""
+    sampler = plan.sampler
+    if not isinstance(sampler, SetSampler):
+        return
+    found = sampler.accounts
+    if found.n_unmatched_cells:
+        yield (
+            f"{found.n_unmatched_cells:,} cells of {found.n_unmatched_groups:,} groups are never drawn, since no "
+            "control cell matches them. Match fewer columns (match=), or add control cells (control_indices=)"
+        )
+    if found.n_loosened_cells:
+        yield (
+            f"{found.n_loosened_cells:,} cells of {found.n_loosened_groups:,} groups have controls that agree in fewer "
+            "columns than match= names: batch effects enter the comparison. unmatched='drop' leaves these cells out"
+        )
+    if found.n_short_groups:
+        yield (
+            f"{found.n_short_groups:,} groups have fewer cells than a set of {sampler.set_size}: "
+            + (
+                "they are never drawn (incomplete='drop')"
+                if found.drops_short
+                else "their sets repeat cells. Lower set_size, or leave them out with incomplete='drop'"
+            )
         )

@@ -8,7 +8,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import cloudpickle
 import dask.array as da
@@ -39,7 +39,9 @@ from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
 from dasksc.sampling.binding import bind, is_random, restricted
+from dasksc.sampling.cell_sets import CellSets
 from dasksc.sampling.samplers import Sampler
+from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import Layout, UseMmap
 
@@ -82,8 +84,8 @@ class scDataset(IterableDataset[Any]):
         `MultiIndexable`), which is read by indexing and yields what its indexing gives. Or several modalities of the
         same cells: `Modalities`, a MuData, or the path of an ``.h5mu`` file.
     strategy
-        What is drawn: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`
-        or your own `SamplingStrategy`.
+        What is drawn: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`,
+        `CellSets` or your own `SamplingStrategy`.
     batch_size
         Rows of a batch, per rank.
     fetch_factor
@@ -221,7 +223,9 @@ class scDataset(IterableDataset[Any]):
         self._placement = Placement(device, pin_memory)
         self._progress = progress
         self._scheduler = _Where(scheduler)
-        request = BatchRequest(obs, layers, obsm, genes, layout, dtype, transform, pin_memory)
+        request = BatchRequest(
+            obs, layers, obsm, genes, layout, dtype, transform, pin_memory, in_sets=isinstance(strategy, CellSets)
+        )
         if not isinstance(strategy, SamplingStrategy):
             raise WrongTypeError(
                 f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
@@ -230,22 +234,38 @@ class scDataset(IterableDataset[Any]):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise WrongTypeError(f"{name} must be callable; got {getattr(self, name)!r}")
         filtered_by = [] if filter is None else filtering.columns_of(filter)
+        control = getattr(strategy, "control", None)
+        controlled_by = filtering.columns_of(control) if isinstance(control, str) else []
         self._source = source_of(
-            data_collection, request, self._hooks, strategy=strategy, filtered_by=filtered_by, mmap=mmap
+            data_collection,
+            request,
+            self._hooks,
+            strategy=strategy,
+            filtered_by=[*filtered_by, *controlled_by],
+            mmap=mmap,
         )
         self.collection = self._source.collection
         self.categories = self._source.categories
         if filter is not None:
             self.strategy = strategy = restricted(strategy, self._source.rows_where(filter), repr(filter))
+        if isinstance(control, str):
+            self.strategy = strategy = cast(CellSets, strategy).with_control(
+                self._source.rows_where(control), controlled_by
+            )
         self._sampler: Sampler = bind(strategy, self.collection, self._source.n_obs, self._source.labels_of)
+        if self._sampler.n_controls and isinstance(self._source, IndexedSource):
+            raise InputError(
+                "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed "
+                "yield rows, which have no place for controls"
+            )
         self._session = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self._projection = MemoryProjection(
             self._source,
             self._session,
             self._scheduler,
-            batch_size=self.batch_size,
+            batch_size=self.batch_size * (1 + self._sampler.n_controls),
             fetch_factor=fetch_factor,
-            run_rows=float(getattr(strategy, "block_size", 1)),
+            run_rows=float(getattr(self._sampler, "block_rows", getattr(strategy, "block_size", 1))),
             prefetch=prefetch,
             limit=limit,
         )
@@ -270,8 +290,21 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def fetch_size(self) -> int:
-        """Rows of a fetch."""
-        return self.batch_size * self.fetch_factor
+        """Rows of a fetch, controls included."""
+        return self.batch_size * (1 + self._sampler.n_controls) * self.fetch_factor
+
+    @property
+    def groups(self) -> Any:
+        """Labels of the groups of `CellSets`: a data frame whose row g describes code g of ``batch.sets``.
+
+        Raises
+        ------
+        InputError
+            If the strategy draws no sets.
+        """
+        if not isinstance(self._sampler, SetSampler):
+            raise InputError(f"groups are those of dasksc.CellSets; this data set draws by {self.strategy!r}")
+        return self._sampler.table
 
     @property
     def rank(self) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dasksc import config
-from dasksc.batches.batch import Batch
+from dasksc.batches.batch import Batch, BatchMaker
 from dasksc.batches.prefetch import run_ahead
 from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, progress_bar
@@ -246,7 +246,7 @@ class EpochRun:
             made: list[Any] = []
             for i in numbers:
                 try:
-                    batch = source.maker.make(fetched, fetch.rows, fetch.batch(i))
+                    batch = _batch_of(source.maker, fetched, fetch, i)
                     made.append(batch if transform is None else transform(cast(Batch, batch)))
                 except Exception as error:
                     _note(error, fetch, i, plan)
@@ -309,6 +309,17 @@ class EpochRun:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
+
+
+def _batch_of(maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: int) -> torch.Tensor | Batch:
+    """Gather batch `i` of a fetch, with its sets and controls where the strategy has them."""
+    batch = maker.make(fetched, fetch.rows, fetch.batch(i))
+    groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
+    if groups is not None:
+        cast(Batch, batch)["sets"] = torch.from_numpy(groups)
+    if controls is not None:
+        cast(Batch, batch)["control"] = maker.make(fetched, fetch.rows, controls)
+    return batch
 
 
 def _n_batches(plan: EpochPlan, ks: range) -> int:

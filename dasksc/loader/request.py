@@ -36,6 +36,7 @@ class BatchRequest:
     dtype: Any = "float32"
     transform: Callable[[Batch], Any] | None = None
     pin_memory: bool = False
+    in_sets: bool = False
 
     def __post_init__(self) -> None:
         for option in ("obs", "layers", "obsm"):
@@ -49,7 +50,7 @@ class BatchRequest:
     @property
     def only_x(self) -> bool:
         """Whether a batch is X alone, a tensor rather than a `Batch`."""
-        return not (self.obs or self.layers or self.obsm) and self.transform is None
+        return not (self.obs or self.layers or self.obsm or self.in_sets) and self.transform is None
 
     @property
     def value_dtype(self) -> np.dtype[Any] | None:

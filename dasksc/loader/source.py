@@ -286,8 +286,7 @@ def source_of(
     opening: Callable[..., AnnData] | None = None
     if isinstance(data, str | os.PathLike) or is_several(data):
         name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
-        label_key = getattr(strategy, "label_key", None)
-        wanted = [*request.obs, *filtered_by, *([] if label_key is None else [label_key])]
+        wanted = [*request.obs, *filtered_by, *getattr(strategy, "obs_columns", ())]
         # Hooks see every column; without them only what is asked for is read, names when somebody looks at obs.
         if hooks:
             data = open_atlas(data, mmap=mmap)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.sampling.set_sampler import DrawnSets
+
 __all__ = ["FetchPlan"]
 
 _Int64s = NDArray[np.int64]
@@ -24,21 +26,59 @@ class FetchPlan:
         Row numbers in ascending order, repeats included, shape (n,), int64.
     order
         Positions in `rows` in the order they are yielded, shape (m,), int64; m < n where the epoch
-        ends in a short batch that is dropped.
+        ends in a short batch that is dropped, and where there are controls.
     batch_size
         Rows of a batch.
+    groups
+        Group of each set, in the order they are yielded, shape (n_sets,), int64; None without sets.
+    controls
+        Positions in `rows` of the controls of each yielded row, shape (m, n_controls), int64; None without.
     """
 
     number: int
     rows: _Int64s
     order: _Int64s
     batch_size: int
+    groups: _Int64s | None = None
+    controls: _Int64s | None = None
+
+    @classmethod
+    def of_sets(cls, number: int, sets: DrawnSets, *, batch_size: int) -> FetchPlan:
+        """Return the plan of a fetch of whole sets, whose targets and controls are read in one pass."""
+        n_targets = len(sets.rows)
+        rows = sets.rows if sets.controls is None else np.concatenate([sets.rows, sets.controls])
+        by_row = np.argsort(rows, kind="stable")
+        place = np.empty(len(rows), dtype=np.int64)
+        place[by_row] = np.arange(len(rows), dtype=np.int64)
+        controls = None if sets.controls is None else place[n_targets:].reshape(n_targets, -1)
+        return cls(
+            number=number,
+            rows=rows[by_row],
+            order=place[:n_targets],
+            batch_size=batch_size,
+            groups=sets.groups,
+            controls=controls,
+        )
 
     @property
     def n_batches(self) -> int:
         """Batches of the fetch."""
         return -(-len(self.order) // self.batch_size)
 
+    def _span(self, i: int) -> slice:
+        return slice(i * self.batch_size, (i + 1) * self.batch_size)
+
     def batch(self, i: int) -> _Int64s:
         """Return the positions in `rows` that make up batch `i` of the fetch."""
-        return self.order[i * self.batch_size : (i + 1) * self.batch_size]
+        return self.order[self._span(i)]
+
+    def batch_controls(self, i: int) -> _Int64s | None:
+        """Return the positions in `rows` of the controls of batch `i`, row by row; None without controls."""
+        return None if self.controls is None else self.controls[self._span(i)].ravel()
+
+    def batch_groups(self, i: int) -> _Int64s | None:
+        """Return the group of each set of batch `i`; None without sets."""
+        if self.groups is None:
+            return None
+        set_size = len(self.order) // max(1, len(self.groups))
+        return self.groups[i * self.batch_size // set_size : (i + 1) * self.batch_size // set_size]

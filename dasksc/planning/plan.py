@@ -22,6 +22,9 @@ fetches into batches.
 An epoch may be read in stretches, by other numbers of ranks or in batches of another size. What one
 stretch leaves unread is dealt again to the next: the full blocks that nobody has touched are a range
 of the order, as at first, and everything else joins what is left over.
+
+What is dealt is the sampler's unit: a row, or a set of them (`CellSets`). Positions, blocks, pieces and
+padding count units; public sizes count rows.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from dasksc.sampling.draws import Draw
 from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import Sampler
+from dasksc.sampling.set_sampler import SetDraw
 
 __all__ = ["EpochPlan"]
 
@@ -101,32 +105,66 @@ class EpochPlan:
             if not _is_whole(value) or not 0 <= value < end:
                 raise InputError(f"{name} must be a whole number in [0, {end}); got {value!r}")
             object.__setattr__(self, name, int(value))
+        unit = self.sampler.unit
+        if self.batch_size % unit:
+            near = -(-self.batch_size // unit) * unit
+            raise InputError(
+                f"batch_size must be a multiple of set_size={unit}, since batches hold whole sets; got "
+                f"{self.batch_size}, near {near}"
+            )
 
     # --- Sizes: closed forms, nothing is drawn for them unless a part of the epoch was read before ---
 
     @property
     def n_rows(self) -> int:
-        """Rows of the epoch over all ranks, before any are repeated or left out."""
+        """Rows of the epoch over all ranks, before any are repeated or left out; of sets, their targets."""
         return self.sampler.n_rows
+
+    @property
+    def n_control_rows(self) -> int:
+        """Control rows that are read beside `n_rows`."""
+        return self.n_rows * self.sampler.n_controls
 
     @property
     def n_dealt(self) -> int:
         """Rows of the epoch that had not been read before."""
-        return self._deal.n_full * self.block_size + len(self._deal.rest)
+        return self._n_dealt * self.sampler.unit
 
     @property
     def fetch_rows(self) -> int:
-        """Rows of a full fetch."""
+        """Rows of a full fetch, without controls."""
         return self.batch_size * self.fetch_factor
 
     @property
     def block_size(self) -> int:
         """Rows dealt to a rank as one."""
+        return self._block * self.sampler.unit
+
+    @property
+    def _n_units(self) -> int:
+        return self.sampler.n_rows // self.sampler.unit
+
+    @property
+    def _n_dealt(self) -> int:
+        return self._deal.n_full * self._block + len(self._deal.rest)
+
+    @property
+    def _batch(self) -> int:
+        """Units of a batch."""
+        return self.batch_size // self.sampler.unit
+
+    @property
+    def _fetch_units(self) -> int:
+        return self._batch * self.fetch_factor
+
+    @property
+    def _block(self) -> int:
+        """Units dealt to a rank as one."""
         if self.sampler.block_size is not None:
             return self.sampler.block_size
         if self.consumed:
             return self.consumed[0].batch_size * self.consumed[0].fetch_factor
-        return self.fetch_rows
+        return self._fetch_units
 
     @property
     def _n_rounds(self) -> int:
@@ -135,7 +173,7 @@ class EpochPlan:
     @property
     def _n_left(self) -> int:
         """Rows that do not make a full round."""
-        return self.n_dealt - self._n_rounds * self.world_size * self.block_size
+        return self._n_dealt - self._n_rounds * self.world_size * self._block
 
     def _n_piece(self, rank: int) -> int:
         """Rows of a rank's piece of what is left, padding included."""
@@ -147,32 +185,38 @@ class EpochPlan:
         return size + (rank < n_larger)
 
     def _n_sequence(self, rank: int) -> int:
-        return self._n_rounds * self.block_size + self._n_piece(rank)
+        return self._n_rounds * self._block + self._n_piece(rank)
 
     def _n_yielded(self, rank: int) -> int:
         n = self._n_sequence(rank)
-        return n // self.batch_size * self.batch_size if self.drop_last else n
+        return n // self._batch * self._batch if self.drop_last else n
+
+    @property
+    def _n_rank_units(self) -> int:
+        return self._n_yielded(self.rank)
 
     @property
     def n_rank_rows(self) -> int:
         """Rows this rank yields."""
-        return self._n_yielded(self.rank)
+        return self._n_rank_units * self.sampler.unit
 
     @property
     def n_batches(self) -> int:
         """Batches this rank yields."""
-        return -(-self.n_rank_rows // self.batch_size)
+        return -(-self._n_rank_units // self._batch)
 
     @property
     def n_fetches(self) -> int:
         """Fetches this rank makes."""
-        return -(-self.n_rank_rows // self.fetch_rows)
+        return -(-self._n_rank_units // self._fetch_units)
 
     @property
     def n_padded(self) -> int:
         """Rows that are yielded once more, over all ranks, so that ranks are equal."""
         n_larger = self._n_left % self.world_size
-        return self.world_size - n_larger if n_larger and self.equal_ranks and not self.drop_last else 0
+        if not n_larger or not self.equal_ranks or self.drop_last:
+            return 0
+        return (self.world_size - n_larger) * self.sampler.unit
 
     @property
     def n_dropped(self) -> int:
@@ -184,12 +228,12 @@ class EpochPlan:
             yielded = self.world_size * self._n_yielded(0)
         else:
             yielded = n_larger * self._n_yielded(0) + (self.world_size - n_larger) * self._n_yielded(n_larger)
-        return self.n_dealt - yielded
+        return (self._n_dealt - yielded) * self.sampler.unit
 
     @property
     def n_rank_padded(self) -> int:
-        """Rows that this rank yields and another does too; 0 or 1."""
-        return int(self._is_padded)
+        """Rows that this rank yields and another does too: one unit or none."""
+        return int(self._is_padded) * self.sampler.unit
 
     @property
     def n_rank_dropped(self) -> int:
@@ -197,7 +241,7 @@ class EpochPlan:
 
         `n_dropped` counts beside them those that are dealt to no rank, so that ranks are equal.
         """
-        return self._n_sequence(self.rank) - self.n_rank_rows
+        return (self._n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 
     # --- What is drawn, in which order, and the piece of this rank ---
 
@@ -207,7 +251,7 @@ class EpochPlan:
 
     @cached_property
     def _order(self) -> BlockOrder:
-        n_full = self.n_rows // self.block_size
+        n_full = self._n_units // self._block
         if not self.sampler.shuffle_blocks or self.sampler.is_shuffled:
             return BlockOrder.storage(n_full)
         return BlockOrder.shuffled(n_full, self.seed, self.epoch)
@@ -215,8 +259,8 @@ class EpochPlan:
     @cached_property
     def _deal(self) -> Deal:
         if not self.consumed:
-            n_full = self.n_rows // self.block_size
-            return Deal(first=0, n_full=n_full, rest=np.arange(n_full * self.block_size, self.n_rows, dtype=np.int64))
+            n_full = self._n_units // self._block
+            return Deal(first=0, n_full=n_full, rest=np.arange(n_full * self._block, self._n_units, dtype=np.int64))
         *before, last = self.consumed
         plan = dataclasses.replace(
             self,
@@ -246,7 +290,7 @@ class EpochPlan:
 
     @property
     def _rounds(self) -> Rounds:
-        return Rounds(block_size=self.block_size, piece_round=self._piece_round, n_piece=len(self._piece))
+        return Rounds(block_size=self._block, piece_round=self._piece_round, n_piece=len(self._piece))
 
     @property
     def _left_from(self) -> int:
@@ -271,12 +315,12 @@ class EpochPlan:
         """Return positions, in storage order, of rows that do not make a full round, by their numbers among these."""
         deal = self._deal
         n_full = deal.n_full - self._n_rounds * self.world_size
-        block, within = np.divmod(left, self.block_size)
+        block, within = np.divmod(left, self._block)
         is_full = block < n_full
         found = np.empty_like(left)
         blocks = self._order.at(deal.first + deal.n_full - n_full + block[is_full])
-        found[is_full] = blocks * self.block_size + within[is_full]
-        found[~is_full] = deal.rest[left[~is_full] - n_full * self.block_size]
+        found[is_full] = blocks * self._block + within[is_full]
+        found[~is_full] = deal.rest[left[~is_full] - n_full * self._block]
         return found
 
     def _positions(self, start: int, stop: int) -> _Int64s:
@@ -285,7 +329,7 @@ class EpochPlan:
         order = self._order
         permute.deal(
             start,
-            self.block_size,
+            self._block,
             self.rank,
             self.world_size,
             self._deal.first,
@@ -308,19 +352,19 @@ class EpochPlan:
         """
         if not (self.drop_last and self.sampler.shuffle_blocks):
             return positions
-        short = self.n_rows % self.block_size
-        end = self.n_rows - short
+        short = self._n_units % self._block
+        end = self._n_units - short
         turn, place = (
             int(permute.uniform(key, 0) * n)
             for key, n in zip(
-                epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=4)[2:], (self.block_size, self.n_rows), strict=True
+                epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=4)[2:], (self._block, self._n_units), strict=True
             )
         )
-        within = positions % self.block_size
-        turned = positions - within + (within + turn) % self.block_size
-        wrapped = max(0, place + short - self.n_rows)
+        within = positions % self._block
+        turned = positions - within + (within + turn) % self._block
+        wrapped = max(0, place + short - self._n_units)
         turned += wrapped or short * (turned >= place)
-        return np.where(positions < end, turned, (positions - end + place) % max(1, self.n_rows))
+        return np.where(positions < end, turned, (positions - end + place) % max(1, self._n_units))
 
     # --- What it is all for ---
 
@@ -334,6 +378,9 @@ class EpochPlan:
         """
         if not 0 <= k < self.n_fetches:
             raise IndexError(f"fetch {k} of {self.n_fetches}")
+        if isinstance(self._draw, SetDraw):
+            positions, _, order = self._fetch(k, with_positions=True)
+            return FetchPlan.of_sets(k, self._draw.sets(positions[order]), batch_size=self.batch_size)
         _, rows, order = self._fetch(k, with_positions=False)
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
@@ -342,14 +389,17 @@ class EpochPlan:
 
         Without `with_positions` the first may be in another order than the rows, which is cheaper.
         """
-        start = k * self.fetch_rows
+        start = k * self._fetch_units
         # The last fetch holds its dropped rows too: which of them are dropped is then random.
-        stop = min(start + self.fetch_rows, self._n_sequence(self.rank))
-        n_yielded = min(stop, self.n_rank_rows) - start
+        stop = min(start + self._fetch_units, self._n_sequence(self.rank))
+        n_yielded = min(stop, self._n_rank_units) - start
         positions = self._positions(start, stop)
+        if isinstance(self._draw, SetDraw):
+            # Sets come in a random order, and each is a function of its number.
+            return positions, positions, np.arange(n_yielded, dtype=np.int64)
         if self.sampler.shuffle_rows and not self.sampler.is_shuffled:
             # Blocks come as ascending runs, which a merging sort leaves whole.
-            positions.sort(kind="stable" if self.block_size > 4 else None)
+            positions.sort(kind="stable" if self._block > 4 else None)
         ascending = self.sampler.shuffle_rows and not with_positions
         rows = self._draw.rows(self._stored(positions), ascending=ascending)
         order = np.arange(len(rows), dtype=np.int64)
@@ -406,7 +456,7 @@ class EpochPlan:
     def _after(self, n_batches: int) -> Deal:
         """Return what is left to deal when every rank has yielded `n_batches`."""
         plans = [self.of_rank(rank) for rank in range(self.world_size)]
-        unread = [plan._unread(n_batches * self.batch_size) for plan in plans]
+        unread = [plan._unread(n_batches * self._batch) for plan in plans]
         rest = [loose for _, _, loose in unread]
         # Rounds that no rank has touched stay a range of the order.
         first = max(plan._rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
@@ -433,8 +483,8 @@ class EpochPlan:
         The latter are positions in storage order: of the fetch that was left in the middle, and of a
         last fetch some of whose rows are dropped, wherever they lie in it.
         """
-        k, n_within = divmod(min(n_done, self.n_rank_rows), self.fetch_rows)
-        start, stop = k * self.fetch_rows, self.n_rank_rows
+        k, n_within = divmod(min(n_done, self._n_rank_units), self._fetch_units)
+        start, stop = k * self._fetch_units, self._n_rank_units
         loose = [np.empty(0, dtype=np.int64)]
 
         def loosen(fetch: int, skipped: int) -> None:
@@ -443,12 +493,12 @@ class EpochPlan:
 
         if n_within:
             loosen(k, n_within)
-            start += self.fetch_rows
-        if self._n_sequence(self.rank) > stop and stop % self.fetch_rows:
+            start += self._fetch_units
+        if self._n_sequence(self.rank) > stop and stop % self._fetch_units:
             last = self.n_fetches - 1
-            if last * self.fetch_rows >= start:
+            if last * self._fetch_units >= start:
                 loosen(last, 0)
-            stop = last * self.fetch_rows
+            stop = last * self._fetch_units
         found = np.concatenate(loose)
         if self._is_padded:
             found = found[found != self._piece[-1]]
@@ -462,7 +512,7 @@ class EpochPlan:
     @property
     def _padding(self) -> int:
         """Where in the rank's sequence that row stands."""
-        return self._piece_round * self.block_size + len(self._piece) - 1
+        return self._piece_round * self._block + len(self._piece) - 1
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks: equal digests, equal batches."""

@@ -1,5 +1,6 @@
 """What an epoch draws."""
 
+from dasksc.sampling.cell_sets import CellSets
 from dasksc.sampling.strategies import (
     BlockShuffling,
     BlockWeightedSampling,
@@ -8,4 +9,11 @@ from dasksc.sampling.strategies import (
     Streaming,
 )
 
-__all__ = ["BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling", "SamplingStrategy", "Streaming"]
+__all__ = [
+    "BlockShuffling",
+    "BlockWeightedSampling",
+    "CellSets",
+    "ClassBalancedSampling",
+    "SamplingStrategy",
+    "Streaming",
+]

@@ -17,7 +17,7 @@ from dasksc.sampling.digests import digest_of
 from dasksc.sampling.draws import ChosenRows
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import RowSampler, Sampler
-from dasksc.sampling.strategies import BUILT_IN, SamplingStrategy
+from dasksc.sampling.strategies import BuiltInStrategy, SamplingStrategy
 
 __all__ = ["UserSampler", "bind", "is_random", "n_rows_named", "restricted"]
 
@@ -33,6 +33,8 @@ class UserSampler:
     block_size: ClassVar[None] = None
     shuffle_blocks: ClassVar[bool] = False
     is_shuffled: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
+    n_controls: ClassVar[int] = 0
 
     @property
     def shuffle_rows(self) -> bool:
@@ -77,7 +79,7 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
     InputError
         If the strategy does not fit the collection.
     """
-    if isinstance(strategy, BUILT_IN):
+    if isinstance(strategy, BuiltInStrategy):
         return strategy.bind(n_obs, labels_of)
     if not isinstance(strategy, SamplingStrategy):
         raise WrongTypeError(
@@ -120,7 +122,7 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     InputError
         If nothing is left to draw, or the strategy is a user's own.
     """
-    if not isinstance(strategy, BUILT_IN):
+    if not isinstance(strategy, BuiltInStrategy):
         raise InputError(
             f"the filter {by} cannot be applied to a {type(strategy).__name__}, which says itself what it draws; give "
             "it the rows of dasksc.rows_where(...)"

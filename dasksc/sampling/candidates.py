@@ -78,6 +78,11 @@ class Candidates:
         rows.flags.writeable = False
         return cls(n=len(rows), array=rows, given=given)
 
+    @property
+    def selector(self) -> slice | _Int64s:
+        """What indexes an array of one entry per row of the collection: a slice or row numbers."""
+        return slice(self.start, self.start + self.n) if self.array is None else self.array
+
     def entries(self, name: str, values: NDArray[Any], n_obs: int) -> tuple[NDArray[Any], _Int64s]:
         """Return `values`, one per row of the collection or per entry given, as the kernels want them.
 

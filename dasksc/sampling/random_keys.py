@@ -24,6 +24,7 @@ class Purpose(enum.IntEnum):
     USER = 4
     TOKENS = 5
     SPLIT = 6
+    SETS = 7
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:

@@ -28,12 +28,20 @@ class Sampler(Protocol):
     """A strategy bound to a collection: what `EpochPlan` plans with."""
 
     @property
+    def unit(self) -> int:
+        """Rows that are never parted: the cells of a set, else 1."""
+
+    @property
+    def n_controls(self) -> int:
+        """Control rows that come with each row."""
+
+    @property
     def n_rows(self) -> int:
-        """Rows of an epoch, over all ranks."""
+        """Rows of an epoch, over all ranks; a multiple of `unit`."""
 
     @property
     def block_size(self) -> int | None:
-        """Rows the plan moves as one; None for runs as long as a fetch."""
+        """Units the plan moves as one; None for runs as long as a fetch."""
 
     @property
     def shuffle_blocks(self) -> bool:
@@ -64,6 +72,8 @@ class RowSampler:
     shuffle_rows: bool
     drop_last: bool = False
     is_shuffled: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
+    n_controls: ClassVar[int] = 0
 
     @property
     def _n_skipped(self) -> int:
@@ -105,6 +115,8 @@ class QuotaSampler:
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
     is_shuffled: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
+    n_controls: ClassVar[int] = 0
 
     @property
     def n_rows(self) -> int:

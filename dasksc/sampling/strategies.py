@@ -29,9 +29,9 @@ from dasksc.sampling.samplers import QuotaSampler, RowSampler, Sampler
 from dasksc.sampling.weighted import WeightedSampler, Weights
 
 __all__ = [
-    "BUILT_IN",
     "BlockShuffling",
     "BlockWeightedSampling",
+    "BuiltInStrategy",
     "ClassBalancedSampling",
     "SamplingStrategy",
     "Streaming",
@@ -96,8 +96,14 @@ class SamplingStrategy:
         raise NotImplementedError(f"{type(self).__name__} must define get_indices(collection, seed, rng)")
 
 
-class _BuiltIn(SamplingStrategy):
-    """What the four strategies share: they are bound to a number of rows, and listed for a look."""
+class BuiltInStrategy(SamplingStrategy):
+    """A strategy that is bound to a number of rows; a user's own is asked for its rows instead."""
+
+    @property
+    def obs_columns(self) -> tuple[str, ...]:
+        """The obs columns that binding reads."""
+        key = getattr(self, "label_key", None)
+        return () if key is None else (key,)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """Check the strategy against `n_obs` rows and return what the plan draws with."""
@@ -133,7 +139,7 @@ class _BuiltIn(SamplingStrategy):
         return sampler.draw(seed, 0).rows(positions)
 
 
-def _bind_collection(strategy: _BuiltIn, collection: Any) -> Sampler:
+def _bind_collection(strategy: BuiltInStrategy, collection: Any) -> Sampler:
     return strategy.bind(len(collection), lambda key: _obs_column(collection, key))
 
 
@@ -149,7 +155,7 @@ def _obs_column(collection: Any, key: str) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Streaming(_BuiltIn):
+class Streaming(BuiltInStrategy):
     """Every row once, in storage order.
 
     Since that order is kept, the rows that ``drop_last`` leaves out of an epoch are always those at the
@@ -176,7 +182,7 @@ class Streaming(_BuiltIn):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockShuffling(_BuiltIn):
+class BlockShuffling(BuiltInStrategy):
     """Every row once: blocks of neighbouring rows in a random order, rows permuted inside each fetch.
 
     Parameters
@@ -218,7 +224,7 @@ def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalance
 
 
 @dataclass(frozen=True, eq=False)
-class BlockWeightedSampling(_BuiltIn):
+class BlockWeightedSampling(BuiltInStrategy):
     """Draw rows by weight; in storage order cut into blocks, blocks in a random order.
 
     Parameters
@@ -279,7 +285,7 @@ class BlockWeightedSampling(_BuiltIn):
 
 
 @dataclass(frozen=True, eq=False)
-class ClassBalancedSampling(_BuiltIn):
+class ClassBalancedSampling(BuiltInStrategy):
     """Draw classes evenly: each of the K classes with probability ``1 / K`` unless smoothed.
 
     Class c, with frequency ``f_c`` among the rows to draw from, is drawn with probability
@@ -434,7 +440,3 @@ def _weighted(
         sampler = replace(sampler, weights=scaled)
     sampler.check()
     return sampler
-
-
-BUILT_IN = (Streaming, BlockShuffling, BlockWeightedSampling, ClassBalancedSampling)
-# What is bound to a number of rows; any other strategy is a user's own, and is asked for its rows.

@@ -110,6 +110,8 @@ class WeightedSampler:
     round_size: int | None
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
+    unit: ClassVar[int] = 1
+    n_controls: ClassVar[int] = 0
 
     @property
     def is_shuffled(self) -> bool:

@@ -211,7 +211,7 @@ def orders() -> str:
     obs = table()
     found = []
     for order in ("shuffle", "keep"):
-        for group_by in (None, "kind", "donor"):
+        for group_by in ([], ["kind"], ["donor"]):
             found.append(np.empty(len(obs), dtype=np.int64))
             order_of_rows.row_order(obs, order=order, group_by=group_by, seed=5, out=found[-1])
     return digest(*found)

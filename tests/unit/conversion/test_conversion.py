@@ -779,12 +779,35 @@ def test_nor_may_an_input_lie_in_it(tmp_path):
             dasksc.convert(data, collection, overwrite=True)
 
 
+@pytest.mark.parametrize("order", ["shuffle", "keep"])
+def test_cells_that_agree_in_several_columns_lie_together(tmp_path, order):
+    rng = np.random.default_rng(0)
+    source = small(
+        500, gene=rng.choice(["b", "a", "c"], 500), line=pd.Categorical(rng.choice(["y", "x"], 500), ["y", "x"])
+    )
+    source.obs["line"] = source.obs.line.where(rng.random(500) < 0.9)
+    dasksc.convert(source, tmp_path / "out.zarr", order=order, group_by=["line", "gene"])
+    written = ad.read_zarr(tmp_path / "out.zarr")
+    n_missing = int(source.obs.line.isna().sum())
+    assert written.obs.line[-n_missing:].isna().all()
+    keys = list(zip(written.obs.line[:-n_missing], written.obs.gene[:-n_missing], strict=True))
+    assert keys == sorted(keys, key=lambda key: ("yx".index(key[0]), key[1]))
+    places = [source.obs_names.get_loc(name) for name in written.obs_names]
+    for key in set(keys):
+        own = [place for place, other in zip(places, keys, strict=False) if other == key]
+        assert (own == sorted(own)) == (order == "keep")
+    if order == "keep":
+        sets = dasksc.CellSets(["line", "gene"], 8)
+        assert not len(sets.bind(500, lambda name: written.obs[name]).groups.members)
+
+
 def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
     path = write_store(make_adata(), tmp_path, "h5ad")
     with pytest.raises(InputError, match="order='sorted' is neither"):
         dasksc.convert(path, tmp_path / "out.zarr", order="sorted")
-    with pytest.raises(MissingKeyError, match="obs has no column 'cluster' to group by"):
-        dasksc.convert(path, tmp_path / "out.zarr", group_by="cluster")
+    for columns in ("cluster", ["cell_type", "cluster"]):
+        with pytest.raises(MissingKeyError, match="obs has no column 'cluster' to group by"):
+            dasksc.convert(path, tmp_path / "out.zarr", group_by=columns)
     for limit in ("lots", 0, -1, float("nan"), [1]):
         with pytest.raises(InputError, match="memory_limit"):
             dasksc.convert(path, tmp_path / "out.zarr", memory_limit=limit)
@@ -804,8 +827,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
         ({"seed": True}, "seed must be a whole number .* got True"),
         ({"seed": None}, "seed must be a whole number .* got None"),
         ({"order": ["keep"]}, "is neither 'shuffle' nor 'keep'"),
-        ({"group_by": ["cell_type"]}, r"group_by=\['cell_type'\] is a list; give one name"),
-        ({"group_by": 3}, "group_by=3 is an int; give one name"),
+        ({"group_by": ["cell_type", 3]}, "group_by=3 is an int; give names"),
+        ({"group_by": 3}, "group_by=3 is an int; give names"),
+        ({"group_by": []}, "must name at least one obs column"),
+        ({"group_by": ["cell_type", "cell_type"]}, "and none twice"),
         ({"label": ["of"]}, r"label=\['of'\] is a list; give one name"),
         ({"index_unique": 1}, "index_unique=1 is an int; give a text"),
         ({"join": "left"}, "join='left' is neither"),

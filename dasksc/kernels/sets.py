@@ -1,0 +1,272 @@
+"""Sets of cells: grouping rows by codes, and keyed draws from a group.
+
+Every draw is a range of a keyed order of a group's cells. The order is that of blocks: the cells,
+turned by a random offset, are cut into full blocks and a short one; the full blocks are permuted, and
+the short one is inserted at a random place. Since the offset is uniform, every cell is as likely at
+any place of the order as another, whatever the sizes, and cells that are neighbours in storage are
+read together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dasksc.kernels.compiled import kernel
+from dasksc.kernels.permute import N_ROUNDS, below, permuted, shuffle, stream, uniform
+
+__all__ = [
+    "combine_codes",
+    "count_groups",
+    "draw_groups",
+    "fill_controls",
+    "fill_from_group",
+    "fill_sets",
+    "list_members",
+    "set_keys",
+]
+
+
+@kernel
+def combine_codes(codes, lookup, radix, out):
+    """Append a column to mixed-radix codes: ``out = out * radix + codes``; -1 where either is missing.
+
+    Parameters
+    ----------
+    codes
+        Codes in [0, radix), negative for a missing label; integers.
+    lookup
+        Row of `codes` for each entry of `out`, int64; empty for the same rows.
+    radix
+        Number of codes of the column.
+    out
+        Shape (n,), int32 or int64, changed in place.
+    """
+    n_lookup = lookup.shape[0]
+    for i in range(out.shape[0]):
+        code = np.int64(codes[lookup[i]] if n_lookup > 0 else codes[i])
+        before = np.int64(out[i])
+        out[i] = -1 if code < 0 or before < 0 else before * radix + code
+
+
+@kernel
+def count_groups(codes, counts, firsts):
+    """Count the rows of each code and return the number of missing codes and of runs of equal codes.
+
+    Parameters
+    ----------
+    codes
+        Shape (n,), integers; negative ones belong to no group.
+    counts
+        Shape (n_codes,), int64, zeros; receives the rows of each code.
+    firsts
+        Shape (n_codes,), int64; receives the first row of the last run of each code.
+
+    Returns
+    -------
+    n_missing, n_runs
+    """
+    n_missing = 0
+    n_runs = 0
+    last = np.int64(-1)
+    for i in range(codes.shape[0]):
+        code = np.int64(codes[i])
+        if code < 0:
+            n_missing += 1
+        else:
+            counts[code] += 1
+            if code != last:
+                n_runs += 1
+                firsts[code] = i
+        last = code
+    return n_missing, n_runs
+
+
+@kernel
+def list_members(codes, cursors, out):
+    """List the rows of each code, ascending within a code: a counting sort.
+
+    Parameters
+    ----------
+    codes
+        Shape (n,), integers; negative ones are left out.
+    cursors
+        Shape (n_codes,), int64: where the rows of each code begin in `out`. Advanced past them.
+    out
+        Shape (n_members,), int32 or int64.
+    """
+    for i in range(codes.shape[0]):
+        code = np.int64(codes[i])
+        if code >= 0:
+            out[cursors[code]] = i
+            cursors[code] += 1
+
+
+@kernel
+def draw_groups(key, positions, cumulative, out):
+    """Draw a group for each set, independently, with probabilities in proportion to weights.
+
+    Parameters
+    ----------
+    key
+        Of the epoch, uint64.
+    positions
+        Numbers of the sets in the epoch, shape (n,), int64.
+    cumulative
+        Running sums of the weights, shape (n_groups,), float64.
+    out
+        Shape (n,), int64.
+    """
+    n_groups = cumulative.shape[0]
+    total = cumulative[n_groups - 1]
+    for i in range(positions.shape[0]):
+        found = np.searchsorted(cumulative, uniform(key, positions[i]) * total, side="right")
+        # Rounding may reach the total itself: the last group that has a weight.
+        out[i] = min(found, np.searchsorted(cumulative, total))
+
+
+@kernel
+def set_keys(key, numbers, out):
+    """Write the key of each number, of a stream under `key`, into `out`; both shape (n,)."""
+    for i in range(numbers.shape[0]):
+        out[i] = stream(key, numbers[i])
+
+
+@kernel
+def fill_from_group(key, n, block_size, first, table, out):
+    """Write entries ``first ... first + len(out)`` of a keyed order of ``range(n)``; past its end it begins anew.
+
+    Parameters
+    ----------
+    key
+        Of the order, uint64.
+    n
+        Cells of the group, 0 < n < 2**32.
+    block_size
+        Neighbouring cells that stay together.
+    first
+        Where in the order to begin.
+    table
+        Scratch space, shape (n_table,), int64. Up to that many blocks are permuted by Fisher-Yates, more
+        by a Feistel network.
+    out
+        Shape (k,), int64.
+    """
+    size = out.shape[0]
+    block = min(block_size, n)
+    n_full = n // block
+    short = n - n_full * block
+    turn = below(key, 0, n)
+    short_at = below(key, 1, n_full + 1) * block
+    own = stream(key, 2)
+    is_table = n_full <= table.shape[0]
+    half_bits = 1
+    round_keys = np.empty(N_ROUNDS, dtype=np.uint64)
+    if is_table:
+        for i in range(n_full):
+            table[i] = i
+        begin = first % n
+        # Only as much of the order as is used; all of it where the range runs past the end.
+        last = n if begin + size > n else begin + size
+        for i in range(min(n_full, -(-last // block))):
+            j = i + below(own, i, n_full - i)
+            table[i], table[j] = table[j], table[i]
+    else:
+        while np.int64(1) << (2 * half_bits) < n_full:
+            half_bits += 1
+        for i in range(N_ROUNDS):
+            round_keys[i] = stream(own, i)
+    last_place = np.int64(-1)
+    start = np.int64(0)
+    for i in range(size):
+        j = (first + i) % n
+        if j >= short_at and j < short_at + short:
+            member = n_full * block + j - short_at
+        else:
+            if j >= short_at:
+                j -= short
+            place = j // block
+            if place != last_place:
+                start = table[place] if is_table else permuted(place, n_full, half_bits, round_keys)
+                start *= block
+                last_place = place
+            member = start + j - place * block
+        out[i] = (member + turn) % n
+
+
+@kernel
+def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table, out):
+    """Write the members of each set, in a random order.
+
+    Parameters
+    ----------
+    groups
+        Group of each set, shape (n_sets,), int64.
+    keys
+        Key of the order of its group that each set is a range of, shape (n_sets,), uint64.
+    firsts
+        Where in that order each set begins, shape (n_sets,), int64.
+    starts, counts
+        Where the members of each group begin, and how many they are, shape (n_groups,), int64.
+    block_size, set_size, table
+        See `fill_from_group`.
+    out
+        Numbers of members, shape (n_sets * set_size,), int64.
+    """
+    drawn = np.empty(set_size, dtype=np.int64)
+    order = np.empty(set_size, dtype=np.int64)
+    for s in range(groups.shape[0]):
+        group = groups[s]
+        fill_from_group(keys[s], counts[group], block_size, firsts[s], table, drawn)
+        shuffle(stream(stream(keys[s], 3), firsts[s]), order)
+        for i in range(set_size):
+            out[s * set_size + order[i]] = starts[group] + drawn[i]
+
+
+@kernel
+def fill_controls(keys, pools, starts, counts, block_size, n_controls, set_size, table, out):
+    """Write `n_controls` members of its pool beside each row of each set.
+
+    Rows of a set that share a pool draw from one order of it: no member comes twice in a set unless the pool
+    is smaller than what is drawn from it.
+
+    Parameters
+    ----------
+    keys
+        Of each set, shape (n_sets,), uint64.
+    pools
+        Pool of each row, shape (n_sets * set_size,), int64.
+    starts, counts
+        Where the members of each pool begin, and how many they are, shape (n_pools,), int64.
+    block_size, table
+        See `fill_from_group`.
+    n_controls, set_size
+        Members for each row, and rows of a set.
+    out
+        Numbers of members, shape (n_sets * set_size * n_controls,), int64: those of row i begin at
+        ``i * n_controls``.
+    """
+    drawn = np.empty(set_size * n_controls, dtype=np.int64)
+    order = np.empty(set_size * n_controls, dtype=np.int64)
+    is_done = np.empty(set_size, dtype=np.bool_)
+    for s in range(keys.shape[0]):
+        base = s * set_size
+        is_done[:] = False
+        for i in range(set_size):
+            if is_done[i]:
+                continue
+            pool = pools[base + i]
+            n_rows = 0
+            for j in range(i, set_size):
+                n_rows += pools[base + j] == pool
+            n_drawn = n_rows * n_controls
+            key = stream(keys[s], pool)
+            fill_from_group(key, counts[pool], block_size, 0, table, drawn[:n_drawn])
+            shuffle(stream(key, 3), order[:n_drawn])
+            taken = 0
+            for j in range(i, set_size):
+                if pools[base + j] != pool:
+                    continue
+                is_done[j] = True
+                for c in range(n_controls):
+                    out[(base + j) * n_controls + c] = starts[pool] + drawn[order[taken]]
+                    taken += 1

@@ -1,0 +1,331 @@
+"""The strategy of sets of cells, beside matched control cells."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Real
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.config import whole_number
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.sampling.candidates import Candidates
+from dasksc.sampling.control_matching import MatchRequest, matched_controls
+from dasksc.sampling.groups import Column, RowGroups, columns_named, combined_codes, group_rows
+from dasksc.sampling.set_sampler import SetAccounts, SetSampler
+from dasksc.sampling.strategies import BuiltInStrategy
+
+__all__ = ["CellSets"]
+
+logger = logging.getLogger("dasksc.sampling")
+
+_Int64s = NDArray[np.int64]
+
+_CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop", "loosen")}
+_N_SHOWN = 3
+
+
+@dataclass(frozen=True, eq=False)
+class CellSets(BuiltInStrategy):
+    """Sets of cells of one group, such as one perturbation in one cell line, beside matched control cells.
+
+    A batch holds ``batch_size / set_size`` whole sets, the rows of a set side by side. Sets are shuffled; rows
+    never leave their set. Batches have a `Batch` entry more: ``batch.sets``, the group of each set, shape
+    (n_sets,), int64, codes of ``dataset.groups``. With `control`, ``batch.control`` is a `Batch` of the same
+    kind, whose rows ``i * n_controls ... (i + 1) * n_controls`` match row i of the batch.
+
+    Each set is a pure function of seed, epoch and its number in the epoch: any number of ranks, of workers and
+    any resumed run yields the same sets.
+
+    Parameters
+    ----------
+    by
+        The obs column, or columns, whose combinations of labels are the groups. Cells without a label in one of
+        them are never drawn.
+    set_size
+        Cells of a set.
+    n_sets
+        Sets of an epoch, over all ranks. Default: as many as hold every cell about once.
+    weights
+        How groups are drawn: ``"cells"``, in proportion to their cells; ``"groups"``, all alike; or a mapping from
+        every group to its weight, with labels as keys, or tuples of labels for several columns.
+    incomplete
+        What becomes of a set that a group cannot fill: ``"repeat"`` fills it with cells of the group once more,
+        ``"drop"`` leaves it out.
+    replace
+        True draws sets independently; a cell comes twice in a set only if the group is smaller than a set. False
+        draws every cell once an epoch, `incomplete` sets apart.
+    block_size
+        Neighbouring cells of a group that are drawn and read together, where the atlas is sorted by group; cells
+        are drawn one by one where it is not. ``dasksc convert --group-by`` sorts it.
+    indices
+        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all.
+    control
+        The control cells: labels by obs column, such as ``{"gene": "non-targeting"}`` (a list for several), an
+        expression over obs as in ``scDataset(filter=)``, or a boolean mask of all rows.
+    match
+        The obs columns in which control cells agree with their target. Default: the columns of `by` that `control`
+        does not name. For columns beyond `by`, cells of one set may have controls of different kinds.
+    n_controls
+        Control cells for each target cell.
+    unmatched
+        What becomes of cells that no control cell matches: ``"error"`` refuses them, ``"drop"`` leaves them out,
+        ``"loosen"`` gives up columns of `match`, the last one first. Loosening mixes batch effects into the
+        comparison; ``dasksc.check(dataset)`` counts the cells concerned.
+    control_indices
+        Rows to draw control cells from. Default: those to draw targets from.
+    include_control
+        Whether groups of control cells are targets, too.
+
+    Raises
+    ------
+    InputError
+        If a column or label is missing, no cell is left to draw, cells are unmatched, or arguments contradict
+        each other.
+
+    Notes
+    -----
+    Binding takes O(n) time. Groups that are runs of rows, as in an atlas sorted by group, take no memory for each
+    row; others take 4 bytes. A fetch reads targets and controls in one ascending pass.
+
+    Examples
+    --------
+    >>> sets = dasksc.CellSets(by=["cell_line", "gene"], set_size=64, control={"gene": "non-targeting"})
+    >>> dataset = dasksc.scDataset("screen.h5ad", sets, batch_size=512)  # 8 sets a batch  # doctest: +SKIP
+    """
+
+    by: str | Sequence[str]
+    set_size: int
+    _: KW_ONLY
+    n_sets: int | None = None
+    weights: str | Mapping[Any, float] = "cells"
+    incomplete: str = "repeat"
+    replace: bool = True
+    block_size: int = 8
+    indices: Any = None
+    control: Mapping[str, Any] | str | Any = None
+    match: str | Sequence[str] | None = None
+    n_controls: int = 1
+    unmatched: str = "error"
+    control_indices: Any = None
+    include_control: bool = False
+    _shuffle_before_yield: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        by = _names("by", self.by)
+        if not by:
+            raise InputError("by names no column; give at least one obs column")
+        object.__setattr__(self, "by", by)
+        if self.match is not None:
+            object.__setattr__(self, "match", _names("match", self.match))
+        for name in ("set_size", "block_size", "n_controls", "n_sets"):
+            value = getattr(self, name)
+            if value is not None or name != "n_sets":
+                object.__setattr__(self, name, whole_number(name, value))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}; got {getattr(self, name)!r}")
+        if not isinstance(self.weights, Mapping) and self.weights not in ("cells", "groups"):
+            raise InputError(f"weights must be 'cells', 'groups' or a dict of weights by group; got {self.weights!r}")
+        if not self.replace and (self.n_sets is not None or self.weights != "cells"):
+            raise InputError(
+                "replace=False draws every cell once, so n_sets= and weights= have no effect; leave them out, or draw "
+                "with replace=True"
+            )
+        if self.control is None:
+            given = {"match": self.match, "control_indices": self.control_indices}
+            named = [f"{name}=" for name, value in given.items() if value is not None]
+            named += ["n_controls="] * (self.n_controls != 1) + ["include_control="] * bool(self.include_control)
+            if named:
+                raise InputError(f"{', '.join(named)} needs control=, which says which cells are controls")
+
+    @property
+    def obs_columns(self) -> tuple[str, ...]:
+        """The obs columns that binding reads."""
+        control = tuple(self.control) if isinstance(self.control, Mapping) else ()
+        return tuple(dict.fromkeys((*self.by, *control, *(self.match or ()))))
+
+    def with_control(self, mask: NDArray[np.bool_], columns: Sequence[str]) -> CellSets:
+        """Return the strategy with an expression over obs replaced by what it says of each row.
+
+        Parameters
+        ----------
+        mask
+            Whether each row is a control cell, shape (n_obs,).
+        columns
+            The obs columns of the expression.
+        """
+        match = tuple(name for name in self.by if name not in columns) if self.match is None else self.match
+        return replace(self, control=mask, match=match)
+
+    def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
+        """See `bind`."""
+        known: dict[str, Column] = {}
+        candidates = Candidates.of(self.indices, n_obs)
+        by = columns_named("by=", self.by, labels_of, n_obs, known)
+        codes, n_codes = combined_codes(by, candidates.selector, candidates.n)
+        n_unlabelled = int(np.count_nonzero(codes < 0))
+        if n_unlabelled:
+            logger.warning("%d of %d cells have no label in %s and are never drawn", n_unlabelled, len(codes), self.by)
+        controls, found = None, dict[str, int]()
+        if self.control is None:
+            groups = group_rows(codes, n_codes)
+        else:
+            is_control = self._is_control(n_obs, labels_of, known)
+            if not self.include_control:
+                codes[is_control[candidates.selector]] = -1
+            own = candidates if self.control_indices is None else Candidates.of(self.control_indices, n_obs)
+            if not is_control[own.selector].any():
+                raise InputError(
+                    f"none of the {own.n} rows to draw controls from is a control cell by control={self._named()}; "
+                    "give the rows that hold them in control_indices="
+                )
+            request = MatchRequest(
+                by=self.by,
+                match=columns_named("match=", self._match(), labels_of, n_obs, known),
+                n_controls=self.n_controls,
+                block_size=self.block_size,
+                unmatched=self.unmatched,
+            )
+            controls, groups, found = matched_controls(
+                request, candidates, codes, n_codes, own=own, is_control=is_control
+            )
+        n_short = int(np.count_nonzero(groups.counts < self.set_size))
+        if self.incomplete == "drop" and n_short:
+            groups, controls = _kept(groups, controls, groups.counts >= self.set_size)
+        if not len(groups.counts):
+            raise InputError(
+                f"no set can be drawn: the {candidates.n} rows to draw from hold no group of {', '.join(self.by)}"
+                + (f" with {self.set_size} cells (incomplete='drop')" if n_short else "")
+                + ("" if self.control is None else " beside the control cells")
+            )
+        accounts = SetAccounts(
+            n_groups=len(groups.counts),
+            n_cells=groups.n_rows,
+            n_unlabelled=n_unlabelled,
+            n_short_groups=n_short,
+            drops_short=self.incomplete == "drop",
+            **found,
+        )
+        return self._sampler(candidates, groups, tuple(by), controls, accounts)
+
+    def _sampler(
+        self, candidates: Candidates, groups: RowGroups, by: tuple[Column, ...], controls: Any, accounts: SetAccounts
+    ) -> SetSampler:
+        cumulative, ends = None, None
+        if self.replace:
+            n_sets = -(-groups.n_rows // self.set_size) if self.n_sets is None else self.n_sets
+        else:
+            of_group = groups.counts // self.set_size
+            if self.incomplete == "repeat":
+                of_group = -(-groups.counts // self.set_size)
+            ends = np.cumsum(of_group)
+            n_sets = int(ends[-1])
+        sampler = SetSampler(
+            candidates=candidates,
+            groups=groups,
+            columns=by,
+            set_size=self.set_size,
+            n_sets=n_sets,
+            # Neighbours in a group are neighbours in storage only where the rows of a group lie together.
+            block_rows=min(self.block_size, self.set_size) if groups.run_rows >= self.block_size else 1,
+            cumulative=cumulative,
+            ends=ends,
+            controls=controls,
+            accounts=accounts,
+        )
+        return replace(sampler, cumulative=np.cumsum(self._group_weights(sampler))) if self.replace else sampler
+
+    def _group_weights(self, sampler: SetSampler) -> NDArray[np.float64]:
+        counts = sampler.groups.counts
+        if self.weights == "groups":
+            return np.ones(len(counts))
+        if not isinstance(self.weights, Mapping):
+            return counts.astype(np.float64)
+        rows = sampler.candidates.rows(sampler.groups.first_rows())
+        number = {key: g for g, key in enumerate(zip(*(codes.tolist() for codes in sampler.labels(rows)), strict=True))}
+        positions = [{label: code for code, label in enumerate(column.labels)} for column in sampler.columns]
+        result = np.full(len(counts), np.nan)
+        for key, weight in self.weights.items():
+            labels = key if isinstance(key, tuple) and len(self.by) > 1 else (key,)
+            found = None
+            if len(labels) == len(positions):
+                found = number.get(
+                    tuple(position.get(label) for position, label in zip(positions, labels, strict=True))
+                )
+            if found is None:
+                raise MissingKeyError(
+                    f"weights name {key!r}, which is no group of {', '.join(self.by)} to draw from; keys are labels, "
+                    "or tuples of labels for several columns"
+                )
+            value: Any = weight
+            if not isinstance(value, Real) or not 0 <= float(weight) < np.inf:
+                raise InputError(f"weights[{key!r}] must be finite and not negative; got {weight!r}")
+            result[found] = float(weight)
+        missing = np.flatnonzero(np.isnan(result))
+        if len(missing):
+            some = sampler.table.iloc[missing[:_N_SHOWN]].astype(object).itertuples(index=False, name=None)
+            raise InputError(
+                f"weights name {len(counts) - len(missing)} of {len(counts)} groups; give the others a weight, too (0 "
+                f"to leave one out), such as {', '.join(map(str, some))}"
+            )
+        if not 0 < result.sum() < np.inf:
+            raise InputError("weights leave nothing to draw: every group has weight 0, or their sum is not finite")
+        return result
+
+    # --- Control cells --------------------------------------------------------------------------------
+
+    def _named(self) -> str:
+        return repr(self.control) if isinstance(self.control, Mapping | str) else "a mask"
+
+    def _match(self) -> tuple[str, ...]:
+        if self.match is not None:
+            return tuple(self.match)
+        if not isinstance(self.control, Mapping):
+            raise InputError(
+                "match= is needed where control= is a mask: the columns in which controls and targets agree"
+            )
+        return tuple(name for name in self.by if name not in self.control)
+
+    def _is_control(self, n_obs: int, labels_of: Callable[[str], Any], known: dict[str, Column]) -> NDArray[np.bool_]:
+        control = self.control
+        if isinstance(control, str):
+            raise InputError(
+                f"control={control!r} is an expression, which scDataset applies to its obs; to bind the strategy "
+                "alone, give a dict of labels by column or a boolean mask"
+            )
+        if isinstance(control, Mapping):
+            if not control:
+                raise InputError("control names no column; give labels by column: {'gene': 'non-targeting'}")
+            result = np.ones(n_obs, dtype=np.bool_)
+            for column in columns_named("control=", control, labels_of, n_obs, known):
+                result &= column.where(control[column.name])
+            return result
+        mask = np.asarray(control)
+        if mask.dtype != np.bool_ or mask.shape != (n_obs,):
+            raise InputError(
+                f"control must be a dict of labels by column, an expression, or a boolean mask of {n_obs} rows; got "
+                f"{mask.dtype} of shape {mask.shape}"
+            )
+        return mask
+
+
+def _names(argument: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return column names as a tuple."""
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if not isinstance(name, str):
+            raise WrongTypeError(f"{argument} holds {name!r}; give names of obs columns")
+    if len(set(names)) < len(names):
+        raise InputError(f"{argument}={list(names)} names a column twice")
+    return names
+
+
+def _kept(groups: RowGroups, controls: Any, keep: NDArray[np.bool_]) -> tuple[RowGroups, Any]:
+    if controls is not None and not len(controls.codes):
+        controls = replace(controls, pools=controls.pools[keep])
+    return groups.kept(keep), controls

@@ -1,0 +1,246 @@
+"""Which control cells match which targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.kernels import sets as kernels
+from dasksc.sampling.arrays import EMPTY_INTS
+from dasksc.sampling.candidates import Candidates
+from dasksc.sampling.groups import Column, RowGroups, combined_codes, group_rows
+from dasksc.sampling.set_sampler import Controls
+
+__all__ = ["MatchRequest", "matched_controls"]
+
+_Int64s = NDArray[np.int64]
+
+_N_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchRequest:
+    """How control cells are matched, as the arguments of `CellSets` say.
+
+    Parameters
+    ----------
+    by
+        Names of the columns that define groups.
+    match
+        The columns in which controls and targets agree.
+    n_controls
+        Control cells for each target cell.
+    block_size
+        Neighbours that are read together, where controls that match the same targets lie together.
+    unmatched
+        ``"error"``, ``"drop"`` or ``"loosen"``.
+    """
+
+    by: Sequence[str]
+    match: Sequence[Column]
+    n_controls: int
+    block_size: int
+    unmatched: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """Pools of control cells, and the pool of each key.
+
+    Parameters
+    ----------
+    rows, starts, counts
+        See `Controls`.
+    of_key
+        Pool of each key, -1 where none matches, shape (n_keys,), int64.
+    is_loosened
+        Whether the pool of each key matches fewer columns, shape (n_keys,).
+    run_rows
+        Neighbours of one pool, on average.
+    """
+
+    rows: NDArray[Any]
+    starts: _Int64s
+    counts: _Int64s
+    of_key: _Int64s
+    is_loosened: NDArray[np.bool_]
+    run_rows: float
+
+
+def matched_controls(
+    request: MatchRequest,
+    targets: Candidates,
+    codes: NDArray[Any],
+    n_codes: int,
+    *,
+    own: Candidates,
+    is_control: NDArray[np.bool_],
+) -> tuple[Controls, RowGroups, dict[str, int]]:
+    """Match control cells to targets.
+
+    Parameters
+    ----------
+    request
+        How.
+    targets
+        Rows to draw targets from.
+    codes, n_codes
+        Group code of each of them, -1 for none; changed where targets are left out.
+    own
+        Rows to draw controls from.
+    is_control
+        Whether each row of the collection is a control cell, shape (n_obs,).
+
+    Returns
+    -------
+    controls, groups, accounts
+        The controls, the groups of the targets, and counts by the names of `SetAccounts`.
+
+    Raises
+    ------
+    InputError
+        If cells are unmatched and ``unmatched="error"``.
+    """
+    positions = np.flatnonzero(is_control[own.selector])
+    arguments = request, own, positions
+    if {column.name for column in request.match} <= set(request.by):
+        groups = group_rows(codes, n_codes)
+        key_rows = targets.rows(groups.first_rows())
+        pools = _pools_of(key_rows, *arguments)
+        found = _accounts(groups.counts, pools)
+        found |= {f"n_{what}_groups": int(mask.sum()) for what, mask in _concerned(pools).items()}
+        is_open = pools.of_key < 0
+        _refuse_unmatched(request, groups.counts, key_rows, is_open)
+        return (
+            _controls(request, pools, pools.of_key[~is_open], EMPTY_INTS),
+            groups.kept(~is_open),
+            found | {"n_control_cells": len(positions)},
+        )
+    n_obs = len(is_control)
+    keys, n_keys = combined_codes([_missing_as_label(column) for column in request.match], slice(None), n_obs)
+    of_target = keys[targets.selector]
+    counts, firsts = np.zeros(n_keys, dtype=np.int64), np.zeros(n_keys, dtype=np.int64)
+    kernels.count_groups(np.where(codes < 0, -1, of_target), counts, firsts)
+    present = np.flatnonzero(counts)
+    key_rows = targets.rows(firsts[present])
+    pools = _pools_of(key_rows, *arguments)
+    found = _accounts(counts[present], pools)
+    _refuse_unmatched(request, counts[present], key_rows, pools.of_key < 0)
+    for what, mask in _concerned(pools).items():
+        is_concerned = np.zeros(n_keys, dtype=np.bool_)
+        is_concerned[present[mask]] = True
+        cells = is_concerned[of_target] & (codes >= 0)
+        found[f"n_{what}_groups"] = len(np.unique(codes[cells]))
+        if what == "unmatched":
+            codes[cells] = -1
+    pool_of_key = np.full(n_keys, -1, dtype=np.int64)
+    pool_of_key[present] = pools.of_key
+    groups = group_rows(codes, n_codes)
+    return _controls(request, pools, pool_of_key, keys), groups, found | {"n_control_cells": len(positions)}
+
+
+def _controls(request: MatchRequest, pools: _Pools, of_group: _Int64s, codes: NDArray[Any]) -> Controls:
+    block_size = request.block_size if pools.run_rows >= request.block_size else 1
+    return Controls(pools.rows, pools.starts, pools.counts, of_group, codes, block_size, request.n_controls)
+
+
+def _concerned(pools: _Pools) -> dict[str, NDArray[np.bool_]]:
+    return {"unmatched": pools.of_key < 0, "loosened": pools.is_loosened}
+
+
+def _accounts(cells: _Int64s, pools: _Pools) -> dict[str, int]:
+    return {f"n_{what}_cells": int(cells[mask].sum()) for what, mask in _concerned(pools).items()}
+
+
+def _missing_as_label(column: Column) -> Column:
+    """Return a column in which a missing label is one of the labels."""
+    is_missing = column.codes < 0
+    if not is_missing.any():
+        return column
+    n_labels = len(column.labels)
+    codes = np.where(is_missing, n_labels, column.codes.astype(np.min_scalar_type(-n_labels - 1), copy=False))
+    return Column(column.name, codes, [*column.labels, None])
+
+
+def _pools_of(key_rows: _Int64s, request: MatchRequest, own: Candidates, positions: _Int64s) -> _Pools:
+    """Find the control cells that agree with each key row, at the most columns that any agree in.
+
+    Parameters
+    ----------
+    key_rows
+        A row of the collection for each key, shape (n_keys,), int64.
+    request
+        The columns, and whether they may be given up.
+    own, positions
+        Rows to draw controls from, and the positions of control cells among them, shape (n,), int64.
+    """
+    control_rows = own.rows(positions)
+    of_key = np.full(len(key_rows), -1, dtype=np.int64)
+    is_loosened = np.zeros(len(key_rows), dtype=np.bool_)
+    listed: list[_Int64s] = []
+    starts: list[_Int64s] = []
+    counts: list[_Int64s] = []
+    n_listed = n_pools = n_runs = 0
+    fewest = 0 if request.unmatched == "loosen" else len(request.match)
+    for n_columns in range(len(request.match), fewest - 1, -1):
+        is_open = np.flatnonzero(of_key < 0)
+        if not len(is_open):
+            break
+        rows = np.concatenate([key_rows[is_open], control_rows])
+        codes, n_codes = combined_codes(request.match[:n_columns], rows, len(rows))
+        groups = group_rows(codes[len(is_open) :], n_codes)
+        number = np.full(n_codes + 1, -1, dtype=np.int64)  # the last entry is that of code -1
+        number[groups.codes] = np.arange(len(groups.codes))
+        group_of_key = number[codes[: len(is_open)]]
+        used, pool = np.unique(group_of_key[group_of_key >= 0], return_inverse=True)
+        found = is_open[group_of_key >= 0]
+        of_key[found] = n_pools + pool
+        is_loosened[found] = n_columns < len(request.match)
+        n_members = groups.counts[used]
+        ends = np.cumsum(n_members)
+        members = groups.rows(
+            np.repeat(groups.starts[used] - (ends - n_members), n_members) + np.arange(ends[-1:].sum())
+        )
+        listed.append(control_rows[members])
+        starts.append(n_listed + ends - n_members)
+        counts.append(n_members)
+        # A run ends where other cells lie between two controls.
+        n_runs += 1 + int(np.count_nonzero(np.diff(positions[members]) != 1))
+        n_listed += len(members)
+        n_pools += len(used)
+    all_rows = np.concatenate(listed)
+    dtype = np.int32 if not len(all_rows) or all_rows.max() < 2**31 else np.int64
+    return _Pools(
+        all_rows.astype(dtype),
+        np.concatenate(starts),
+        np.concatenate(counts),
+        of_key,
+        is_loosened,
+        n_listed / max(1, n_runs),
+    )
+
+
+def _refuse_unmatched(
+    request: MatchRequest, cells: _Int64s, key_rows: _Int64s, is_unmatched: NDArray[np.bool_]
+) -> None:
+    """Raise an error where cells without controls are to be refused."""
+    if request.unmatched != "error" or not is_unmatched.any():
+        return
+    names = ", ".join(column.name for column in request.match)
+
+    def label(column: Column, row: int) -> Any:
+        code = int(column.codes[row])
+        return column.labels[code] if code >= 0 else None
+
+    some = key_rows[is_unmatched][:_N_SHOWN].tolist()
+    shown = "; ".join(", ".join(f"{column.name}={label(column, row)!r}" for column in request.match) for row in some)
+    raise InputError(
+        f"{int(cells[is_unmatched].sum())} cells to draw from have no control cell that agrees in {names}, such as "
+        f"those of {shown}. Leave them out with unmatched='drop', match fewer columns with unmatched='loosen' or match=, "
+        "or add control cells with control_indices="
+    )

@@ -1,0 +1,236 @@
+"""Rows grouped by the labels of obs columns."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.kernels import sets as kernels
+from dasksc.sampling.arrays import EMPTY_INTS
+from dasksc.sampling.digests import digest_of
+from dasksc.sampling.labels import encode_labels
+
+__all__ = ["Column", "RowGroups", "columns_named", "combined_codes", "group_rows"]
+
+_Int64s = NDArray[np.int64]
+
+_FEW_CODES = 2**22
+# Tables of this many codes are always affordable.
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """An obs column as integer codes.
+
+    Parameters
+    ----------
+    name
+        Of the column.
+    codes
+        One per row of the collection, shape (n_obs,), integers; negative for a missing label.
+    labels
+        The label of each code.
+    """
+
+    name: str
+    codes: NDArray[Any]
+    labels: Sequence[Any]
+
+    @classmethod
+    def of(cls, name: str, labels: Any, n_obs: int) -> Column:
+        """Encode the labels of a column.
+
+        Raises
+        ------
+        InputError
+            If there is not one per row, or they are continuous.
+        """
+        codes, names = encode_labels(labels)
+        if len(codes) != n_obs:
+            raise InputError(f"the column {name!r} has {len(codes)} labels for {n_obs} rows; give one per row")
+        return cls(name, codes, names)
+
+    def where(self, wanted: Any) -> NDArray[np.bool_]:
+        """Return for each row whether its label is `wanted`, or one of a list, tuple or set of labels.
+
+        Raises
+        ------
+        MissingKeyError
+            If the column has no such label.
+        """
+        several = wanted if isinstance(wanted, list | tuple | set | frozenset) else [wanted]
+        position = {label: code for code, label in enumerate(self.labels)}
+        is_wanted = np.zeros(len(self.labels) + 1, dtype=np.bool_)  # the last entry is that of code -1
+        for label in several:
+            if label not in position:
+                near = difflib.get_close_matches(str(label), [str(one) for one in self.labels], n=3)
+                hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {list(self.labels)[:20]}"
+                raise MissingKeyError(f"the column {self.name!r} has no label {label!r}; {hint}")
+            is_wanted[position[label]] = True
+        chosen: NDArray[np.bool_] = is_wanted[self.codes]
+        return chosen
+
+
+def columns_named(
+    argument: str, names: Iterable[str], labels_of: Callable[[str], Any], n_obs: int, known: dict[str, Column]
+) -> list[Column]:
+    """Return the columns called `names`, encoding each once.
+
+    Parameters
+    ----------
+    argument
+        The argument that names them, for errors.
+    names
+        Of obs columns.
+    labels_of
+        Returns an obs column by its name.
+    n_obs
+        Rows of the collection.
+    known
+        Columns encoded so far by name; receives the others.
+
+    Raises
+    ------
+    InputError
+        If a column is missing, or its labels are continuous.
+    """
+    for name in names:
+        if name not in known:
+            try:
+                labels = labels_of(name)
+            except InputError as error:
+                error.add_note(f"named by {argument} of CellSets")
+                raise
+            known[name] = Column.of(name, labels, n_obs)
+    return [known[name] for name in names]
+
+
+def combined_codes(columns: Sequence[Column], rows: _Int64s | slice, n: int) -> tuple[NDArray[Any], int]:
+    """Return one code for the combination of labels of each row, and the number of codes.
+
+    Codes ascend as the combinations do, the first column first. O(n) time for each column; 4 bytes a row.
+
+    Parameters
+    ----------
+    columns
+        At least one.
+    rows
+        Row numbers in the collection, shape (n,), or a slice of all rows.
+    n
+        Number of rows.
+
+    Returns
+    -------
+    codes, n_codes
+        Shape (n,), int32 or int64; -1 where a label is missing. No more than about n / 4 codes, so that tables
+        by code take no more memory than the rows.
+    """
+    limit = max(_FEW_CODES, n // 4)
+    out = np.zeros(n, dtype=np.int32)
+    n_codes = 1
+    for column in columns:
+        radix = max(1, len(column.labels))
+        if n_codes * radix > limit:
+            out, n_codes = _renumbered(out, n_codes)
+        if n_codes * radix >= 2**31:
+            out = out.astype(np.int64)
+        codes, lookup = (column.codes[rows], EMPTY_INTS) if isinstance(rows, slice) else (column.codes, rows)
+        kernels.combine_codes(codes, lookup, radix, out)
+        n_codes *= radix
+        if n_codes > limit:
+            out, n_codes = _renumbered(out, n_codes)
+    return out, n_codes
+
+
+def _renumbered(codes: NDArray[Any], n_codes: int) -> tuple[NDArray[np.int32], int]:
+    """Return codes without gaps, in the same order."""
+    if n_codes > max(_FEW_CODES, len(codes)):
+        import pandas as pd
+
+        numbers, present = pd.factorize(codes, sort=True)
+        # A missing label is a code like others here, and the lowest.
+        n_below = int(len(present) > 0 and present[0] < 0)
+        return (numbers - n_below).astype(np.int32), max(1, len(present) - n_below)
+    is_present = np.zeros(n_codes, dtype=np.bool_)
+    is_present[codes[codes >= 0]] = True
+    table = np.full(n_codes + 1, -1, dtype=np.int32)  # the last entry is that of code -1
+    n_present = int(is_present.sum())
+    table[:-1][is_present] = np.arange(n_present, dtype=np.int32)
+    return table[codes], max(1, n_present)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Rows by the group that they belong to.
+
+    Parameters
+    ----------
+    codes
+        The code of each group, ascending, shape (n_groups,), int64.
+    starts, counts
+        Where the members of each group begin, and how many it has, shape (n_groups,), int64.
+    members
+        Rows group by group, ascending in each, shape (n,), int32 or int64; empty where every group is one run of
+        rows, so that member i is row i.
+    run_rows
+        Rows of a run of neighbours of one group, on average.
+    """
+
+    codes: _Int64s
+    starts: _Int64s
+    counts: _Int64s
+    members: NDArray[Any]
+    run_rows: float
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all groups."""
+        return int(self.counts.sum())
+
+    def rows(self, members: _Int64s) -> _Int64s:
+        """Return the row of each member number."""
+        return self.members[members].astype(np.int64, copy=False) if len(self.members) else members
+
+    def first_rows(self) -> _Int64s:
+        """Return a row of each group, shape (n_groups,)."""
+        return self.rows(self.starts)
+
+    def kept(self, keep: NDArray[np.bool_]) -> RowGroups:
+        """Return the groups to keep; the members of others stay listed and are never drawn."""
+        return RowGroups(self.codes[keep], self.starts[keep], self.counts[keep], self.members, self.run_rows)
+
+    def digest(self) -> str:
+        """Return a hex digest."""
+        return digest_of(self.codes, self.starts, self.counts, self.members)
+
+
+def group_rows(codes: NDArray[Any], n_codes: int) -> RowGroups:
+    """Group rows by code; rows of negative codes belong to no group.
+
+    O(n) time. No memory for each row where every group is one run; else 4 bytes (8 beyond 2**31 rows).
+
+    Parameters
+    ----------
+    codes
+        Shape (n,), integers below `n_codes`.
+    n_codes
+        Number of codes, present or not.
+    """
+    counts = np.zeros(n_codes, dtype=np.int64)
+    firsts = np.zeros(n_codes, dtype=np.int64)
+    _, n_runs = kernels.count_groups(codes, counts, firsts)
+    present = np.flatnonzero(counts)
+    counted = counts[present]
+    run_rows = float(counted.sum() / max(1, n_runs))
+    if n_runs == len(present):
+        return RowGroups(present, firsts[present], counted, EMPTY_INTS, run_rows)
+    starts = np.cumsum(counts) - counts
+    members = np.empty(int(counted.sum()), dtype=np.int32 if len(codes) < 2**31 else np.int64)
+    kernels.list_members(codes, starts.copy(), members)
+    return RowGroups(present, starts[present], counted, members, run_rows)

@@ -1,0 +1,288 @@
+"""The sampler of sets: sets of cells of one group, beside matched control cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.kernels import sets as kernels
+from dasksc.sampling.arrays import EMPTY_INTS
+from dasksc.sampling.candidates import Candidates
+from dasksc.sampling.digests import digest_of
+from dasksc.sampling.groups import Column, RowGroups
+from dasksc.sampling.random_keys import Purpose, epoch_keys
+
+__all__ = ["Controls", "DrawnSets", "SetAccounts", "SetDraw", "SetSampler"]
+
+_Int64s = NDArray[np.int64]
+
+_TABLE_BLOCKS = 16_384
+# Groups of up to so many blocks are permuted by a table, which takes microseconds to fill.
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """Control cells, and which of them match which targets.
+
+    Parameters
+    ----------
+    rows
+        Row numbers, pool by pool, shape (n,), int32 or int64. A row may belong to several pools.
+    starts, counts
+        Where the rows of each pool begin, and how many it has, shape (n_pools,), int64.
+    pools
+        Pool of each group of targets, shape (n_groups,), int64; or of each match code, where `codes` are given.
+    codes
+        Match code of each row of the collection, shape (n_obs,), integers, where the cells of a group match
+        different controls; else empty.
+    block_size
+        Neighbours that are read together.
+    n_controls
+        Control cells for each target cell.
+    """
+
+    rows: NDArray[Any]
+    starts: _Int64s
+    counts: _Int64s
+    pools: _Int64s
+    codes: NDArray[Any]
+    block_size: int
+    n_controls: int
+
+    def pools_of(self, groups: _Int64s, rows: _Int64s) -> _Int64s:
+        """Return the pool of each of `rows`, which belong to `groups`, set by set."""
+        if len(self.codes):
+            own: _Int64s = self.pools[self.codes[rows]]
+            return own
+        return np.repeat(self.pools[groups], len(rows) // max(1, len(groups)))
+
+    def digest(self) -> str:
+        """Return a hex digest."""
+        arrays = (self.rows, self.starts, self.counts, self.pools, self.codes)
+        return digest_of(*arrays, self.block_size, self.n_controls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAccounts:
+    """What binding `CellSets` found.
+
+    Parameters
+    ----------
+    n_groups, n_cells
+        Groups to draw from, and their cells.
+    n_unlabelled
+        Cells that lack a label of `by`, and are never drawn.
+    n_control_cells
+        Control cells.
+    n_unmatched_groups, n_unmatched_cells
+        Groups that are left out wholly or in part since no control matches (``unmatched="drop"``), and the cells left
+        out.
+    n_loosened_groups, n_loosened_cells
+        Groups that have controls which match fewer columns, wholly or in part (``unmatched="loosen"``), and the cells
+        concerned.
+    n_short_groups
+        Groups of fewer cells than a set.
+    drops_short
+        Whether these are never drawn (``incomplete="drop"``).
+    """
+
+    n_groups: int
+    n_cells: int
+    n_unlabelled: int = 0
+    n_control_cells: int = 0
+    n_unmatched_groups: int = 0
+    n_unmatched_cells: int = 0
+    n_loosened_groups: int = 0
+    n_loosened_cells: int = 0
+    n_short_groups: int = 0
+    drops_short: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSets:
+    """Sets of an epoch.
+
+    Parameters
+    ----------
+    groups
+        Group of each set, shape (n,), int64.
+    rows
+        Row numbers set by set, shape (n * set_size,), int64.
+    controls
+        Row numbers of the control cells of each row, shape (n * set_size * n_controls,), int64; None without.
+    """
+
+    groups: _Int64s
+    rows: _Int64s
+    controls: _Int64s | None
+
+
+@dataclass(frozen=True)
+class SetSampler:
+    """Sets of cells of one group.
+
+    Parameters
+    ----------
+    candidates
+        The rows that `groups` counts.
+    groups
+        Candidates by group.
+    columns
+        The columns that define groups.
+    set_size
+        Cells of a set.
+    n_sets
+        Sets of an epoch, over all ranks.
+    block_rows
+        Neighbours in a group that are read together.
+    cumulative
+        Running sums of the weights of the groups, float64; None where each cell is drawn once an epoch.
+    ends
+        Running sums of the sets of each group, int64; None where groups are drawn by weight.
+    controls
+        Control cells; None without.
+    accounts
+        What binding found.
+    """
+
+    candidates: Candidates
+    groups: RowGroups
+    columns: tuple[Column, ...]
+    set_size: int
+    n_sets: int
+    block_rows: int
+    cumulative: NDArray[np.float64] | None
+    ends: _Int64s | None
+    controls: Controls | None
+    accounts: SetAccounts
+    block_size: ClassVar[int] = 1
+    shuffle_blocks: ClassVar[bool] = True
+    shuffle_rows: ClassVar[bool] = False
+
+    @property
+    def unit(self) -> int:
+        """See `Sampler.unit`."""
+        return self.set_size
+
+    @property
+    def n_rows(self) -> int:
+        """See `Sampler.n_rows`."""
+        return self.n_sets * self.set_size
+
+    @property
+    def n_controls(self) -> int:
+        """Control rows for each target row."""
+        return 0 if self.controls is None else self.controls.n_controls
+
+    @property
+    def is_shuffled(self) -> bool:
+        """See `Sampler.is_shuffled`."""
+        return self.cumulative is not None
+
+    def draw(self, seed: int, epoch: int) -> SetDraw:
+        """See `Sampler.draw`."""
+        return SetDraw(self, epoch_keys(seed, epoch, Purpose.SETS, n=3))
+
+    def labels(self, rows: _Int64s) -> list[NDArray[Any]]:
+        """Return the codes of `columns` at rows of the collection."""
+        return [column.codes[rows] for column in self.columns]
+
+    @cached_property
+    def table(self) -> Any:
+        """The labels of each group, a data frame with a column for each of `by` and a row for each group."""
+        import pandas as pd
+
+        rows = self.candidates.rows(self.groups.first_rows())
+        named = zip(self.columns, self.labels(rows), strict=True)
+        return pd.DataFrame(
+            {column.name: pd.Categorical.from_codes(codes, categories=list(column.labels)) for column, codes in named}
+        )
+
+    def digest(self) -> str:
+        """See `Sampler.digest`."""
+        return digest_of(
+            "sets",
+            self.candidates.digest(),
+            self.groups.digest(),
+            (self.set_size, self.n_sets, self.block_rows),
+            *(EMPTY_INTS if part is None else part for part in (self.cumulative, self.ends)),
+            None if self.controls is None else self.controls.digest(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SetDraw:
+    """The sets of one epoch, each a function of its number alone.
+
+    Parameters
+    ----------
+    sampler
+        What is drawn from.
+    keys
+        Of groups, members and controls, shape (3,), uint64.
+    """
+
+    sampler: SetSampler
+    keys: NDArray[np.uint64]
+
+    def sets(self, numbers: _Int64s) -> DrawnSets:
+        """Return sets by their numbers in the epoch, each in [0, n_sets)."""
+        sampler = self.sampler
+        table = np.empty(_TABLE_BLOCKS, dtype=np.int64)
+        keys = np.empty(len(numbers), dtype=np.uint64)
+        firsts = np.zeros(len(numbers), dtype=np.int64)
+        if sampler.ends is None:
+            assert sampler.cumulative is not None
+            groups = np.empty(len(numbers), dtype=np.int64)
+            kernels.draw_groups(self.keys[0], numbers, sampler.cumulative, groups)
+            kernels.set_keys(self.keys[1], numbers, keys)
+        else:
+            groups = np.searchsorted(sampler.ends, numbers, side="right")
+            firsts = (numbers - np.where(groups > 0, sampler.ends[groups - 1], 0)) * sampler.set_size
+            kernels.set_keys(self.keys[1], groups, keys)
+        members = np.empty(len(numbers) * sampler.set_size, dtype=np.int64)
+        kernels.fill_sets(
+            groups,
+            keys,
+            firsts,
+            sampler.groups.starts,
+            sampler.groups.counts,
+            sampler.block_rows,
+            sampler.set_size,
+            table,
+            members,
+        )
+        rows = sampler.candidates.rows(sampler.groups.rows(members))
+        if sampler.controls is None:
+            return DrawnSets(groups, rows, None)
+        controls = sampler.controls
+        own_keys = np.empty(len(numbers), dtype=np.uint64)
+        kernels.set_keys(self.keys[2], numbers, own_keys)
+        chosen = np.empty(len(rows) * controls.n_controls, dtype=np.int64)
+        kernels.fill_controls(
+            own_keys,
+            controls.pools_of(groups, rows),
+            controls.starts,
+            controls.counts,
+            controls.block_size,
+            controls.n_controls,
+            sampler.set_size,
+            table,
+            chosen,
+        )
+        return DrawnSets(groups, rows, controls.rows[chosen].astype(np.int64, copy=False))
+
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+        """Return the target rows at `positions`, each in [0, n_rows); see `Draw.rows`."""
+        size = self.sampler.set_size
+        numbers, place = np.unique(positions // size, return_inverse=True)
+        rows = self.sets(numbers).rows.reshape(-1, size)[place, positions % size]
+        return np.sort(rows) if ascending else rows
+
+    def digest(self) -> bytes:
+        """See `Draw.digest`."""
+        return self.keys.tobytes()

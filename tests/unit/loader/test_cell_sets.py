@@ -1,0 +1,254 @@
+"""Batches of sets: targets, controls and groups, however they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import torch
+from torch.utils.data import DataLoader
+
+import dasksc
+from dasksc.errors import InputError, MissingKeyError
+
+pytestmark = pytest.mark.core
+
+CONTROL = {"gene": "ctrl"}
+N = 1200
+
+
+def screen() -> anndata.AnnData:
+    rng = np.random.default_rng(0)
+    obs = pd.DataFrame(
+        {
+            "gene": rng.choice(["ctrl", "A", "B", "C"], N, p=[0.3, 0.4, 0.2, 0.1]),
+            "line": rng.choice(["K562", "RPE1"], N),
+            "dose": rng.random(N),
+        },
+        index=[f"cell{i}" for i in range(N)],
+    ).astype({"gene": "category", "line": "category"})
+    X = sp.random(N, 30, 0.3, format="csr", dtype=np.float32, random_state=1)
+    counts = sp.random(N, 30, 0.3, format="csr", dtype=np.float32, random_state=2)
+    return anndata.AnnData(X, obs, layers={"counts": counts}, obsm={"X_pca": rng.random((N, 4)).astype("f4")})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sets") / "screen.h5ad"
+    screen().write_h5ad(path)
+    return path
+
+
+def sets(**options: Any) -> dasksc.CellSets:
+    return dasksc.CellSets(["line", "gene"], 8, **({"control": CONTROL} | options))
+
+
+def dataset(data: Any, strategy: dasksc.CellSets | None = None, **options: Any) -> dasksc.scDataset:
+    return dasksc.scDataset(data, strategy or sets(), **({"batch_size": 32, "seed": 5, "fetch_factor": 4} | options))
+
+
+def numbers(batch: Any) -> tuple[Any, ...]:
+    return tuple(part.tolist() for part in (batch.sets, batch.index, batch.control.index, batch.X, batch.control.X))
+
+
+def test_batches_hold_sets_groups_and_controls(path: Path) -> None:
+    adata = screen()
+    data = dataset(path, obs=["gene", "dose"], layers=["counts"], obsm=["X_pca"])
+    n_rows = 0
+    for batch in data:
+        groups = data.groups.iloc[batch.sets.numpy()]
+        assert batch.sets.dtype == torch.int64
+        assert list(groups.columns) == ["line", "gene"]
+        own = adata.obs.iloc[batch.index.numpy()]
+        assert own.line.tolist() == groups.line.repeat(8).tolist()
+        assert own.gene.tolist() == groups.gene.repeat(8).tolist()
+        assert isinstance(batch.control, dasksc.Batch)
+        assert batch.control.index.shape == batch.index.shape
+        for part in (batch, batch.control):
+            rows = part.index.numpy()
+            np.testing.assert_array_equal(part.X, adata.X[rows].toarray())
+            np.testing.assert_array_equal(part.layers["counts"], adata.layers["counts"][rows].toarray())
+            np.testing.assert_array_equal(part.obsm["X_pca"], adata.obsm["X_pca"][rows])
+            labels = np.array(data.categories["gene"])[part.obs["gene"].numpy()]
+            assert labels.tolist() == adata.obs.gene.iloc[rows].tolist()
+            np.testing.assert_array_equal(part.obs["dose"], adata.obs.dose.iloc[rows])
+        assert adata.obs.line.iloc[batch.control.index.numpy()].tolist() == own.line.tolist()
+        n_rows += len(batch.index)
+    assert n_rows == data.plan(0).n_rows == data.stats()["n_rows"]
+
+
+def test_sizes_count_controls(path: Path) -> None:
+    alone = dataset(path, sets(control=None))
+    beside = dataset(path, sets(n_controls=2))
+    assert (alone.fetch_size, beside.fetch_size) == (128, 384)
+    assert beside.projected_bytes is not None
+    assert alone.projected_bytes is not None
+    assert beside.projected_bytes > alone.projected_bytes
+    assert next(iter(beside)).control.X.shape == (64, 30)
+    assert beside.plan(0).n_control_rows == 2 * beside.plan(0).n_rows
+    # At half of the projection, the larger fetches do not fit.
+    with pytest.raises(InputError, match="memory_limit"):
+        dataset(path, sets(n_controls=2), fetch_factor=64, memory_limit=2_000)
+
+
+def test_batches_of_x_alone_have_sets_too(path: Path) -> None:
+    batch = next(iter(dataset(path, sets(control=None))))
+    assert set(batch) >= {"X", "sets", "index"}
+    assert "control" not in batch
+
+
+WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "synchronous": lambda path: {"data": path, "scheduler": "synchronous"},
+    "read, not mapped": lambda path: {"data": path, "mmap": False},
+    "in memory": lambda path: {"data": screen()},
+    "lazy": lambda path: {"data": dasksc.open(path)},
+    "other fetches": lambda path: {"data": path, "fetch_factor": 7},
+    "prefetched": lambda path: {"data": path, "prefetch": 5},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_reading_yields_the_same_batches(path: Path, way: str) -> None:
+    expected = [numbers(batch) for batch in dataset(path)]
+    assert [numbers(batch) for batch in dataset(**WAYS[way](path))] == expected
+
+
+def test_converted_atlases_yield_the_same_values(path: Path, tmp_path: Path) -> None:
+    store = tmp_path / "screen.zarr"
+    dasksc.convert(path, store, order="keep")
+    assert [numbers(batch) for batch in dataset(store)] == [numbers(batch) for batch in dataset(path)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_dataloader_workers_yield_the_same_sets(path: Path, num_workers: int) -> None:
+    expected = sorted(numbers(batch) for batch in dataset(path))
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
+    assert sorted(numbers(batch) for batch in loader) == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_yield_every_set_and_equally_many(path: Path, world_size: int) -> None:
+    def sets_of(**options: Any) -> list[Any]:
+        found = []
+        for batch in dataset(path, sets(replace=False), **options):
+            rows = batch.index.reshape(-1, 8).tolist()
+            found += zip(
+                batch.sets.tolist(),
+                map(tuple, rows),
+                map(tuple, batch.control.index.reshape(-1, 8).tolist()),
+                strict=True,
+            )
+        return found
+
+    everything = sets_of()
+    ranks = [sets_of(rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert {one for rank in ranks for one in rank} == set(everything)
+    assert len({len(rank) for rank in ranks}) == 1
+    assert sum(map(len, ranks)) - len(everything) < world_size
+
+
+def test_a_state_resumes_anywhere_also_with_a_multiple_of_the_set_size(path: Path) -> None:
+    expected = [numbers(batch) for batch in dataset(path)]
+    for n_done in range(0, len(expected), 5):
+        first = dataset(path)
+        iterator = iter(first)
+        for _ in range(n_done):
+            next(iterator)
+        state = first.state_dict()
+        again = dataset(path)
+        again.load_state_dict(state)
+        assert [numbers(batch) for batch in again] == expected[n_done:]
+        other = dataset(path, batch_size=48)
+        other.load_state_dict(state)
+        later = [
+            one for batch in other for one in zip(batch.sets.tolist(), batch.index.reshape(-1, 8).tolist(), strict=True)
+        ]
+        left = [
+            (s, r)
+            for one in expected[n_done:]
+            for s, r in zip(one[0], np.reshape(one[1], (-1, 8)).tolist(), strict=True)
+        ]
+        assert sorted(later) == sorted(left)
+    with pytest.raises(InputError, match="multiple of set_size=8"):
+        dataset(path, batch_size=20)
+
+
+def test_a_state_of_other_sets_is_refused(path: Path) -> None:
+    state = dataset(path).state_dict()
+    with pytest.raises(InputError, match="does not fit"):
+        dataset(path, sets(n_controls=2)).load_state_dict(state)
+
+
+def test_expressions_and_filters(path: Path) -> None:
+    obs = screen().obs
+    data = dataset(path, sets(control="gene == 'ctrl'"), filter="dose < 0.5")
+    by_dict = dataset(path, sets(), filter="dose < 0.5")
+    assert [numbers(batch) for batch in data] == [numbers(batch) for batch in by_dict]
+    for batch in data:
+        assert (obs.dose.iloc[batch.index.numpy()] < 0.5).all()
+        assert (obs.dose.iloc[batch.control.index.numpy()] < 0.5).all()
+    every = dataset(path, sets(control_indices=slice(None)), filter="dose < 0.5")
+    assert max(obs.dose.iloc[batch.control.index.numpy()].max() for batch in every) > 0.9
+
+
+def test_a_batch_of_one_class(path: Path) -> None:
+    obs = screen().obs
+    for batch in dataset(path, dasksc.CellSets("gene", 32)):
+        assert len(set(obs.gene.iloc[batch.index.numpy()])) == 1
+        assert batch.sets.shape == (1,)
+
+
+def test_transforms_hooks_and_devices(path: Path) -> None:
+    data = dataset(path, transform=lambda batch: (batch.sets, batch.control.to("cpu").X.sum()), device="cpu")
+    assert all(len(one) == 2 for one in data)
+    with pytest.raises(InputError, match="CellSets.control=. needs matrices of an atlas"):
+        dataset(path, batch_transform=lambda adata: adata)
+    rows = [
+        batch.obs["gene"].tolist()
+        for batch in dataset(screen(), sets(control=None), batch_transform=lambda adata: adata)
+    ]
+    assert all(len(set(labels[i : i + 8])) == 1 for labels in rows for i in range(0, len(labels), 8))
+
+
+def test_groups_need_sets(path: Path) -> None:
+    with pytest.raises(InputError, match="groups are those of dasksc.CellSets"):
+        _ = dasksc.scDataset(path, dasksc.Streaming(), 8).groups
+
+
+def test_a_missing_column_names_the_argument(path: Path) -> None:
+    with pytest.raises(MissingKeyError, match="lines") as caught:
+        dataset(path, dasksc.CellSets(["lines", "gene"], 8))
+    assert "obs" in str(caught.value)
+
+
+def test_check_counts_sets_and_controls(path: Path) -> None:
+    report = str(dasksc.check(dataset(path)))
+    n_targets = int((screen().obs.gene != "ctrl").sum())
+    assert f"sets     {-(-n_targets // 8)} of 8 cells from 6 groups ({n_targets} cells)" in report
+    assert f"1 of {N - n_targets} control cells a cell" in report
+    assert "fetches of 256 rows" in report
+    adata = screen()
+    adata.obs.loc[(adata.obs.gene == "ctrl") & (adata.obs.line == "K562"), "gene"] = "A"
+    n_loose = int(((adata.obs.gene != "ctrl") & (adata.obs.line == "K562")).sum())
+    assert f"{n_loose} cells of 3 groups have controls that agree in fewer columns" in str(
+        dasksc.check(dataset(adata, sets(unmatched="loosen")))
+    )
+    assert f"{n_loose} cells of 3 groups are never drawn" in str(dasksc.check(dataset(adata, sets(unmatched="drop"))))
+    short = dasksc.check(dataset(adata, dasksc.CellSets(["line", "gene"], 300), batch_size=300))
+    assert any("fewer cells than a set of 300: their sets repeat cells" in warning for warning in short.warnings)
+
+
+def test_modalities_have_controls_of_every_kind() -> None:
+    adata = screen()
+    protein = anndata.AnnData(np.arange(N * 3, dtype="f4").reshape(N, 3), adata.obs)
+    both = dasksc.CellSets(["rna:line", "rna:gene"], 8, control={"rna:gene": "ctrl"})
+    data = dataset(dasksc.Modalities({"rna": adata, "protein": protein}), both)
+    batch = next(iter(data))
+    np.testing.assert_array_equal(batch.control["protein"].X[:, 0], batch.control.index.numpy() * 3)
+    np.testing.assert_array_equal(batch.control["rna"].X, adata.X[batch.control.index.numpy()].toarray())

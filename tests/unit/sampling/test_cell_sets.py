@@ -1,0 +1,482 @@
+"""Sets of cells: what they hold, how groups and controls are drawn, ranks, coverage and resuming.
+
+Statistical tests have fixed seeds; `ERROR` is the chance that a perfect generator would have failed one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+
+from dasksc import CellSets, EpochPlan
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.planning.consumed_segments import Stretch
+from dasksc.sampling.set_sampler import SetSampler
+
+pytestmark = pytest.mark.core
+
+ERROR = 1e-4
+CONTROL = {"gene": "ctrl"}
+
+
+def screen(n: int = 2000, *, is_sorted: bool = False, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    genes = rng.choice(["ctrl", "A", "B", "C", "D"], n, p=[0.3, 0.4, 0.15, 0.1, 0.05])
+    lines = rng.choice(["K562", "RPE1", "HepG2"], n)
+    obs = pd.DataFrame({"gene": genes, "line": lines, "batch": rng.choice(list("xyz"), n)}).astype("category")
+    return obs.sort_values(["line", "gene"], kind="stable").reset_index(drop=True) if is_sorted else obs
+
+
+def bound(obs: pd.DataFrame, *args: Any, **options: Any) -> SetSampler:
+    return CellSets(*args, **options).bind(len(obs), lambda name: obs[name])
+
+
+def plan_of(sampler: SetSampler, sets_of_batch: int = 2, **options: Any) -> EpochPlan:
+    return EpochPlan(sampler=sampler, batch_size=sets_of_batch * sampler.set_size, fetch_factor=3, **options)
+
+
+def sets_of(plan: EpochPlan, first_batch: int = 0) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Group, rows and control rows of each set that a rank yields, from a batch on."""
+    for i in range(first_batch, plan.n_batches):
+        fetch = plan.fetch(i // plan.fetch_factor)
+        at = i % plan.fetch_factor
+        size = cast(SetSampler, plan.sampler).set_size
+        targets = fetch.rows[fetch.batch(at)].reshape(-1, size)
+        controls = fetch.batch_controls(at)
+        beside = np.empty((len(targets), 0)) if controls is None else fetch.rows[controls].reshape(len(targets), -1)
+        groups = fetch.batch_groups(at)
+        assert groups is not None
+        assert len(groups) == len(targets)
+        for group, rows, own in zip(groups.tolist(), targets.tolist(), beside.tolist(), strict=True):
+            yield group, tuple(rows), tuple(own)
+
+
+# --- What a set holds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("n_controls", [1, 3])
+@pytest.mark.parametrize("match", [None, ["line", "batch"], ["batch"]])
+def test_sets_are_of_one_group_and_controls_match(
+    is_sorted: bool, replace: bool, n_controls: int, match: list[str] | None
+) -> None:
+    obs = screen(is_sorted=is_sorted)
+    sampler = bound(obs, ["line", "gene"], 16, control=CONTROL, match=match, replace=replace, n_controls=n_controls)
+    agree = ["line"] if match is None else match
+    n = 0
+    for group, rows, controls in sets_of(plan_of(sampler)):
+        n += 1
+        own = obs.iloc[list(rows)]
+        assert set(zip(own.line, own.gene, strict=True)) == {tuple(sampler.table.loc[group, ["line", "gene"]])}
+        assert "ctrl" not in set(own.gene)
+        beside = obs.iloc[list(controls)]
+        assert set(beside.gene) == {"ctrl"}
+        for name in agree:
+            assert beside[name].tolist() == np.repeat(own[name].to_numpy(), n_controls).tolist()
+        assert len(set(rows)) == len(rows)
+        assert len(set(controls)) == len(controls)
+    assert n == sampler.n_sets
+
+
+def test_controls_are_targets_when_included() -> None:
+    sampler = bound(screen(), "gene", 8, control=CONTROL, include_control=True)
+    assert "ctrl" in set(sampler.table.gene)
+    assert "ctrl" not in set(bound(screen(), "gene", 8, control=CONTROL).table.gene)
+
+
+def test_without_control_every_label_is_a_group() -> None:
+    sampler = bound(screen(), "gene", 8)
+    assert sampler.table.gene.tolist() == ["A", "B", "C", "D", "ctrl"]
+    assert all(controls == () for _, _, controls in sets_of(plan_of(sampler)))
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_group_smaller_than_a_set_repeats_its_cells_evenly(replace: bool) -> None:
+    obs = pd.DataFrame({"gene": ["A"] * 3 + ["B"] * 40})
+    for group, rows, _ in sets_of(
+        plan_of(bound(obs, "gene", 8, replace=replace, **({"n_sets": 50} if replace else {})))
+    ):
+        if group == 0:
+            assert sorted(Counter(rows).values()) == [2, 3, 3]
+            assert set(rows) == {0, 1, 2}
+        elif replace:
+            assert len(set(rows)) == 8
+
+
+def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
+    obs = pd.DataFrame({"gene": ["A"] * 5 + ["B"] * 20 + ["C"] * 24})
+    filled = list(sets_of(plan_of(bound(obs, "gene", 8, replace=False))))
+    assert Counter(group for group, _, _ in filled) == {0: 1, 1: 3, 2: 3}
+    assert {row for _, rows, _ in filled for row in rows} == set(range(49))
+    assert all(len(set(rows)) == 8 for group, rows, _ in filled if group)
+    dropped = bound(obs, "gene", 8, replace=False, incomplete="drop")
+    found = list(sets_of(plan_of(dropped)))
+    assert dropped.table.gene.tolist() == ["B", "C"]
+    assert Counter(group for group, _, _ in found) == {0: 2, 1: 3}
+    rows = [row for _, rows, _ in found for row in rows]
+    assert len(set(rows)) == len(rows) == 40
+    # Others are left out in another epoch.
+    later = {row for _, rows, _ in sets_of(plan_of(dropped, epoch=1)) for row in rows}
+    assert later != set(rows)
+
+
+def test_neighbours_are_read_together_where_the_atlas_is_sorted() -> None:
+    def runs(obs: pd.DataFrame) -> float:
+        sampler = bound(obs, ["line", "gene"], 16, control=CONTROL, block_size=8)
+        drawn = [part for _, rows, controls in sets_of(plan_of(sampler)) for part in (rows, controls)]
+        return float(np.mean([np.count_nonzero(np.diff(sorted(rows)) != 1) + 1 for rows in drawn]))
+
+    # 16 cells in blocks of 8 are 2 runs, 3 where the short block or the end of the group is between.
+    assert runs(screen(20_000, is_sorted=True)) < 3
+    assert runs(screen(20_000)) > 15
+
+
+# --- Distributions ----------------------------------------------------------------------------------
+
+
+def group_counts(sampler: SetSampler) -> NDArray[np.int64]:
+    return np.bincount([group for group, _, _ in sets_of(plan_of(sampler))], minlength=len(sampler.table))
+
+
+def test_groups_are_drawn_by_cells_alike_or_by_weight() -> None:
+    obs = screen()
+    cells = obs.gene.value_counts().sort_index()
+    by_cells = group_counts(bound(obs, "gene", 4, n_sets=20_000))
+    assert stats.chisquare(by_cells, cells / cells.sum() * 20_000).pvalue > ERROR
+    alike = group_counts(bound(obs, "gene", 4, n_sets=20_000, weights="groups"))
+    assert stats.chisquare(alike).pvalue > ERROR
+    weights = {"A": 1.0, "B": 2.0, "C": 0.0, "D": 3, "ctrl": 4}
+    weighted = group_counts(bound(obs, "gene", 4, n_sets=20_000, weights=weights))
+    assert weighted[2] == 0
+    kept = [0, 1, 3, 4]
+    assert stats.chisquare(weighted[kept], np.array([1, 2, 3, 4]) * 2000).pvalue > ERROR
+
+
+def test_weights_of_combinations_have_tuples_as_keys() -> None:
+    obs = screen()
+    every = bound(obs, ["line", "gene"], 4).table.itertuples(index=False, name=None)
+    weights = {key: float(key == ("RPE1", "B")) for key in every}
+    sampler = bound(obs, ["line", "gene"], 4, weights=weights, n_sets=10)
+    assert {tuple(sampler.table.iloc[group]) for group, _, _ in sets_of(plan_of(sampler))} == {("RPE1", "B")}
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_every_cell_of_a_group_and_every_matching_control_is_as_likely(is_sorted: bool, block_size: int) -> None:
+    obs = screen(600, is_sorted=is_sorted)
+    sampler = bound(obs, ["line", "gene"], 5, control=CONTROL, block_size=block_size, n_sets=60_000)
+    targets, controls = np.zeros(600), np.zeros(600)
+    for _, rows, own in sets_of(plan_of(sampler, 50)):
+        targets[list(rows)] += 1
+        controls[list(own)] += 1
+    is_control = (obs.gene == "ctrl").to_numpy()
+    assert not targets[is_control].any()
+    assert not controls[~is_control].any()
+    # With weights="cells" every target is as likely as any other; controls given their line. Cells of a block come
+    # together, which widens the counts: compared are sums of blocks that are drawn apart, by a normal approximation.
+    assert_even(targets[~is_control], per_set=5, block_size=block_size)
+    for line in obs.line.unique():
+        assert_even(controls[is_control & (obs.line == line).to_numpy()], per_set=5, block_size=block_size)
+
+
+def assert_even(counts: NDArray[np.float64], per_set: int, block_size: int) -> None:
+    # The variance of a count is at most its mean: each set draws a cell at most once.
+    mean = counts.mean()
+    z = (counts - mean) / np.sqrt(mean)
+    assert np.abs(z).max() < stats.norm.isf(ERROR / len(counts) / 2)
+    # No trend along storage order, where a favoured place would show.
+    blocks = counts[: len(counts) // block_size * block_size].reshape(-1, block_size).mean(axis=1)
+    assert stats.spearmanr(np.arange(len(blocks)), blocks).pvalue > ERROR
+
+
+def test_sets_of_two_epochs_and_seeds_differ() -> None:
+    sampler = bound(screen(), "gene", 8, control=CONTROL)
+    drawn = {tuple(sets_of(plan_of(sampler, seed=seed, epoch=epoch))) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(drawn) == 4
+    assert tuple(sets_of(plan_of(sampler, seed=1))) in drawn
+
+
+# --- Ranks, coverage and resuming -------------------------------------------------------------------
+
+SHAPES = {
+    "replace": st.booleans(),
+    "drop_last": st.booleans(),
+    "equal_ranks": st.booleans(),
+    "world_size": st.integers(1, 5),
+    "n": st.integers(20, 400),
+    "set_size": st.sampled_from([1, 3, 8]),
+}
+
+
+@settings(max_examples=60)
+@given(**SHAPES)
+def test_ranks_share_the_sets_of_an_epoch(
+    replace: bool, drop_last: bool, equal_ranks: bool, world_size: int, n: int, set_size: int
+) -> None:
+    sampler = bound(screen(n), "gene", set_size, control=CONTROL, replace=replace)
+    plan = plan_of(sampler, drop_last=drop_last, equal_ranks=equal_ranks, world_size=world_size)
+    everything = Counter(sets_of(plan_of(sampler, sets_of_batch=1)))
+    assert everything.total() == sampler.n_sets
+    ranks = [list(sets_of(plan.of_rank(rank))) for rank in range(world_size)]
+    yielded = Counter(one for rank in ranks for one in rank)
+    n_rows = set_size * yielded.total()
+    assert n_rows == plan.n_rows + plan.n_padded - plan.n_dropped
+    assert n_rows == sum(plan.of_rank(rank).n_rank_rows for rank in range(world_size))
+    assert plan.n_control_rows == plan.n_rows
+    assert set(yielded) <= set(everything)
+    if drop_last:
+        assert plan.n_padded == 0
+    else:
+        assert set(yielded) == set(everything)
+        extra = yielded - everything
+        assert extra.total() * set_size == plan.n_padded
+        assert plan.n_padded <= (world_size - 1) * set_size
+    if equal_ranks:
+        assert len({len(rank) for rank in ranks}) == 1
+
+
+@settings(max_examples=60)
+@given(
+    **SHAPES,
+    then=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])),
+    data=st.data(),
+)
+def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
+    replace: bool,
+    drop_last: bool,
+    equal_ranks: bool,
+    world_size: int,
+    n: int,
+    set_size: int,
+    then: tuple[int, int],
+    data: st.DataObject,
+) -> None:
+    sampler = bound(screen(n), "gene", set_size, control=CONTROL, replace=replace)
+    plan = plan_of(sampler, drop_last=drop_last, equal_ranks=equal_ranks, world_size=world_size)
+    n_done = data.draw(st.integers(0, min(plan.of_rank(rank).n_batches for rank in range(world_size))))
+    done = [list(sets_of(plan.of_rank(rank)))[: n_done * 2] for rank in range(world_size)]
+    stretch = Stretch(world_size=world_size, batch_size=plan.batch_size, fetch_factor=3, n_batches=n_done)
+    n_ranks, sets_of_batch = then
+    rest = plan_of(
+        sampler, sets_of_batch, equal_ranks=False, drop_last=drop_last, world_size=n_ranks, consumed=(stretch,)
+    )
+    if equal_ranks:
+        rest = plan_of(sampler, sets_of_batch, drop_last=drop_last, world_size=n_ranks, consumed=(stretch,))
+    later = Counter(one for rank in range(n_ranks) for one in sets_of(rest.of_rank(rank)))
+    everything = Counter(sets_of(plan_of(sampler, sets_of_batch=1)))
+    before = Counter(one for rank in done for one in rank)
+    assert set(later) | set(before) <= set(everything)
+    if not drop_last:
+        assert set(later) | set(before) == set(everything)
+        n_twice = (later + before).total() - everything.total()
+        # One set a rank in each of the two parts, where ranks are made equal.
+        assert n_twice <= ((world_size - 1) + (n_ranks - 1) if equal_ranks else 0)
+        assert rest.n_rows + rest.n_padded >= set_size * later.total()
+
+
+def test_the_same_ranks_resume_with_the_very_next_batch() -> None:
+    sampler = bound(screen(), "gene", 8, control=CONTROL)
+    plan = plan_of(sampler, world_size=2, rank=1)
+    everything = list(sets_of(plan))
+    for i in range(0, plan.n_batches, 7):
+        assert list(sets_of(plan, first_batch=i)) == everything[2 * i :]
+
+
+def test_batches_hold_whole_sets() -> None:
+    sampler = bound(screen(), "gene", 8)
+    with pytest.raises(InputError, match="batch_size must be a multiple of set_size=8.*got 20, near 24"):
+        EpochPlan(sampler=sampler, batch_size=20)
+
+
+def test_digests_tell_samplers_and_draws_apart() -> None:
+    obs = screen()
+    options: list[dict[str, Any]] = [
+        {},
+        {"set_size": 4},
+        {"by": "line"},
+        {"control": CONTROL},
+        {"control": CONTROL, "n_controls": 2},
+        {"control": CONTROL, "match": ["batch"]},
+        {"replace": False},
+        {"weights": "groups"},
+        {"n_sets": 7},
+        {"indices": slice(0, 1500)},
+    ]
+    digests = {bound(obs, **({"by": "gene", "set_size": 8} | option)).digest() for option in options}
+    assert len(digests) == len(options)
+    assert bound(obs, "gene", 8).digest() == bound(obs, "gene", 8).digest()
+
+
+# --- Unmatched cells --------------------------------------------------------------------------------
+
+
+def with_gap() -> pd.DataFrame:
+    """A screen in which RPE1 has no control, and no batch z of K562."""
+    obs = screen()
+    is_gap = (obs.gene == "ctrl") & ((obs.line == "RPE1") | ((obs.line == "K562") & (obs.batch == "z")))
+    return obs[~is_gap].reset_index(drop=True)
+
+
+def test_unmatched_cells_are_refused_with_their_labels() -> None:
+    obs = with_gap()
+    n = int(((obs.line == "RPE1") & (obs.gene != "ctrl")).sum())
+    with pytest.raises(InputError, match=f"{n} cells .*agrees in line.*line='RPE1'.*unmatched='drop'"):
+        bound(obs, ["line", "gene"], 8, control=CONTROL)
+
+
+def test_unmatched_groups_are_dropped_and_counted() -> None:
+    obs = with_gap()
+    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, unmatched="drop")
+    assert set(sampler.table.line) == {"HepG2", "K562"}
+    assert sampler.accounts.n_unmatched_groups == 4
+    assert sampler.accounts.n_unmatched_cells == ((obs.line == "RPE1") & (obs.gene != "ctrl")).sum()
+    assert sampler.accounts.n_cells == ((obs.line != "RPE1") & (obs.gene != "ctrl")).sum()
+    assert all((obs.line[list(rows)] != "RPE1").all() for _, rows, _ in sets_of(plan_of(sampler)))
+
+
+def test_unmatched_cells_of_a_group_are_dropped_alone() -> None:
+    obs = with_gap()
+    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, match=["line", "batch"], unmatched="drop")
+    is_target = obs.gene != "ctrl"
+    is_open = is_target & ((obs.line == "RPE1") | ((obs.line == "K562") & (obs.batch == "z")))
+    assert sampler.accounts.n_unmatched_cells == is_open.sum()
+    assert sampler.accounts.n_unmatched_groups == 8
+    drawn = [row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]
+    assert not is_open[drawn].any()
+
+
+def test_matching_is_loosened_from_the_last_column_on_and_counted() -> None:
+    obs = with_gap()
+    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, match=["line", "batch"], unmatched="loosen")
+    is_target = obs.gene != "ctrl"
+    is_half = is_target & (obs.line == "K562") & (obs.batch == "z")
+    is_free = is_target & (obs.line == "RPE1")
+    assert sampler.accounts.n_loosened_cells == (is_half | is_free).sum()
+    assert sampler.accounts.n_loosened_groups == 8
+    lines: set[str] = set()
+    for _, rows, controls in sets_of(plan_of(sampler)):
+        for row, control in zip(rows, controls, strict=True):
+            if is_free[row]:
+                lines.add(obs.line[control])
+                continue
+            assert obs.line[control] == obs.line[row]
+            if not is_half[row]:
+                assert obs.batch[control] == obs.batch[row]
+    assert lines == {"HepG2", "K562"}
+
+
+def test_cells_without_a_label_to_match_by_are_unmatched() -> None:
+    obs = screen()
+    obs["batch"] = obs.batch.where(obs.index % 10 != 0)
+    n = int(((obs.gene != "ctrl") & obs.batch.isna()).sum())
+    with pytest.raises(InputError, match=f"{n} cells"):
+        bound(obs, "gene", 8, control=CONTROL, match="batch")
+    dropped = bound(obs, "gene", 8, control=CONTROL, match="batch", unmatched="drop")
+    assert dropped.accounts.n_unmatched_cells == n
+    for _, rows, controls in sets_of(plan_of(dropped)):
+        assert obs.batch[list(rows)].tolist() == obs.batch[list(controls)].tolist()
+
+
+def test_cells_without_a_group_are_never_drawn(caplog: pytest.LogCaptureFixture) -> None:
+    obs = screen()
+    obs["gene"] = obs.gene.where(obs.index % 7 != 0)
+    sampler = bound(obs, "gene", 8)
+    assert sampler.accounts.n_unlabelled == obs.gene.isna().sum()
+    assert "have no label in" in caplog.text
+    assert not obs.gene[[row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]].isna().any()
+
+
+# --- Which rows -------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(["mask", "rows", "slice"]), st.booleans())
+@settings(max_examples=20)
+def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None:
+    obs = screen()
+    rng = np.random.default_rng(1)
+    mask = rng.random(2000) < 0.5
+    indices: Any = {"mask": mask, "rows": rng.permutation(np.flatnonzero(mask)), "slice": slice(100, 900)}[kind]
+    allowed = set(range(100, 900)) if kind == "slice" else set(np.flatnonzero(mask).tolist())
+    own = np.arange(1000, 2000) if has_own else None
+    sampler = bound(obs, "gene", 8, control=CONTROL, indices=indices, control_indices=own)
+    for _, rows, controls in sets_of(plan_of(sampler)):
+        assert set(rows) <= allowed
+        assert set(controls) <= (allowed if own is None else set(range(1000, 2000)))
+
+
+def test_many_combinations_are_numbered_without_gaps() -> None:
+    rng = np.random.default_rng(0)
+    n = 3000
+    obs = pd.DataFrame({name: pd.Categorical(rng.integers(0, 2500, n), categories=range(2500)) for name in "abc"})
+    sampler = bound(obs, ["a", "b", "c"], 2, replace=False)
+    assert len(sampler.table) == len(obs.drop_duplicates())
+    expected = obs.astype(int).drop_duplicates().sort_values(["a", "b", "c"]).reset_index(drop=True)
+    pd.testing.assert_frame_equal(sampler.table.astype(int), expected)
+    for group, rows, _ in sets_of(plan_of(sampler, 50)):
+        assert (obs.iloc[list(rows)].astype(int) == expected.iloc[group]).all(axis=None)
+
+
+# --- Bad arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"by": ()}, "by names no column"),
+        ({"by": ["gene", "gene"]}, "twice"),
+        ({"by": [3]}, "give names of obs columns"),
+        ({"set_size": 0}, "set_size"),
+        ({"set_size": 2.5}, "set_size"),
+        ({"block_size": 0}, "block_size"),
+        ({"n_sets": 0}, "n_sets"),
+        ({"n_controls": 0, "control": CONTROL}, "n_controls"),
+        ({"incomplete": "keep"}, "incomplete must be one of 'repeat', 'drop'; got 'keep'"),
+        ({"unmatched": "warn"}, "unmatched must be one of"),
+        ({"weights": "rows"}, "weights must be 'cells', 'groups' or a dict"),
+        ({"replace": False, "n_sets": 3}, "replace=False draws every cell once"),
+        ({"replace": False, "weights": "groups"}, "replace=False draws every cell once"),
+        ({"match": "line"}, "match= needs control="),
+        ({"n_controls": 2, "include_control": True}, "n_controls=, include_control= needs control="),
+        ({"control": {}}, "control names no column"),
+        ({"control": {"gene": "ctrI"}}, "no label 'ctrI'; did you mean 'ctrl'"),
+        ({"control": np.ones(3, dtype=bool), "match": "line"}, "boolean mask of 2000 rows; got bool of shape"),
+        ({"control": np.ones(2000, dtype=bool)}, "match= is needed"),
+        ({"control": "gene == 'ctrl'"}, "is an expression, which scDataset applies"),
+        ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, "none of the 1 rows"),
+        ({"weights": {"A": 1.0}}, "weights name 1 of 5 groups"),
+        ({"weights": {"Z": 1.0}}, "weights name 'Z', which is no group"),
+        ({"weights": {"A": -1.0}}, "finite and not negative"),
+        ({"weights": dict.fromkeys(["A", "B", "C", "D", "ctrl"], 0)}, "nothing to draw"),
+        ({"set_size": 1500, "incomplete": "drop"}, "no set can be drawn"),
+        ({"indices": []}, "no set can be drawn"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    obs = screen()
+    if "control_indices" in options:
+        obs.loc[0, "gene"] = "A"
+    with pytest.raises(InputError, match=message):
+        bound(obs, **({"by": "gene", "set_size": 8} | options))
+
+
+def test_a_missing_column_is_refused_by_argument() -> None:
+    obs = screen()
+
+    def labels_of(name: str) -> Any:
+        if name not in obs:
+            raise MissingKeyError(f"obs has no {name!r}")
+        return obs[name]
+
+    with pytest.raises(MissingKeyError) as caught:
+        CellSets("gene", 8, control=CONTROL, match=["plate"]).bind(len(obs), labels_of)
+    assert caught.value.__notes__ == ["named by match= of CellSets"]
