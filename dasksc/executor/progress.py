@@ -143,6 +143,7 @@ class EpochStats:
             "n_batches_before": self._n_done,
             "n_batches_left": self._n_left - self.n_batches,
             "n_rows": self.n_rows,
+            "n_control_rows": 0 if plan is None else self.n_rows * plan.sampler.n_controls,
             "n_rank_batches": 0 if plan is None else plan.n_batches,
             "n_rank_padded": 0 if plan is None else plan.n_rank_padded,
             "n_rank_dropped": 0 if plan is None else plan.n_rank_dropped,
@@ -160,7 +161,8 @@ class EpochStats:
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what the DataLoader workers of a rank did together; waiting and elapsed times are the longest."""
     result = dict(reports[0])
-    summed = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_fetching", "n_ready", "n_fetched")
+    summed = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_control_rows")
+    summed += ("n_fetching", "n_ready", "n_fetched")
     bytes_and_times = ("in_flight_bytes", "limit_bytes", "fetch_s", "read_s", "decode_s", "transfer_s", "gather_s")
     for name in (*summed, *bytes_and_times):
         # A worker that failed before its first fetch has no limit to tell.

@@ -561,11 +561,10 @@ class scDataset(IterableDataset[Any]):
         Returns
         -------
         dict
-            ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded, ``n_batches_before``
-            those that were yielded before the epoch was resumed, ``n_batches_left`` those to come;
-            ``n_rank_padded`` and ``n_rank_dropped``, rows
-            that this rank repeats and leaves out in a whole epoch (of what was left when it was resumed), of
-            ``n_rank_batches`` batches;
+            ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded, ``n_control_rows`` beside them
+            (`CellSets`), ``n_batches_before`` the batches that were yielded before the epoch was resumed,
+            ``n_batches_left`` those to come; ``n_rank_padded`` and ``n_rank_dropped``, rows that this rank repeats
+            and leaves out in a whole epoch (of what was left when it was resumed), of ``n_rank_batches`` batches;
             ``n_padded`` and ``n_dropped``, those of all ranks, and rows that no rank was dealt; ``wait_s`` the
             loop waited for batches, ``elapsed_s`` since the first was asked for, ``wait_share`` of it, and
             ``rows_per_s``. Over all ranks ``n_rows`` add up to the rows of the epoch + ``n_padded`` -

@@ -241,6 +241,6 @@ def _refuse_unmatched(
     shown = "; ".join(", ".join(f"{column.name}={label(column, row)!r}" for column in request.match) for row in some)
     raise InputError(
         f"{int(cells[is_unmatched].sum())} cells to draw from have no control cell that agrees in {names}, such as "
-        f"those of {shown}. Leave them out with unmatched='drop', match fewer columns with unmatched='loosen' or match=, "
-        "or add control cells with control_indices="
+        f"those of {shown}. Leave them out with unmatched='drop', match fewer columns with unmatched='loosen' or "
+        "match=, or add control cells with control_indices="
     )
