@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def codes_of(n: int, *, is_sorted: bool) -> dict[str, pd.Categorical]:
     if is_sorted:
         context.sort()
         bounds = np.searchsorted(context, np.arange(N_CONTEXTS + 1))
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, stop in pairwise(bounds):
             gene[start:stop].sort()
     names = ["control", *(f"P{i}" for i in range(1, N_PERTURBATIONS))]
     return {
@@ -231,7 +232,7 @@ def table_of(report: dict[str, Any]) -> str:
     for order, plan in report["plans"].items():
         lines += [
             f"| construct, {order} | {plan['construct_s']:.2f} s | {TARGETS[f'construct_s {order}']:.0f} s |",
-            f"| first fetch, {order} | {plan['first_fetch_s'] * 1e3:.1f} ms | {TARGETS['first_fetch_s'] * 1e3:.0f} ms |",
+            f"| first fetch, {order} | {1e3 * plan['first_fetch_s']:.1f} ms | {1e3 * TARGETS['first_fetch_s']:.0f} ms |",
             f"| later fetches, {order} | {plan['fetch_s'] * 1e3:.1f} ms | |",
             f"| peak memory, {order} | {plan['bytes_per_cell']:.1f} B a cell | {TARGETS['bytes_per_cell']:.0f} B |",
         ]

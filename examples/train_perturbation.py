@@ -165,7 +165,8 @@ def main() -> dict[str, float]:
         predicted = mean_effects(testing, codes_of(testing), adata.n_vars, predict=model.module)
         seen = mean_effects(training, codes, adata.n_vars)
     same = torch.stack([seen[codes == code].mean(dim=0) for code in codes_of(testing)])
-    guesses = {"set model": predicted, "same perturbation, other lines": same, "mean of all": seen.mean(0).expand_as(true)}
+    mean = seen.mean(dim=0).expand_as(true)
+    guesses = {"set model": predicted, "same perturbation, other lines": same, "mean of all": mean}
     errors = {name: float((guess - true).square().mean().sqrt()) for name, guess in guesses.items()}
     if world.rank == 0:
         print(f"{len(true)} conditions held out, error of their mean effects:")
