@@ -22,7 +22,7 @@ from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.known_objects import Seen
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import Place
-from dasksc.storage.safety.zarr_metadata import check_metadata
+from dasksc.storage.safety.zarr_metadata import safe_content
 from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
 from dasksc.storage.zarr.shard_index import index_bytes, index_places
 
@@ -283,9 +283,7 @@ class PlaceStore(Store):
     def _get(self, key: str, byte_range: ByteRequest | None) -> bytes:
         client, name = self._place.client, self._place.below(key).key
         if byte_range is None:
-            content = bytes(client.get(name)[0])
-            check_metadata(str(self._place), key, content)
-            return content
+            return safe_content(str(self._place), key, bytes(client.get(name)[0]))
         if isinstance(byte_range, RangeByteRequest):
             start, stop = byte_range.start, byte_range.end
         else:
