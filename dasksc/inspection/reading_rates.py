@@ -15,7 +15,7 @@ from dasksc.loader import scDataset
 from dasksc.sampling.strategies import BlockShuffling
 from dasksc.storage import Layout
 
-__all__ = ["BLOCK_SIZES", "read_rates"]
+__all__ = ["BLOCK_SIZES", "rate_of", "read_rates"]
 
 # As in the benchmarks: batches of 64 rows, of which a fetch holds 64.
 _BATCH_SIZE = 64
@@ -38,10 +38,10 @@ def read_rates(data: AnnData | Modalities, seconds: float) -> Iterator[Rate]:
                 world_size=1,
                 seed=0,
             )
-            yield _rate(dataset, layout, block_size, seconds)
+            yield rate_of(dataset, layout=layout, block_size=block_size, seconds=seconds)
 
 
-def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -> Rate:
+def rate_of(dataset: scDataset, *, layout: Layout, block_size: int, seconds: float) -> Rate:
     """Read for some seconds, and a fetch at least, after a first fetch that is not counted; epoch after epoch."""
 
     def batches() -> Iterator[Any]:
@@ -53,7 +53,7 @@ def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -
     next(endless)
     first_batch_s = perf_counter() - start
     # Kernels are compiled in the first fetch, and it was there when its first batch was.
-    for _ in range(min(len(dataset), _FETCH_FACTOR) - 1):
+    for _ in range(min(len(dataset), dataset.fetch_size // dataset.batch_size) - 1):
         next(endless)
     n_rows, elapsed_s = 0, 0.0
     start = perf_counter()
