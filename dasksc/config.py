@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-from typing import Any
+from typing import Any, TypeGuard
 
 import dask.config
 import numpy as np
@@ -12,7 +12,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dasksc.errors import InputError
 
-__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "memory_limit", "whole_number"]
+__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "is_whole", "memory_limit", "whole_number"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
@@ -56,6 +56,11 @@ def memory_limit(given: int | str | None) -> int:
     return n_bytes
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return True for integers, those of NumPy included, and False for bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
     """Return `value` as an int if it is an integer in [low, end).
 
@@ -64,9 +69,9 @@ def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
     InputError
         If it is not. The message contains `name`, the name of the argument.
     """
-    # NumPy integers are accepted; bool is not.
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value < end:
-        span = f"of at least {low}" if end == 2**63 else f"in [{low}, 2**{end.bit_length() - 1})"
+    if not is_whole(value) or not low <= value < end:
+        above = f"2**{end.bit_length() - 1}" if end >= 2**32 else end
+        span = f"of at least {low}" if end == 2**63 else f"in [{low}, {above})"
         raise InputError(f"{name} must be a whole number {span}; got {value!r}")
     return int(value)
 

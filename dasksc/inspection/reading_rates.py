@@ -15,7 +15,7 @@ from dasksc.loader import scDataset
 from dasksc.sampling.strategies import BlockShuffling
 from dasksc.storage import Layout
 
-__all__ = ["BLOCK_SIZES", "read_rates"]
+__all__ = ["BLOCK_SIZES", "rate_of", "read_rates"]
 
 # As in the benchmarks: batches of 64 rows, and 64 batches per fetch.
 _BATCH_SIZE = 64
@@ -38,10 +38,10 @@ def read_rates(data: AnnData | Modalities, seconds: float) -> Iterator[Rate]:
                 world_size=1,
                 seed=0,
             )
-            yield _rate(dataset, layout, block_size, seconds)
+            yield rate_of(dataset, layout=layout, block_size=block_size, seconds=seconds)
 
 
-def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -> Rate:
+def rate_of(dataset: scDataset, *, layout: Layout, block_size: int, seconds: float) -> Rate:
     """Measure the rate of batches for at least `seconds` seconds and one fetch, repeating epochs.
 
     The first fetch is not counted.
@@ -57,7 +57,7 @@ def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -
     first_batch_s = perf_counter() - start
     # Skip the first fetch. It compiles kernels, and all of its batches are available together with the
     # first one.
-    for _ in range(min(len(dataset), _FETCH_FACTOR) - 1):
+    for _ in range(min(len(dataset), dataset.fetch_factor) - 1):
         next(endless)
     n_rows, elapsed_s = 0, 0.0
     start = perf_counter()

@@ -16,6 +16,7 @@ import zarr
 from dasksc.errors import StorageError
 from dasksc.inspection.description import StoredMatrix
 from dasksc.storage import Cache, Place, is_url, open_place
+from dasksc.storage.safety.zarr_codecs import codecs_within
 
 __all__ = ["Stored", "alike", "stored_part"]
 
@@ -118,7 +119,9 @@ def _codec(array: Any) -> str | None:
         filters = [pipeline.get_filter(i) for i in range(pipeline.get_nfilters())]
         names = [_filter_name(number, text.decode()) for number, _, _, text in filters]
     else:
-        names = [_compressor_name(one) for one in (*array.filters, *array.compressors)]
+        names = [
+            _compressor_name(one) for codec in (*array.filters, *array.compressors) for one in codecs_within(codec)
+        ]
     return ", ".join(names) or None
 
 

@@ -39,7 +39,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.config import whole_number
-from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.planning.consumed_segments import Deal, Rounds, Stretch
 from dasksc.planning.fetches import FetchPlan
@@ -98,13 +97,9 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "fetch_factor", "world_size"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, whole_number(name, value))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         for name, end in (("rank", self.world_size), ("seed", 2**64), ("epoch", 2**32)):
-            value = getattr(self, name)
-            if not _is_whole(value) or not 0 <= value < end:
-                raise InputError(f"{name} must be a whole number in [0, {end}); got {value!r}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, end))
         unit = self.sampler.unit
         if self.batch_size % unit:
             near = -(-self.batch_size // unit) * unit
@@ -522,7 +517,3 @@ class EpochPlan:
         state.update(self.sampler.digest().encode())
         state.update(self._draw.digest())
         return state.hexdigest()
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dasksc.config import is_whole
 from dasksc.errors import InputError
 from dasksc.planning.process_groups import jax_state, torch_distributed
 
@@ -103,7 +104,7 @@ class World:
             If what was found is not a number or does not fit together, or this process is not in `group`.
         """
         for name, value in (("rank", rank), ("world_size", world_size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is not None and not is_whole(value):
                 raise InputError(f"{name} must be a whole number or None; got {value!r}")
         sources = _sources(group)
         found = next(sources)
@@ -119,8 +120,8 @@ class World:
                 "every one would read the share of rank 0. Give rank=, or start the processes with torchrun"
             )
         return cls(
-            rank=found.rank if rank is None else rank,
-            world_size=found.world_size if world_size is None else world_size,
+            rank=found.rank if rank is None else int(rank),
+            world_size=found.world_size if world_size is None else int(world_size),
             # An explicit world says nothing of where its ranks are; those detected still share the cores.
             local_world_size=found.local_world_size,
             source="arguments",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.config import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.multiindexable import take_rows
 from dasksc.sampling.arrays import array_of
@@ -86,7 +87,7 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
             f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
         )
     n_rows: Any = strategy.get_len(collection)
-    if isinstance(n_rows, bool) or not isinstance(n_rows, (int, np.integer)) or n_rows < 0:
+    if not is_whole(n_rows) or n_rows < 0:
         raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
     return UserSampler(strategy, collection, n_obs, int(n_rows))
 

@@ -161,6 +161,12 @@ class LocalFile:
         if n < len(into):
             raise CorruptDataError(f"{self.path} ends at byte {offset + n}, where {len(into) - n} more belong")
 
+    def fetch(self, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop), read into memory of their own; see `read`."""
+        data = memoryview(bytearray(stop - start))
+        self.read(start, data)
+        return data
+
     def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
         """Fill each of `views` with the bytes from its offset on, one after the other; yield after each."""
         for offset, view in zip(offsets, views, strict=True):

@@ -7,13 +7,12 @@ import itertools
 import logging
 import os
 import uuid
-from numbers import Integral
-from typing import TypeGuard
 
 import distributed
 from distributed.security import Security
 
 from dasksc._compat.distributed import ensure_ip, listening_at
+from dasksc.config import is_whole
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
 from dasksc.executor.cluster.rendezvous import attempt, join, tell
@@ -187,13 +186,13 @@ def _check(
     """Raise `InputError` for arguments that are invalid on any machine."""
     if not isinstance(host, str) or not host:
         raise InputError(f"host={host!r} must be a name or an address of this machine, such as '127.0.0.1'")
-    if not _is_count(port, least=0) or port > 65535:
+    if not is_whole(port) or not 0 <= port <= 65535:
         raise InputError(f"port={port!r} must be a whole number from 0, which takes a free one, to 65535")
     for name, value, least in (("n_workers", n_workers, 0), ("threads_per_worker", threads_per_worker, 1)):
-        if value is not None and not _is_count(value, least=least):
+        if value is not None and (not is_whole(value) or value < least):
             raise InputError(f"{name}={value!r} must be None or a whole number of at least {least}")
     if dashboard_address is not None and not isinstance(dashboard_address, str):
-        example = f"{LOOPBACK[0]}:{dashboard_address if _is_count(dashboard_address, least=0) else 0}"
+        example = f"{LOOPBACK[0]}:{dashboard_address if is_whole(dashboard_address) and dashboard_address >= 0 else 0}"
         raise InputError(f"dashboard_address={dashboard_address!r} must be None or host and port, as {example!r}")
     if not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise InputError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
@@ -207,10 +206,6 @@ def _check(
             f"host={host!r} with several ranks needs security=, a secret by which they know each other: {SECRET_FILE}. "
             "If all ranks are on this machine, leave host= out"
         )
-
-
-def _is_count(value: object, *, least: int) -> TypeGuard[int]:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def _check_resolved(host: str, *, is_spread: bool) -> None:

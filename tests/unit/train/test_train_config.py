@@ -555,7 +555,7 @@ def test_flags_the_environment_and_slurm_each_say_a_part_of_where_nodes_meet(
     environment, flags, address, port, monkeypatch
 ):
     started = []
-    monkeypatch.setattr("torch.distributed.run.main", started.extend)
+    monkeypatch.setattr("dasksc.train.launch._torchrun", started.extend)
     for name in ("MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", *SRUN, *STEP):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
