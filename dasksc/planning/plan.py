@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.config import whole_number
+from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.planning.consumed_segments import Deal, Rounds, Stretch
 from dasksc.planning.fetches import FetchPlan
