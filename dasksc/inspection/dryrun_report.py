@@ -103,6 +103,8 @@ class Check:
         no model.
     warnings
         What could be better, and how.
+    genes
+        How the names of genes matched, a line for each modality.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Check:
     pages_bytes: int | None
     job_bytes: int | None
     warnings: tuple[str, ...]
+    genes: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -162,6 +165,8 @@ class Check:
             rest = len(self.classes) - len(shown)
             more = f" and {rest} more" if rest else ""
             yield f"  {self.label_key or 'classes'}: {', '.join(shown)}{more}"
+        for line in self.genes:
+            yield f"  genes    {line}"
         yield f"  memory   {self._memory()}"
         if self.job_bytes is not None:
             yield (

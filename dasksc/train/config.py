@@ -160,7 +160,11 @@ class Data(_Section):
     batch_size
         Rows of a batch, per rank.
     genes
-        Names or positions, or the path of a file with one name a line.
+        Names or positions, or the path of a file with one name a line, or of a vocabulary (``.json``, ``.pkl``), whose
+        genes are the columns by ascending id.
+    genes_missing, genes_key, genes_repeated
+        As for `dasksc.scDataset`: what becomes of names that the atlas lacks, the column of var that names are compared
+        with, and what becomes of names that several columns have.
     filter
         An expression over obs, such as ``"n_counts > 500"``, in training and validation.
     num_workers, prefetch_factor
@@ -180,6 +184,9 @@ class Data(_Section):
     layers: list[str] = []
     obsm: list[str] = []
     genes: _Genes = None
+    genes_missing: Literal["error", "zero", "drop"] = "error"
+    genes_key: str | None = None
+    genes_repeated: Literal["error", "sum"] = "error"
     filter: str | None = None
     layout: Literal["dense", "csr"] = "dense"
     dtype: str | None = "float32"

@@ -21,6 +21,7 @@ from dasksc import InputError, SamplingStrategy, scDataset
 from dasksc.atlas.encoding import encode_column
 from dasksc.train.config import Config, Data, Validation
 from dasksc.train.import_paths import check_arguments, find
+from dasksc.transforms.vocabulary import PICKLES
 
 __all__ = ["STRATEGIES", "Loader", "Loaders", "make_loaders", "on_device"]
 
@@ -36,7 +37,7 @@ STRATEGIES: dict[str, type[SamplingStrategy]] = {
 # Given to scDataset as they are.
 _SCDATASET_ARGUMENTS = [
     *("batch_size", "fetch_factor", "layers", "obsm", "filter", "layout", "dtype"),
-    *("scheduler", "prefetch", "memory_limit"),
+    *("scheduler", "prefetch", "memory_limit", "genes_missing", "genes_key", "genes_repeated"),
 ]
 
 
@@ -212,6 +213,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
             f"{training.world_size} x data.batch_size={data.batch_size}. Lower data.batch_size, or set "
             "data.drop_last=false"
         )
+    match = training.gene_match
+    if match is not None:
+        common["genes"] = list(match.names)
     facts = _facts(training, adata, label, tokens, None if common["genes"] is None else len(common["genes"]))
     validation = None
     if data.validation is not None:
@@ -221,7 +225,11 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
             held = dasksc.open(data.validation.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
             if data.filter is not None:
                 held_out = dasksc.rows_where(held, data.filter)  # before labels change
-            common |= {"genes": _same_genes(held, adata, common["genes"]), "filter": None}
+            if match is None or (data.genes_missing, data.genes_key, data.genes_repeated) == ("error", None, "error"):
+                common["genes"] = _same_genes(held, adata, common["genes"])
+            elif data.genes_missing == "drop":
+                common["genes_missing"] = "error"  # others may be missing there
+            common["filter"] = None
             _relabel(held, training.categories, warns=rank == 0)
         validation = scDataset(held, dasksc.Streaming(indices=held_out), equal_ranks=False, **_known(common))
         if odd := validation.categories.keys() - training.categories.keys():
@@ -336,6 +344,8 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 def _genes(genes: Any) -> Any:
     if not isinstance(genes, str):
         return genes
+    if Path(genes).suffix in (".json", *PICKLES):
+        return Path(genes)
     try:
         return Path(genes).read_text().split()
     except OSError as error:

@@ -61,11 +61,12 @@ def test_the_programs_run_one_after_the_other(folder: Path, monkeypatch: pytest.
     monkeypatch.chdir(folder)
     names: dict[str, object] = {}
     programs = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(programs) == 9
+    assert len(programs) == 10
     for program in programs:
         exec(program, names)
     printed = capsys.readouterr().out
     assert "(600, 16) ['1', '2']" in printed
+    assert "2 of 3 genes matched by var_names (66.7%); 1 missing are zeros: g999\n" in printed
     assert "torch.Size([64, 20])\n" in printed
     assert "(300, 20)" in printed
     assert "torch.Size([64, 20]) torch.Size([64, 5]) torch.Size([64])" in printed

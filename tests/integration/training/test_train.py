@@ -415,6 +415,21 @@ def test_another_atlas_that_lacks_genes_is_refused(raw, atlas, tmp_path):
         train(raw, data__validation={"path": str(tmp_path / "fewer.h5ad")})
 
 
+@pytest.mark.parametrize("missing", ["zero", "drop"])
+def test_another_atlas_gives_the_columns_of_training(raw, atlas, tmp_path, missing):
+    names = [*dasksc.open(atlas).var_names[[5, 1, 9]], "no such gene"]
+    (tmp_path / "vocab.json").write_text(json.dumps({"<pad>": 0} | {name: 9 - i for i, name in enumerate(names)}))
+    ad.read_h5ad(atlas)[:, ::-1].write_h5ad(tmp_path / "reversed.h5ad")
+    raw["data"] |= {"genes": str(tmp_path / "vocab.json"), "genes_missing": missing}
+    raw["data"]["validation"] = {"path": str(tmp_path / "reversed.h5ad")}
+    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    expected = names[::-1] if missing == "zero" else names[2::-1]
+    assert loaders.facts["n_genes"] == len(expected)
+    for loader in (loaders.training, loaders.validation):
+        assert list(loader.dataset.gene_match.names) == expected
+        assert next(iter(loader))["X"].shape[1] == len(expected)
+
+
 def test_another_atlas_with_labels_for_numbers_is_refused(raw, atlas, tmp_path):
     adata = ad.read_h5ad(atlas)
     adata.obs["n_counts"] = "many"
