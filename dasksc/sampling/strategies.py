@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dasksc.config import whole_number
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.candidates import Candidates, check_entries, index_array
+from dasksc.sampling.class_shares import largest_remainders, shares_of
 from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import QuotaSampler, RowSampler, Sampler
@@ -280,7 +281,7 @@ class BlockWeightedSampling(_BuiltIn):
 
 @dataclass(frozen=True, eq=False)
 class ClassBalancedSampling(_BuiltIn):
-    """Draw classes evenly: each of the K classes with probability ``1 / K`` unless smoothed.
+    """Draw classes evenly: each of the K classes with probability ``1 / K`` unless smoothed or tempered.
 
     Class c, with frequency ``f_c`` among the rows to draw from, is drawn with probability
     ``(1 - smoothing) / K + smoothing * f_c``, scaled by its entry in `class_weights`; inside a class
@@ -310,14 +311,17 @@ class ClassBalancedSampling(_BuiltIn):
         0 balances fully, 1 keeps the natural distribution.
     class_weights
         Factors by label; classes not named keep 1.
+    temperature
+        Draw class c with probability proportional to ``f_c ** (1 / temperature)``, as multilingual models mix
+        languages: 1 keeps the natural distribution, and the larger it is, the evener. Refused beside `smoothing`.
 
     Raises
     ------
     InputError
         If neither or both of `labels` and `label_key` are given, no row has a label, labels are
         continuous (numbers with fractions, more than 100 different ones or one for every other row),
-        `smoothing` is outside [0, 1], or a class has fewer rows than are to be drawn from it without
-        replacement.
+        `smoothing` is outside [0, 1] or `temperature` not positive, or a class has fewer rows than are to be drawn
+        from it without replacement.
     """
 
     labels: Any = None
@@ -330,6 +334,7 @@ class ClassBalancedSampling(_BuiltIn):
     label_key: str | None = None
     smoothing: float = 0.0
     class_weights: Mapping[Any, float] | None = field(default=None)
+    temperature: float | None = None
     _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -341,6 +346,18 @@ class ClassBalancedSampling(_BuiltIn):
         smoothing: Any = self.smoothing
         if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
             raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing!r}")
+        temperature: Any = self.temperature
+        if temperature is None:
+            return
+        if smoothing:
+            raise InputError(
+                f"smoothing={smoothing!r} and temperature={temperature!r} both say how far to balance; give one"
+            )
+        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not float(temperature) > 0:
+            raise InputError(
+                "temperature must be a positive number: 1 keeps the natural distribution, float('inf') balances "
+                f"fully; got {temperature!r}"
+            )
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `bind`."""
@@ -355,32 +372,18 @@ class ClassBalancedSampling(_BuiltIn):
         present = counts > 0
         if not present.any():
             raise InputError("no row to draw from has a label")
-        share = np.zeros(len(names), dtype=np.float64)
-        share[present] = (1 - self.smoothing) / present.sum()
-        share += self.smoothing * counts / counts.sum()
-        share *= self._factors(names)
-        if not share.sum() > 0:
-            raise InputError("class_weights leave nothing to draw: every class present has weight 0")
-        share /= share.sum()
+        share = shares_of(
+            counts,
+            names,
+            smoothing=self.smoothing,
+            temperature=self.temperature,
+            class_weights=self.class_weights,
+        )
         if not self.replace and self.sampling_size is None:
             return self._quotas(candidates, codes, lookup, counts, share, names)
         table = np.zeros(len(names) + 1)
         np.divide(share, counts, out=table[1:], where=present)
         return _weighted(self, candidates, Weights(codes, table, lookup))
-
-    def _factors(self, names: list[Any]) -> NDArray[np.float64]:
-        weights: Any = self.class_weights or {}
-        if not isinstance(weights, Mapping):
-            raise WrongTypeError(f"class_weights must be a dict of factors by label; got {weights!r}")
-        factors = np.ones(len(names), dtype=np.float64)
-        position = {name: i for i, name in enumerate(names)}
-        for name, factor in weights.items():
-            if name not in position:
-                raise MissingKeyError(f"class_weights names {name!r}, which is not a label; labels are {names[:20]}")
-            if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
-                raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor!r}")
-            factors[position[name]] = float(factor)
-        return factors
 
     def _quotas(
         self,
@@ -397,11 +400,7 @@ class ClassBalancedSampling(_BuiltIn):
             total = int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
         else:
             total = int(self.total_size)
-        exact = share * total
-        quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
-        # What rounding leaves goes to the largest remainders.
-        short = total - int(quotas.sum())
-        quotas[np.argsort(-(exact - quotas), kind="stable")[:short]] += 1
+        quotas = largest_remainders(share, total)
         if self.total_size is None:
             quotas = np.minimum(quotas, counts)
         over = np.flatnonzero(quotas > counts)
