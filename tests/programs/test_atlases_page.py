@@ -61,7 +61,7 @@ def test_the_programs_run_one_after_the_other(folder: Path, monkeypatch: pytest.
     monkeypatch.chdir(folder)
     names: dict[str, object] = {}
     programs = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(programs) == 10
+    assert len(programs) == 11
     for program in programs:
         exec(program, names)
     printed = capsys.readouterr().out

@@ -331,6 +331,32 @@ def test_whole_values_of_a_column_are_held_out(atlas):
     assert not set(plates.iloc[held]) & set(plates.iloc[rows])
 
 
+def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas):
+    obs = dasksc.open(atlas).obs
+    common = obs["cell_type"].value_counts().index[0]
+    raw["data"]["validation"] = {
+        "conditions": ["plate", "cell_type"],
+        "hold_out": {"plate": ["plate_0", "plate_3"]},
+        "few_shot": 0.25,
+        "control": {"cell_type": common},
+        "seed": 2,
+    }
+    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    held = np.concatenate([batch["index"].numpy() for batch in loaders.validation])
+    trained = loaders.training.dataset.strategy.indices
+    np.testing.assert_array_equal(np.sort(np.concatenate([held, trained])), np.arange(203))
+    assert set(obs["plate"].iloc[held]) == {"plate_0", "plate_3"}
+    assert common not in set(obs["cell_type"].iloc[held])
+    table = loaders.split_table
+    assert table.loc[["plate_0", "plate_3"], "test cells"].sum() == table["test cells"].sum() == len(held)
+    assert (table.loc[["plate_0", "plate_3"], "train conditions"] == 1).all()
+    told: list[str] = []
+    fit(Config.of(raw, changes=["training.max_steps=1"]), say=told.append)
+    (line,) = [line for line in told if "held out" in line]
+    assert f"{len(held)}" in line.splitlines()[-1]
+    assert line.splitlines()[-1].startswith("all ")
+
+
 def test_a_filter_holds_for_training_and_validation(raw, atlas):
     adata = dasksc.open(atlas)
     raw["data"] |= {"filter": "plate in ['plate_0', 'plate_1', 'plate_2']"}
