@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 
-__all__ = ["largest_remainders", "shares_of"]
+__all__ = ["largest_remainders", "most_drawn", "refuse_beyond", "shares_of"]
 
 _Int64s = NDArray[np.int64]
 
@@ -90,3 +90,21 @@ def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
     short = total - int(quotas.sum())
     quotas[np.argsort(-(exact - quotas), kind="stable")[:short]] += 1
     return quotas
+
+
+def most_drawn(counts: _Int64s, share: NDArray[np.float64]) -> int:
+    """Return how many rows can be drawn by share without replacement: as many as the rarest class allows."""
+    wanted = share > 0
+    # A hair above the quotient, so that 3 rows at share 3/9 allow 9 and not 8.
+    return int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
+
+
+def refuse_beyond(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
+    """Refuse to draw more rows of a class than it has."""
+    over = np.flatnonzero(quotas > counts)
+    if len(over):
+        c = int(over[0])
+        raise InputError(
+            f"total_size={quotas.sum()} takes {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
+            "total_size or draw with replace=True"
+        )

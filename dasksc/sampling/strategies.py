@@ -23,10 +23,11 @@ from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.candidates import Candidates, check_entries, index_array
-from dasksc.sampling.class_shares import largest_remainders, shares_of
+from dasksc.sampling.class_shares import largest_remainders, most_drawn, refuse_beyond, shares_of
 from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import QuotaSampler, RowSampler, Sampler
+from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.sampling.weighted import WeightedSampler, Weights
 
 __all__ = [
@@ -314,6 +315,11 @@ class ClassBalancedSampling(_BuiltIn):
     temperature
         Draw class c with probability proportional to ``f_c ** (1 / temperature)``, as multilingual models mix
         languages: 1 keeps the natural distribution, and the larger it is, the evener. Refused beside `smoothing`.
+    per_batch
+        Give every batch its share of each class, rounded down or up so that an epoch has it exactly (largest
+        remainders). An epoch is whole batches; ranks, resumes and ``drop_last`` take and leave whole ones, and a resume
+        needs the same ``batch_size``. Rows of a class are drawn in passes through all of them, each as often as any
+        other or once more; with ``replace=False`` there is one pass.
 
     Raises
     ------
@@ -335,6 +341,7 @@ class ClassBalancedSampling(_BuiltIn):
     smoothing: float = 0.0
     class_weights: Mapping[Any, float] | None = field(default=None)
     temperature: float | None = None
+    per_batch: bool = False
     _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -343,6 +350,8 @@ class ClassBalancedSampling(_BuiltIn):
             raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
         if self.labels is not None:
             check_entries("labels", self.labels, self.indices)
+        if self.per_batch and self.sampling_size is not None:
+            raise InputError("per_batch=True draws in passes through each class; leave out sampling_size=")
         smoothing: Any = self.smoothing
         if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
             raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing!r}")
@@ -379,6 +388,15 @@ class ClassBalancedSampling(_BuiltIn):
             temperature=self.temperature,
             class_weights=self.class_weights,
         )
+        if self.per_batch:
+            return StratifiedSampler.of(
+                *(candidates, codes, lookup, counts),
+                share=share,
+                names=names,
+                run_rows=self.block_size,
+                total_size=self.total_size,
+                replace=self.replace,
+            )
         if not self.replace and self.sampling_size is None:
             return self._quotas(candidates, codes, lookup, counts, share, names)
         table = np.zeros(len(names) + 1)
@@ -394,22 +412,11 @@ class ClassBalancedSampling(_BuiltIn):
         share: NDArray[np.float64],
         names: list[Any],
     ) -> QuotaSampler:
-        wanted = share > 0
-        if self.total_size is None:
-            # A hair above the quotient, so that 3 rows at share 3/9 allow 9 and not 8.
-            total = int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
-        else:
-            total = int(self.total_size)
+        total = most_drawn(counts, share) if self.total_size is None else int(self.total_size)
         quotas = largest_remainders(share, total)
         if self.total_size is None:
             quotas = np.minimum(quotas, counts)
-        over = np.flatnonzero(quotas > counts)
-        if len(over):
-            c = int(over[0])
-            raise InputError(
-                f"total_size={total} takes {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
-                "total_size or draw with replace=True"
-            )
+        refuse_beyond(quotas, counts, names)
         return QuotaSampler(candidates, codes, lookup, quotas, counts, int(self.block_size))
 
 
