@@ -42,6 +42,7 @@ from dasksc.planning.ranks import World
 from dasksc.sampling.binding import bind, is_random, restricted
 from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.strategies import SamplingStrategy
+from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.storage import Layout, UseMmap
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class scDataset(IterableDataset[Any]):
         if it is an integer type or float16 that cannot hold a value; ``"bool"`` says what is not zero.
     equal_ranks
         Give every rank the same number of batches of the same sizes, repeating at most one row per
-        rank (`EpochPlan.n_padded`). False yields every row exactly once, for evaluation.
+        rank, or one batch where batches hold shares of classes (`EpochPlan.n_padded`). False yields every row exactly
+        once, for evaluation.
     scheduler
         Where fetches run: None (an active Dask Client, else threads of this process),
         ``"threads"``, ``"synchronous"``, a Client or its scheduler's address. Hooks and collections
@@ -257,6 +259,8 @@ class scDataset(IterableDataset[Any]):
         if filter is not None:
             self.strategy = strategy = restricted(strategy, self._source.rows_where(filter), repr(filter))
         self._sampler: Sampler = bind(strategy, self.collection, self._source.n_obs, self._source.labels_of)
+        if isinstance(self._sampler, StratifiedSampler):
+            self._sampler = self._sampler.of_batches(self.batch_size)
         self._session = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self._projection = MemoryProjection(
             self._source,

@@ -16,6 +16,9 @@ its piece before the same round. So ranks differ by at most one row, whatever th
     rank 2     B9 [piece 2] B8
     rank 3     B0 [piece 3] B5
 
+Some samplers draw rows that must stay together in a batch: a *unit* of several rows. What is left is then cut between
+units, ranks differ by one unit at most, and units are permuted rather than rows.
+
 A rank's sequence is then cut into fetches, each of which is read sorted and permuted in memory, and
 fetches into batches.
 
@@ -46,6 +49,7 @@ from dasksc.sampling.draws import Draw
 from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import Sampler
+from dasksc.sampling.stratified import StratifiedSampler
 
 __all__ = ["EpochPlan"]
 
@@ -64,15 +68,15 @@ class EpochPlan:
     sampler
         What is drawn: a strategy bound to a collection.
     batch_size
-        Rows of a batch, per rank.
+        Rows of a batch, per rank; a multiple of the sampler's unit.
     fetch_factor
         Batches of a fetch.
     drop_last
         Leave out each rank's last short batch and the rows that do not divide by the ranks: where blocks are
         shuffled, every row as often as any other.
     equal_ranks
-        Give every rank the same number of batches of the same sizes: by repeating a row on the ranks
-        that are one short, or with `drop_last` by leaving out the row too many.
+        Give every rank the same number of batches of the same sizes: by repeating a row (a unit) on the ranks
+        that are one short, or with `drop_last` by leaving out the row (the unit) too many.
     seed, epoch
         What everything random is keyed by.
     rank, world_size
@@ -96,6 +100,12 @@ class EpochPlan:
         for name in ("batch_size", "fetch_factor", "world_size"):
             value = getattr(self, name)
             object.__setattr__(self, name, whole_number(name, value))
+        if isinstance(self.sampler, StratifiedSampler):
+            object.__setattr__(self, "sampler", self.sampler.of_batches(self.batch_size))
+        if self.batch_size % self.unit:
+            raise InputError(
+                f"batch_size={self.batch_size} cuts the {self.unit} rows that stay together; give a multiple of them"
+            )
         for name, end in (("rank", self.world_size), ("seed", 2**64), ("epoch", 2**32)):
             value = getattr(self, name)
             if not _is_whole(value) or not 0 <= value < end:
@@ -129,6 +139,11 @@ class EpochPlan:
         return self.fetch_rows
 
     @property
+    def unit(self) -> int:
+        """Neighbouring rows of the epoch that every rank yields together, in one batch; 1 where any may be apart."""
+        return self.sampler.unit
+
+    @property
     def _n_rounds(self) -> int:
         return self._deal.n_full // self.world_size
 
@@ -137,14 +152,20 @@ class EpochPlan:
         """Rows that do not make a full round."""
         return self.n_dealt - self._n_rounds * self.world_size * self.block_size
 
+    @property
+    def _pieces(self) -> tuple[int, int]:
+        """Rows of the smaller pieces of what is left, and how many pieces are larger by a unit."""
+        n_units, n_larger = divmod(self._n_left // self.unit, self.world_size)
+        return n_units * self.unit, n_larger
+
     def _n_piece(self, rank: int) -> int:
         """Rows of a rank's piece of what is left, padding included."""
-        size, n_larger = divmod(self._n_left, self.world_size)
+        size, n_larger = self._pieces
         if not n_larger:
             return size
         if self.equal_ranks:
-            return size if self.drop_last else size + 1
-        return size + (rank < n_larger)
+            return size if self.drop_last else size + self.unit
+        return size + self.unit * (rank < n_larger)
 
     def _n_sequence(self, rank: int) -> int:
         return self._n_rounds * self.block_size + self._n_piece(rank)
@@ -171,15 +192,16 @@ class EpochPlan:
     @property
     def n_padded(self) -> int:
         """Rows that are yielded once more, over all ranks, so that ranks are equal."""
-        n_larger = self._n_left % self.world_size
-        return self.world_size - n_larger if n_larger and self.equal_ranks and not self.drop_last else 0
+        _, n_larger = self._pieces
+        is_padded = n_larger and self.equal_ranks and not self.drop_last
+        return self.unit * (self.world_size - n_larger) if is_padded else 0
 
     @property
     def n_dropped(self) -> int:
         """Rows dealt that no rank yields."""
         if not self.drop_last:
             return 0
-        n_larger = self._n_left % self.world_size
+        _, n_larger = self._pieces
         if self.equal_ranks or not n_larger:
             yielded = self.world_size * self._n_yielded(0)
         else:
@@ -188,8 +210,8 @@ class EpochPlan:
 
     @property
     def n_rank_padded(self) -> int:
-        """Rows that this rank yields and another does too; 0 or 1."""
-        return int(self._is_padded)
+        """Rows that this rank yields and another does too: none or a unit."""
+        return self.unit * self._is_padded
 
     @property
     def n_rank_dropped(self) -> int:
@@ -250,16 +272,16 @@ class EpochPlan:
 
     @property
     def _left_from(self) -> int:
-        """Where the dealing of what is left begins, so that the row too many is not always the same."""
+        """Where the dealing of what is left begins, so that the unit too many is not always the same."""
         if not (self.sampler.shuffle_blocks or self.sampler.shuffle_rows) or not self._n_left:
             return 0
-        return int(permute.below(self._deal_keys[1], 0, self._n_left))
+        return self.unit * int(permute.below(self._deal_keys[1], 0, self._n_left // self.unit))
 
     @cached_property
     def _piece(self) -> _Int64s:
         """Positions, in storage order, of this rank's piece of what is left."""
-        size, n_larger = divmod(self._n_left, self.world_size)
-        start = self._left_from + self.rank * size + min(self.rank, n_larger)
+        size, n_larger = self._pieces
+        start = self._left_from + self.rank * size + self.unit * min(self.rank, n_larger)
         piece = np.empty(self._n_piece(self.rank), dtype=np.int64)
         for done in range(0, len(piece), _COMPUTED_AT_ONCE):
             out = piece[done : done + _COMPUTED_AT_ONCE]
@@ -311,7 +333,7 @@ class EpochPlan:
         short = self.n_rows % self.block_size
         end = self.n_rows - short
         turn, place = (
-            int(permute.uniform(key, 0) * n)
+            self.unit * int(permute.uniform(key, 0) * (n // self.unit))
             for key, n in zip(
                 epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=4)[2:], (self.block_size, self.n_rows), strict=True
             )
@@ -350,7 +372,7 @@ class EpochPlan:
         if self.sampler.shuffle_rows and not self.sampler.is_shuffled:
             # Blocks come as ascending runs, which a merging sort leaves whole.
             positions.sort(kind="stable" if self.block_size > 4 else None)
-        ascending = self.sampler.shuffle_rows and not with_positions
+        ascending = self.sampler.shuffle_rows and not with_positions and self.unit == 1
         rows = self._draw.rows(self._stored(positions), ascending=ascending)
         order = np.arange(len(rows), dtype=np.int64)
         if np.any(rows[1:] < rows[:-1]):
@@ -360,7 +382,10 @@ class EpochPlan:
             order[by_row] = np.arange(len(rows), dtype=np.int64)
         if self.sampler.shuffle_rows:
             key = self._keys(Purpose.FETCHES, 1)[0]
-            permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)
+            units = order if self.unit == 1 else np.empty(len(order) // self.unit, dtype=np.int64)
+            permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), units)
+            if self.unit > 1:
+                order = order.reshape(-1, self.unit)[units].ravel()
         return positions, rows, order[:n_yielded]
 
     def batch_rows(self, i: int) -> _Int64s:
@@ -417,7 +442,8 @@ class EpochPlan:
             for low, high in plan._rounds.outside(start, stop, first, end):
                 rest.append(plan._positions(low, high))
                 if plan._is_padded and low <= plan._padding < high:
-                    rest[-1] = np.delete(rest[-1], plan._padding - low)
+                    padding = plan._padding - low
+                    rest[-1] = np.delete(rest[-1], slice(padding, padding + self.unit))
         positions = np.concatenate(rest)
         if not self.sampler.shuffle_blocks:
             positions.sort()
@@ -451,18 +477,18 @@ class EpochPlan:
             stop = last * self.fetch_rows
         found = np.concatenate(loose)
         if self._is_padded:
-            found = found[found != self._piece[-1]]
+            found = found[~np.isin(found, self._piece[-self.unit :])]
         return start, max(start, stop), found
 
     @property
     def _is_padded(self) -> bool:
-        """Whether this rank's piece ends in a row that is another rank's too."""
-        return self.n_padded > 0 and self.rank >= self._n_left % self.world_size
+        """Whether this rank's piece ends in a unit that is another rank's too."""
+        return self.n_padded > 0 and self.rank >= self._pieces[1]
 
     @property
     def _padding(self) -> int:
-        """Where in the rank's sequence that row stands."""
-        return self._piece_round * self.block_size + len(self._piece) - 1
+        """Where in the rank's sequence that unit begins."""
+        return self._piece_round * self.block_size + len(self._piece) - self.unit
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks: equal digests, equal batches."""

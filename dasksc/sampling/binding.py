@@ -33,6 +33,7 @@ class UserSampler:
     block_size: ClassVar[None] = None
     shuffle_blocks: ClassVar[bool] = False
     is_shuffled: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
 
     @property
     def shuffle_rows(self) -> bool:

@@ -47,6 +47,10 @@ class Sampler(Protocol):
     def is_shuffled(self) -> bool:
         """Whether draws are independent of their positions, so that blocks need no other order."""
 
+    @property
+    def unit(self) -> int:
+        """Neighbouring rows of an epoch that stay together in a batch; divides `n_rows` and `block_size`."""
+
     def draw(self, seed: int, epoch: int) -> Draw:
         """Draw an epoch."""
 
@@ -64,6 +68,7 @@ class RowSampler:
     shuffle_rows: bool
     drop_last: bool = False
     is_shuffled: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
 
     @property
     def _n_skipped(self) -> int:
@@ -105,6 +110,7 @@ class QuotaSampler:
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
     is_shuffled: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
 
     @property
     def n_rows(self) -> int:

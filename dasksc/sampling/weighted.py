@@ -110,6 +110,7 @@ class WeightedSampler:
     round_size: int | None
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
+    unit: ClassVar[int] = 1
 
     @property
     def is_shuffled(self) -> bool:
