@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
     from dasksc.loader import scDataset
+    from dasksc.loader.genes import GeneMatch
     from dasksc.multiindexable import MultiIndexable
     from dasksc.planning.plan import EpochPlan
     from dasksc.planning.ranks import World
@@ -67,6 +68,7 @@ _HOMES = {
     "ClassBalancedSampling": "dasksc.sampling.strategies",
     "ConversionReport": "dasksc.conversion",
     "EpochPlan": "dasksc.planning.plan",
+    "GeneMatch": "dasksc.loader.genes",
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling.strategies",
@@ -104,6 +106,7 @@ __all__ = [
     "DaskscError",
     "EpochPlan",
     "FetchError",
+    "GeneMatch",
     "InputError",
     "MissingKeyError",
     "MissingPathError",

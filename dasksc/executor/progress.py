@@ -167,8 +167,8 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     all workers.
     """
     result = dict(reports[0])
-    summed = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_control_rows")
-    summed += ("n_fetching", "n_ready", "n_fetched")
+    batches_and_rows = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_control_rows")
+    summed = (*batches_and_rows, "n_fetching", "n_ready", "n_fetched")
     bytes_and_times = ("in_flight_bytes", "limit_bytes", "fetch_s", "read_s", "decode_s", "transfer_s", "gather_s")
     for name in (*summed, *bytes_and_times):
         # A DataLoader worker that failed before its first fetch reports no limit.

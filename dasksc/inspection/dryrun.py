@@ -101,6 +101,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
             *warnings_of_mixing(plan, name, labels),
             *warnings_of_sets(plan),
         ),
+        genes=_genes_of(dataset),
     )
 
 
@@ -134,6 +135,13 @@ def _share_of(plan: EpochPlan) -> RankShare:
         n_padded=plan.n_rank_padded,
         n_dropped=plan.n_rank_dropped,
     )
+
+
+def _genes_of(dataset: scDataset) -> tuple[str, ...]:
+    match = dataset.gene_match
+    if isinstance(match, dict):
+        return tuple(f"{modality}: {one}" for modality, one in match.items())
+    return () if match is None else (str(match),)
 
 
 def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, Any]:

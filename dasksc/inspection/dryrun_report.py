@@ -107,6 +107,8 @@ class Check:
         libraries, but not the model.
     warnings
         Possible improvements, and how to make them.
+    genes
+        How the gene names matched, one line for each modality.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Check:
     pages_bytes: int | None
     job_bytes: int | None
     warnings: tuple[str, ...]
+    genes: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -179,6 +182,8 @@ class Check:
             rest = len(self.classes) - len(shown)
             more = f" and {rest} more" if rest else ""
             yield f"  {self.label_key or 'classes'}: {', '.join(shown)}{more}"
+        for line in self.genes:
+            yield f"  genes    {line}"
         yield f"  memory   {self._memory()}"
         if self.job_bytes is not None:
             yield (

@@ -39,6 +39,7 @@ from numba.extending import intrinsic
 from dasksc.kernels.compiled import kernel
 
 __all__ = [
+    "add_up",
     "ascends",
     "copy_columns",
     "copy_columns_csr",
@@ -62,6 +63,8 @@ __all__ = [
 
 LEFT_OUT, KEPT, REFUSED = 0, 1, 2
 UNORDERED = -2
+# Where dense columns come from that no column of the matrix goes to.
+NOWHERE, ZERO = -1, -2
 
 _CLEARED_AHEAD = np.uint64(2048)
 # Elements worked on between two looks ahead.
@@ -599,9 +602,10 @@ def copy_rows(positions, rows_at, out, like):
 def copy_columns(positions, rows_at, maps, sources, out, missing, like):
     """Write columns of dense rows into `out`, shape (n_rows, n_kept).
 
-    `sources` says where each is taken from, shape (n_maps, n_kept), int64: at -1 stands `missing`, an array of
-    one element.
+    `sources` says where each is taken from, shape (n_maps, n_kept), int64: at `NOWHERE` stands the one element of
+    `missing`, at `ZERO` 0.
     """
+    zero = missing.dtype.type(0)
     for i in range(len(positions)):
         row = positions[i]
         row_at = rows_at[row]
@@ -610,9 +614,23 @@ def copy_columns(positions, rows_at, maps, sources, out, missing, like):
         for k in range(len(columns)):
             column = columns[k]
             if column < 0:
-                dense[k] = missing[0]
+                dense[k] = missing[0] if column == NOWHERE else zero
             else:
                 dense[k] = load(row_at, column, like)
+
+
+@kernel
+def add_up(values, starts, out):
+    """Add up neighbouring columns of `values` into `out`, shape (n_rows, n_groups), in its type, from left to right.
+
+    Those of group g are ``starts[g] ... starts[g + 1]``, at least one.
+    """
+    for i in range(len(values)):
+        for g in range(len(starts) - 1):
+            total = out.dtype.type(values[i, starts[g]])
+            for k in range(starts[g] + 1, starts[g + 1]):
+                total = out.dtype.type(total + out.dtype.type(values[i, k]))
+            out[i, g] = total
 
 
 @kernel

@@ -29,6 +29,7 @@ from dasksc.executor.schedulers import (
     securities_for_child,
 )
 from dasksc.loader.epoch_run import EpochRun, Placement
+from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.loader.position import STATE_VERSION, EpochPosition, parse_state
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
@@ -43,6 +44,7 @@ from dasksc.sampling.cell_sets import CellSets
 from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
+from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.storage import Layout, UseMmap
 
 if TYPE_CHECKING:
@@ -113,8 +115,9 @@ class scDataset(IterableDataset[Any]):
     obs, layers, obsm
         Names to yield beside X. Of several modalities, ``"rna:counts"`` for what one of them has.
     genes
-        Keep only these columns of X and the layers: names, a boolean mask or positions. Of several modalities, a
-        dict of these by modality.
+        Keep only these columns of X and the layers: names, a boolean mask or positions; or the genes of a
+        `dasksc.tokens.Vocabulary` or of the file of one (a ``pathlib.Path``), columns by ascending id, tokens such as
+        ``<pad>`` left out. Of several modalities, a dict of these by modality.
     filter
         Draw only rows for which an expression over obs holds, such as ``"cell_type == 'T cell' and n_genes > 500"``;
         `dasksc.rows_where` says what may be in it. Of the strategy's own ``indices`` those are kept for which it holds.
@@ -125,7 +128,8 @@ class scDataset(IterableDataset[Any]):
         if it is an integer type or float16 that cannot hold a value; ``"bool"`` says what is not zero.
     equal_ranks
         Give every rank the same number of batches of the same sizes, repeating at most one row per
-        rank (`EpochPlan.n_padded`). False yields every row exactly once, for evaluation.
+        rank, or one batch where batches hold shares of classes (`EpochPlan.n_padded`). False yields every row exactly
+        once, for evaluation.
     scheduler
         Where fetches run: None (an active Dask Client, else threads of this process),
         ``"threads"``, ``"synchronous"``, a Client or its scheduler's address. Hooks and collections
@@ -153,11 +157,23 @@ class scDataset(IterableDataset[Any]):
         Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens`. Unlike hooks it is given
         tensors, and by several threads at once, ahead of the loop. If it has a method ``at_epoch``, what
         ``transform.at_epoch(epoch)`` returns is called in an epoch.
+    genes_missing
+        What becomes of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
+        ``"drop"``, which leaves them out. If the atlas has none of them, that is always an error.
+    genes_key
+        The column of var to compare names with, such as ``"ensembl_id"``. Default: var_names. Columns of the atlas
+        with a missing value there match nothing.
+    genes_repeated
+        What becomes of a name in `genes` that several columns of the atlas have: ``"error"``, or ``"sum"``, which adds
+        them up in the type of the matrix, integers in 64 bits.
 
     Attributes
     ----------
     categories
         For each name in `obs` that was encoded, its labels in the order of their codes.
+    gene_match
+        How the names in `genes` matched: a `GeneMatch`, whose ``names`` are the columns of a batch; of several
+        modalities, a dict of these. None where `genes` holds no names.
 
     Raises
     ------
@@ -202,6 +218,9 @@ class scDataset(IterableDataset[Any]):
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
         transform: Callable[[Batch], Any] | None = None,
+        genes_missing: Missing = "error",
+        genes_key: str | None = None,
+        genes_repeated: Repeated = "error",
     ) -> None:
         super().__init__()
         self.strategy = strategy
@@ -223,9 +242,9 @@ class scDataset(IterableDataset[Any]):
         self._placement = Placement(device, pin_memory)
         self._progress = progress
         self._scheduler = _Where(scheduler)
-        request = BatchRequest(
-            obs, layers, obsm, genes, layout, dtype, transform, pin_memory, in_sets=isinstance(strategy, CellSets)
-        )
+        chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
+        in_sets = isinstance(strategy, CellSets)
+        request = BatchRequest(obs, layers, obsm, chosen, layout, dtype, transform, pin_memory, in_sets)
         if not isinstance(strategy, SamplingStrategy):
             raise WrongTypeError(
                 f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
@@ -246,6 +265,7 @@ class scDataset(IterableDataset[Any]):
         )
         self.collection = self._source.collection
         self.categories = self._source.categories
+        self.gene_match = getattr(self._source, "gene_match", None)
         if filter is not None:
             self.strategy = strategy = restricted(strategy, self._source.rows_where(filter), repr(filter))
         if isinstance(control, str):
@@ -253,6 +273,8 @@ class scDataset(IterableDataset[Any]):
                 self._source.rows_where(control), controlled_by
             )
         self._sampler: Sampler = bind(strategy, self.collection, self._source.n_obs, self._source.labels_of)
+        if isinstance(self._sampler, StratifiedSampler):
+            self._sampler = self._sampler.of_batches(self.batch_size)
         if self._sampler.n_controls and isinstance(self._source, IndexedSource):
             raise InputError(
                 "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed "

@@ -50,6 +50,7 @@ from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.set_sampler import SetDraw
+from dasksc.sampling.stratified import StratifiedSampler
 
 __all__ = ["EpochPlan"]
 
@@ -101,12 +102,13 @@ class EpochPlan:
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         for name, end in (("rank", self.world_size), ("seed", 2**64), ("epoch", 2**32)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, end))
+        if isinstance(self.sampler, StratifiedSampler):
+            object.__setattr__(self, "sampler", self.sampler.of_batches(self.batch_size))
         unit = self.sampler.unit
         if self.batch_size % unit:
-            near = -(-self.batch_size // unit) * unit
             raise InputError(
-                f"batch_size must be a multiple of set_size={unit}, since batches hold whole sets; got "
-                f"{self.batch_size}, near {near}"
+                f"batch_size={self.batch_size} cuts the {unit} rows that stay together in a batch; give a multiple of "
+                f"{unit}, such as {-(-self.batch_size // unit) * unit}"
             )
 
     # --- Sizes: closed forms, nothing is drawn for them unless a part of the epoch was read before ---
@@ -374,40 +376,38 @@ class EpochPlan:
         """
         if not 0 <= k < self.n_fetches:
             raise IndexError(f"fetch {k} of {self.n_fetches}")
+        positions, order = self._units(k)
         if isinstance(self._draw, SetDraw):
-            positions, _, order = self._fetch(k, with_positions=True)
             return FetchPlan.of_sets(k, self._draw.sets(positions[order]), batch_size=self.batch_size)
-        _, rows, order = self._fetch(k, with_positions=False)
+        unit = self.sampler.unit
+        stored = self._stored(positions)
+        if unit > 1:
+            stored = (stored[:, None] * unit + np.arange(unit)).ravel()
+            order = (order[:, None] * unit + np.arange(unit)).ravel()
+        # Permuted rows may come in any order, and ascending ones are cheaper.
+        rows = self._draw.rows(stored, ascending=self.sampler.shuffle_rows and unit == 1)
+        if np.any(rows[1:] < rows[:-1]):
+            # Read in ascending order, and yielded in the order of the draw.
+            by_row = np.argsort(rows, kind="stable")
+            place = np.empty_like(by_row)
+            place[by_row] = np.arange(len(rows))
+            rows, order = rows[by_row], place[order]
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
-    def _fetch(self, k: int, *, with_positions: bool) -> tuple[_Int64s, _Int64s, _Int64s]:
-        """Return a fetch's positions in storage order, its ascending rows, and the order of yielding.
-
-        Without `with_positions` the first may be in another order than the rows, which is cheaper.
-        """
+    def _units(self, k: int) -> tuple[_Int64s, _Int64s]:
+        """Return the positions of a fetch's units in storage order, and the order in which they are yielded."""
         start = k * self._fetch_units
-        # The last fetch holds its dropped rows too: which of them are dropped is then random.
+        # The last fetch holds its dropped units too: which of them are dropped is then random.
         stop = min(start + self._fetch_units, self._n_sequence(self.rank))
-        n_yielded = min(stop, self._n_rank_units) - start
         positions = self._positions(start, stop)
-        if isinstance(self._draw, SetDraw):
-            # Sets come in a random order, and each is a function of its number.
-            return positions, positions, np.arange(n_yielded, dtype=np.int64)
-        if self.sampler.shuffle_rows and not self.sampler.is_shuffled:
-            # Blocks come as ascending runs, which a merging sort leaves whole.
-            positions.sort(kind="stable" if self._block > 4 else None)
-        ascending = self.sampler.shuffle_rows and not with_positions
-        rows = self._draw.rows(self._stored(positions), ascending=ascending)
-        order = np.arange(len(rows), dtype=np.int64)
-        if np.any(rows[1:] < rows[:-1]):
-            # A user's own order: read sorted, yielded as given.
-            by_row = np.argsort(rows, kind="stable")
-            positions, rows = positions[by_row], rows[by_row]
-            order[by_row] = np.arange(len(rows), dtype=np.int64)
+        order = np.arange(len(positions), dtype=np.int64)
         if self.sampler.shuffle_rows:
+            if not self.sampler.is_shuffled:
+                # Blocks come as ascending runs, which a merging sort leaves whole.
+                positions.sort(kind="stable" if self._block > 4 else None)
             key = self._keys(Purpose.FETCHES, 1)[0]
             permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)
-        return positions, rows, order[:n_yielded]
+        return positions, order[: min(stop, self._n_rank_units) - start]
 
     def batch_rows(self, i: int) -> _Int64s:
         """Return the row numbers of the rank's batch `i`, in the order they are yielded."""
@@ -484,7 +484,11 @@ class EpochPlan:
         loose = [np.empty(0, dtype=np.int64)]
 
         def loosen(fetch: int, skipped: int) -> None:
-            positions, _, order = self._fetch(fetch, with_positions=True)
+            positions, order = self._units(fetch)
+            if self.sampler.shuffle_rows and self.sampler.unit == 1:
+                # Rows are permuted in ascending order: put the positions in the order of their rows.
+                rows = self._draw.rows(self._stored(positions))
+                positions = positions[np.argsort(rows, kind="stable")]
             loose.append(positions[order[skipped:]])
 
         if n_within:

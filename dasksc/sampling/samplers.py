@@ -29,7 +29,7 @@ class Sampler(Protocol):
 
     @property
     def unit(self) -> int:
-        """Rows that are never parted: the cells of a set, else 1."""
+        """Neighbouring rows of an epoch that stay together in a batch; 1 where any may be apart."""
 
     @property
     def n_controls(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, StorageError
+from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
@@ -100,9 +100,10 @@ class CSRFetched(Rows):
     def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
         """Write rows into `target`, dense; return False if values have to be added up in another type first."""
         any_order = bool(target.dtype == self._sum_dtype)
-        if self._unordered and not any_order:
-            return False
         mapped = self._mapped(columns)
+        adds_up = mapped is not None and mapped[1].adds_up
+        if (self._unordered or adds_up) and not any_order:
+            return False
         to = target, self.data.like, self.indices.like, any_order
         if mapped is None:
             bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
@@ -193,11 +194,8 @@ class CSRFetched(Rows):
 
     @property
     def _sum_dtype(self) -> np.dtype[Any]:
-        """Type in which values at one column are added up: integers in 64 bits, all else in that of the matrix."""
-        held = self.data.dtype if self.data.dtype.kind in "iu" else self.dtype
-        if held.kind not in "iu":
-            return memory_dtype(self.dtype)
-        return np.dtype(np.uint64 if held == np.uint64 else np.int64)
+        """Type in which values at one column are added up."""
+        return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRFetched:
         """Return the same rows in a block of their own, in the given types, their columns the common ones.
@@ -330,18 +328,6 @@ class CSRFetched(Rows):
             return False
         self._refuse(bad_row)
         return True
-
-    def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Refuse sums that the type of the matrix cannot hold, where they are wanted in that type."""
-        if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
-            return
-        smallest, largest = int(sums.min()), int(sums.max())
-        if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
-            raise StorageError(
-                f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
-                f"to {largest}; {dtype} cannot hold them. Ask for another dtype, or write the file again in a wider "
-                "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
-            )
 
     def _refuse(self, bad_row: int) -> None:
         if bad_row >= 0:

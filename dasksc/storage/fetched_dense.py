@@ -14,7 +14,7 @@ from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import kernel_target
 from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
-from dasksc.storage.matrix import Columns, Layout
+from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
 from dasksc.storage.row_pointers import Reached
 
 __all__ = ["DenseFetched"]
@@ -82,6 +82,25 @@ class DenseFetched(Rows):
             kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
         if target is not out:
             self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
+        if columns is not None and columns.sums is not None:
+            self._add_up(positions, out, columns.sums)
+
+    def _add_up(self, positions: NDArray[np.int64], out: NDArray[Any], sums: Sums) -> None:
+        """Write sums of columns into those of `out` that several go to."""
+        held = self._held_dtype
+        values = np.empty((len(positions), len(sums.columns)), dtype=held)
+        self.gather(positions, out=values, columns=sums.columns)
+        added = np.empty((len(positions), len(sums.targets)), dtype=self._sum_dtype_of(held))
+        kernels.add_up(values, sums.starts, added)
+        self._check_sums(added, out.dtype)
+        converted = np.empty(added.shape, dtype=out.dtype)
+        self._cast(added, converted, lambda place: int(positions[place // len(sums.targets)]))
+        out[:, sums.targets] = converted
+
+    @property
+    def _held_dtype(self) -> np.dtype[Any]:
+        """Type that holds values as they are stored, and what fills columns that parts lack."""
+        return self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
 
     def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
         """Return what stands in columns that come from nowhere, shape (1,)."""
@@ -90,7 +109,7 @@ class DenseFetched(Rows):
         missing = np.zeros(1, dtype=dtype)
         with contextlib.suppress(ValueError, OverflowError):
             missing[0] = value
-        if dtype.kind != "f" and missing[0] != value and (sources < 0).any():
+        if dtype.kind != "f" and missing[0] != value and (sources == NOWHERE).any():
             raise InputError(
                 f"{self.label} is {value} where parts lack columns, which {dtype} cannot hold. Ask for a float, or "
                 "open the parts with fill_value=0"
@@ -107,7 +126,9 @@ class DenseFetched(Rows):
         """Return ``(indptr, indices, data)`` of the rows at `positions`, without their zeros."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         n_vars = self.shape[1] if columns is None else len(columns)
-        held = self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
+        held = self._held_dtype
+        if columns is not None and columns.sums is not None:
+            held = self._sum_dtype_of(held)
         dense = np.empty((len(positions), n_vars), dtype=held)
         self.gather(positions, out=dense, columns=columns)
         counts = np.empty(len(positions), dtype=np.int64)
@@ -125,7 +146,7 @@ class DenseFetched(Rows):
         """Return the same rows in a block of their own, in the type they are stored in; a block returns itself."""
         if self._block is not None:
             return self
-        return self.converted(self.values.dtype if self.column_maps is None else memory_dtype(self.dtype))
+        return self.converted(self._held_dtype)
 
     @property
     def types(self) -> tuple[np.dtype[Any], ...]:
@@ -175,4 +196,4 @@ class DenseFetched(Rows):
         """Return where each column out comes from; None if all stay where they are."""
         if self.column_maps is not None:
             return self.column_maps.sources(columns)
-        return None if columns is None else columns.positions[None]
+        return None if columns is None else columns.sources

@@ -9,7 +9,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError
+from dasksc.errors import InputError, StorageError
+from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import holds_all, representable
 from dasksc.storage.matrix import ColumnMaps, Columns
 
@@ -95,6 +96,25 @@ class Rows:
             f"{values.flat[place]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[place]}. Ask "
             f"for dtype={self.dtype.name!r}, which holds it."
         )
+
+    def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the type in which values held in `held` are added up: integers in 64 bits, else that of the matrix."""
+        held = held if held.kind in "iu" else self.dtype
+        if held.kind not in "iu":
+            return memory_dtype(self.dtype)
+        return np.dtype(np.uint64 if held == np.uint64 else np.int64)
+
+    def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        """Refuse sums that the type of the matrix cannot hold, where they are wanted in that type."""
+        if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
+            return
+        smallest, largest = int(sums.min()), int(sums.max())
+        if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
+            raise StorageError(
+                f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
+                f"to {largest}; {dtype} cannot hold them. Ask for another dtype, or write the file again in a wider "
+                "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
+            )
 
     def _label_of(self, row: int) -> str:
         return self.label if self.origins is None else self.origins.labels[self.origins.numbers[row]]

@@ -65,15 +65,18 @@ class Lookups:
         `to`, unsigned and narrow, if none is left out; else None.
     ascends
         Whether the columns that are kept stay in their order in every map.
+    adds_up
+        Whether several columns go to one, where their values are added up.
     """
 
     to: NDArray[np.int32]
     kinds: NDArray[np.uint8]
     renumbered: NDArray[np.unsignedinteger[Any]] | None
     ascends: bool
+    adds_up: bool = False
 
     @classmethod
-    def of(cls, to: NDArray[np.int32]) -> Lookups:
+    def of(cls, to: NDArray[np.int32], *, adds_up: bool = False) -> Lookups:
         """Return the tables that say the same as `to`."""
         kinds = np.select([to == -1, to < -1], [kernels.LEFT_OUT, kernels.REFUSED], default=kernels.KEPT)
         # What is refused wraps to the largest numbers, so some of them are left for it.
@@ -84,7 +87,12 @@ class Lookups:
             kinds=kinds.astype(np.uint8),
             renumbered=None if leaves_out else to.astype(narrow),
             ascends=all(bool((np.diff(one[one >= 0]) > 0).all()) for one in to),
+            adds_up=adds_up,
         )
+
+
+NOWHERE, ZERO = kernels.NOWHERE, kernels.ZERO
+"""Sources of columns that no column of a matrix goes to: filled because a part lacks it, and 0 because it was asked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +102,14 @@ class Columns:
     Parameters
     ----------
     positions
-        Column numbers in the matrix, shape (n_out,), int64, without repeats.
+        Column numbers in the matrix, shape (n_taken,), int64, without repeats.
     n_vars
         Number of columns of the matrix.
+    to
+        Which column out each of them goes to, shape (n_taken,), int64. Those that go to one are added up, in the order
+        of the matrix's columns; columns out that none goes to are 0. Default: each to one of its own, in this order.
+    n_out
+        Number of columns out; default: as many as are taken.
 
     Attributes
     ----------
@@ -104,12 +117,20 @@ class Columns:
         Where each column of the matrix goes, shape (n_vars,), int32; -1 where it is left out.
     lookups
         The same as tables for kernels, of one row.
+    sources
+        Where each column out comes from, shape (1, n_out), int64; `ZERO` for a column of zeros.
+    sums
+        The columns out that several are added up to; None where there are none.
     """
 
     positions: NDArray[np.int64]
     n_vars: int
+    to: NDArray[np.int64] | None = None
+    n_out: int | None = None
     lookup: NDArray[np.int32] = field(init=False, repr=False)
     lookups: Lookups = field(init=False, repr=False)
+    sources: NDArray[np.int64] = field(init=False, repr=False)
+    sums: Sums | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         positions = np.ascontiguousarray(self.positions, dtype=np.int64)
@@ -118,13 +139,52 @@ class Columns:
             raise InputError(f"column positions must lie in [0, {self.n_vars}); got {positions}")
         if len(np.unique(positions)) != len(positions):
             raise InputError("a column was asked for twice; ask for each gene once")
+        to = np.arange(len(positions)) if self.to is None else np.asarray(self.to, dtype=np.int64)
+        n_out = len(positions) if self.n_out is None else self.n_out
+        if to.shape != positions.shape or (len(to) and (to.min() < 0 or to.max() >= n_out)):
+            raise InputError(f"{len(positions)} columns go to {n_out} columns out; got {to}")
+        object.__setattr__(self, "n_out", n_out)
         lookup = np.full(self.n_vars, -1, dtype=np.int32)
-        lookup[positions] = np.arange(len(positions), dtype=np.int32)
+        lookup[positions] = to
+        targets = np.flatnonzero(np.bincount(to, minlength=n_out) > 1)
+        sources = np.full(n_out, ZERO, dtype=np.int64)
+        sources[to] = positions
         object.__setattr__(self, "lookup", lookup)
-        object.__setattr__(self, "lookups", Lookups.of(lookup[None]))
+        object.__setattr__(self, "lookups", Lookups.of(lookup[None], adds_up=bool(len(targets))))
+        object.__setattr__(self, "sources", sources[None])
+        object.__setattr__(self, "sums", Sums.of(lookup, targets) if len(targets) else None)
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return int(self.sources.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """The columns out that several columns of a dense matrix are added up to.
+
+    Parameters
+    ----------
+    targets
+        Their numbers among the columns out, shape (n_targets,), int64.
+    columns
+        The columns to add up: those of each target side by side, ascending.
+    starts
+        Where those of each target begin, and those of the last one end, shape (n_targets + 1,), int64.
+    """
+
+    targets: NDArray[np.int64]
+    columns: Columns
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, lookup: NDArray[np.int32], targets: NDArray[np.int64]) -> Sums:
+        """Return the sums of ascending `targets`, to each of which `lookup` sends several columns."""
+        found = np.flatnonzero(np.isin(lookup, targets))
+        order = np.argsort(lookup[found], kind="stable")
+        counts = np.unique(lookup[found], return_counts=True)[1]
+        starts = np.zeros(len(targets) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        return cls(targets=targets, columns=Columns(found[order], len(lookup)), starts=starts)
 
 
 class ColumnMaps:
@@ -162,19 +222,19 @@ class ColumnMaps:
         for lookup, one in zip(lookups, shared.values(), strict=True):
             lookup[: len(one)] = one
         self._all = Lookups.of(lookups), _sources(lookups, n_vars)
-        self._selected: tuple[Columns, _Tables] | None = None
+        self._selected: tuple[tuple[Columns, _Tables], ...] = ()
 
     def lookups(self, columns: Columns | None) -> Lookups:
         """Return where each column goes if of the common ones only `columns` are kept."""
         return self._tables(columns)[0]
 
     def sources(self, columns: Columns | None) -> NDArray[np.int64]:
-        """Return where each kept column comes from, -1 if from nowhere, shape (n_maps, n_kept)."""
+        """Return where each kept column comes from, `NOWHERE` or `ZERO` if from none, shape (n_maps, n_kept)."""
         return self._tables(columns)[1]
 
     def n_filled(self, columns: Columns | None = None) -> int:
         """Return how many columns, of all or of those kept, some matrix does not have."""
-        return int((self.sources(columns) < 0).any(axis=0).sum())
+        return int((self.sources(columns) == NOWHERE).any(axis=0).sum())
 
     def filled_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return the type of dense values of `dtype` beside what fills the columns that some do not have."""
@@ -188,25 +248,31 @@ class ColumnMaps:
     def _tables(self, columns: Columns | None) -> _Tables:
         if columns is None:
             return self._all
-        # Every batch of an epoch asks for the same. To replace the pair is one step, so threads may race.
-        selected = self._selected
-        if selected is None or selected[0] is not columns:
-            # What is left out or refused stays so: its negative numbers are no columns of `lookup`.
-            to = self._all[0].to.copy()
-            goes = to >= 0
-            to[goes] = columns.lookup[to[goes]]
-            selected = self._selected = columns, (Lookups.of(to), _sources(to, len(columns)))
-        return selected[1]
+        # Every batch of an epoch asks for the same: its columns, and those that are added up. To replace the tuple is
+        # one step, so threads may race.
+        kept = self._selected
+        for known, tables in kept:
+            if known is columns:
+                return tables
+        # What is left out or refused stays so: its negative numbers are no columns of `lookup`.
+        to = self._all[0].to.copy()
+        goes = to >= 0
+        to[goes] = columns.lookup[to[goes]]
+        sources = _sources(to, len(columns))
+        sources[:, columns.sources[0] == ZERO] = ZERO
+        tables = Lookups.of(to, adds_up=columns.lookups.adds_up), sources
+        self._selected = (*kept[-1:], (columns, tables))
+        return tables
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_selected": None}
+        return self.__dict__ | {"_selected": ()}
 
 
 _Tables = tuple[Lookups, NDArray[np.int64]]
 
 
 def _sources(lookups: NDArray[np.int32], n_kept: int) -> NDArray[np.int64]:
-    sources = np.full((len(lookups), n_kept), -1, dtype=np.int64)
+    sources = np.full((len(lookups), n_kept), NOWHERE, dtype=np.int64)
     maps, taken = np.nonzero(lookups >= 0)
     sources[maps, lookups[maps, taken]] = taken
     return sources

@@ -76,3 +76,36 @@ def heads(key: int, n: int, end: int) -> int:
             else:
                 undecided &= ~word
     return total
+
+
+def class_draw(number: int, n_rows: int, run_rows: int, key: int, n_table: int, n_rounds: int) -> int:
+    """Draw `number` of a class: passes through its rows from a random one on, runs of neighbours in a random order."""
+    pass_key = stream(key, number // n_rows)
+    place, n_runs = number % n_rows, n_rows // run_rows
+    if place // run_rows < n_runs:
+        if n_runs <= n_table:
+            run = shuffled(stream(pass_key, 1), n_runs)[place // run_rows]
+        else:
+            half_bits = next(bits_of_half for bits_of_half in range(1, 40) if 4**bits_of_half >= n_runs)
+            run = permuted(place // run_rows, n_runs, half_bits, [bits(pass_key, k + 1) for k in range(n_rounds)])
+        place = run * run_rows + place % run_rows
+    return (place + below(pass_key, 0, n_rows)) % n_rows
+
+
+def stratified(
+    quotas: Sequence[int], n_units: int, stride: int, shift: int, group_units: int
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """How many rows of each class each batch has, and which draws of each class each group has, one batch at a time."""
+    counts, taken, groups = [], [0] * len(quotas), []
+    for u in range(n_units):
+        place, ahead = (stride * u + shift) % n_units, 0
+        counts.append([])
+        if u % group_units == 0:
+            groups.append([[] for _ in quotas])
+        for c, quota in enumerate(quotas):
+            covered = {one % n_units for one in range(ahead, ahead + quota % n_units)}
+            ahead += quota % n_units
+            counts[-1].append(quota // n_units + (place in covered))
+            groups[-1][c] += range(taken[c], taken[c] + counts[-1][c])
+            taken[c] += counts[-1][c]
+    return counts, groups
