@@ -1,4 +1,4 @@
-"""Dense rows within reach of memory, and the batches gathered from them."""
+"""Fetched dense rows, and the gathering of batches from them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["DenseFetched"]
 
 
 class DenseFetched(Rows):
-    """Dense rows, each lying somewhere in memory.
+    """Fetched dense rows, at arbitrary addresses in memory.
 
     Parameters
     ----------
     label
-        The matrix they come from.
+        Name of the matrix in error messages.
     rows
-        Their numbers in it, shape (n_rows,).
+        Row numbers in the matrix, shape (n_rows,), int64.
     n_vars
-        Columns of the matrix.
+        Number of columns in the matrix.
     dtype
-        Type to compute in.
+        Data type for computation.
     values
-        Where each row lies.
+        Address of each row.
     origins
-        Which matrices the rows are of, if of several.
+        Origin of each row if the rows come from several matrices, otherwise None.
     """
 
     layout: Layout = "dense"
@@ -103,7 +103,7 @@ class DenseFetched(Rows):
         return self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
 
     def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
-        """Return what stands in columns that come from nowhere, shape (1,)."""
+        """Return the fill value of columns that a matrix lacks, shape (1,)."""
         fill = None if self.column_maps is None else self.column_maps.fill_value
         value = np.nan if fill is None else fill
         missing = np.zeros(1, dtype=dtype)
@@ -123,7 +123,7 @@ class DenseFetched(Rows):
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`, without their zeros."""
+        """Return the nonzeros of the rows at `positions` as ``(indptr, indices, data)``."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         n_vars = self.shape[1] if columns is None else len(columns)
         held = self._held_dtype
@@ -143,25 +143,25 @@ class DenseFetched(Rows):
         return indptr, indices, data
 
     def compact(self) -> DenseFetched:
-        """Return the same rows in a block of their own, in the type they are stored in; a block returns itself."""
+        """Copy the rows into a block of their own, in the stored data type; return self if they are one already."""
         if self._block is not None:
             return self
         return self.converted(self._held_dtype)
 
     @property
     def types(self) -> tuple[np.dtype[Any], ...]:
-        """The type in which values are held."""
+        """Data type in which values are held."""
         return (self.values.dtype,)
 
     def converted(self, dtype: np.dtype[Any]) -> DenseFetched:
-        """Return the same rows in a block of their own, in the given type, their columns the common ones."""
+        """Copy the rows into a block of their own, with the given data type and the common columns."""
         block = buffers.empty(self.shape, dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
         return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
 
     @classmethod
     def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
-        """Return rows that are the whole of a C-contiguous `block`, shape (n_rows, n_vars)."""
+        """Return all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
         size = block.shape[1] * block.itemsize
         values = Reached.inside(
             (block,),
@@ -177,7 +177,7 @@ class DenseFetched(Rows):
 
     @property
     def block(self) -> NDArray[Any]:
-        """The rows as one array; a copy, unless `compact` made it."""
+        """Rows as one array; a copy unless `compact` made it."""
         compact = self.compact()._block
         assert compact is not None
         return compact
@@ -186,14 +186,14 @@ class DenseFetched(Rows):
         return DenseFetched.of_block, (self.label, self.rows, self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
-        """Return the same rows in another order: where they lie stays as it is."""
+        """Return the same rows in another order, without copying their values."""
         result = super().reordered(order)
         result._block = None
         result.values = result.values.ordered(order)
         return result
 
     def _sources(self, columns: Columns | None) -> NDArray[np.int64] | None:
-        """Return where each column out comes from; None if all stay where they are."""
+        """Return the stored column of each output column; None if columns are unchanged."""
         if self.column_maps is not None:
             return self.column_maps.sources(columns)
         return None if columns is None else columns.sources
