@@ -42,6 +42,7 @@ from dasksc.sampling.binding import bind, is_random, restricted
 from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import Layout, UseMmap
+from dasksc.transforms.composed import as_transform
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -148,9 +149,12 @@ class scDataset(IterableDataset[Any]):
         or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
         that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
     transform
-        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens`. Unlike hooks it is given
-        tensors, and by several threads at once, ahead of the loop. If it has a method ``at_epoch``, what
-        ``transform.at_epoch(epoch)`` returns is called in an epoch.
+        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens` or
+        `dasksc.transforms.Downsample`. A list of transforms is called in order, each with the result of the one
+        before. Unlike hooks transforms are given tensors, and by several threads at once, ahead of the loop. If one has
+        a method ``at_epoch``, the result of ``transform.at_epoch(epoch)`` is called in an epoch; if it has
+        ``at_batch``, that of ``transform.at_batch(number)`` for a batch, whose number no other batch of the epoch has
+        on any rank.
 
     Attributes
     ----------
@@ -199,7 +203,7 @@ class scDataset(IterableDataset[Any]):
         pin_memory: bool = False,
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
-        transform: Callable[[Batch], Any] | None = None,
+        transform: Callable[[Batch], Any] | Sequence[Callable[[Any], Any]] | None = None,
     ) -> None:
         super().__init__()
         self.strategy = strategy
@@ -221,12 +225,12 @@ class scDataset(IterableDataset[Any]):
         self._placement = Placement(device, pin_memory)
         self._progress = progress
         self._scheduler = _Where(scheduler)
-        request = BatchRequest(obs, layers, obsm, genes, layout, dtype, transform, pin_memory)
+        request = BatchRequest(obs, layers, obsm, genes, layout, dtype, as_transform(transform), pin_memory)
         if not isinstance(strategy, SamplingStrategy):
             raise WrongTypeError(
                 f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
             )
-        for name in _CALLED:
+        for name in _HOOKS:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise WrongTypeError(f"{name} must be callable; got {getattr(self, name)!r}")
         filtered_by = [] if filter is None else filtering.columns_of(filter)
@@ -472,7 +476,7 @@ class scDataset(IterableDataset[Any]):
             scheduler=self._scheduler(),
             projection=self._projection,
             hooks=self._hooks,
-            transform=self.transform,
+            transform=as_transform(self.transform),
             placement=self._placement,
             key=self._token,
         )

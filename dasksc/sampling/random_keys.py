@@ -24,6 +24,8 @@ class Purpose(enum.IntEnum):
     USER = 4
     TOKENS = 5
     SPLIT = 6
+    DOWNSAMPLE = 7
+    MASK_GENES = 8
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:
