@@ -16,29 +16,37 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 
-__all__ = ["FRACTIONS", "NEGATIVE", "NOT_A_NUMBER", "add_clipped", "add_moments", "add_residuals", "add_rows"]
+__all__ = [
+    "FRACTIONS",
+    "NEGATIVE",
+    "NOT_A_NUMBER",
+    "add_clipped",
+    "add_moments",
+    "add_residuals",
+    "add_rows",
+    "finish_moments",
+    "kinds_of",
+]
 
 FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
-"""What `add_moments` tells of the values that it met."""
+"""What `kinds_of` tells of values."""
 
 
 @kernel
 def add_moments(indptr, columns, values, groups, moments):
-    """Add what is not zero to `moments`, shape (n_groups, n_vars, 4), float64; return which kinds of values there were.
+    """Add what is not zero to `moments`, shape (n_groups, n_vars, 4), float64.
 
     Of each group and column: how many, the first of them, and the sums of their differences from it and of the squares
     of these. Differences from a value of the data keep their digits where the mean is large.
     """
     n_vars = moments.shape[1]
     flat = moments.reshape(-1)
-    kinds = 0
     for i in range(len(groups)):
         begin = np.uint64(groups[i] * n_vars)
         for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
             value = np.float64(values[k])
             if value == 0:
                 continue
-            kinds |= FRACTIONS * (value != math.floor(value)) | NEGATIVE * (value < 0) | NOT_A_NUMBER * (value != value)
             at = (begin + np.uint64(columns[k])) * np.uint64(4)
             if flat[at] == 0:
                 flat[at + np.uint64(1)] = value
@@ -46,7 +54,41 @@ def add_moments(indptr, columns, values, groups, moments):
             flat[at] += 1
             flat[at + np.uint64(2)] += difference
             flat[at + np.uint64(3)] += difference * difference
-    return kinds
+
+
+@kernel
+def finish_moments(moments, n_rows, counts, sums, means, squares):
+    """Write how many values are not zero, sums, means and sums of squared differences from these.
+
+    All have shape (n_groups, n_vars); `moments` is that of `add_moments`, and `n_rows`, shape (n_groups,), int64, are
+    the rows of each group. What is not zero and zeros are two parts, whose squares are joined as Chan, Golub and
+    LeVeque (1983) do. A mean of no row is NaN.
+    """
+    for i in range(len(n_rows)):
+        n = np.float64(n_rows[i])
+        for j in range(moments.shape[1]):
+            count, first, sum_, square = moments[i, j, 0], moments[i, j, 1], moments[i, j, 2], moments[i, j, 3]
+            counts[i, j] = np.int64(count)
+            sums[i, j] = count * first + sum_
+            means[i, j] = sums[i, j] / n if n > 0 else np.nan
+            squares[i, j] = 0.0
+            if count > 0:
+                away = sum_ / count  # of the mean of what is not zero, from its first value
+                own = square - sum_ * away
+                mean = first + away
+                squares[i, j] = (0.0 if own < 0 else own) + mean * mean * count * ((n - count) / n)
+
+
+@kernel
+def kinds_of(values):
+    """Return which of `FRACTIONS`, `NEGATIVE` and `NOT_A_NUMBER` there are among `values`."""
+    n_fractions = n_negative = n_missing = np.int64(0)
+    for k in range(len(values)):
+        value = np.float64(values[k])
+        n_fractions += np.int64(value != np.floor(value))
+        n_negative += np.int64(value < 0)
+        n_missing += np.int64(value != value)
+    return FRACTIONS * (n_fractions > 0) + NEGATIVE * (n_negative > 0) + NOT_A_NUMBER * (n_missing > 0)
 
 
 @kernel

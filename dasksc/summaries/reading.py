@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import dask.array as da
@@ -145,6 +146,8 @@ class Pass:
 class Moments:
     """Numbers, means and squared differences of the values of each gene in each group of rows.
 
+    Rows are added first, all of them; then results are asked for, which are computed once.
+
     Parameters
     ----------
     n_rows
@@ -154,47 +157,46 @@ class Moments:
 
     Notes
     -----
-    What is not zero is added up relative to its first value, and zeros are joined at the end as a part of its own, as
-    Chan, Golub and LeVeque (1983) do: no two large numbers are subtracted from each other.
+    What is not zero is added up relative to its first value, and zeros are joined at the end: no two large numbers are
+    subtracted from each other.
     """
 
     def __init__(self, n_rows: NDArray[np.int64], n_vars: int) -> None:
         refuse_too_large(len(n_rows), n_vars, _MOMENT_BYTES)
         self._n_rows = n_rows.astype(np.float64)[:, None]
         self._sums = np.zeros((len(n_rows), n_vars, 4))
-        self.kinds = 0
 
     def add(self, rows: Rows, groups: NDArray[np.int64], values: NDArray[Any] | None = None) -> None:
         """Add rows; `groups` are the numbers of theirs, and `values` others than their own."""
         given = rows.values if values is None else values
-        self.kinds |= kernels.add_moments(rows.indptr, rows.columns, given, groups, self._sums)
+        kernels.add_moments(rows.indptr, rows.columns, given, groups, self._sums)
+
+    @cached_property
+    def _finished(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        shape = self._sums.shape[:2]
+        made = np.empty(shape, dtype=np.int64), np.empty(shape), np.empty(shape), np.empty(shape)
+        kernels.finish_moments(self._sums, self._n_rows[:, 0].astype(np.int64), *made)
+        return made
 
     @property
     def n_nonzero(self) -> NDArray[np.int64]:
         """How many values are not zero, shape (n_groups, n_vars)."""
-        return self._sums[:, :, 0].astype(np.int64)
+        return self._finished[0]
 
     @property
     def sum(self) -> NDArray[np.float64]:
         """Sums, of that shape."""
-        return self._sums[:, :, 0] * self._sums[:, :, 1] + self._sums[:, :, 2]
+        return self._finished[1]
 
     @property
     def mean(self) -> NDArray[np.float64]:
         """Means, NaN where there is no row."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.sum / self._n_rows
+        return self._finished[2]
 
     @property
     def squares(self) -> NDArray[np.float64]:
         """Sums of squared differences from the mean."""
-        n, first, sums, squares = np.moveaxis(self._sums, 2, 0)
-        some = np.maximum(n, 1)
-        away = sums / some  # of the mean of what is not zero, from its first value
-        found = np.maximum(squares - sums * away, 0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            joined = found + (first + away) ** 2 * n * ((self._n_rows - n) / self._n_rows)
-        return np.where(n > 0, joined, 0.0)
+        return self._finished[3]
 
     def variance(self) -> NDArray[np.float64]:
         """Return variances with ``ddof=1``, NaN where a group has no two rows."""

@@ -114,12 +114,12 @@ def highly_variable_genes(
     expects_counts = flavor in ("seurat_v3", "pearson_residuals")
     if flavor == "seurat_v3":
         _import_loess()
-    moments = _moments(source, batches, is_logarithm=flavor == "seurat")
-    if moments.kinds & kernels.NOT_A_NUMBER:
+    moments, kinds = _moments(source, batches, is_logarithm=flavor == "seurat")
+    if kinds & kernels.NOT_A_NUMBER:
         raise InputError(f"{source.label} has missing values (NaN), so genes have no variance; fill them first")
-    if expects_counts and moments.kinds & kernels.NEGATIVE:
+    if expects_counts and kinds & kernels.NEGATIVE:
         raise InputError(f"{source.label} has values below 0, and flavor={flavor!r} needs counts; name their layer=")
-    if expects_counts and moments.kinds & kernels.FRACTIONS:
+    if expects_counts and kinds & kernels.FRACTIONS:
         logger.warning("flavor=%r expects counts, but %s has values that are not whole", flavor, source.label)
     has_batches = batch_key is not None
     if flavor == "seurat_v3":
@@ -149,17 +149,20 @@ def _batches(source: Pass, batch_key: str | None) -> Groups:
     return Groups(places[batches.codes], batches.labels.iloc[order])
 
 
-def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> Moments:
+def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Moments, int]:
+    """Return the moments of genes in batches, and which kinds of values there are."""
     n_rows = batches.n_rows
     moments = Moments(n_rows, source.adata.n_vars)
     base = source.adata.uns.get("log1p", {}).get("base") if is_logarithm else None
+    kinds = 0
     for rows in source:
         values = rows.values
+        kinds |= kernels.kinds_of(values)
         if is_logarithm:
             # In the type of the values, as scanpy does.
             values = np.expm1(values if base is None else values * values.dtype.type(np.log(base)))
         moments.add(rows, batches.codes[rows.places], values)
-    return moments
+    return moments, kinds
 
 
 def _variance(moments: Moments) -> NDArray[np.float64]:
