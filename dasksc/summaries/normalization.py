@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.lookup import known
+from dasksc._compat.dask import meta_of
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.options import Openable
 from dasksc.errors import InputError
@@ -68,14 +68,15 @@ def normalize(
     in float64.
     """
     atlas = open_atlas(adata)
+    source = Pass(atlas, layer=layer, progress=progress)
     if target_sum is None:
-        target_sum = _median_total(Pass(atlas, layer=layer, progress=progress))
+        target_sum = _median_total(source)
     if not _is_total(target_sum):
         raise InputError(f"target_sum must be a positive number; got {target_sum!r}")
-    array = atlas.X if layer is None else atlas.layers[known("layers", layer, atlas.layers)]
+    array = source.array
     dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
     scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
-    meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(array._meta) else np.empty((0, 0), dtype=dtype)
+    meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(meta_of(array)) else np.empty((0, 0), dtype=dtype)
     made: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
     if layer is None:
         atlas.X = made

@@ -75,6 +75,8 @@ class Pass:
     ----------
     adata
         The atlas.
+    array
+        The matrix, cells by genes.
     rows
         Numbers of the rows that are read; None: all.
 
@@ -100,7 +102,7 @@ class Pass:
         array = self.adata.X if layer is None else self.adata.layers[known("layers", layer, self.adata.layers)]
         if not isinstance(array, da.Array):
             raise InputError(f"{self.label} is a {type(array).__name__}, not a numeric matrix")
-        self._array = array
+        self.array = array
         self._progress = progress
         self.rows: NDArray[np.int64] | None = None
         if filter is not None:
@@ -119,9 +121,9 @@ class Pass:
     def __iter__(self) -> Iterator[Rows]:
         if not self.n_rows:
             return
-        row_bytes = max(1.0, matrix_of(self._array).cost.row)
+        row_bytes = max(1.0, matrix_of(self.array).cost.row)
         dataset = scDataset(
-            self._array,
+            self.array,
             Streaming(indices=self.rows),
             batch_size=int(min(max(_BATCH_BYTES / row_bytes, 1), _MOST_BATCH_ROWS)),
             fetch_factor=_FETCH_BATCHES,

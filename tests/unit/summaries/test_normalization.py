@@ -61,6 +61,10 @@ def test_a_layer_is_normalized_and_X_is_not(counts, layer):
     np.testing.assert_allclose(dense(ours.layers[layer].compute()).sum(axis=1), 100, rtol=1e-5)
     assert sp.issparse(ours.layers[layer].compute()) == (layer == "whole")
     np.testing.assert_array_equal(dense(ours.X.compute()), dense(counts.X))
+    again = dasksc.normalize(ours, target_sum=5, log1p=True, layer=layer)
+    np.testing.assert_allclose(np.expm1(dense(again.layers[layer].compute())).sum(axis=1), 5, rtol=1e-5)
+    np.testing.assert_allclose(dense(ours.layers[layer].compute()).sum(axis=1), 100, rtol=1e-5)
+    assert "log1p" not in ours.uns
 
 
 def test_cells_without_counts_stay_so(counts):
@@ -82,6 +86,8 @@ def test_other_totals_are_refused(counts, target_sum):
 def test_what_has_no_median_or_is_not_there_is_refused(counts):
     with pytest.raises(InputError, match="no cell has a total of X above 0"):
         dasksc.normalize(ad.AnnData(np.zeros((3, 4), dtype=np.float32)))
+    with pytest.raises(InputError, match="X is a NoneType, not a numeric matrix"):
+        dasksc.normalize(ad.AnnData(obs=counts.obs), target_sum=5)
     with pytest.raises(MissingKeyError, match="layers has no 'nothing'"):
         dasksc.normalize(counts, layer="nothing")
 
