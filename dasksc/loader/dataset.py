@@ -46,6 +46,7 @@ from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.storage import Layout, UseMmap
+from dasksc.transforms.composed import as_transform
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -154,9 +155,12 @@ class scDataset(IterableDataset[Any]):
         or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
         that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
     transform
-        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens`. Unlike hooks it is given
-        tensors, and by several threads at once, ahead of the loop. If it has a method ``at_epoch``, what
-        ``transform.at_epoch(epoch)`` returns is called in an epoch.
+        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens` or
+        `dasksc.transforms.Downsample`. A list of transforms is called in order, each with the result of the one
+        before. Unlike hooks transforms are given tensors, and by several threads at once, ahead of the loop. If one has
+        a method ``at_epoch``, the result of ``transform.at_epoch(epoch)`` is called in an epoch; if it has
+        ``at_batch``, that of ``transform.at_batch(number)`` for a batch, whose number no other batch of the epoch has
+        on any rank.
     genes_missing
         What becomes of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
         ``"drop"``, which leaves them out. If the atlas has none of them, that is always an error.
@@ -217,7 +221,7 @@ class scDataset(IterableDataset[Any]):
         pin_memory: bool = False,
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
-        transform: Callable[[Batch], Any] | None = None,
+        transform: Callable[[Batch], Any] | Sequence[Callable[[Any], Any]] | None = None,
         genes_missing: Missing = "error",
         genes_key: str | None = None,
         genes_repeated: Repeated = "error",
@@ -244,12 +248,12 @@ class scDataset(IterableDataset[Any]):
         self._scheduler = _Where(scheduler)
         chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
         in_sets = isinstance(strategy, CellSets)
-        request = BatchRequest(obs, layers, obsm, chosen, layout, dtype, transform, pin_memory, in_sets)
+        request = BatchRequest(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets)
         if not isinstance(strategy, SamplingStrategy):
             raise WrongTypeError(
                 f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
             )
-        for name in _CALLED:
+        for name in _HOOKS:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise WrongTypeError(f"{name} must be callable; got {getattr(self, name)!r}")
         filtered_by = [] if filter is None else filtering.columns_of(filter)
@@ -527,7 +531,7 @@ class scDataset(IterableDataset[Any]):
             scheduler=self._scheduler(),
             projection=self._projection,
             hooks=self._hooks,
-            transform=self.transform,
+            transform=as_transform(self.transform),
             placement=self._placement,
             key=self._token,
         )
