@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
     from dasksc.loader import scDataset
+    from dasksc.loader.genes import GeneMatch
     from dasksc.multiindexable import MultiIndexable
     from dasksc.planning.plan import EpochPlan
     from dasksc.planning.ranks import World
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         SamplingStrategy,
         Streaming,
     )
+    from dasksc.summaries import Statistics, highly_variable_genes, normalize, statistics
     from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
 try:
@@ -67,11 +69,13 @@ _HOMES = {
     "ClassBalancedSampling": "dasksc.sampling.strategies",
     "ConversionReport": "dasksc.conversion",
     "EpochPlan": "dasksc.planning.plan",
+    "GeneMatch": "dasksc.loader.genes",
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "SamplingStrategy": "dasksc.sampling.strategies",
     "StartedCluster": "dasksc.executor.cluster.started_cluster",
     "Streaming": "dasksc.sampling.strategies",
+    "Statistics": "dasksc.summaries",
     "World": "dasksc.planning.ranks",
     "adata_to_mindex": "dasksc.transforms.hooks",
     "bionemo_to_tensor": "dasksc.transforms.hooks",
@@ -82,12 +86,15 @@ _HOMES = {
     "estimate_sample_size": "dasksc.inspection.suggestions",
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
+    "highly_variable_genes": "dasksc.summaries",
+    "normalize": "dasksc.summaries",
     "open": "dasksc.atlas.opening",
     "row_local": "dasksc.pushdown",
     "rows_where": "dasksc.atlas.filtering",
     "scDataset": "dasksc.loader",
     "split": "dasksc.atlas.splitting",
     "start_cluster": "dasksc.executor.cluster.starting",
+    "statistics": "dasksc.summaries",
     "suggest_parameters": "dasksc.inspection.suggestions",
 }
 _MODULES = ("dashboard", "experimental", "integrations", "tokens", "train", "transforms")
@@ -104,6 +111,7 @@ __all__ = [
     "DaskscError",
     "EpochPlan",
     "FetchError",
+    "GeneMatch",
     "InputError",
     "MissingKeyError",
     "MissingPathError",
@@ -113,6 +121,7 @@ __all__ = [
     "SamplingStrategy",
     "StartError",
     "StartedCluster",
+    "Statistics",
     "StorageError",
     "Streaming",
     "TrainingError",
@@ -128,12 +137,15 @@ __all__ = [
     "experimental",
     "fetch_transform_adata",
     "hf_tahoe_to_tensor",
+    "highly_variable_genes",
+    "normalize",
     "open",
     "row_local",
     "rows_where",
     "scDataset",
     "split",
     "start_cluster",
+    "statistics",
     "suggest_parameters",
     "tokens",
     "transforms",

@@ -1,9 +1,9 @@
-"""Defaults, kept in ``dasksc.yaml`` and read through `dask.config`."""
+"""Configuration defaults, stored in ``dasksc.yaml`` and read through `dask.config`."""
 
 from __future__ import annotations
 
 import importlib.resources
-from typing import Any
+from typing import Any, TypeGuard
 
 import dask.config
 import numpy as np
@@ -12,22 +12,22 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dasksc.errors import InputError
 
-__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "memory_limit", "whole_number"]
+__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "is_whole", "memory_limit", "whole_number"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
-# What the environment, files and `dask.config.set` say stays.
+# Values from the environment, files and `dask.config.set` take precedence.
 dask.config.update_defaults(_DEFAULTS)
 
 
 def get(key: str) -> Any:
     """Return the value of ``dasksc.<key>``; keys are hyphenated."""
-    # Leaving a `dask.config.set` that was entered before this module was imported takes the defaults away again.
+    # Exiting a `dask.config.set` that was entered before this module was imported removes the defaults.
     return dask.config.get(f"dasksc.{key}", _DEFAULTS["dasksc"][key])
 
 
 def as_bytes(value: Any) -> int:
-    """Return a size in bytes, from a number or a text such as ``"2GiB"``."""
+    """Return a size in bytes, given as a number or as text such as ``"2GiB"``."""
     return int(parse_bytes(value))
 
 
@@ -37,12 +37,12 @@ def get_bytes(key: str) -> int:
 
 
 def memory_limit(given: int | str | None) -> int:
-    """Return the ``memory_limit`` that was given in bytes; None: ``dasksc.memory-limit``.
+    """Return `given` in bytes, or the value of ``dasksc.memory-limit`` if it is None.
 
     Raises
     ------
     InputError
-        If it is no size, or less than a byte.
+        If the value is not a size, or is less than one byte.
     """
     limit = get("memory-limit") if given is None else given
     try:
@@ -56,22 +56,27 @@ def memory_limit(given: int | str | None) -> int:
     return n_bytes
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return True for integers, those of NumPy included, and False for bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
-    """Return an argument, which must be a whole number in [low, end).
+    """Return `value` as an int if it is an integer in [low, end).
 
     Raises
     ------
     InputError
-        If it is not; the message calls it `name`.
+        If it is not. The message contains `name`, the name of the argument.
     """
-    # numpy's are, and true is not.
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value < end:
-        span = f"of at least {low}" if end == 2**63 else f"in [{low}, 2**{end.bit_length() - 1})"
+    if not is_whole(value) or not low <= value < end:
+        above = f"2**{end.bit_length() - 1}" if end >= 2**32 else end
+        span = f"of at least {low}" if end == 2**63 else f"in [{low}, {above})"
         raise InputError(f"{name} must be a whole number {span}; got {value!r}")
     return int(value)
 
 
 def get_seconds(key: str) -> float | None:
-    """Return the value of ``dasksc.<key>`` in seconds, from a number or a text such as ``"500ms"``; None if it is."""
+    """Return the value of ``dasksc.<key>``, a number or text such as ``"500ms"``, in seconds; None if it is None."""
     value = get(key)
     return None if value is None else float(parse_timedelta(value))

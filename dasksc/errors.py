@@ -1,23 +1,23 @@
-"""What dasksc raises.
+"""Exceptions of dasksc.
 
-Every error derives from `DaskscError` and from the builtin a caller would expect, so both
+Every error derives from `DaskscError` and from the built-in exception that a caller would expect, so both
 ``except dasksc.DaskscError`` and ``except ValueError`` work:
 
 .. code-block:: text
 
     DaskscError
-    ├── InputError (ValueError)          an argument or a combination of arguments is not usable
-    │   ├── MissingKeyError (KeyError)   a column, layer, gene or group that the data does not have
-    │   └── WrongTypeError (TypeError)   an argument of a type that cannot be used
-    ├── StorageError (OSError)           a path or store cannot be opened or read
+    ├── InputError (ValueError)          invalid argument or combination of arguments
+    │   ├── MissingKeyError (KeyError)   column, layer, gene or group that the data do not have
+    │   └── WrongTypeError (TypeError)   argument of an unsupported type
+    ├── StorageError (OSError)           path or store that cannot be opened or read
     │   ├── MissingPathError (FileNotFoundError)
-    │   └── CorruptDataError             truncated, replaced since it was opened, or self-contradictory
-    ├── TrainingError (RuntimeError)     a training cannot go on: its loss is NaN, or another rank failed
-    ├── FetchError (RuntimeError)        a fetch failed; names the epoch, fetch and rows, caused by the real error
-    ├── StartError (RuntimeError)        the Dask cluster that the ranks share has not started
-    └── RankMismatchError (RuntimeError) two ranks disagree about the data set, seed or epoch
+    │   └── CorruptDataError             data that are truncated, replaced since they were opened, or inconsistent
+    ├── TrainingError (RuntimeError)     training that cannot continue: its loss is NaN, or another rank failed
+    ├── FetchError (RuntimeError)        failed fetch; names epoch, fetch and rows; caused by the original error
+    ├── StartError (RuntimeError)        failure to start the Dask cluster that the ranks share
+    └── RankMismatchError (RuntimeError) ranks that disagree about the data set, seed or epoch
 
-A message says what was given, what was expected and how to put it right.
+A message states what was given, what was expected and how to fix the problem.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ __all__ = [
 
 
 class DaskscError(Exception):
-    """Root of everything dasksc raises on purpose."""
+    """Base class of all exceptions that dasksc raises intentionally."""
 
 
 class InputError(DaskscError, ValueError):
-    """An argument, or a combination of arguments, that cannot be used."""
+    """Invalid argument or combination of arguments."""
 
 
 class MissingKeyError(InputError, KeyError):
-    """A column, layer, gene or group that the data does not have."""
+    """Column, layer, gene or group that the data do not have."""
 
     def __str__(self) -> str:
-        # KeyError prints repr(args[0]); a sentence should print as a sentence.
+        # KeyError prints repr(args[0]), which would quote the message.
         return str(self.args[0]) if self.args else ""
 
 
 class WrongTypeError(InputError, TypeError):
-    """An argument of a type that cannot be used."""
+    """Argument of an unsupported type."""
 
 
 class StorageError(DaskscError, OSError):
-    """A path or store that cannot be opened or read."""
+    """Path or store that cannot be opened or read."""
 
 
 class MissingPathError(StorageError, FileNotFoundError):
-    """A path at which there is nothing."""
+    """Path that does not exist."""
 
 
 class CorruptDataError(StorageError):
-    """Stored data that is truncated, was replaced since it was opened, or contradicts itself."""
+    """Stored data that are truncated, replaced since they were opened, or inconsistent."""
 
 
 class TrainingError(DaskscError, RuntimeError):
-    """A training that cannot go on, such as one whose loss is NaN."""
+    """Training that cannot continue, for example because its loss is NaN."""
 
 
 class FetchError(DaskscError, RuntimeError):
-    """A fetch that failed; ``__cause__`` is the error of the reader or of the user's hook."""
+    """Failed fetch; ``__cause__`` is the error of the reader or of the user's hook."""
 
 
 class StartError(DaskscError, RuntimeError):
-    """The Dask cluster that the ranks of a run share, which rank 0 did not start."""
+    """Failure of rank 0 to start the Dask cluster that the ranks of a run share."""
 
 
 class RankMismatchError(DaskscError, RuntimeError):
-    """Two ranks that disagree about the data set, the seed or the epoch."""
+    """Disagreement between ranks about the data set, the seed or the epoch."""

@@ -1,4 +1,4 @@
-"""What systems other than Linux lack, replaced by the nearest that they have."""
+"""Substitutes for Linux functions on other operating systems."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from typing import IO, Any
 
 __all__ = ["after_fork", "cpus_of_process", "lock_file"]
 
-# Where Windows locks a file: beyond its end, since nobody else can read what is locked.
+# Offset of the lock on Windows: beyond the end of the file, because other processes cannot read a locked
+# range.
 _FAR = 2**30
 
 
 def after_fork(call: Callable[[], None]) -> None:
-    """Have every child that this process forks call a function first; Windows has no forks."""
+    """Register a function that every forked child of this process calls first. Does nothing on Windows."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
 
 
 def cpus_of_process() -> int:
-    """Return how many CPUs this process may run on; where none can be forbidden (macOS), all of them."""
+    """Return the number of CPUs that this process may run on; all CPUs on systems without affinity (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def lock_file(file: IO[Any], *, wait: bool) -> None:
-    """Lock an open file against other processes; the lock goes when it is closed, or with the process.
+    """Lock an open file against other processes, until the file is closed or this process exits.
 
     Parameters
     ----------
     file
-        Open for writing.
+        File that is open for writing.
     wait
-        Whether to wait for another process that holds the lock.
+        If True, wait for another process that holds the lock.
 
     Raises
     ------
     BlockingIOError
-        If another process holds the lock, and `wait` is False.
+        If another process holds the lock and `wait` is False.
     """
     try:
         import fcntl
@@ -60,7 +61,7 @@ def _lock_on_windows(number: int, *, wait: bool) -> None:
             except OSError as error:
                 if not wait:
                     raise BlockingIOError(*error.args) from error
-                continue  # it gives up after ten seconds
+                continue  # `locking` gives up after ten seconds.
             return
     finally:
         os.lseek(number, before, os.SEEK_SET)

@@ -10,17 +10,21 @@ from typing import Any
 from dasksc.errors import MissingKeyError
 from dasksc.storage import Place
 
-__all__ = ["known", "known_columns", "nothing_at"]
+__all__ = ["known", "known_columns", "nearest", "nothing_at"]
+
+
+def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
+    """Return the end of a sentence that says which of the `known` names was meant: up to `n` that are near it."""
+    names = [str(one) for one in known]
+    near = difflib.get_close_matches(str(name), names, n=n, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(sorted(names)[:20])}"
 
 
 def known(kind: str, name: str, held: Any) -> str:
     """Return `name` if `held` has it; else raise an error that says which of `held` are near it."""
     if name in held:
         return name
-    names = [str(one) for one in held]
-    near = difflib.get_close_matches(str(name), names, n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {names[:20]}"
-    raise MissingKeyError(f"{kind} has no {name!r}; {hint}")
+    raise MissingKeyError(f"{kind} has no {name!r}; {nearest(name, held, n=3)}")
 
 
 def known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Place, *, may_lack: bool) -> list[str]:

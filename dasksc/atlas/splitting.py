@@ -11,6 +11,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
+from dasksc.atlas.condition_splits import ConditionRequest, Conditions, Parts, is_control, table_of
 from dasksc.atlas.filtering import obs_of
 from dasksc.atlas.lookup import known
 from dasksc.atlas.modalities import Modalities
@@ -26,6 +27,9 @@ from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["split"]
 
+_DEFAULT = (0.8, 0.1, 0.1)
+# The part of what is held out by condition.
+_HELD_OUT = "test"
 _NAMES = {2: ("train", "test"), 3: ("train", "validation", "test")}
 _MAX_PARTS = 100
 # Of groups by classes, counted in eight bytes each.
@@ -42,14 +46,18 @@ _PIECE_ROWS = 2**20
 def split(
     data: Openable | Modalities | Sequence[Openable] | Mapping[str, Openable] | pd.DataFrame,
     *,
-    fractions: Mapping[str, float] | Sequence[float] = (0.8, 0.1, 0.1),
+    fractions: Mapping[str, float] | Sequence[float] = _DEFAULT,
     by: str | None = None,
     groups: str | Sequence[str] | None = None,
     stratify: str | Sequence[str] | None = None,
     indices: Any = None,
     seed: int = 0,
+    conditions: str | Sequence[str] | None = None,
+    hold_out: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    few_shot: float = 0.0,
+    control: Mapping[str, Any] | str | None = None,
 ) -> dict[str, NDArray[np.int64]]:
-    """Split rows at random into parts that share no group, such as no donor.
+    """Split rows at random into parts that share no group, such as no donor, or no perturbation of a cell line.
 
     Parameters
     ----------
@@ -59,7 +67,8 @@ def split(
         modalities columns are ``"modality:column"``, and row i is cell i of `Modalities`.
     fractions
         Of each part, summing to 1: by name, or two for ``train`` and ``test``, or three for ``train``, ``validation``
-        and ``test``.
+        and ``test``. Beside `hold_out` they are of the conditions that are not held out, by name or two for ``train``
+        and ``validation``; default: all for ``train``.
     by
         An obs column whose values are dealt: ``by="donor"`` puts that fraction of the *donors* into each part, each
         with all its rows. Default: rows are dealt.
@@ -75,20 +84,35 @@ def split(
         Split only these rows, each once: row numbers, a boolean mask or a slice.
     seed
         In [0, 2**64). The same seed, data and arguments give the same parts.
+    conditions
+        Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``: each condition is in one
+        part with all its rows. Without `hold_out` conditions are dealt at random, `fractions` of those of each context
+        (the combinations of all columns but the last). Refused beside `by`, `groups` and `stratify`.
+    hold_out
+        The conditions that make up the part ``test``, by values of the columns: ``{"cell_line": ["K562"]}`` holds out a
+        whole cell line (zero-shot). Of several columns a condition has one of the values of each; of several such
+        mappings it fits one.
+    few_shot
+        Share of the conditions held out of each context that goes to the first part all the same: rounded, at least one
+        of two or more, and never all.
+    control
+        Which rows are control cells: values by column, such as ``{"gene": "non-targeting"}``, or an expression as for
+        `dasksc.rows_where`. They are of no condition, and all in the first part, those of contexts held out too.
 
     Returns
     -------
     dict
         For each part its row numbers, ascending, int64: ``indices`` of a strategy. Every row is in exactly one part,
-        and none is empty.
+        and none is empty. With `conditions` it has an attribute ``table``, a DataFrame that says for each context how
+        many conditions and cells of it each part has.
 
     Raises
     ------
     InputError
         If an argument is none of these, which is told before anything is read; if fractions do not sum to 1, a row
-        has no group, there are fewer groups than parts, or a column to stratify by is continuous.
+        has no group or condition, there are fewer groups than parts, or a column to stratify by is continuous.
     MissingKeyError
-        If obs has no such column.
+        If obs has no such column, or a column no such value to hold out.
 
     Notes
     -----
@@ -98,6 +122,19 @@ def split(
     taken which comes nearest to the fractions of every class (by chi-square), so few groups are split in few ways,
     whatever the seed. Takes time and memory linear in the rows (a few columns of integers).
     """
+    if conditions is not None:
+        refused = {"by": by, "groups": groups, "stratify": stratify}
+        if given := [f"{name}=" for name, value in refused.items() if value is not None]:
+            raise InputError(
+                f"{', '.join(given)} cannot be used beside conditions=, which says itself what is kept together; hold "
+                "out a donor with conditions=['donor', ...] and hold_out={'donor': [...]}"
+            )
+        request = ConditionRequest.of(conditions, hold_out, few_shot, control)
+        return _split_conditions(data, request, fractions, indices, seed)
+    of_conditions = {"hold_out": hold_out is not None, "few_shot": bool(few_shot), "control": control is not None}
+    if any(of_conditions.values()):
+        told = ", ".join(f"{name}=" for name, is_given in of_conditions.items() if is_given)
+        raise InputError(f"{told} needs conditions=, the columns of obs whose combinations are held out")
     names, shares = _fractions(fractions)
     if by is not None and not isinstance(by, str):
         raise InputError(f"by={by!r} must be the name of one column; columns that are kept whole together are groups=")
@@ -105,10 +142,7 @@ def split(
     strata = _listed("stratify", stratify)
     seed = whole_number("seed", seed, 0, 2**64)
     obs = obs_of(data, list(dict.fromkeys([*whole, *strata])))
-    candidates = Candidates.of(indices, len(obs))
-    if candidates.array is not None and (candidates.array[1:] == candidates.array[:-1]).any():
-        raise InputError("indices repeat rows; a split holds each once")
-    rows = slice(candidates.start, candidates.start + candidates.n) if candidates.array is None else candidates.array
+    candidates, rows = _candidates(indices, len(obs))
     classes, counts, unlabelled = _classes(obs, strata, rows, candidates.n)
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=_N_TRIES + 1)
     if whole:
@@ -133,10 +167,77 @@ def split(
         raise InputError(
             f"{candidates.n} rows are too few for fractions={fractions!r}: {', '.join(empty)} would be empty"
         )
+    return _to_rows(found, candidates)
+
+
+def _candidates(indices: Any, n_obs: int) -> tuple[Candidates, slice | NDArray[np.int64]]:
+    """Return the rows to split, and the same as what indexes a column."""
+    candidates = Candidates.of(indices, n_obs)
+    if candidates.array is None:
+        return candidates, slice(candidates.start, candidates.start + candidates.n)
+    if (candidates.array[1:] == candidates.array[:-1]).any():
+        raise InputError("indices repeat rows; a split holds each once")
+    return candidates, candidates.array
+
+
+def _to_rows(found: dict[str, NDArray[np.int64]], candidates: Candidates) -> dict[str, NDArray[np.int64]]:
+    """Replace places among the candidates by their row numbers."""
     for positions in found.values():
         for piece in _pieces(len(positions)):
             positions[piece] = candidates.rows(positions[piece])
     return found
+
+
+def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indices: Any, seed: int) -> Parts:
+    """Deal conditions: those held out to the part ``test``, others by `fractions`, control cells to the first part."""
+    if not request.hold_out:
+        names, shares = _fractions(fractions)
+    elif fractions is _DEFAULT:
+        names, shares = ["train"], np.ones(1)
+    else:
+        is_pair = not isinstance(fractions, Mapping | str | bytes) and len(fractions) == 2
+        names, shares = _fractions(dict(zip(("train", "validation"), fractions, strict=True)) if is_pair else fractions)
+    if request.hold_out:
+        if _HELD_OUT in names:
+            raise InputError(
+                f"fractions={fractions!r} name a part {_HELD_OUT!r}, which has what hold_out= names; give fractions of "
+                "the other parts, such as {'train': 0.9, 'validation': 0.1}"
+            )
+        names = [*names, _HELD_OUT]
+    seed = whole_number("seed", seed, 0, 2**64)
+    obs = obs_of(data, request.needed)
+    candidates, rows = _candidates(indices, len(obs))
+    conditions = Conditions.of(obs, request.columns, rows, candidates.n)
+    control = is_control(obs, request.control)[rows]
+    if request.control is not None and not control.any():
+        raise InputError(f"control={request.control!r} holds for none of the {candidates.n} rows")
+    keys = epoch_keys(seed, 0, Purpose.SPLIT, n=3)
+    contexts, context_names = conditions.contexts(request.context_columns)
+    n_conditions = len(conditions.table)
+    is_dealt = np.bincount(conditions.of_row[~control], minlength=n_conditions) > 0
+    held = np.zeros(n_conditions, dtype=bool)
+    for chosen in request.hold_out:
+        held |= conditions.matching(chosen, "hold_out")
+    held &= is_dealt
+    part_of = np.zeros(n_conditions, dtype=np.int8)
+    part_of[held & ~request.seen_of(held, contexts, keys[2])] = len(names) - 1
+    others = is_dealt & ~held
+    quotas = _quotas(np.bincount(contexts[others], minlength=len(context_names)), shares, keys[0])
+    dealt = np.empty(int(others.sum()), dtype=np.int8)
+    kernels.deal_by_quota(contexts[others], quotas, keys[1], dealt)
+    part_of[others] = dealt
+    parts = part_of[conditions.of_row]
+    parts[control] = 0
+    found = {name: np.flatnonzero(parts == k) for k, name in enumerate(names)}
+    empty = [name for name, places in found.items() if not len(places)]
+    if empty:
+        raise InputError(
+            f"{', '.join(empty)} would be empty: {int(is_dealt.sum())} conditions by {', '.join(request.columns)}, "
+            f"{int(held.sum())} of them held out, are too few for {len(names)} parts"
+        )
+    index_name = ", ".join(request.context_columns) or "conditions"
+    table = table_of(conditions, contexts, context_names, found, control, index_name)
+    return Parts(_to_rows(found, candidates), table)
 
 
 def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:

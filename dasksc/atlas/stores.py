@@ -16,7 +16,6 @@ from dasksc.atlas.options import ACCEPTED, OpenOptions
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.storage import Place, is_of_content, is_url, open_place
 from dasksc.storage.remote.urls import ZARR_MARKERS
-from dasksc.storage.safety import zarr_metadata as zarr_guard
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
 
@@ -78,7 +77,7 @@ def root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
 @contextmanager
 def reading(path: str | Place) -> Iterator[None]:
     """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
-    with warnings.catch_warnings(), zarr_guard.chunks_that_fit():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
         warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
         # AnnData 0.13 asks pandas 3 for an option that is going away.

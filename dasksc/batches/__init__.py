@@ -1,1 +1,1 @@
-"""Fetched rows as tensors."""
+"""Conversion of fetched rows to tensors."""

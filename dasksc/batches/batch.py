@@ -1,4 +1,4 @@
-"""From the rows of a fetch to the tensors of a minibatch."""
+"""Minibatches of tensors, gathered from the rows of a fetch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dasksc.storage import Columns, Fetched, Layout, buffers
 
 __all__ = ["Batch", "BatchMaker", "Categories", "refuse_stacking"]
 
-# Torch says once per process, at the first sparse CSR tensor, that these are in beta: no news to those who
-# ask for them, and an error in the middle of an epoch where warnings are errors. So it is said here, unheard.
+# PyTorch warns once per process, at the first sparse CSR tensor, that these are in beta. Where warnings
+# are errors, that would end an epoch, so the warning is triggered and ignored here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
@@ -32,7 +32,7 @@ _STACKED = (
 
 
 class _Named(dict[str, Any]):
-    """A dict that says what it has to whoever asks for something else."""
+    """Dict whose error for a missing key lists the available keys."""
 
     _advice: ClassVar[str]
 
@@ -43,7 +43,7 @@ class _Named(dict[str, Any]):
 
 
 class Parts(_Named):
-    """Tensors of a batch by the names that were asked for."""
+    """Tensors of a batch, by the requested names."""
 
     _advice = "scDataset yields what its obs=, layers= and obsm= name"
 
@@ -55,20 +55,20 @@ class Categories(_Named):
 
 
 class Batch(_Named):
-    """A minibatch: a dict of tensors whose parts are attributes too.
+    """A minibatch: a dict of tensors whose items are also attributes.
 
-    It rebuilds itself from any mapping or pairs, so what moves or copies dicts of tensors (DataLoader,
-    DataParallel, Lightning, Accelerate) gives a `Batch` back.
+    A `Batch` can be constructed from any mapping or sequence of pairs. Code that moves or copies dicts of tensors
+    (DataLoader, DataParallel, Lightning, Accelerate) therefore returns a `Batch`.
 
     Attributes
     ----------
     X
-        Shape (batch, n_vars), dense or sparse CSR; columns of a CSR row ascend and none comes twice.
+        Shape (batch, n_vars), dense or sparse CSR. Column indices within a CSR row ascend and are unique.
     obs
-        Dict of tensors of shape (batch,); categoricals and strings as int64 codes, -1 for missing.
+        Dict of tensors of shape (batch,). Categoricals and strings are int64 codes, -1 for missing values.
     layers, obsm
-        Dicts of tensors whose first dimension is the batch. Of `dasksc.Modalities` there is a `Batch` of X, layers
-        and obsm by the name of each modality, ``batch["rna"].X``, and one obs and index.
+        Dicts of tensors whose first dimension is the batch. With `dasksc.Modalities`, the batch instead holds one
+        `Batch` of X, layers and obsm per modality, by name (``batch["rna"].X``), and a single obs and index.
     index
         Row numbers in the collection, shape (batch,), int64.
     """
@@ -90,14 +90,14 @@ class Batch(_Named):
         Parameters
         ----------
         device
-            As for ``torch.Tensor.to``.
+            Target device, as for ``torch.Tensor.to``.
         non_blocking
-            Do not wait for copies from pinned memory.
+            If True, do not wait for copies from pinned memory.
 
         Raises
         ------
         InputError
-            If `device` is a dtype, which row numbers and labels would not survive.
+            If `device` is a dtype, because row numbers and labels cannot be converted without loss.
         """
         if isinstance(device, torch.dtype):
             raise InputError(
@@ -107,29 +107,30 @@ class Batch(_Named):
         return cast(Batch, _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
 
     def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory."""
+        """Return the batch in pinned memory."""
         return cast(Batch, _map_tensors(self, pin))
 
 
 def refuse_stacking(caller: Any) -> None:
-    """Refuse a DataLoader that makes batches of batches.
+    """Raise an error for a DataLoader that would stack batches.
 
     Parameters
     ----------
     caller
-        What asks a data set for its iterator; a DataLoader does by what fetches for it, in this process or a worker.
+        Object that requests the iterator of a data set. For a DataLoader, this is its fetcher, in this process or
+        in a DataLoader worker.
 
     Raises
     ------
     InputError
-        If `caller` stacks what it is given, as a DataLoader does unless its ``batch_size`` is None.
+        If `caller` stacks its items, as a DataLoader does unless its ``batch_size`` is None.
     """
     if is_stacking_fetcher(caller):
         raise InputError(_STACKED)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` in page-locked memory, from torch's own caching allocator."""
+    """Return `tensor` in pinned memory, allocated by PyTorch's caching allocator."""
     if tensor.layout == torch.sparse_csr:
         return _csr_tensor(
             tensor.crow_indices().pin_memory(),
@@ -151,32 +152,32 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
 def _csr_tensor(
     indptr: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    # The parts are right by construction; checking them would cost a pass over the nonzeros.
+    # The arrays are valid by construction; checking them would cost a pass over the nonzeros.
     return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMaker:
-    """Makes minibatches of fetched rows; safe to use from several threads.
+    """Assembly of minibatches from fetched rows. Thread-safe.
 
     Parameters
     ----------
     obs
         Encoded columns by name, each of shape (n_obs,).
     codes
-        Names of those that are codes of labels, which batches have as int64 whatever they are held in.
+        Names of the columns that hold codes of labels. Batches have these as int64, whatever their stored type.
     layout
-        Of X and the layers; obsm is always dense.
+        Layout of X and the layers; obsm is always dense.
     dtype
-        Of the values; None keeps each matrix's own.
+        Data type of the values; None keeps the type of each matrix.
     columns
-        The columns to keep of each matrix, by its key; default: all.
+        Selected columns of each matrix, by its key; all columns of matrices without an entry.
     modalities
-        Names of the modalities whose matrices these are, keyed ``"rna:X"``; none where there is one kind only.
+        Names of the modalities, whose matrices have keys such as ``"rna:X"``; empty for a single modality.
     only_x
-        Yield X by itself rather than a `Batch`.
+        If True, yield the tensor X rather than a `Batch`.
     pinned
-        Gather dense values straight into page-locked memory.
+        If True, gather dense values directly into pinned memory.
     """
 
     obs: Mapping[str, NDArray[Any]]
@@ -232,7 +233,7 @@ class BatchMaker:
         if indptr[-1] > np.iinfo(np.int32).max:
             raise InputError(f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros; lower batch_size")
         return _csr_tensor(
-            # Both index arrays of a CSR tensor are of one type.
+            # Both index arrays of a CSR tensor must have the same type.
             torch.from_numpy(indptr.astype(np.int32)),
             torch.from_numpy(indices),
             torch.from_numpy(data),
@@ -253,12 +254,12 @@ class BatchMaker:
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type a tensor holds values of `dtype` in: native byte order, and nothing beyond float64."""
+    """Return the data type of tensors for values of `dtype`: native byte order, at most float64."""
     if dtype.kind == "f" and dtype.itemsize > 8:
         return np.dtype(np.float64)
     return dtype.newbyteorder("=")
 
 
 def torch_dtype(dtype: DTypeLike) -> torch.dtype:
-    """Return torch's name for a NumPy type."""
+    """Return the PyTorch equivalent of a NumPy data type."""
     return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

@@ -1,7 +1,7 @@
-"""Batches are made ahead of the training loop, on a few threads.
+"""Preparation of batches ahead of the training loop, on a few threads.
 
-`concurrent.futures` would do, but for what it costs to hand over one batch: with steps of a fifth of a millisecond
-that is what the loop waits for. A promise here is two locks, and threads are woken for several of them at a time.
+Handing over a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the loop would
+wait for it. A promise here consists of two locks, and one wake-up of a thread covers several promises.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["run_ahead"]
 
 T = TypeVar("T")
 
-_JOIN_S = 60.0  # a job that is closed in its middle may take; its thread ends by itself
+_JOIN_S = 60.0  # Maximum time to wait for a job that is closed halfway; its thread then ends on its own.
 
 
 class _Promise(Generic[T]):
-    """What a job will return: run once, or dropped."""
+    """Future result of a job that runs at most once."""
 
     __slots__ = ("_claim", "_done", "_error", "_job", "_value")
 
@@ -35,7 +35,7 @@ class _Promise(Generic[T]):
         self._value: T | None = None
 
     def keep(self) -> None:
-        """Run the job, unless somebody else does."""
+        """Run the job unless another thread has claimed it."""
         job = self._job
         if job is None or not self._claim.acquire(blocking=False):
             return
@@ -51,12 +51,12 @@ class _Promise(Generic[T]):
             done.release()
 
     def drop(self) -> None:
-        """Have nobody run the job who has not begun."""
+        """Cancel the job unless it has begun."""
         if self._claim.acquire(blocking=False):
             self._job = None
 
     def result(self) -> T:
-        """Wait, and return what the job returned, or raise what it raised. Once."""
+        """Wait for the job; return its result or raise its error. May be called once."""
         self._done.acquire()
         error, value = self._error, self._value
         self._error = self._value = None
@@ -64,7 +64,7 @@ class _Promise(Generic[T]):
             try:
                 raise error
             finally:
-                # Its traceback holds this frame.
+                # The traceback holds this frame.
                 del error, self
         return value  # type: ignore[return-value]
 
@@ -72,22 +72,21 @@ class _Promise(Generic[T]):
 def run_ahead(
     jobs: Iterator[Callable[[], T]], *, is_ready: Callable[[], bool], n_ahead: int, n_threads: int
 ) -> Iterator[T]:
-    """Run `jobs` on a few threads, some ahead of the consumer, and yield their results in order.
+    """Run `jobs` on a few threads, ahead of the consumer, and yield their results in order.
 
-    The consumer itself hands out the jobs, when it takes results: no thread ever waits for another, and closing
-    the iterator ends the threads. When the interpreter is about to exit it ends them, and what is asked for later
-    is run by the consumer.
+    The consumer submits jobs when it takes results, so no thread ever waits for another. Closing the iterator ends
+    the threads. They also end when the interpreter begins to exit, and the consumer runs all later jobs itself.
 
     Parameters
     ----------
     jobs
-        What to run. Taking the next one may block.
+        Jobs to run. Taking the next one may block.
     is_ready
-        Whether taking the next job would not block.
+        Function that returns True if taking the next job would not block.
     n_ahead
-        Results that are finished or under way at most, beyond the one being consumed.
+        Maximum number of results that are finished or being computed, beyond the one being consumed.
     n_threads
-        Threads; 0 runs each job in the consumer when it is asked for.
+        Number of threads; 0 runs each job in the consumer when its result is requested.
     """
     if n_threads == 0:
         for job in jobs:
@@ -96,8 +95,9 @@ def run_ahead(
     pending: deque[_Promise[T]] = deque()
     failure: Exception | None = None
     more = True
-    # Threads are woken for several jobs where there are several. For longer runs of jobs the loop would wait less for
-    # batches, and more for the interpreter in its own steps.
+    # Jobs are submitted several at a time, so that one wake-up of a thread covers several. With longer
+    # runs, the loop would wait less for batches, but its own steps would wait more for the interpreter
+    # lock.
     low = min(n_ahead - 1, max(n_threads, n_ahead // 2))
     crew = _Crew(n_threads)
 
@@ -109,7 +109,7 @@ def run_ahead(
             except StopIteration:
                 more = False
             except Exception as error:
-                # Its turn comes after what was asked for before it.
+                # Raised after the results of the jobs before it.
                 if not pending:
                     raise
                 more, failure = False, error
@@ -140,12 +140,12 @@ def run_ahead(
 
 
 class _Crew:
-    """Threads that keep promises, until they are no longer needed or the interpreter is about to exit.
+    """Threads that run jobs until they are no longer needed or the interpreter begins to exit.
 
     Attributes
     ----------
     dismissed
-        Whether promises given from now on may be kept by none of them.
+        True if promises submitted from now on may be run by none of the threads.
     """
 
     everyone: ClassVar[weakref.WeakSet[_Crew]] = weakref.WeakSet()
@@ -153,7 +153,8 @@ class _Crew:
 
     def __init__(self, n_threads: int) -> None:
         self.dismissed = _Crew.exiting
-        # By the queue alone: a crew that Ctrl-C has lost must not be kept by its threads, which end with it.
+        # Threads reference only the queue. They must not keep alive a crew that Ctrl-C has left unclosed;
+        # collecting it ends them.
         self._promises: queue.SimpleQueue[_Promise[Any] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_keep_all, args=(self._promises,), name=f"dasksc-gather-{i}")
@@ -161,12 +162,13 @@ class _Crew:
         ]
 
     def give(self, promise: _Promise[Any]) -> None:
-        """Have a thread keep `promise`, soon."""
+        """Queue `promise` for the threads."""
         self._promises.put(promise)
 
     def dismiss(self) -> None:
-        """Let the threads end when they have kept what they were given."""
-        # In this order: what a thread was not given in time finds the crew dismissed when its turn comes.
+        """End the threads once they have run the queued promises."""
+        # Set before the stop signal is queued: a promise queued after the signal is run by the consumer,
+        # which checks this flag.
         self.dismissed = True
         self._promises.put(None)
 
@@ -183,8 +185,8 @@ class _Crew:
     def __exit__(self, *_: object) -> None:
         self.dismiss()
         for thread in self._threads:
-            # One that Ctrl-C cut short while it started cannot be waited for; and whoever collects an iterator may
-            # hold a lock that a job waits for.
+            # A thread whose start Ctrl-C interrupted cannot be joined. The wait is bounded, because the
+            # code that collects an iterator may hold a lock that a job waits for.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 
@@ -195,9 +197,10 @@ class _Crew:
 def _keep_all(promises: queue.SimpleQueue[_Promise[Any] | None]) -> None:
     while (promise := promises.get()) is not None:
         promise.keep()
-        # Hold no batch while waiting for the next.
+        # Hold no batch while waiting for the next promise.
         del promise
-    # To the next thread: of one whose start Ctrl-C cut short, nobody knows.
+    # Pass the stop signal on to the next thread. A thread whose start Ctrl-C interrupted may be unknown,
+    # so the threads are not counted.
     promises.put(None)
 
 
@@ -207,5 +210,6 @@ def _dismiss_all() -> None:
         crew.dismiss()
 
 
-# The interpreter waits for threads before it calls the handlers of `atexit`; this is how executors end theirs.
+# The interpreter joins threads before it calls the handlers of `atexit`. The standard-library executors
+# use the same hook.
 getattr(threading, "_register_atexit", atexit.register)(_dismiss_all)

@@ -26,6 +26,7 @@ Examples:
   dasksc convert atlas.h5ad atlas.zarr --verify
   dasksc check atlas.zarr --label-key cell_type --world-size 8
   dasksc suggest atlas.zarr --batch-size 256
+  dasksc stats atlas.h5ad --by donor --out stats.h5ad
   dasksc train --config classifier.yaml --nproc auto
 """
 

@@ -73,7 +73,7 @@ def command(
     if check:
         click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
         return
-    from dasksc.train.launch import launch, node_of, node_rank_of, processes_to_start, telling_once
+    from dasksc.train.launch import as_rank, launch, node_of, node_rank_of, processes_to_start
 
     n_processes = processes_to_start(config.training, nproc=nproc, nnodes=nnodes)
     n_nodes = nnodes or config.training.num_nodes or node_of(os.environ)[0]
@@ -98,7 +98,8 @@ def command(
             max_restarts=max_restarts,
         )
         return
-    with telling_once():
+
+    def run() -> None:
         from dasksc.train.loop import fit
 
         is_first = World.detect().rank == 0
@@ -107,3 +108,5 @@ def command(
         report = fit(config, say=lambda line: click.echo(line, err=as_json))
         if is_first:
             click.echo(json.dumps(report.to_dict()) if as_json else f"\n{report}")
+
+    as_rank(run)

@@ -1,4 +1,4 @@
-"""Writing atlases anew, as one Zarr store that is quick to load: shuffled, sharded, in narrow types."""
+"""Conversion of atlases to one Zarr store that loads quickly: shuffled, sharded, in narrow data types."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ __all__ = ["ConversionReport", "convert"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What `convert` did.
+    """Result of `convert`.
 
     Parameters
     ----------
     path
-        The store.
+        Path of the store.
     n_obs, n_vars
-        Its cells and genes.
+        Number of cells and of genes.
     n_bytes
-        Its size.
+        Size of the store in bytes.
     elapsed_s
-        How long it took, this time.
+        Duration of this call in seconds.
     types
-        The type of the values of each matrix, by its place in the store.
+        Data type of the values of each matrix, by its key in the store.
     left_out
-        What of the input is not in the store, by its place there: ``"obsp/neighbours"``; of several, also what
-        joining them leaves out of any: uns, varp, columns of obs and var, what only some have.
+        Keys of the input elements that are not in the store, such as ``"obsp/neighbours"``. For several
+        inputs they include everything that the join drops from any of them: uns, varp, columns of obs
+        and var, and elements that only some inputs have.
     is_verified
-        Whether the store was compared with the input.
+        True if the store was compared with the input.
     """
 
     path: str
@@ -63,7 +64,7 @@ class ConversionReport:
     is_verified: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain types."""
+        """Return the fields as a dict of plain types."""
         return asdict(self)
 
 
@@ -89,71 +90,74 @@ def convert(
     storage_options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Write an atlas, or several as one, to a Zarr store whose cells are shuffled once and for all.
+    """Convert one or several atlases to a single Zarr store with shuffled cells.
 
-    The store is Zarr v3, sharded, and an AnnData that ``anndata.read_zarr`` reads. Column numbers and counts are
-    stored in the narrowest types that hold them. The conversion can be stopped at any time, by Ctrl-C or harder:
-    the same call goes on with it. Until all is there nothing is at `target`; what grows is beside it, in
-    ``TARGET.partial``.
+    The store is a sharded Zarr v3 store that ``anndata.read_zarr`` can read. Column indices and counts are stored in
+    the narrowest data types that represent them. A conversion can be interrupted at any time, by Ctrl-C or by a kill;
+    the same call resumes it. Output is written to ``TARGET.partial`` beside the target. `target` appears only when the
+    store is complete.
 
     Parameters
     ----------
     data
-        Whatever `dasksc.open` takes. It is never written to.
+        Input, in any form that `dasksc.open` accepts. It is never modified.
     target
-        The directory to write, whose name should end in ``.zarr``.
+        Path of the directory to write, whose name should end in ``.zarr``.
     order
-        ``"shuffle"``: cells in an order that is drawn once, every one as likely; ``"keep"``: as they are.
+        Order of the cells. ``"shuffle"``: a random order, uniform and drawn once. ``"keep"``: the order of the input.
     group_by
-        A column of obs, or several: cells of one category, or combination of categories, are put together, in `order`
-        among themselves.
+        Name or names of obs columns. Cells with the same category, or the same combination of categories, are stored
+        together; `order` applies within each group.
     seed
-        Of the shuffle. The same input and seed give the same order.
+        Seed of the shuffle, an integer in [0, 2**64). The same input and seed give the same order.
     join, label, keys, index_unique, merge, fill_value
-        Of several inputs, as for `dasksc.open`.
+        Options for several inputs, as for `dasksc.open`.
     narrow
-        Whether to store columns and counts in the narrowest types that hold them, by which a store is smaller and
-        quicker to load. Functions of SciPy that change a matrix in place (``eliminate_zeros``) or go by way of COO
-        (``tocoo``, ``multiply``) do not take the narrow columns that ``anndata.read_zarr`` then gives, until it has
-        been copied (``adata.copy()``); with False, types are those of the input, and columns as SciPy makes them.
+        If True, store column indices and counts in the narrowest data types that represent them, which makes the store
+        smaller and quicker to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. SciPy
+        functions that modify a matrix in place (``eliminate_zeros``) or convert to COO (``tocoo``, ``multiply``) do
+        not accept them until the matrix is copied (``adata.copy()``). If False, values have the data types of the
+        input, and column indices the types that SciPy chooses.
     memory_limit
-        Anonymous memory, in bytes or as a text, ``"4GiB"``, to use beside the tables. Default: ``dasksc.memory-limit``
-        of Dask's configuration. With more of it, what is compressed is shuffled in fewer and longer reads.
+        Anonymous memory to use in addition to the tables, in bytes or as a string such as ``"4GiB"``. Default:
+        ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
+        longer reads.
     scheduler
-        As for `dasksc.scDataset`: an active Client, whose workers must see the files, else threads.
+        Scheduler, as for `dasksc.scDataset`: the active Client, whose workers must see the files, otherwise threads.
     overwrite
-        Whether to replace a store at `target`, and to drop what another conversion has begun there.
+        If True, replace a store at `target`, and discard an unfinished conversion to it with other arguments.
     verify
-        Whether to read the store again and compare all rows with the input: lengths, sums and checksums, and obs.
+        If True, read the store again and compare all rows with the input (lengths, sums and checksums), and obs.
     progress
-        Whether to show a progress bar (needs tqdm).
+        If True, show a progress bar (requires tqdm).
     storage_options, cache
-        Of an input behind URLs, as for `dasksc.open`. A conversion goes on only with the `storage_options` it was
-        begun with: credentials that change belong in the environment.
+        Options for inputs behind URLs, as for `dasksc.open`. A conversion resumes only with the same
+        `storage_options`, so pass changing credentials through the environment.
 
     Returns
     -------
     ConversionReport
-        What was written.
+        Description of the written store.
 
     Raises
     ------
     InputError
-        If an argument cannot be used, `target` exists and `overwrite` is False, or is or holds an input; or if
-        obs has a column that AnnData cannot write.
+        If an argument is invalid; if `target` exists and `overwrite` is False; if `target` is an input, lies in one or
+        contains one; or if obs has a column that AnnData cannot write.
     StorageError
         If the input cannot be read, the disk is full, or another process writes to the same target.
     CorruptDataError
-        If `verify` finds a difference. What was written is removed then: the same call begins anew.
+        If `verify` finds a difference. The output is then removed, and the same call starts from the beginning.
 
     Notes
     -----
-    The input is read twice: to find types and the lengths of rows, and to write. What can only be read in runs
-    (compressed files, files behind URLs, and files larger than half the memory of this machine) is read in order both
-    times and shuffled through uncompressed files beside the target, which take up to six bytes for each stored value.
+    The input is read twice: once to determine data types and row lengths, and once to write. Input that is slow to
+    read in random order (compressed files, files behind URLs, and files larger than half the memory of this machine)
+    is read sequentially both times. It is shuffled through uncompressed files beside the target, which take up to six
+    bytes per stored value.
 
-    obsp is left out, and of several inputs uns, varp, and what `join` and `merge` do not keep;
-    `ConversionReport.left_out` names it.
+    The store does not contain obsp. For several inputs it also omits uns, varp, and elements that `join` and `merge`
+    do not keep. `ConversionReport.left_out` lists the omitted elements.
     """
     begun = time.perf_counter()
     recipe = Recipe(
@@ -197,7 +201,7 @@ def convert(
     matrices = matrices_of(adata)
     for matrix in matrices.values():
         for leaf in leaves_read(matrix):
-            # Of what is in memory the label has no path.
+            # The label of a matrix in memory contains no path.
             check_target(leaf.label.rpartition(":/")[0], place.target)
     job = Conversion(adata, matrices, place, recipe, limit=limit, scheduler=resolved)
     plan = plan_of(adata, matrices, data, recipe)
@@ -212,7 +216,7 @@ def convert(
     except DaskscError:
         raise
     except OSError as error:
-        # Libraries may wrap what the system said.
+        # Libraries may wrap the error of the operating system and lose its errno.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise place.no_space(error, needed_bytes=job.needed_bytes()) from error
         raise StorageError(f"{place.target} cannot be written: {error}") from error

@@ -1,4 +1,4 @@
-"""Arguments of a conversion, checked before anything is written or connected to."""
+"""Arguments of a conversion, validated before anything is written or connected to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ORDERS = ("shuffle", "keep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is to become of the input: every argument that changes what is written.
+    """Arguments of a conversion that affect its output.
 
     Parameters
     ----------
@@ -32,7 +32,8 @@ class Recipe:
     Raises
     ------
     InputError
-        If one of them is of the wrong kind. Whether they fit the input turns out when it is opened.
+        If an argument has the wrong type or an unknown value. Arguments are checked against the input only when it is
+        opened.
     """
 
     order: Order
@@ -61,11 +62,11 @@ class Recipe:
         _check_text("index_unique", self.index_unique, "a text to put between names: index_unique='-'")
         if self.keys is not None and not isinstance(self.keys, Iterable):
             raise InputError(f"keys={self.keys!r} is {_kind(self.keys)}; give a list of names, one for each input")
-        # A function, which AnnData takes too, could not be compared with that of an unfinished conversion.
+        # AnnData also accepts a function, but functions cannot be compared with those of an unfinished conversion.
         if self.merge is not None and self.merge not in MERGES:
             raise InputError(f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
         check_fill_value(self.fill_value, self.join)
-        # As they are written down: NumPy's numbers are no JSON.
+        # The plan is stored as JSON, which does not support NumPy's scalars.
         object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**64))
         object.__setattr__(self, "narrow", bool(self.narrow))
         if self.fill_value is not None:
@@ -75,11 +76,11 @@ class Recipe:
 
     @property
     def grouped_by(self) -> list[str]:
-        """The obs columns of `group_by`."""
+        """Names of the obs columns to group by."""
         return [self.group_by] if isinstance(self.group_by, str) else list(self.group_by or ())
 
     def as_plan(self, data: Any) -> dict[str, Any]:
-        """Return what tells this conversion of `data` from others, as plain types."""
+        """Return the arguments that distinguish this conversion of `data` from others, as plain types."""
         keys = data if isinstance(data, Mapping) else self.keys
         return asdict(self) | {"keys": None if keys is None else [str(key) for key in keys]}
 
@@ -88,12 +89,12 @@ _FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom")
 
 
 def target_path(target: Any) -> Path:
-    """Return the absolute path of what is to be written.
+    """Return the absolute path of the target.
 
     Raises
     ------
     InputError
-        If it is no path of this machine, or one that nothing can be written beside.
+        If `target` is not a local path, is the root of a file system, or is named like a file.
     """
     if not isinstance(target, str | os.PathLike) or not isinstance(os.fspath(target), str):
         raise InputError(f"target={target!r} is {_kind(target)}; give the path of the directory to write: 'atlas.zarr'")
@@ -108,15 +109,15 @@ def target_path(target: Any) -> Path:
 
 
 def check_options(storage_options: Any) -> None:
-    """Refuse `storage_options` that are no mapping.
+    """Check that `storage_options` is a mapping or None.
 
     Raises
     ------
     InputError
-        If they are none.
+        If it is neither.
     """
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        # Not what it is: there may be secrets in it.
+        # The value may contain secrets, so the message gives only its type.
         raise InputError(f"storage_options= is {_kind(storage_options)}; give a dict: {{'region': 'us-east-1'}}")
 
 

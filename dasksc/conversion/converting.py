@@ -1,4 +1,4 @@
-"""A conversion under way: matrices scanned, staged, written and compared."""
+"""Execution of a conversion: scanning, staging, writing and verifying matrices."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversion", "needs_runs"]
 
-# Rows of a task that reads the input in order, at the least; files of such tasks are at most 256.
+# Minimum number of rows per task that reads the input in order, and maximum number of such tasks.
 _SCAN_ROWS = 2**14
 _SCAN_TASKS = 256
-# Where any row can be read by itself, longer pieces gain nothing.
+# Maximum number of values per piece if any row can be read directly; longer pieces would not be faster.
 _PIECE_VALUES = 2**22
-# Of what is known of rows, those that are looked at together.
+# Number of row descriptions processed at a time.
 _PIECE_ROWS = 2**20
-# What a value takes while it is gathered: as it was stored, a copy with wide columns, and what is written.
+# Memory per value while it is gathered: the stored value, a copy with wide column indices, and the output.
 _VALUE_BYTES = 24
 
 
 class Conversion:
-    """A conversion under way.
+    """Conversion of an AnnData object.
 
     Parameters
     ----------
     adata
-        The input.
+        Input.
     matrices
-        Its matrices of cells, by their place in the store.
+        Matrices of `adata` with a row per cell, by their keys in the store.
     place
-        Where the target grows.
+        Work folder of the target.
     recipe
-        What is to become of it.
+        Arguments of the conversion.
     limit
         Memory to use, in bytes.
     scheduler
-        What runs the tasks.
+        Scheduler that runs the tasks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Conversion:
         self._staged = {key for key, matrix in matrices.items() if not in_order and needs_runs(matrix)}
 
     def run(self, *, verify: bool, shown: bool) -> None:
-        """Go on until the store is there."""
+        """Run or resume the conversion until the store is complete."""
         n_obs, place, recipe = self._adata.n_obs, self._place, self._recipe
         if not self._order.exists():
             with array_appearing(self._order, np.int64, n_obs) as out:
@@ -108,12 +108,12 @@ class Conversion:
                         self._verify(runner, key, matrix, rows[key], budget)
                     check_obs(self._adata, place.store, written)
                 except CorruptDataError:
-                    # Either what was written is wrong or what is known of the input: nothing of it is gone on with.
+                    # Either the output or the scan of the input is wrong, so neither can be resumed from.
                     place.clear()
                     raise
 
     def _scanned(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Path:
-        """Read a matrix in order; return the file that says what its rows are."""
+        """Read a matrix in order; return the file with the descriptions of its rows."""
         scan = Scan(
             matrix=matrix,
             folder=self._place.folder / "scan" / key,
@@ -124,7 +124,7 @@ class Conversion:
         return scan.collect()
 
     def _copy(self, key: str, matrix: Matrix, rows: Path, budget: int) -> Copy:
-        """Return how a matrix is to be written, according to what its rows are."""
+        """Return the copy of a matrix to write, with data types chosen by the descriptions of its rows."""
         known = mapped_array(rows)
         largest = float(known["largest"].max(initial=0))
         dtype = wide_enough(matrix.stored_dtype, largest)
@@ -139,7 +139,8 @@ class Conversion:
                 folder=folder,
                 dtype=dtype,
                 computed=computed,
-                # Expression repeats within a cell; no coordinate of an embedding is like another.
+                # Expression values repeat within a cell, and compress better unshuffled. Coordinates of embeddings
+                # do not repeat.
                 shuffle="noshuffle" if dtype.kind == "f" and not key.startswith("obsm/") else "shuffle",
                 piece_rows=_piece_rows(matrix, budget),
             )
@@ -161,7 +162,7 @@ class Conversion:
         )
 
     def _written(self, runner: Runner, key: str, copy: Copy, budget: int, *, in_runs: bool) -> None:
-        """Write a matrix, by way of runs if need be."""
+        """Write a matrix, through sorted runs if `in_runs`."""
         runs = None
         if in_runs and all(map(copy.is_done, range(copy.n_tasks))):
             runner.skip(copy.matrix.shape[0], what=f"sorting {key}")
@@ -172,7 +173,7 @@ class Conversion:
                 runs.fill_order(out)
             copy = replace(copy, matrix=runs.staged(), order=order)
             if isinstance(copy, CSRCopy):
-                # Each piece is read from every run: the longer, the fewer reads.
+                # Each piece reads from every run, so longer pieces need fewer reads.
                 copy = replace(copy, piece_values=max(1, budget // _VALUE_BYTES))
         runner.run(copy, what=f"writing {key}", n_cells=copy.matrix.shape[0])
         copy.finish()
@@ -185,7 +186,7 @@ class Conversion:
             with array_appearing(self._places, np.int64, len(order)) as out:
                 for start, stop in pieces(0, len(order), _PIECE_ROWS):
                     out[order[start:stop]] = np.arange(start, stop)
-        # A run is held as it was decoded, and once more sorted, its columns wide.
+        # Memory holds the decoded run and a sorted copy with wide column indices.
         run_rows = max(1, int(budget // (3 * matrix.cost.row)))
         staging = Staging(
             matrix=matrix,
@@ -209,7 +210,7 @@ class Conversion:
         runner.run(check, what=f"checking {key}", n_cells=matrix.shape[0])
 
     def needed_bytes(self) -> int:
-        """Estimate the bytes still to be written: matrices uncompressed, runs, obs, and the facts about rows."""
+        """Return an estimate of the bytes still to write: uncompressed matrices, runs, obs and row descriptions."""
         n_obs = self._adata.n_obs
         total = float(self._adata.obs.memory_usage(deep=True).sum())
         total += 8 * n_obs * (not self._order.exists())
@@ -218,32 +219,32 @@ class Conversion:
             copy = self._copies.get(key)
             left = 1.0
             if copy is None:
-                # Facts about rows are written by task and again together, then the offsets.
+                # Row descriptions are written per task and again as one file, followed by the offsets.
                 total += n_obs * (2 * ROW.itemsize + 8)
             elif copy.n_tasks:
                 left = sum(not copy.is_done(k) for k in range(copy.n_tasks)) / copy.n_tasks
             total += left * matrix.cost.row * n_obs
             if key in self._staged and left == 1:
-                # Runs of one matrix at a time lie on the disk.
+                # The disk holds the runs of one matrix at a time.
                 runs = max(runs, n_obs * (matrix.cost.row + 8 + 8 * (not self._places.exists())))
         return int(total + runs)
 
 
 def needs_runs(matrix: Matrix) -> bool:
-    """Whether rows here and there are read much more slowly than rows in order."""
+    """Return True if reading rows in random order is much slower than reading them in order."""
     if matrix.cost.chunk_rows > 0 or matrix.cost.row * matrix.shape[0] > memory_limit().n_bytes / 2:
         return True
-    # Each row here and there would be a request of its own.
+    # In random order, each row would be a separate request.
     return any(is_url(leaf.label) for leaf in leaves_read(matrix))
 
 
 def _piece_rows(matrix: Matrix, budget: int) -> int:
-    """Return how many rows to hold at a time: decoded, gathered, and with wide columns."""
+    """Return the number of rows to hold at a time: decoded, gathered, and with wide column indices."""
     return max(1, min(_SCAN_ROWS, int(budget // (4 * matrix.cost.row))))
 
 
 def _fill_indptr(indptr: NDArray[np.int64], rows: NDArray[Any], order: NDArray[np.int64]) -> None:
-    """Write where each row of the output begins."""
+    """Write the offset of each row of the output."""
     indptr[0] = 0
     for start, stop in pieces(0, len(order), _PIECE_ROWS):
         lengths = rows["length"][order[start:stop]]

@@ -1,4 +1,4 @@
-"""What is converted: its files, its matrices, and what tells this conversion from others."""
+"""Inputs of a conversion: files, matrices, and the plan that identifies the conversion."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["check_target", "leaves_read", "matrices_of", "paths_of", "plan_of"]
 
-# Written into every plan: what was begun in another way is not gone on with.
+# Format version in every plan. A conversion with another version is not resumed.
 _FORMAT = 3
 
 
 def paths_of(data: Any) -> Iterator[str]:
-    """Yield the paths of what was given, each atlas of a pattern or directory; not what is elsewhere or opened."""
+    """Yield the local paths of the inputs, including each atlas of a pattern or directory.
+
+    Remote inputs and opened objects are skipped.
+    """
     if isinstance(data, str | os.PathLike) and not _is_local(data):
         return
     several = several_of(data)
@@ -44,7 +47,7 @@ def _is_local(path: str | os.PathLike[str]) -> bool:
 
 
 def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
-    """Yield the matrices, in files or memory, from which one is read."""
+    """Yield the matrices, in files or in memory, that a matrix is read from."""
     if isinstance(matrix, StackedMatrix):
         parts: Sequence[Matrix] = matrix.parts
     elif isinstance(matrix, DaskMatrix):
@@ -57,7 +60,10 @@ def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
 
 
 def check_target(path: str, target: Path) -> None:
-    """Refuse a target that is an input, lies in one, or holds one; `path` is an input's, or empty."""
+    """Raise `InputError` if the target is an input, lies in one, or contains one.
+
+    `path` is the path of an input, or empty for an input in memory.
+    """
     if not path or (is_url(path) and not os.path.exists(path)):
         return
     real, found = Path(os.path.realpath(target)), Path(os.path.realpath(path))
@@ -68,7 +74,7 @@ def check_target(path: str, target: Path) -> None:
 
 
 def matrices_of(adata: AnnData) -> dict[str, Matrix]:
-    """Return the matrices of an AnnData that have a row for each cell, by their place in a store."""
+    """Return the matrices of an AnnData object that have a row per cell, by their keys in a store."""
     arrays: dict[str, Any] = {"X": adata.X}
     # From AnnData 0.13 on, layers[None] is X.
     arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
@@ -82,13 +88,13 @@ def matrices_of(adata: AnnData) -> dict[str, Matrix]:
 
 
 def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return what tells this conversion from others: the files as they are now, and what becomes of them."""
+    """Return the plan that identifies a conversion: the state of the input files, and the arguments."""
     groups = [pd.Categorical(adata.obs[name]) for name in recipe.grouped_by]
     return {
         "format": _FORMAT,
         "n_obs": adata.n_obs,
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
-        # Without the names of the cells, by which nothing is grouped.
+        # Only the grouping columns matter, not the names of the cells.
         "groups": tokenize(*groups) if groups else None,
         **recipe.as_plan(data),
     }

@@ -1,4 +1,4 @@
-"""In which order the rows of the input become rows of the output."""
+"""Order of the rows of the output."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _PART = 2**20
 
 
 def row_order(obs: pd.DataFrame, *, order: Order, group_by: Sequence[str], seed: int, out: NDArray[np.int64]) -> None:
-    """Write which row of the input each row of the output is.
+    """Compute the input row of each output row.
 
     Parameters
     ----------
     obs
-        The table of the cells.
+        Table of the cells.
     order
-        ``"shuffle"``: a keyed permutation of all rows; ``"keep"``: as they are.
+        ``"shuffle"``: a keyed permutation of all rows; ``"keep"``: the order of the input.
     group_by
-        Columns of `obs`: rows of one combination of categories are put together, in `order`. Combinations ascend,
-        the first column first; categories come in their order, and in sorted order where the column is not
-        categorical. Rows without a category come last.
+        Names of columns in `obs`. Rows with the same combination of categories are stored together, in `order`.
+        Combinations are sorted by the first column, then by the next. Categories of categorical columns keep their
+        order; the values of other columns are sorted. Rows with a missing category come last.
     seed
-        Of the permutation.
+        Seed of the permutation, an integer in [0, 2**64).
     out
-        Where to, shape (n_obs,), int64.
+        Output: row numbers of the input, shape (n_obs,), int64.
     """
     n_obs = len(obs)
     keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)
@@ -47,7 +47,7 @@ def row_order(obs: pd.DataFrame, *, order: Order, group_by: Sequence[str], seed:
         codes, n_codes = combined_codes(columns, slice(None), n_obs)
         counts = np.zeros(n_codes + 1, dtype=np.int64)
         count_codes(n_obs, codes, np.empty(0, dtype=np.int64), counts)
-        # Missing is -1, and goes last.
+        # Missing categories have the code -1; their rows come last.
         places = np.concatenate([[0], np.cumsum(counts[1:])])
     for start in range(0, n_obs, _PART):
         stop = min(start + _PART, n_obs)

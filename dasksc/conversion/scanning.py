@@ -1,4 +1,4 @@
-"""What is known of the rows of a matrix after a pass over it: by this its copy is planned, and checked."""
+"""Descriptions of the rows of a matrix, from one pass over it, for planning and verifying its copy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,26 @@ from dasksc.storage.fetched_csr import CSRFetched
 __all__ = ["ROW", "Scan", "Verification", "described", "exactly", "gather_canonical", "pieces"]
 
 ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
-"""What is known of a row: its stored values, their sum and digest (see `dasksc.kernels.digest`), and the largest."""
+"""Description of a row: its number of stored values, their sum, digest (see `dasksc.kernels.digest`) and maximum."""
 
 
 def described(fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-    """Return what there is to know of rows of a fetch, shape (n_rows,), of type `ROW`; `dtype` is the stored one."""
+    """Describe rows of a fetch.
+
+    Parameters
+    ----------
+    fetched
+        Fetched rows.
+    positions
+        Positions of the rows in `fetched`, shape (n_rows,), int64.
+    dtype
+        Data type of the values as stored. Default: that of `fetched`.
+
+    Returns
+    -------
+    NDArray
+        Descriptions of the rows, shape (n_rows,), of type `ROW`.
+    """
     dtype = fetched.dtype if dtype is None else dtype
     n_rows = len(positions)
     sums, digests, largest = np.empty(n_rows), np.empty(n_rows, dtype=np.uint64), np.empty(n_rows)
@@ -46,10 +61,10 @@ def described(fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype
 def gather_canonical(
     fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-    """Return CSR rows as `Fetched.gather_csr` does, with one value at each place.
+    """Return CSR rows as `Fetched.gather_csr` does, with repeated columns summed.
 
-    Values at the same place are added up, which is what they mean. Sums of integers have 64 bits: `dtype`, in which
-    each of them is stored, may not hold them.
+    Repeated columns stand for their sum. Sums of integers have 64 bits, since the stored type `dtype` may be too
+    narrow for them.
     """
     assert isinstance(fetched, CSRFetched)
     indptr, indices, data = fetched.gather_stored(positions, dtype=dtype)
@@ -65,7 +80,7 @@ def gather_canonical(
 
 
 def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Return `values` in another type, or raise if it does not hold them."""
+    """Convert values to another data type; raise `InputError` if it does not represent them exactly."""
     if values.dtype == dtype:
         return values
     with np.errstate(all="ignore"):
@@ -79,30 +94,30 @@ def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[An
 
 
 def _plain(values: NDArray[Any]) -> NDArray[Any]:
-    """Return values in a type that kernels know."""
+    """Convert values to a data type that the kernels support."""
     if values.dtype == bool:
         return values.view(np.uint8)
     return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
 def pieces(start: int, stop: int, n: int) -> Iterator[tuple[int, int]]:
-    """Cut [start, stop) into pieces of at most `n`."""
+    """Yield consecutive ranges of at most `n` that cover ``[start, stop)``."""
     for begin in range(start, stop, n):
         yield begin, min(begin + n, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The pass over a matrix, in tasks that each leave one file.
+    """Tasks that describe the rows of a matrix, with one output file per task.
 
     Parameters
     ----------
     matrix
-        The input.
+        Input matrix.
     folder
-        Where the files go.
+        Folder of the files.
     task_rows, piece_rows
-        Rows of a task, and those held at a time.
+        Number of rows per task, and number of rows in memory at a time.
     """
 
     matrix: Matrix
@@ -112,22 +127,22 @@ class Scan:
 
     @property
     def n_tasks(self) -> int:
-        """How many tasks there are."""
+        """Number of tasks."""
         return -(-self.matrix.shape[0] // self.task_rows)
 
     def rows(self, k: int) -> tuple[int, int]:
-        """Return the rows of task `k`: [start, stop)."""
+        """Return the range ``[start, stop)`` of the rows of task `k`."""
         return k * self.task_rows, min((k + 1) * self.task_rows, self.matrix.shape[0])
 
     def is_done(self, k: int) -> bool:
-        """Whether the file of task `k` is there."""
+        """Return True if the file of task `k` exists."""
         return self._path(k).exists()
 
     def _path(self, k: int) -> Path:
         return self.folder / f"{k}.npy"
 
     def __call__(self, k: int) -> None:
-        """Do task `k`."""
+        """Run task `k`."""
         found = []
         for start, stop in pieces(*self.rows(k), self.piece_rows):
             wanted = np.arange(start, stop, dtype=np.int64)
@@ -136,7 +151,7 @@ class Scan:
             np.concatenate(found, out=out)
 
     def collect(self) -> Path:
-        """Put together what all tasks found; return the file, an array of `ROW` by row of the input."""
+        """Concatenate the results of all tasks; return the file, an array of `ROW` with one entry per input row."""
         whole = self.folder / "rows.npy"
         if not whole.exists():
             with array_appearing(whole, ROW, self.matrix.shape[0]) as rows:
@@ -148,18 +163,18 @@ class Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The comparison of a written matrix with what was found in the input, in tasks.
+    """Tasks that compare a written matrix with the descriptions of the input rows.
 
     Parameters
     ----------
     store, key
-        Where the matrix is.
+        Store and key of the matrix.
     rows, order
-        Files: what is known of each row of the input; which of them each row of the matrix is.
+        Files with the description of each input row, and with the input row of each matrix row.
     task_rows, piece_rows
-        Rows of a task, and those held at a time.
+        Number of rows per task, and number of rows in memory at a time.
     n_obs
-        Rows of the matrix.
+        Number of rows in the matrix.
     """
 
     store: Path
@@ -172,15 +187,15 @@ class Verification:
 
     @property
     def n_tasks(self) -> int:
-        """How many tasks there are."""
+        """Number of tasks."""
         return -(-self.n_obs // self.task_rows)
 
     def is_done(self, k: int) -> bool:
-        """Return False: what has been compared is not remembered."""
+        """Return False, since finished comparisons are not recorded."""
         return False
 
     def __call__(self, k: int) -> None:
-        """Do task `k`."""
+        """Run task `k`."""
         matrix = open_matrix(self.store, self.key)
         known, order = mapped_array(self.rows), mapped_array(self.order)
         for start, stop in pieces(k * self.task_rows, min((k + 1) * self.task_rows, self.n_obs), self.piece_rows):
@@ -188,7 +203,7 @@ class Verification:
             found = described(matrix.fetch(wanted), wanted - start, dtype=matrix.stored_dtype)
             expected = known[order[start:stop]]
             for name, what in (("length", "values"), ("sum", "sum"), ("digest", "checksum")):
-                # As bits: of NaN, too, the same one is wanted.
+                # Values are compared as bits, so that equal NaNs match.
                 differs = np.flatnonzero(found[name].view(np.uint64) != expected[name].view(np.uint64))
                 if len(differs):
                     i = int(differs[0])

@@ -1,12 +1,12 @@
-"""Arrays of Zarr v3 in shards that are written one by one, each by whoever comes first.
+"""Sharded Zarr v3 arrays, written shard by shard by independent processes.
 
-A shard is one file: chunks, each compressed by itself, and an index of them at its end. Which elements belong into
-which shard follows from the array's shape, so that several processes can write an array without a word to each
-other, and a shard that is there is whole: it is written under another name and renamed.
+A shard is one file of separately compressed chunks, with an index of the chunks at its end. The shape of the array
+determines which elements belong to which shard, so several processes can write an array without communication. A
+shard is written under another name and renamed, so an existing shard is always complete.
 
-How chunks are compressed was measured on shuffled cells of an atlas of 20,000 genes, 1,447 values a cell: bits that a
-value takes, microseconds to decode a cell in runs of 64, and millions of values encoded a second, on one core of an AMD
-EPYC, chunk by chunk:
+The codec was chosen by measurements on shuffled cells of an atlas with 20,000 genes and 1,447 values per cell. Each
+entry gives bits per value, microseconds to decode a cell in runs of 64, and millions of values encoded per second, on
+one core of an AMD EPYC, chunk by chunk:
 
 =============================== ===================== ===================== =============================
 codec                           columns (uint16)      counts (uint16)       log-normalised (float32)
@@ -19,10 +19,11 @@ LZ4HC, level 4                                                              6.0 
 LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
 =============================== ===================== ===================== =============================
 
-LZ4HC looks longer for what repeats, so that less is written and, what counts at every epoch, fewer pieces are put
-together again. Level 4 it is, with bytes shuffled, except where floats repeat as a whole, as those of one cell do.
-Zstandard takes fewer bits (columns 9.1, counts 2.4 at level 1) and two to four times as long to decode. Smaller chunks
-than 131,072 values are slower, larger ones hardly faster, and cost readers that decode whole chunks.
+LZ4HC searches longer for repetitions than LZ4. Its output is smaller and, more important for every epoch, has fewer
+pieces to copy when decoded. Shards use level 4 with shuffled bytes, except for floats that repeat as a whole, as those
+of one cell do. Zstandard takes fewer bits (columns 9.1, counts 2.4 at level 1) but two to four times as long to decode.
+Chunks of fewer than 131,072 values are slower. Larger ones are hardly faster, and slow down readers that decode whole
+chunks.
 """
 
 from __future__ import annotations
@@ -44,29 +45,30 @@ __all__ = ["ShardedArray", "ShardWriter", "Shuffle"]
 
 Shuffle = Literal["noshuffle", "shuffle"]
 
-# What the index says of a chunk that was not written.
+# Index entry of a chunk that was not written.
 _ABSENT = 2**64 - 1
 _CODEC, _LEVEL = "lz4hc", 4
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
-# What is decoded at the least: runs of cells begin and end anywhere in a block, so that a small one wastes less. Of
-# values of two bytes and more C-Blosc makes no blocks below 64 KiB, which is what this asks for.
+# Smallest unit of decoding. Runs of cells begin and end anywhere in a block, so small blocks waste less. For values of
+# two bytes or more, C-Blosc makes no blocks below 64 KiB; this setting selects that minimum.
 _BLOCK_BYTES = 16 * 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedArray:
-    """What a sharded array is to be.
+    """Specification of a sharded array.
 
     Parameters
     ----------
     shape
-        One or two lengths; chunks and shards are as wide as the array.
+        Shape of the array, with one or two dimensions. Chunks and shards are as wide as the array.
     dtype
-        Type of its elements, stored little-endian.
+        Data type of the elements, stored little-endian.
     chunk_rows, shard_rows
-        Lengths of chunks and shards along the first axis; the second is a multiple of the first.
+        Lengths of chunks and shards along the first axis; `shard_rows` is a multiple of `chunk_rows`.
     shuffle
-        Whether Blosc puts the bytes of a chunk's elements together, first ones first, before it is compressed.
+        Byte shuffle of Blosc: ``"shuffle"`` groups the bytes of a chunk's elements by significance before
+        compression, ``"noshuffle"`` does not.
     """
 
     shape: tuple[int, ...]
@@ -81,11 +83,11 @@ class ShardedArray:
 
     @property
     def n_shards(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return -(-self.shape[0] // self.shard_rows) if math.prod(self.shape) else 0
 
     def rows(self, k: int) -> tuple[int, int]:
-        """Return the rows of shard `k`: [start, stop)."""
+        """Return the range ``[start, stop)`` of the rows of shard `k`."""
         return k * self.shard_rows, min((k + 1) * self.shard_rows, self.shape[0])
 
     def path(self, folder: Path, k: int) -> Path:
@@ -93,12 +95,12 @@ class ShardedArray:
         return folder.joinpath("c", str(k), *["0"] * (len(self.shape) - 1))
 
     def write_metadata(self, folder: Path, attributes: dict[str, Any]) -> None:
-        """Write what makes `folder` a Zarr array."""
+        """Write the metadata that makes `folder` a Zarr array."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "zarr.json").write_text(json.dumps(self._metadata(attributes), indent=2))
 
     def _metadata(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        # A chunk of a narrow array may not be empty, nor one of no columns.
+        # Zarr does not allow empty chunks, which an array without columns would have.
         across = [max(1, length) for length in self.shape[1:]]
         to_bytes: dict[str, Any] = {"name": "bytes"}
         if self.dtype.itemsize > 1:
@@ -131,21 +133,21 @@ class ShardedArray:
 
 
 class ShardWriter:
-    """Writes one shard, row after row; its file appears when all are there.
+    """Sequential writer of one shard; the file appears when all rows are written.
 
     Parameters
     ----------
     array
-        What the shard is of.
+        Array that the shard belongs to.
     folder
-        Where the array is.
+        Folder of the array.
     k
         Number of the shard.
 
     Attributes
     ----------
     n_bytes
-        Size of the chunks written.
+        Size of the written chunks in bytes.
     """
 
     def __init__(self, array: ShardedArray, folder: Path, k: int) -> None:
@@ -167,7 +169,7 @@ class ShardWriter:
         return self
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Write rows, of any type that converts to the array's."""
+        """Append rows, of any data type that can be cast to that of the array."""
         self._n_left -= len(rows)
         done = 0
         while done < len(rows):
@@ -180,7 +182,7 @@ class ShardWriter:
 
     def _write_chunk(self) -> None:
         assert self._file is not None
-        # Chunks at the edge are stored whole.
+        # Zarr stores edge chunks with their full shape.
         self._chunk[self._n_held :] = 0
         encoded = blosc.compress(self._chunk, _CODEC.encode(), _LEVEL, _SHUFFLES[self._array.shuffle], _BLOCK_BYTES)
         self._file.write(encoded)
@@ -214,6 +216,6 @@ class ShardWriter:
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until a file is on the disk: its name may outlive a loss of power, and must then lead to all of it."""
+    """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,8 +1,9 @@
-"""The input sorted roughly by where its rows go, for a shuffle of what can only be read in runs.
+"""Sorted runs of the input, for shuffling input that is slow to read in random order.
 
-A row of a compressed file costs a chunk to read, and of a file larger than memory a seek. So the input is read once,
-in runs as long as memory allows, and each run is written down again, uncompressed, its rows by ascending place in the
-output. A stretch of the output is then a stretch of every run: as many reads as there are runs, each of many rows.
+Reading one row of a compressed file decodes a chunk, and one row of a file larger than memory costs a seek. The input
+is therefore read once, in runs as long as memory allows. Each run is written uncompressed, with its rows sorted by
+their position in the output. A range of the output is then one range of every run, so it takes one read of many rows
+per run.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ __all__ = ["Staging"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """The runs of a matrix, one task for each.
+    """Tasks that write the sorted runs of a matrix, one task per run.
 
     Parameters
     ----------
     matrix
-        What is read.
+        Input matrix.
     places
-        File: which row of the output each row of the matrix is.
+        File with the output row of each row of the matrix.
     folder
-        Where the runs go.
+        Folder of the runs.
     run_rows
-        Rows of a run.
+        Number of rows per run.
     """
 
     matrix: Matrix
@@ -45,15 +46,15 @@ class Staging:
 
     @property
     def n_tasks(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return -(-self.matrix.shape[0] // self.run_rows)
 
     def rows(self, k: int) -> tuple[int, int]:
-        """Return the rows of run `k`: [start, stop)."""
+        """Return the range ``[start, stop)`` of the rows of run `k`."""
         return k * self.run_rows, min((k + 1) * self.run_rows, self.matrix.shape[0])
 
     def is_done(self, k: int) -> bool:
-        """Whether run `k` is written."""
+        """Return True if run `k` has been written."""
         return self._path(k).exists()
 
     def _path(self, k: int) -> Path:
@@ -66,7 +67,7 @@ class Staging:
         fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
         with appearing(self._path(k)) as path, h5py.File(path, "w") as file:
             if isinstance(fetched, CSRFetched):
-                # Values at one place are added up when the run is read: their sums may need a wider type.
+                # Repeated columns are summed later, when the run is read, since their sums may need a wider type.
                 write_csr(file, fetched.shape, *fetched.gather_stored(ranked, dtype=self.matrix.stored_dtype))
             else:
                 block = np.empty(fetched.shape, dtype=self.matrix.stored_dtype)
@@ -74,14 +75,14 @@ class Staging:
                 file["X"] = block
 
     def fill_order(self, order: NDArray[np.int64]) -> None:
-        """Write which row of the runs, one below the other, each row of the output is."""
+        """Compute the row of each output row in the concatenated runs."""
         places = mapped_array(self.places)
         for k in range(self.n_tasks):
             start, stop = self.rows(k)
             order[np.sort(places[start:stop])] = np.arange(start, stop)
 
     def staged(self) -> StackedMatrix:
-        """Return the runs as one matrix."""
+        """Return the concatenated runs as one matrix."""
         runs = [open_matrix(self._path(k), "X") for k in range(self.n_tasks)]
         return StackedMatrix(label=f"{self.matrix.label}, staged", parts=runs, maps=None)
 
@@ -93,7 +94,7 @@ def write_csr(
     indices: NDArray[np.int32],
     data: NDArray[Any],
 ) -> None:
-    """Write a CSR matrix as AnnData does, uncompressed and in one piece, so that it can be mapped."""
+    """Write a CSR matrix in AnnData's format, uncompressed and contiguous, so that it can be memory-mapped."""
     group = file.create_group("X")
     group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
     group["indptr"] = indptr

@@ -1,4 +1,7 @@
-"""All of a store that is no matrix of cells: written by AnnData, and put into place when the matrices are there."""
+"""Tables and other elements of a store that are not cell matrices.
+
+AnnData writes them, and they are moved into place once the matrices are complete.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,22 @@ from dasksc.storage import is_of_content
 
 __all__ = ["check_obs", "check_tables", "storable", "write_tables"]
 
-# Rows of a column that are put in order and written together.
+# Number of rows of a column that are reordered and written at a time.
 _PIECE_ROWS = 2**20
 
 
 def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
-    """Return a table that AnnData writes with the values that it has.
+    """Convert the object columns of a table to types that AnnData writes without changing their values.
 
-    Of a column of Python objects AnnData writes texts, whatever they are: ``"nan"`` where one is missing, ``"1"``
-    for 1. So strings of which some are missing become categories, numbers and booleans columns of their type.
+    AnnData writes a column of Python objects as strings, whatever they are: ``"nan"`` for a missing value, ``"1"`` for
+    1. Strings with missing values therefore become categories, and numbers and booleans become columns of their type.
 
     Parameters
     ----------
     table
-        It is not changed.
+        Table to convert. It is not modified.
     what
-        What to call it in errors: ``"obs"``.
+        Name of the table in error messages, such as ``"obs"``.
 
     Raises
     ------
@@ -60,7 +63,7 @@ def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
 
 
 def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
-    """Return a column of Python objects in the type that they have in common; complete strings as they are."""
+    """Convert a column of Python objects to their common type; strings without missing values are not converted."""
     kind = pd.api.types.infer_dtype(column, skipna=True)
     try:
         if kind in ("string", "empty"):
@@ -71,7 +74,7 @@ def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
             return column.astype("Int64") if column.hasnans else pd.to_numeric(column)
         if kind in ("floating", "mixed-integer-float"):
             return pd.to_numeric(column)
-    # Of integers, those that no type is wide enough for.
+    # Raised for integers that fit no integer type.
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{what} cannot be stored: {error}. {_advice(what)}") from error
     raise InputError(
@@ -88,12 +91,12 @@ def _advice(what: str) -> str:
 
 
 def check_tables(adata: anndata.AnnData) -> None:
-    """Try whether AnnData writes what is no matrix of cells: a row of each table, and uns, to memory.
+    """Check that AnnData can write the tables and uns, by writing a row of each table, and uns, to memory.
 
     Raises
     ------
     InputError
-        If it does not; names the column.
+        If AnnData cannot write an element. The message names the column.
     """
     with _as_anndata_writes():
         for path, element, _ in _elements(adata):
@@ -114,7 +117,7 @@ def check_tables(adata: anndata.AnnData) -> None:
 def _error_of_writing(element: Any) -> Exception | None:
     try:
         write_elem(zarr.open_group(MemoryStore(), mode="w", zarr_format=3), "tried", element)
-    # Whatever AnnData and what it writes by raise.
+    # AnnData and the libraries that it writes with may raise any exception.
     except Exception as error:
         if not is_of_content(error):
             raise
@@ -125,20 +128,20 @@ def _error_of_writing(element: Any) -> Exception | None:
 def write_tables(
     adata: anndata.AnnData, folder: Path, store: Path, order: NDArray[np.int64], how: Mapping[str, Any]
 ) -> None:
-    """Write obs in its new order, what describes genes, and uns; at last the metadata of the store itself.
+    """Write obs in its new order, var, varm, varp and uns, and finally the metadata of the store.
 
     Parameters
     ----------
     adata
-        Of Dask arrays, as `dasksc.open` returns it.
+        Input with Dask arrays, as returned by `dasksc.open`.
     folder
-        Where to write what is then moved; what is there is removed.
+        Temporary folder for elements before they are moved into the store. Existing contents are removed.
     store
-        Where the matrices are.
+        Path of the store, which contains the matrices.
     order
-        Which row of `adata` each row of the store is.
+        Row of `adata` for each row of the store, shape (n_obs,), int64.
     how
-        How that order came about, for an attribute of the store, by which ``dasksc info`` knows it.
+        Description of the order, stored as an attribute for ``dasksc info``.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with _as_anndata_writes():
@@ -162,7 +165,7 @@ def write_tables(
 
 
 def _write_in_order(parent: zarr.Group, name: str, table: pd.DataFrame, order: NDArray[np.int64]) -> None:
-    """Write a table of cells in a new order, holding a piece of a column at a time."""
+    """Write a table of cells in a new order, with one piece of a column in memory at a time."""
     write_elem(parent, name, table.iloc[order[:_PIECE_ROWS]])
     if len(order) <= _PIECE_ROWS:
         return
@@ -175,14 +178,17 @@ def _write_in_order(parent: zarr.Group, name: str, table: pd.DataFrame, order: N
 
 
 def _columns(table: pd.DataFrame, group: zarr.Group) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of a table, its index last, by their names in the group that AnnData writes them to."""
+    """Yield the columns of a table and finally its index, with their names in the group that AnnData writes."""
     for column, values in table.items():
         yield str(column), values.array
     yield str(group.attrs["_index"]), table.index.array
 
 
 def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[NDArray[np.int64]], NDArray[Any]]]]:
-    """Return the arrays of a stored column that hold a value for each row, and what returns the values of rows."""
+    """Return the stored arrays of a column that have one value per row.
+
+    Each array comes with a function that returns its values for given rows.
+    """
     encoding = str(stored.attrs["encoding-type"])
     if encoding == "categorical":
         return [(stored["codes"], values.codes.take)]
@@ -197,7 +203,10 @@ def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[N
 
 
 def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
-    """Return what is no matrix of cells, by its place in the store, and whether it has a row for each cell."""
+    """Yield the key in the store and the element for all elements except cell matrices.
+
+    The third item is True if the element has a row per cell.
+    """
     yield "obs", storable(adata.obs, "obs"), True
     yield "var", storable(adata.var, "var"), False
     yield "uns", dict(adata.uns), False
@@ -215,12 +224,12 @@ def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
 
 @contextmanager
 def _as_anndata_writes() -> Iterator[None]:
-    """Keep the libraries from warning of each element, and strings in the type that they have."""
+    """Suppress the warnings of the libraries for each element, and allow AnnData to write nullable strings."""
     settings = anndata.settings
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        # Left alone, AnnData says at each array that the default of this will change.
+        # Without an explicit value, AnnData warns for each array that this default will change.
         stack.enter_context(settings.override(auto_shard_zarr_v3=bool(settings.auto_shard_zarr_v3)))
         if hasattr(settings, "allow_write_nullable_strings"):
             stack.enter_context(settings.override(allow_write_nullable_strings=True))
@@ -228,7 +237,7 @@ def _as_anndata_writes() -> Iterator[None]:
 
 
 def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> None:
-    """Compare obs as written with what it was to be, holding a piece of a column at a time.
+    """Compare the written obs with that of the input, with one piece of a column in memory at a time.
 
     Raises
     ------
@@ -245,7 +254,7 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
                 if name not in written or not _is_written(written[name], values, order)
             ]
             names, columns = str(written.attrs["_index"]), list(cast(list[str], written.attrs["column-order"]))
-        # Whatever the libraries raise on damaged metadata.
+        # The libraries may raise any exception on damaged metadata.
         except Exception as error:
             if not is_of_content(error):
                 raise
@@ -262,7 +271,7 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
 
 
 def _is_written(stored: Any, values: Any, order: NDArray[np.int64]) -> bool:
-    """Whether a stored column has the values of a column in a new order."""
+    """Return True if a stored column has the values of `values` in a new order."""
     if isinstance(values, pd.Categorical):
         categories = np.asarray(read_elem(stored["categories"]))
         if not _equal(categories, values.categories.to_numpy()):

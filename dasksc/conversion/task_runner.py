@@ -1,4 +1,4 @@
-"""Tasks of which each leaves a file, run on any Dask scheduler."""
+"""Execution of tasks that each write a file, on any Dask scheduler."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ __all__ = ["Runner", "Tasks", "check_progress", "progress_bar"]
 
 
 class Tasks(Protocol):
-    """Tasks numbered from 0. Pickles."""
+    """Protocol of tasks numbered from 0. Instances can be pickled."""
 
     @property
     def n_tasks(self) -> int:
-        """How many there are."""
+        """Number of tasks."""
 
     def is_done(self, k: int) -> bool:
-        """Whether task `k` need not be run: what it would leave is there."""
+        """Return True if the output of task `k` exists, so that the task need not run."""
 
     def __call__(self, k: int) -> Any:
         """Run task `k`."""
 
 
 class Runner:
-    """Runs tasks, a few at a time, and shows how far they are.
+    """Runner of tasks, a few at a time, which reports progress.
 
     Parameters
     ----------
     scheduler
-        What runs them.
+        Scheduler that runs the tasks.
     advance
-        Told how many cells are done.
+        Callback for progress. Called with a number of finished cells and the name of the current step.
     """
 
     def __init__(self, scheduler: Scheduler, advance: Callable[[float, str], None]) -> None:
@@ -44,16 +44,16 @@ class Runner:
         self.n_threads = default_threads() if self._scheduler.kind == "threads" else self._scheduler.n_threads or 1
 
     def run(self, tasks: Tasks, *, what: str, n_cells: int) -> None:
-        """Run those tasks that are not done.
+        """Run the tasks that are not done.
 
         Parameters
         ----------
         tasks
-            What to run; together they stand for `n_cells` cells.
+            Tasks to run.
         what
-            What it is, for the progress bar, the keys of the tasks and errors: ``"writing X"``.
+            Name of the step in the progress bar, the keys of the tasks and error messages, such as ``"writing X"``.
         n_cells
-            How many cells they are.
+            Number of cells that all tasks together stand for in the progress bar.
         """
         share = n_cells / max(1, tasks.n_tasks)
         left = [k for k in range(tasks.n_tasks) if not tasks.is_done(k)]
@@ -73,18 +73,18 @@ class Runner:
                 for _ in window:
                     self._advance(share, what)
         except FetchError as error:
-            # What says by itself what went wrong needs no other words.
+            # These errors explain themselves, so the FetchError would only hide them.
             if isinstance(error.__cause__, DaskscError | OSError):
                 raise error.__cause__ from error
             raise
 
     def skip(self, n_cells: int, *, what: str) -> None:
-        """Count what need not be run."""
+        """Report the cells of a step that need not run."""
         self._advance(n_cells, what)
 
 
 def check_progress() -> None:
-    """Refuse to show progress where there is nothing to show it with.
+    """Check that a progress bar can be shown.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def check_progress() -> None:
 
 @contextmanager
 def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], None]]:
-    """Show a bar with the time left; yield what is told of cells that are done, and of what is being done."""
+    """Show a progress bar with the remaining time; yield a callback for finished cells and the name of the step."""
     if not shown:
         yield lambda n, what: None
         return

@@ -1,9 +1,9 @@
-"""The folder beside a target in which it grows: locked, resumable, and gone when the target is there.
+"""Work folder beside a target: locked, resumable, and removed once the target is complete.
 
-`OUT.zarr.partial` holds what was asked for (``plan.json``), what is known of the input (``order.npy``, ``scan``),
-the input sorted roughly where its rows cannot be read one by one (``stage``), and the store (``store``). Every file
-appears there under its name by one renaming, complete; so after a kill at any moment what is there counts, and the
-rest is made. Metadata of the store's root come last: until then nothing opens it. One renaming makes it the target.
+`OUT.zarr.partial` holds the arguments (``plan.json``), facts about the input (``order.npy``, ``scan``), sorted runs of
+input that is slow to read in random order (``stage``), and the store (``store``). Every file appears complete, by a
+rename. After a kill at any moment, existing files remain valid and only missing ones are made. The metadata of the
+store's root is written last, so an incomplete store cannot be opened. A final rename makes the store the target.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dasksc.platforms import lock_file
 __all__ = ["Workplace", "appearing", "array_appearing", "mapped_array"]
 
 _ZEROS_BYTES = 2**20
-# Headers of .npy files are parsed by Python's own parser, which in Python 3.11 fails now and then (SystemError: AST
-# constructor recursion depth mismatch) where several threads use it at once.
+# NumPy parses the headers of .npy files with Python's parser, which in Python 3.11 occasionally fails if several
+# threads use it at once (SystemError: AST constructor recursion depth mismatch).
 _parsing = threading.Lock()
 
 
 class Workplace:
-    """Where a target grows.
+    """Work folder of a target.
 
     Parameters
     ----------
     target
-        The directory that is to appear.
+        Path of the directory to create.
     """
 
     def __init__(self, target: Path) -> None:
@@ -51,20 +51,20 @@ class Workplace:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from working on the same target.
+        """Lock the target against other processes.
 
-        The lock goes with the process, however that ends.
+        The operating system releases the lock when the process ends for any reason.
 
         Raises
         ------
         StorageError
-            If another process works on it.
+            If another process holds the lock.
         """
         lock = self._lock()
         try:
             yield
         finally:
-            # Where nothing was begun, nothing stays behind.
+            # Remove the folder if nothing was begun.
             if self.folder.exists() and os.listdir(self.folder) == ["lock"]:
                 self.remove()
             lock.close()
@@ -75,7 +75,7 @@ class Workplace:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock = path.open("a+")
-            except FileNotFoundError:  # the folder went away: another process is done with it
+            except FileNotFoundError:  # another process has finished and removed the folder
                 continue
             try:
                 lock_file(lock, wait=False)
@@ -86,7 +86,7 @@ class Workplace:
                 raise StorageError(
                     f"{self.target} is being written by {owner}. Wait for it, or give another target."
                 ) from error
-            # Whoever had it may have removed it between the opening and the locking.
+            # The previous owner may have removed the file between opening and locking.
             if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 lock.truncate(0)
                 lock.write(f"process {os.getpid()} on {platform.node()}\n")
@@ -95,17 +95,18 @@ class Workplace:
             lock.close()
 
     def begin(self, plan: dict[str, Any], *, overwrite: bool) -> bool:
-        """Prepare for a plan; return False if all that was left of it to do was done in here.
+        """Prepare the folder for a plan; return False if the target is already complete.
 
         Raises
         ------
         InputError
-            If the target exists, or what was begun for it followed another plan, and `overwrite` is False.
+            If `overwrite` is False and the target exists or the folder holds a conversion with another plan; or if
+            the target is not a Zarr store.
         """
         begun = self._begun()
         published = begun is not None and begun.pop("published", False) and not self.store.exists()
         if published and begun == plan and self.target.exists() and not overwrite:
-            # Killed between the renaming and the removal.
+            # The process was killed between the final rename and the removal of the folder.
             self.remove()
             return False
         if published:
@@ -128,7 +129,7 @@ class Workplace:
         return True
 
     def _is_taken(self) -> bool:
-        # A link that leads nowhere is in the way, too.
+        # A dangling symbolic link also occupies the path.
         return os.path.lexists(self.target)
 
     def _may_be_replaced(self) -> bool:
@@ -146,8 +147,8 @@ class Workplace:
             path.write_text(json.dumps(plan, indent=1))
 
     def clear(self) -> None:
-        """Remove all that was made: the next conversion begins anew."""
-        # First the plan: what is left of a clearing that is cut short belongs to no plan.
+        """Remove all results, so that the next conversion starts from the beginning."""
+        # The plan goes first, so that the remains of an interrupted removal belong to no plan.
         (self.folder / "plan.json").unlink(missing_ok=True)
         self._remove_all_but("lock")
 
@@ -157,12 +158,14 @@ class Workplace:
                 _discard(entry)
 
     def publish(self, *, overwrite: bool) -> None:
-        """Make the store the target, in one step where there was none, and remove the rest.
+        """Rename the store to the target and remove the work folder.
+
+        The rename is atomic if there was no target before.
 
         Raises
         ------
         InputError
-            If something else has appeared at the target that is not to be replaced; what is done is kept.
+            If something has appeared at the target that must not be replaced. The results are kept.
         """
         if self._is_taken() and not (overwrite and self._may_be_replaced()):
             raise InputError(
@@ -170,7 +173,7 @@ class Workplace:
                 f"{self.folder}. Move away what has appeared and run the same again"
                 + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
             )
-        # Left by tasks that were killed.
+        # Killed tasks leave partial files.
         for leftover in self.store.rglob(".*.partial"):
             leftover.unlink()
         begun = self._begun() or {}
@@ -183,14 +186,14 @@ class Workplace:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder; last what says that all is done, then the lock."""
+        """Remove the folder; the plan, which records completion, goes second to last, and the lock last."""
         self._remove_all_but("plan.json", "lock")
         self._remove_all_but("lock")
         (self.folder / "lock").unlink()
         self.folder.rmdir()
 
     def no_space(self, error: OSError, *, needed_bytes: int) -> StorageError:
-        """Return what to say when the disk is full."""
+        """Return the error to raise when the disk is full."""
         free = shutil.disk_usage(self.target.parent).free
         return StorageError(
             errno.ENOSPC,
@@ -202,7 +205,7 @@ class Workplace:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Give a path to write to; what is there afterwards appears at `path`, in one step."""
+    """Yield a temporary path to write to, which is renamed to `path` afterwards, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.partial{path.suffix}")
     try:
@@ -213,7 +216,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any, Any]:
-    """Map the array in a ``.npy`` file; any number of threads may do so at once."""
+    """Memory-map the array in a ``.npy`` file; safe for concurrent calls from threads."""
     with _parsing:
         array: np.memmap[Any, Any] = np.load(path, mmap_mode=mode)
     return array
@@ -221,13 +224,13 @@ def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any
 
 @contextmanager
 def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
-    """Give a mapped array to fill, shape (n,); as a ``.npy`` file it appears at `path`, in one step.
+    """Yield a memory-mapped array to fill, shape (n,), which is saved as a ``.npy`` file at `path`, atomically.
 
     Raises
     ------
     OSError
-        If the disk has no room for it, before anything is mapped: a page of a map for which there is none ends the
-        process by a signal.
+        If the disk is full. Space is reserved before the file is mapped, since writing to a mapped page without disk
+        space kills the process by a signal.
     """
     dtype = np.dtype(dtype)
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
@@ -241,7 +244,7 @@ def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[An
 
 
 def _extend(file: IO[bytes], n_bytes: int) -> None:
-    """Extend a file by zeros for which the file system sets space aside."""
+    """Extend a file by zeros and reserve disk space for them."""
     start = file.tell()
     file.flush()
     if hasattr(os, "posix_fallocate"):
@@ -251,13 +254,13 @@ def _extend(file: IO[bytes], n_bytes: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-    # Where there is no such call (macOS), or the file system does not know it, zeros are written.
+    # macOS has no such call, and some file systems do not support it; zeros are written instead.
     for at in range(0, n_bytes, _ZEROS_BYTES):
         file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
 
 
 def _discard(path: Path) -> None:
-    """Remove what is at a path; of a link, not what it leads to."""
+    """Remove a file, directory or symbolic link; the target of a link is kept."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -265,7 +268,7 @@ def _discard(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # which opens no folders
+    if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

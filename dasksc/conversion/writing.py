@@ -1,4 +1,4 @@
-"""Matrices of a store, written shard by shard: the rows of each are gathered from the input wherever they lie."""
+"""Writing of the matrices of a store, shard by shard, from rows gathered from the input."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from dasksc.storage import Fetched, Matrix
 
 __all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "wide_enough", "write_group"]
 
-# About 90 cells of an atlas of 20,000 genes. A chunk is what other readers decode as one, dasksc decodes single
-# blocks of it.
+# About 90 cells of an atlas with 20,000 genes. Other readers decode whole chunks; dasksc decodes single blocks of them.
 _CHUNK_VALUES = 2**17
 _DENSE_CHUNK_BYTES = 2**18
 _MOST_SHARDS = 16
 _SHARD_VALUES = 2**26
 _INDPTR_CHUNK = 2**16
-# Rows that are looked up together at the most, empty ones included.
+# Maximum number of rows per piece, including empty ones.
 _PIECE_ROWS = 2**18
 
 
 def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
-    """Return the narrowest type of counts up to `largest` (infinite: they are none), or `dtype` if none is narrower."""
+    """Return the narrowest unsigned type for counts up to `largest`, or `dtype` if no type is narrower.
+
+    An infinite `largest` stands for values that are not counts.
+    """
     for count in (np.uint8, np.uint16, np.uint32):
         if largest <= np.iinfo(count).max and np.dtype(count).itemsize < dtype.itemsize:
             return np.dtype(count)
@@ -39,42 +41,45 @@ def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
 
 
 def wide_enough(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
-    """Return `dtype`, or the narrowest unsigned one of counts up to `largest` that are sums beyond what it holds."""
+    """Return `dtype`, or the narrowest unsigned type for counts up to `largest` if these exceed the range of `dtype`.
+
+    Sums of repeated columns can exceed it.
+    """
     if dtype.kind == "f" or largest <= (1 if dtype.kind == "b" else np.iinfo(dtype).max):
         return dtype
     return next((np.dtype(f"u{n}") for n in (1, 2, 4, 8) if largest <= np.iinfo(f"u{n}").max), dtype)
 
 
 def shard_rows_for(n_rows: int, chunk_rows: int, most: int) -> int:
-    """Return rows of a shard: 16 shards, or as many as it takes for none to be longer than `most`."""
+    """Return the number of rows per shard: for 16 shards, or more if shards would exceed `most` rows."""
     return chunk_rows * max(1, min(-(-n_rows // (chunk_rows * _MOST_SHARDS)), most // chunk_rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CSRCopy:
-    """A CSR matrix on its way into a store, one task for each shard.
+    """Tasks that copy a CSR matrix to a store, one task per shard.
 
     Parameters
     ----------
     matrix
-        What is read.
+        Input matrix.
     order
-        File: which of its rows each row of the copy is.
+        File with the row of `matrix` for each row of the copy.
     indptr
-        File: where each row of the copy begins.
+        File with the offset of each row of the copy.
     folder
-        The group that the copy becomes.
+        Folder of the copy, a Zarr group.
     dtype
-        Type of the values.
+        Data type of the stored values.
     computed
-        Type to compute in, an attribute of the copy.
+        Data type for computation, stored as an attribute of the copy.
     narrow
-        Whether column numbers take one or two bytes where these do; else they take those of the offsets, as SciPy
-        has it.
+        If True, column indices take one or two bytes where possible. If False, they have the data type of the
+        offsets, as in SciPy.
     n_values
-        How many there are.
+        Number of stored values.
     piece_values
-        Values to hold at a time.
+        Number of values in memory at a time.
     """
 
     matrix: Matrix
@@ -89,7 +94,7 @@ class CSRCopy:
 
     @property
     def arrays(self) -> dict[str, ShardedArray]:
-        """What is written in shards, by name."""
+        """Sharded arrays of the copy, by name."""
         columns = narrowest_count(np.dtype(np.int32), self.matrix.shape[1] - 1) if self.narrow else self._offsets
         shard = shard_rows_for(self.n_values, _CHUNK_VALUES, _SHARD_VALUES)
         return {
@@ -105,21 +110,21 @@ class CSRCopy:
 
     @property
     def _offsets(self) -> np.dtype[Any]:
-        """Type of the offsets."""
+        """Data type of the offsets."""
         small = not self.narrow and self.n_values <= np.iinfo(np.int32).max
         return np.dtype(np.int32 if small else np.int64)
 
     @property
     def n_tasks(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return self.arrays["data"].n_shards
 
     def is_done(self, k: int) -> bool:
-        """Whether shard `k` is written."""
+        """Return True if shard `k` has been written."""
         return all(array.path(self.folder / name, k).exists() for name, array in self.arrays.items())
 
     def __call__(self, k: int) -> int:
-        """Write shard `k`; return how many bytes that took."""
+        """Write shard `k`; return its size in bytes."""
         arrays = self.arrays
         indptr, order = mapped_array(self.indptr), mapped_array(self.order)
         start, stop = arrays["data"].rows(k)
@@ -134,14 +139,14 @@ class CSRCopy:
                 data = exactly(data, self.dtype, f"{self.matrix.label}: a sum of values at one place")
                 if not np.array_equal(found, bounds - bounds[0]):
                     raise CorruptDataError(f"{self.matrix.label} was changed while it was read. Convert it again.")
-                # Rows at either end may belong to two shards.
+                # The first and the last row may extend into neighbouring shards.
                 wanted = slice(max(0, start - int(bounds[0])), min(int(bounds[-1]), stop) - int(bounds[0]))
                 indices_to.append(indices[wanted])
                 data_to.append(data[wanted])
         return indices_to.n_bytes + data_to.n_bytes
 
     def finish(self) -> None:
-        """Write the offsets, and what makes the folder a matrix."""
+        """Write the offsets, and the metadata that makes the folder a CSR matrix."""
         indptr = mapped_array(self.indptr)
         shard = shard_rows_for(len(indptr), _INDPTR_CHUNK, _SHARD_VALUES)
         array = ShardedArray(shape=indptr.shape, dtype=self._offsets, chunk_rows=_INDPTR_CHUNK, shard_rows=shard)
@@ -164,7 +169,7 @@ class CSRCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseCopy:
-    """A dense matrix on its way into a store, one task for each shard.
+    """Tasks that copy a dense matrix to a store, one task per shard.
 
     Parameters
     ----------
@@ -173,7 +178,7 @@ class DenseCopy:
     shuffle
         As for `ShardedArray`.
     piece_rows
-        Rows to hold at a time.
+        Number of rows in memory at a time.
     """
 
     matrix: Matrix
@@ -186,7 +191,7 @@ class DenseCopy:
 
     @property
     def array(self) -> ShardedArray:
-        """What is written in shards."""
+        """Sharded array of the copy."""
         row_bytes = max(1, self.matrix.shape[1] * self.dtype.itemsize)
         chunk = max(1, _DENSE_CHUNK_BYTES // row_bytes)
         most = max(1, _SHARD_VALUES // max(1, self.matrix.shape[1]))
@@ -200,15 +205,15 @@ class DenseCopy:
 
     @property
     def n_tasks(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return self.array.n_shards
 
     def is_done(self, k: int) -> bool:
-        """Whether shard `k` is written."""
+        """Return True if shard `k` has been written."""
         return self.array.path(self.folder, k).exists()
 
     def __call__(self, k: int) -> int:
-        """Write shard `k`; return how many bytes that took."""
+        """Write shard `k`; return its size in bytes."""
         array = self.array
         order = mapped_array(self.order)
         with ShardWriter(array, self.folder, k) as to:
@@ -220,7 +225,7 @@ class DenseCopy:
         return to.n_bytes
 
     def finish(self) -> None:
-        """Write what makes the folder an array."""
+        """Write the metadata that makes the folder an array."""
         encoding = {"encoding-type": "array", "encoding-version": "0.2.0"}
         self.array.write_metadata(self.folder, {**encoding, "dasksc": {"dtype": self.computed.name}})
 
@@ -229,15 +234,16 @@ Copy = CSRCopy | DenseCopy
 
 
 def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[Fetched, NDArray[np.int64]]:
-    """Fetch rows in any order; return where each of them is in the fetch."""
+    """Fetch rows in any order; return the fetch and the position of each row in it."""
     ascending, positions = np.unique(rows, return_inverse=True)
     return matrix.fetch(ascending), positions
 
 
 def rows_of_values(indptr: NDArray[np.int64], start: int, stop: int, piece_values: int) -> Iterator[tuple[int, int]]:
-    """Cut the rows that hold values [start, stop) into pieces of about as many values, a row at the least.
+    """Cut the rows that contain values ``[start, stop)`` into pieces of about `piece_values` values.
 
-    Where rows are empty, a piece ends after so many of them that finding them takes no more than values would.
+    A piece has at least one row. The number of rows in a piece is limited, since locating many empty rows takes as
+    much memory as values do.
     """
     first = int(np.searchsorted(indptr, start, side="right")) - 1
     end = int(np.searchsorted(indptr, stop, side="left"))

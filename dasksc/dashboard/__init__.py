@@ -1,14 +1,13 @@
-"""The loader page on a Dask scheduler's own dashboard: how fast every rank is fed, and what it waits for.
+"""Loader page of a Dask scheduler's dashboard: the rate at which every rank receives batches, and its waiting times.
 
-There are three ways to it:
+There are three ways to add the page:
 
-- `install`, for a Client, a LocalCluster or a Scheduler that runs;
+- `install`, for a running Client, LocalCluster or Scheduler;
 - ``dask scheduler --preload dasksc.dashboard``;
-- ``dasksc.dashboard`` among Dask's ``distributed.scheduler.http.routes``, in its configuration.
+- ``dasksc.dashboard`` in Dask's configuration, under ``distributed.scheduler.http.routes``.
 
-Ranks that fetch through the scheduler tell the page once a second how they are doing
-(`dasksc.executor.reporting`); what a rank told is dropped when its Client goes. The scheduler's
-``/metrics`` show the same figures.
+Ranks that fetch through the scheduler report to the page about once a second (`dasksc.executor.reporting`).
+The reports of a rank are dropped when its Client disconnects. The scheduler serves the same figures at ``/metrics``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dasksc.executor.cluster.dashboard_links import with_host
 
 __all__ = ["dask_setup", "install", "routes"]
 
-# As Dask's extension point takes them.
+# In the format of Dask's extension point.
 routes: list[tuple[str, type, dict[str, Any]]] = [
     (r"loader", PageHandler, {}),
     (r"loader.json", FiguresHandler, {}),
@@ -33,24 +32,24 @@ routes: list[tuple[str, type, dict[str, Any]]] = [
 
 
 def install(target: Any) -> str | None:
-    """Put the loader page on the dashboard of a scheduler that runs.
+    """Add the loader page to the dashboard of a running scheduler.
 
     Parameters
     ----------
     target
-        A ``distributed.Client`` (its scheduler must be able to import dasksc), a ``LocalCluster``, a
-        ``Scheduler`` or what `dasksc.start_cluster` returned. Once more changes nothing.
+        A ``distributed.Client`` (its scheduler must be able to import dasksc), a ``LocalCluster``, a ``Scheduler`` or
+        the return value of `dasksc.start_cluster`. Repeated calls have no effect.
 
     Returns
     -------
     str or None
-        Where the page is, as seen from the scheduler's machine if the dashboard listens on loopback; None for a
-        Scheduler. Dask serves pages on loopback also if it was told to show no dashboard; this is one of them.
+        Link to the page, as seen from the scheduler's machine if the dashboard listens on loopback; None for a
+        Scheduler. Dask serves this page on loopback even if its dashboard is disabled.
 
     Raises
     ------
     InputError
-        If `target` is none of these, or a Client that is asynchronous.
+        If `target` is none of these, or an asynchronous Client.
     """
     target = _client_of(target)
     if isinstance(target, distributed.Client):
@@ -69,35 +68,35 @@ def install(target: Any) -> str | None:
 
 
 def _client_of(target: Any) -> Any:
-    """Return the Client of a `StartedCluster`; anything else as it is."""
+    """Return the Client of a `StartedCluster`, and anything else unchanged."""
     client = getattr(target, "client", None)
     return client if isinstance(client, distributed.Client) else target
 
 
 def dask_setup(scheduler: Any) -> None:
-    """Install the page on a scheduler that starts: what ``dask scheduler --preload`` calls."""
+    """Install the page on a starting scheduler; called by ``dask scheduler --preload``."""
     _install_here(scheduler)
 
 
 def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
-    """Put the page on a scheduler in this process; return where that listens."""
+    """Add the page to a scheduler in this process; return the host and port of its dashboard."""
     try:
         page_of(dask_scheduler)
         _add_page(dask_scheduler)
-    except UnsupportedVersionError as error:  # a scheduler that starts does so without it
+    except UnsupportedVersionError as error:  # The scheduler must start even without the page.
         say_once(error, without="there is no loader page")
     return listening_at(dask_scheduler)
 
 
 def _add_page(dask_scheduler: Any) -> None:
-    # Whatever prefix the dashboard is served under.
+    # Matches any prefix under which the dashboard is served.
     handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler, _ in routes]
     add_pages(dask_scheduler, handlers)
     _add_tab(dask_scheduler)
 
 
 def _add_tab(scheduler: Any) -> None:
-    """Name the page among those at the top of Dask's own."""
+    """Add the page to the navigation bar of Dask's dashboard."""
     pages = page_names(scheduler)
     if "loader" not in pages:
         pages.append("loader")

@@ -1,4 +1,4 @@
-"""The reports of the ranks at the scheduler's ``/metrics``."""
+"""Export of the ranks' reports at the scheduler's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dasksc.executor.metrics import export
 
 __all__ = ["show"]
 
-# Name, what it says, which figure it is.
+# Name and description of each gauge, and the figure that it exports.
 _GAUGES = (
     ("epoch", "Epoch that is read", "epoch"),
     ("rows_per_second", "Cells a second, mean over the epoch", "rows_per_s"),
@@ -26,7 +26,7 @@ _LABELS = ["dataset", "rank", "worker", "host", "pid", "loader"]
 
 
 class _Page(Protocol):
-    """Where ranks report to; each of its loaders has the figures that it last reported."""
+    """Page that ranks report to. Each of its loaders has the figures of its last report."""
 
     @property
     def loaders(self) -> Iterable[Any]: ...
@@ -36,7 +36,7 @@ _pages: weakref.WeakSet[_Page] = weakref.WeakSet()
 
 
 def show(page: _Page) -> None:
-    """Show what ranks report to `page`, and what the fetches in this process do, where Prometheus is installed."""
+    """Export the reports of `page` and the totals of the fetches in this process to Prometheus, if installed."""
     _pages.add(page)
     export("loaders", _Collector())
     export()
@@ -44,7 +44,7 @@ def show(page: _Page) -> None:
 
 class _Collector:
     def collect(self) -> Iterator[Any]:
-        """Yield the families of figures."""
+        """Yield the metric families."""
         from prometheus_client.core import GaugeMetricFamily
 
         reports = [loader.figures for page in list(_pages) for loader in page.loaders]

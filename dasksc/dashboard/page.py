@@ -1,4 +1,4 @@
-"""What the scheduler keeps of the ranks' reports, and the page that shows it."""
+"""Storage of the ranks' reports on the scheduler, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from dasksc.executor.reporting import ASKED_FOR, OPERATION
 __all__ = ["FiguresHandler", "Loader", "LoaderPage", "PageHandler", "page_of"]
 
 _NAME = "dasksc-loader-page"
-# Reports that are kept to draw a line through; and loaders of one Client, of which the oldest makes room.
-_N_KEPT = 90
-_SHORT_S = 0.01  # too short for a rate
-_N_LOADERS = 32
+_N_KEPT = 90  # reports of each loader, for the plots
+_SHORT_S = 0.01  # shortest interval for which a rate is computed
+_N_LOADERS = 32  # loaders of each Client, beyond which the oldest is dropped
 
 
 @dataclass(slots=True, kw_only=True)
 class Loader:
-    """What one data set of one rank has reported.
+    """Reports of one data set of one rank.
 
     Parameters
     ----------
     figures
-        The latest report: what `dasksc.scDataset.stats` returns, and whose it is.
+        Latest report: the figures of `dasksc.scDataset.stats`, and the identity of the loader.
     at
-        When it came, by the scheduler's monotonic clock.
+        Time of its arrival, by the scheduler's monotonic clock, in seconds.
     recent
-        Cells per second, and the share of time waited, between one report and the next, latest last.
+        Cells per second and fraction of time waited between consecutive reports, latest last.
     """
 
     figures: Mapping[str, Any]
@@ -44,10 +43,10 @@ class Loader:
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
 
     def update(self, figures: Mapping[str, Any], at: float) -> None:
-        """Take the next report."""
+        """Store the next report."""
         before = self.figures
         is_other = (figures["epoch"], figures["n_batches_before"]) != (before["epoch"], before["n_batches_before"])
-        # An epoch may be read again.
+        # The same epoch may be read again.
         if is_other or figures["clock_s"] < before["clock_s"] or figures["n_rows"] < before["n_rows"]:
             before = dict.fromkeys(before, 0)
         rows, clock_s, waited_s = (figures[name] - before[name] for name in ("n_rows", "clock_s", "waited_s"))
@@ -57,12 +56,12 @@ class Loader:
 
 
 class LoaderPage(SchedulerPlugin):
-    """The reports of all ranks that fetch through a scheduler.
+    """Reports of all ranks that fetch through a scheduler.
 
     Parameters
     ----------
     scheduler
-        The scheduler; it learns the operation by which ranks report.
+        The scheduler, to which the operation for reports is added.
     """
 
     name = _NAME
@@ -76,12 +75,12 @@ class LoaderPage(SchedulerPlugin):
 
     @property
     def loaders(self) -> list[Loader]:
-        """What is known, by name, rank and worker."""
+        """Known loaders, sorted by name, rank and worker."""
         return sorted(self._loaders.values(), key=lambda loader: _order(loader.figures))
 
     def report(self, client: str, figures: Mapping[str, Any]) -> bool:
-        """Take the report of a Client; return whether it is kept."""
-        if client not in self._scheduler.clients:  # it has gone meanwhile
+        """Store the report of a Client; return True unless the Client has disconnected."""
+        if client not in self._scheduler.clients:  # The Client has disconnected.
             return False
         key = (client, figures["key"], figures["worker"])
         loader = self._loaders.get(key)
@@ -94,12 +93,12 @@ class LoaderPage(SchedulerPlugin):
         return True
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """Drop what a Client has reported."""
+        """Drop the reports of a Client."""
         for key in [key for key in self._loaders if key[0] == client]:
             del self._loaders[key]
 
     def figures(self) -> dict[str, Any]:
-        """Return what the page draws."""
+        """Return the data that the page displays."""
         now = monotonic()
         return {
             "loaders": [
@@ -116,7 +115,7 @@ def _order(figures: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def page_of(scheduler: Any) -> LoaderPage:
-    """Return the page of a scheduler, which is made at the first call."""
+    """Return the page of a scheduler, created on the first call."""
     page = scheduler.plugins.get(_NAME)
     if page is None:
         page = LoaderPage(scheduler)
@@ -125,21 +124,21 @@ def page_of(scheduler: Any) -> LoaderPage:
 
 
 class FiguresHandler(RequestHandler):
-    """Serves the figures."""
+    """Request handler that serves the figures."""
 
     def get(self) -> None:
-        """Answer with JSON."""
+        """Respond with JSON."""
         self.set_header("Cache-Control", "no-store")
         self.write(page_of(self.server).figures())
 
 
 class PageHandler(RequestHandler):
-    """Serves the page, with the figures as they are."""
+    """Request handler that serves the page with the current figures."""
 
     def get(self) -> None:
-        """Answer with HTML."""
+        """Respond with HTML."""
         html = importlib.resources.files("dasksc.dashboard").joinpath("loader.html").read_text(encoding="utf-8")
-        # In a script element, only "</" and "<!" could end it.
+        # Inside a script element, only "</" and "<!" could end it.
         figures = json.dumps(page_of(self.server).figures()).replace("<", "\\u003c")
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.write(html.replace("/*figures*/null", figures))

@@ -1,1 +1,1 @@
-"""Fetches in flight: on threads, in this process, or on a Dask cluster."""
+"""Execution of fetches: on threads, in the calling thread, or on a Dask cluster."""

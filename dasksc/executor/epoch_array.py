@@ -1,4 +1,4 @@
-"""A rank's epoch as one lazy Dask array."""
+"""Epoch of a rank as one lazy Dask array."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ def epoch_array(
     dtype: np.dtype[Any] | None,
     columns: Columns | None,
 ) -> da.Array:
-    """Return the rows of a rank's epoch in the order in which they are yielded.
+    """Return the rows of a rank's epoch as a Dask array, in the order in which the epoch yields them.
 
     Parameters
     ----------
     matrix
-        Whose rows.
+        Matrix to read from.
     plan
-        Which rows. Each task works out those of its own fetch. To another process it takes them along, unless
-        the plan is smaller than they are likely to be.
+        Plan of the epoch. A task computes the row numbers of its own fetch. A pickled task carries the plan if that
+        takes at most 16 KiB, and otherwise the row numbers.
     name
-        Of the array, before what makes it unique.
+        Prefix of the name of the array. A unique suffix is appended.
     layout, dtype, columns
-        What the chunks hold: `csr_matrix` or ndarray, of this type (None: that of `matrix`), these columns.
+        Contents of the chunks: `csr_matrix` or ndarray, their data type (None: that of `matrix`), and their
+        columns (None: all).
 
     Returns
     -------
     dask.array.Array
-        Shape (plan.n_rank_rows, n_vars); one chunk and one task a fetch.
+        Shape (plan.n_rank_rows, n_vars), with one chunk and one task per fetch.
     """
     dtype = matrix.dtype if dtype is None else dtype
     n_vars = matrix.shape[1] if columns is None else len(columns)
-    # Unique, for equal keys are computed once, and a matrix in memory has nothing that tells it from another.
+    # Dask computes equal keys only once, and nothing identifies a matrix in memory.
     name = f"{name}-{uuid.uuid4().hex}"
     source = f"{name}-source"
     small = _n_bytes(plan) <= _SMALL_PLAN_BYTES
@@ -69,16 +70,16 @@ def epoch_array(
 
 
 class _EpochArray(da.Array):
-    """An array whose chunks, made into delayed ones, have a graph each.
+    """Dask array whose delayed chunks have a graph each.
 
-    A client sends the whole graph that a chunk comes from to the scheduler, which leaves out what is not needed there:
-    the rows of an epoch would travel with every chunk of it.
+    A Client sends the whole graph of a delayed chunk to the scheduler, which then drops the unneeded tasks. With a
+    shared graph, the rows of the whole epoch would be sent with every chunk.
     """
 
     __slots__ = ()
 
     def to_delayed(self, optimize_graph: bool = True) -> NDArray[Any]:
-        """Return the chunks, of shape (n_fetches, 1); there is nothing to optimize in their graphs."""
+        """Return the delayed chunks, shape (n_fetches, 1). Their graphs need no optimization."""
         tasks = self.dask.layers[self.name]
         chunks = np.empty(self.numblocks, dtype=object)
         for key in (key for of_rows in self.__dask_keys__() for key in of_rows):
@@ -89,10 +90,10 @@ class _EpochArray(da.Array):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _What:
-    """What every chunk needs."""
+    """Arguments that all chunks share."""
 
     matrix: Matrix
-    # None if chunks come with their rows.
+    # None if the tasks of the chunks carry their row numbers.
     plan: EpochPlan | None
     layout: Layout
     dtype: np.dtype[Any]
@@ -103,17 +104,17 @@ class _What:
         return _What, (self.matrix, plan, self.layout, self.dtype, self.columns)
 
 
-# What a plan may weigh to travel with every chunk.
+# Maximum size of a plan that is sent with every chunk.
 _SMALL_PLAN_BYTES = 16_384
 
 
 def _undrawn(plan: EpochPlan) -> EpochPlan:
-    """The plan without what it has derived."""
+    """Return the plan without its cached values."""
     return replace(plan)
 
 
 def _n_bytes(plan: EpochPlan) -> int:
-    """What a plan weighs when it travels: with `indices` or weights as much as they do."""
+    """Return the pickled size of a plan, in bytes, including the arrays of `indices` or weights."""
     buffers: list[pickle.PickleBuffer] = []
     rest = cloudpickle.dumps(_undrawn(plan), protocol=5, buffer_callback=buffers.append)
     return len(rest) + sum(buffer.raw().nbytes for buffer in buffers)
@@ -121,7 +122,7 @@ def _n_bytes(plan: EpochPlan) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RowsOf:
-    """The rows of one fetch, worked out where they are used and when they travel, which is without the plan."""
+    """Row numbers of one fetch, computed when they are used or pickled. The pickle does not contain the plan."""
 
     plan: EpochPlan
     k: int
@@ -137,7 +138,7 @@ class _RowsOf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The rows of a fetch that has travelled."""
+    """Row numbers of a fetch after unpickling."""
 
     rows: NDArray[np.int64]
     order: NDArray[np.integer[Any]]
@@ -147,7 +148,7 @@ class _Rows:
 
 
 def _chunk(what: _What, which: Any) -> NDArray[Any] | sp.csr_matrix:
-    # The number of a fetch, or its rows.
+    # `which` is the number of a fetch, or an object that returns its row numbers.
     rows, order = _RowsOf(what.plan, which)() if what.plan is not None else which()
     fetched = what.matrix.fetch(rows)
     n_vars = fetched.shape[1] if what.columns is None else len(what.columns)

@@ -1,4 +1,7 @@
-"""Large fetches in several tasks: smaller pieces of work, all cores on one fetch, and less memory in flight."""
+"""Large fetches as several tasks.
+
+Smaller tasks let all cores work on one fetch and keep less memory in flight.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class PartNumbers(Sequence[int]):
     ks
         Fetch numbers, in order.
     n_parts
-        Parts of each.
+        Number of parts of each fetch.
     """
 
     def __init__(self, ks: range, n_parts: int) -> None:
@@ -37,7 +40,7 @@ class PartNumbers(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        """Return one number, or some."""
+        """Return one number, or the list of numbers of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         i, part = divmod(range(len(self))[index], self._n_parts)
@@ -45,28 +48,28 @@ class PartNumbers(Sequence[int]):
 
 
 def part_of(rows: NDArray[np.int64], part: int, n_parts: int) -> NDArray[np.int64]:
-    """Return the rows of one part: neighbours, so that parts share few chunks."""
+    """Return the rows of one part. They are contiguous in `rows`, so that parts share few chunks."""
     return rows[len(rows) * part // n_parts : len(rows) * (part + 1) // n_parts]
 
 
 class Parts(Protocol):
-    """A `Window` whose results are parts."""
+    """Interface of a `Window` whose results are parts of fetches."""
 
     def next_is_done(self) -> bool:
-        """Whether the next result, or the end, can be had without waiting."""
+        """Return True if the next result, or the end, is available without waiting."""
 
     def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]: ...
 
 
 class Assembled:
-    """Fetches, each put together of its parts; iterating yields ``(k, fetched)``.
+    """Fetches assembled from their parts. Iterating yields ``(k, fetched)``.
 
     Parameters
     ----------
     window
-        Yields the parts in order.
+        Window that yields the parts in order.
     n_parts
-        Parts of each fetch.
+        Number of parts of each fetch.
     """
 
     def __init__(self, window: Parts, n_parts: int) -> None:
@@ -79,7 +82,7 @@ class Assembled:
         self._failure: Exception | None = None
 
     def is_ready(self) -> bool:
-        """Take what is there already; return whether the next fetch, its error or the end needs no waiting."""
+        """Take the finished parts; return True if the next fetch, its error or the end needs no waiting."""
         while len(self._held) < self._n_parts and not self._ended and self._window.next_is_done():
             self._take()
         return len(self._held) == self._n_parts or self._ended

@@ -1,9 +1,8 @@
-"""Fetches in this process: on a few threads, or in the thread that asks.
+"""Fetches in this process, on a few threads or in the calling thread.
 
-Each fetch is run by a Dask scheduler call of its own, `dask.local.get_sync`, inside a thread of an
-executor that belongs to this module. Dask's threaded scheduler cannot be shared instead: its default
-pool deadlocks in a forked child of a parent that has used it, and off the main thread it makes one
-pool per calling thread.
+Each fetch is a separate call of the Dask scheduler `dask.local.get_sync`, in a thread of an executor
+owned by this module. Dask's threaded scheduler is not used: its default pool deadlocks in a forked child
+of a parent that has used it, and outside the main thread it creates one pool per calling thread.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ __all__ = ["OnDemandRunner", "ThreadRunner"]
 
 logger = logging.getLogger("dasksc.window.local")
 
-Timed = tuple[float, Any]  # seconds the fetch took, what it returned
+Timed = tuple[float, Any]  # Duration of the fetch in seconds, and its result.
 
-_IDLE_S = 5.0  # after which a thread without work ends; a new one starts in less than a millisecond
+_IDLE_S = 5.0  # Idle time after which a thread ends; starting a new one takes less than a millisecond.
 
 
 class Diagnostics:
-    """The Dask callbacks that were active when the window was made, shown one computation.
+    """Dask callbacks active when the window was created, which see the window as one computation.
 
-    A callback such as `dask.diagnostics.Profiler` keeps the state of one computation, so that with a
-    computation per fetch and several fetches at a time each would wipe out the others'. The window
-    is therefore announced as one computation of as many tasks as it has fetches, which also makes
-    `dask.diagnostics.ProgressBar` show the progress of the epoch. Calls are serialised.
+    A callback such as `dask.diagnostics.Profiler` keeps the state of one computation. With a computation per
+    fetch and several concurrent fetches, each would overwrite the state of the others. The window is therefore
+    announced as one computation with as many tasks as it has fetches, so `dask.diagnostics.ProgressBar` shows
+    the progress of the epoch. Calls are serialized.
     """
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any]) -> None:
@@ -67,11 +66,11 @@ class Diagnostics:
         self._call(START_STATE, self._graph, self._state)
 
     def of_one_fetch(self) -> list[tuple[Any, ...]]:
-        """Return the callbacks to give to the scheduler call that runs one fetch."""
+        """Return the callbacks for the scheduler call of one fetch."""
         return callbacks_of_one_task(self._before, self._after) if self._open else []
 
     def failed(self, key: Any) -> None:
-        """Record that a fetch will not finish."""
+        """Record that a fetch failed."""
         with self._lock:
             if self._open:
                 self._state["running"].discard(key)
@@ -101,7 +100,7 @@ class Diagnostics:
                 self._state["released"].add(key)
 
     def _call(self, place: int, *args: Any) -> None:
-        """Call each callback's function for this occasion: start, start_state, pretask, posttask, finish."""
+        """Call one hook of every callback: start, start_state, pretask, posttask or finish, as given by `place`."""
         for callback in list(self._callbacks):
             function = callback[place]
             if function is None:
@@ -109,7 +108,7 @@ class Diagnostics:
             try:
                 function(*args)
             except Exception:
-                # A profiler that another computation has reset meanwhile must not end a training run.
+                # Another computation may have reset a profiler; that must not end a training run.
                 logger.warning("The Dask callback %r failed; this epoch goes on without it.", function, exc_info=True)
                 self._callbacks.remove(callback)
 
@@ -123,7 +122,7 @@ def _active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
 
 
 class _LocalRunner:
-    """What both runners do with one fetch."""
+    """Base class of the runners in this process, which runs one fetch."""
 
     needs_executors = False
     transfer_s = 0.0
@@ -150,7 +149,7 @@ class _LocalRunner:
 
 
 class _OnDemand:
-    """A fetch that is run by whoever asks for its result."""
+    """Fetch that runs when its result is requested, in the requesting thread."""
 
     def __init__(self, fetch: Callable[[], Timed]) -> None:
         self._fetch = fetch
@@ -163,35 +162,35 @@ class _OnDemand:
 
 
 class OnDemandRunner(_LocalRunner):
-    """Runs each fetch when its result is asked for, in the asking thread."""
+    """Runner of fetches in the thread that requests their results."""
 
     def submit(self, k: int) -> _OnDemand:
-        """Promise fetch `k`."""
+        """Return a promise of fetch `k`."""
         return _OnDemand(lambda: self._fetch(k))
 
     def close(self, pending: Sequence[_OnDemand], *, wait_s: float, exiting: bool) -> None:
-        """Tell the callbacks that nothing follows."""
+        """Announce the end of the computation to the callbacks."""
         self._diagnostics.finish()
 
 
 class ThreadRunner(_LocalRunner):
-    """Runs fetches on the threads of this process, shared by all windows."""
+    """Runner of fetches on threads of this process that all windows share."""
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any], *, n_threads: int) -> None:
         super().__init__(name, ks, run)
         self._threads = _Threads.join_in(self, n_threads)
 
     def submit(self, k: int) -> Future[Timed]:
-        """Start fetch `k` as soon as a thread is free."""
+        """Queue fetch `k` for the next free thread."""
         return self._threads.submit(self._fetch, k)
 
     def close(self, pending: Sequence[Future[Timed]], *, wait_s: float, exiting: bool) -> None:
-        """Drop what has not started, wait for what has, and end the threads if no window needs them."""
+        """Cancel queued fetches, wait for running ones, and end the threads if no other window uses them."""
         deadline = perf_counter() + (0.0 if self._threads.is_current() else wait_s)
         for future in pending:
             future.cancel()
         try:
-            # The waits of the standard library refuse infinity.
+            # The standard library rejects infinite timeouts.
             wait(pending, min(max(0.0, deadline - perf_counter()), threading.TIMEOUT_MAX))
         finally:
             self._threads.leave(self, deadline=deadline)
@@ -199,23 +198,24 @@ class ThreadRunner(_LocalRunner):
 
 
 class _Threads:
-    """An executor whose threads live only while some window uses it.
+    """Thread pool whose threads live only while a window uses it.
 
-    `concurrent.futures.ThreadPoolExecutor` would do but for the end of the interpreter, which waits
-    for all its threads, and all that is queued, before any handler can cancel it. These threads are
-    daemons; windows that are still open then are closed by a handler that waits a while only. Threads
-    with nothing to do end too: a window that Ctrl-C left open may be held by the traceback for long.
+    `concurrent.futures.ThreadPoolExecutor` differs in one point: when the interpreter exits, it waits for all
+    threads and all queued work before any handler can cancel them. The threads of this pool are daemons, and an
+    exit handler that waits for a limited time closes the windows that are still open. Idle threads end as well,
+    because a traceback may hold a window that Ctrl-C left open.
     """
 
     _current: _Threads | None = None
-    # Reentrant, since a window may be collected, and leave, while its thread is in here.
+    # Reentrant: garbage collection may finalize a window, which leaves the pool, while its thread holds
+    # the lock.
     _registry = threading.RLock()
     _numbers = itertools.count()
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._limit = 0
-        # One that Ctrl-C kept from leaving must not keep the threads up.
+        # Weak, so that a window that Ctrl-C kept from leaving does not keep the threads alive.
         self._members: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
         self._queue: queue.SimpleQueue[tuple[Future[Timed], Callable[[], Timed]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -225,7 +225,7 @@ class _Threads:
 
     @classmethod
     def join_in(cls, member: ThreadRunner, n_threads: int) -> _Threads:
-        """Return this process's executor, of at least `n_threads`, and keep it up until `member` leaves."""
+        """Return this process's thread pool, with at least `n_threads`, and keep it alive until `member` leaves."""
         with cls._registry:
             while True:
                 threads = cls._current
@@ -237,7 +237,7 @@ class _Threads:
                     return threads
 
     def leave(self, member: ThreadRunner, *, deadline: float) -> None:
-        """End the threads if `member` was the last; wait until they have ended or the deadline has passed."""
+        """End the threads if `member` was the last one; wait for them until the deadline."""
         with self._registry:
             self._members.discard(member)
             if self._members:
@@ -249,15 +249,15 @@ class _Threads:
                 thread.join(min(left_s, threading.TIMEOUT_MAX))
 
     def is_current(self) -> bool:
-        """Whether the calling thread is one of these."""
+        """Return True if the calling thread belongs to this pool."""
         return threading.current_thread() in self._threads
 
     def submit(self, function: Callable[[int], Timed], k: int) -> Future[Timed]:
-        """Queue ``function(k)``, with the caller's context variables."""
+        """Queue ``function(k)``, run with the context variables of the caller."""
         future: Future[Timed] = Future()
         context = contextvars.copy_context()
         with self._lock:
-            if self._stopped:  # the interpreter is going down
+            if self._stopped:  # The interpreter is exiting.
                 future.cancel()
                 return future
             self._n_unfinished += 1
@@ -291,16 +291,18 @@ class _Threads:
                 else:
                     future.set_result(result)
                     del result
-            # Hold no result, and no exception's frames, while waiting for the next.
+            # Drop references to the result and to the frames of an exception before waiting for the next
+            # item.
             del item, future, fetch
             with self._lock:
                 self._n_unfinished -= 1
-        # To the next thread: of one whose start Ctrl-C cut short, nobody knows.
+        # Pass the stop signal on to the next thread. A thread whose start Ctrl-C interrupted may be
+        # missing from the list, so the threads are not counted.
         self._queue.put(None)
 
 
 def _after_fork() -> None:
-    # A lock that another thread of the parent held at the fork would never be released here.
+    # A lock that another thread of the parent held during the fork would never be released in the child.
     _Threads._registry = threading.RLock()
     _Threads._current = None
 

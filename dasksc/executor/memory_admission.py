@@ -1,7 +1,7 @@
-"""Memory on a Dask worker: a fetch begins when there is room for what it reads and returns.
+"""Memory admission on a Dask worker: a fetch starts once the worker has room for its input and result.
 
-Results are taken from a worker as soon as they are there, but not while the network or the rank is busy.
-Dask would write them to disk, to read them again at once, then pause the worker, then end it.
+Results leave a worker as soon as they are complete, unless the network or the rank is busy. Without admission,
+Dask would then spill them to disk, read them back, pause the worker, and finally terminate it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ __all__ = ["Headroom"]
 
 T = TypeVar("T")
 
-_MAPPED_SHARE = 0.5  # of a worker's memory limit; at 0.6 Dask would spill
-_SHARE = 0.7  # of it that may be taken where Dask has no word on it
-_WORKING = 3  # what a fetch takes while it runs, in sizes of the largest result: what is read, and its compact copy
+_MAPPED_SHARE = 0.5  # Share of a worker's memory limit above which mapped pages are released; Dask spills at 0.6.
+_SHARE = 0.7  # Usable share of the limit if Dask configures neither spilling nor pausing.
+_WORKING = 3  # Memory of a running fetch (input, result and its compact copy), in units of the largest result.
 _POLL_S = 0.005
-_PATIENCE_S = 10.0  # with a rank that takes nothing
+# Time after which a fetch starts without room, since a busy rank may leave its results on the worker.
+_PATIENCE_S = 10.0
 _LET_GO_S = 0.1
 
 
 class Headroom:
-    """What one worker's fetches may take of its memory limit.
+    """Memory available to the fetches of one Dask worker.
 
     Parameters
     ----------
     worker
-        The worker. Without a memory limit there is always room.
+        The Dask worker. Without a memory limit, every fetch is admitted.
     """
 
     def __init__(self, worker: Any) -> None:
         limit, spill, pause, target = memory_shares(worker)
         shares = (spill, pause)
-        # Where it neither spills nor pauses, its nanny may end it all the same.
+        # Even if the worker neither spills nor pauses, its nanny may terminate it.
         share = min((share for share in shares if share), default=_SHARE)
         self._has_limit = limit > 0
         self._limit = int(limit * share)
-        # Dask spills, too, what it knows by itself to be held.
+        # Dask also spills once the size of the results that it tracks exceeds `target`.
         self._unsent_limit = int(limit * min(target or share, share))
         self._mapped_limit = int(limit * _MAPPED_SHARE)
         self._process_bytes = process_memory(worker)
@@ -56,17 +57,17 @@ class Headroom:
 
     @classmethod
     def of(cls, worker: Any) -> Headroom:
-        """Return that of `worker`, whichever window asks."""
+        """Return the instance of `worker`, shared by all windows."""
         with _making:
             if worker not in _of_workers:
                 _of_workers[worker] = cls(worker)
             return _of_workers[worker]
 
     def run(self, fetch: Callable[[], T], *, size: int | None, is_wanted: Callable[[], bool]) -> T | None:
-        """Run `fetch` when there is room for it, and as long as `is_wanted`; None if it is not any more.
+        """Run `fetch` once there is room for it; return None if `is_wanted` returns False before that.
 
-        `size` is the largest result of its kind so far, None before the first. The result, if it has ``nbytes``,
-        counts until nothing refers to it.
+        `size` is the largest result of this kind so far, in bytes, None before the first. A result with ``nbytes`` is
+        counted as long as it is referenced.
         """
         if not self._has_limit:
             return fetch()
@@ -85,7 +86,8 @@ class Headroom:
     def _begins(self, reserved: int, *, is_known: bool) -> bool:
         with self._lock:
             now = time.monotonic()
-            # A rank that takes nothing holds up those that share its workers, but not for ever: one each time.
+            # A rank that takes no results must not block forever the ranks that share its workers, so one
+            # fetch starts each time the patience runs out.
             if not self._has_room(reserved, is_known=is_known) and now - self._last_begun < _PATIENCE_S:
                 return False
             self._last_begun = now
@@ -99,13 +101,16 @@ class Headroom:
             self._n_running -= 1
             self._reserved -= reserved
             if n_bytes is not None:
-                with contextlib.suppress(TypeError):  # of numpy's scalars there are no references
+                with contextlib.suppress(TypeError):  # NumPy scalars cannot be weakly referenced.
                     self._unsent.append((weakref.ref(result), int(n_bytes)))
         if self._process_bytes() > self._mapped_limit:
             let_go_of_pages()
 
     def _has_room(self, reserved: int, *, is_known: bool) -> bool:
-        """Whether one more fits; one at a time always does, and only one until a size is known."""
+        """Return True if one more fetch fits.
+
+        One fetch always fits if nothing runs or is held. Until a size is known, only one runs at a time.
+        """
         self._unsent = [one for one in self._unsent if one[0]() is not None]
         if not self._n_running and not self._unsent:
             return True
@@ -115,7 +120,7 @@ class Headroom:
         most = self._limit - wanted
         if self._process_bytes() <= most:
             return True
-        # Not at every look: others are reading through the pages.
+        # Releasing pages at every check would slow down the running fetches that read through them.
         now = time.monotonic()
         if now - self._last_let_go < _LET_GO_S:
             return False

@@ -1,7 +1,7 @@
-"""What the fetch tasks of this process have done so far, for Prometheus where it is installed.
+"""Totals of the fetch tasks of this process, exported to Prometheus if it is installed.
 
-Dask's workers and schedulers serve all that is in the registry of ``prometheus_client``, if they
-could import it, at ``/metrics``.
+Dask's workers and schedulers serve the registry of ``prometheus_client`` at ``/metrics`` if they could
+import the package.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Totals:
     Parameters
     ----------
     n_fetches
-        Tasks.
+        Number of tasks.
     n_rows, n_bytes
-        Rows fetched, and anonymous memory that they held.
+        Rows fetched, and the anonymous memory they held, in bytes.
     read_s, decode_s, other_s
-        What the tasks took, in thread seconds: reading, decoding, all else.
+        Thread time that the tasks spent reading, decoding, and on everything else, in seconds.
     """
 
     n_fetches: int = 0
@@ -45,7 +45,7 @@ _lock = threading.Lock()
 
 
 def count(*, n_rows: int, n_bytes: int, fetch_s: float, spent: Spent) -> None:
-    """Add one fetch task."""
+    """Add one fetch task to the totals."""
     with _lock:
         totals.n_fetches += 1
         totals.n_rows += n_rows
@@ -64,7 +64,7 @@ after_fork(_after_fork)
 
 
 class _Collector:
-    """Shows the totals to ``prometheus_client``."""
+    """Collector that exports the totals to ``prometheus_client``."""
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
@@ -82,9 +82,9 @@ _collectors: dict[str, Any] = {}
 
 
 def export(name: str = "fetches", collector: Any = None) -> None:
-    """Show figures at this process's ``/metrics``, once for each name; default: the totals.
+    """Register a collector at this process's ``/metrics``, once per name; default: the collector of the totals.
 
-    Does nothing where Dask has not found ``prometheus_client``.
+    Does nothing if Dask has not imported ``prometheus_client``.
     """
     library = sys.modules.get("prometheus_client")
     with _lock:

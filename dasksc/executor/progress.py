@@ -1,4 +1,4 @@
-"""How an epoch is going: counts, times, a line at its end, and a bar to watch."""
+"""Progress of an epoch: counts, times, a log line at its end, and a progress bar."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchFigures:
-    """How the fetch tasks of an epoch are going; a large fetch is several tasks.
+    """Current figures of the fetch tasks of an epoch. A large fetch is several tasks.
 
     Parameters
     ----------
     n_fetching, n_ready, n_fetched
-        Asked for and not finished; finished and not taken; taken.
+        Number of tasks submitted and not finished, finished and not consumed, and consumed.
     in_flight_bytes, limit_bytes
-        Size of what is ready and, as the largest seen, of what is being fetched; its bound, None without one.
+        Size of the tasks in flight, in bytes, and its limit, None for no limit. An unfinished task counts as
+        the largest result so far.
     fetch_s
-        Seconds that the tasks took which were taken, summed over threads.
+        Duration of the consumed tasks, summed over threads, in seconds.
     read_s, decode_s
-        Of these, seconds of reading and decoding. The rest finds chunks and runs array code.
+        Parts of `fetch_s` spent reading and decoding. The remainder locates chunks and runs array code.
     transfer_s
-        Seconds that results took from a cluster's workers to here, summed.
+        Time that results took from the workers of a cluster to this process, summed, in seconds.
     """
 
     n_fetching: int = 0
@@ -46,25 +47,26 @@ class FetchFigures:
 
 
 class EpochStats:
-    """What one pass over a data set has done so far.
+    """Running figures of one pass over a data set.
 
     Parameters
     ----------
     plan
-        Of the epoch; None before any has begun.
+        Plan of the epoch; None before the first epoch.
     n_done
-        Batches of the plan that were yielded before.
+        Number of batches of the plan yielded before this pass.
     n_left
-        Batches that will come.
+        Number of batches that this pass will yield.
     has_last
-        Whether the last of them is the rank's last, which may be short: only one DataLoader worker has that.
+        True if this pass yields the rank's last batch, which may be short. Only one DataLoader worker of the
+        rank does.
 
     Attributes
     ----------
     fetches
-        Tells how the fetches are going.
+        Function that returns the current figures of the fetches.
     gather_s
-        Seconds of making batches of what was fetched, summed over threads.
+        Time spent assembling batches from fetched rows, summed over threads, in seconds.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class EpochStats:
         self._latest = self._start
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Pass `batches` on, adding up the time the consumer waits for them."""
+        """Yield `batches`, adding up the time the consumer waits for them."""
         iterator = iter(batches)
         while True:
             self._asked = asked = perf_counter()
@@ -103,31 +105,31 @@ class EpochStats:
     def _rows_of_latest(self) -> int:
         if self.plan is None:
             return 0
-        # All of a rank's batches are full but the last.
+        # Only the last batch of a rank may be short.
         if self._has_last and self.n_batches == self._n_left:
             return self.plan.n_rank_rows - (self.plan.n_batches - 1) * self.plan.batch_size
         return self.plan.batch_size
 
     @property
     def wait_share(self) -> float:
-        """Share of the time since the epoch began that the consumer spent waiting for batches."""
+        """Fraction of the time since the epoch began that the consumer spent waiting for batches."""
         elapsed = self._latest - self._start
         return self.wait_s / elapsed if elapsed > 0 else 0.0
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Count the making of a batch."""
+        """Add the duration of the ``with`` block, which assembles one batch, to `gather_s`."""
         start = perf_counter()
         yield
         self.gather_s += perf_counter() - start
 
     def now(self) -> dict[str, float]:
-        """Return ``clock_s``, since the epoch began, and ``waited_s`` of it, until this very moment."""
+        """Return ``clock_s``, the seconds since the epoch began, and ``waited_s``, the part of them spent waiting."""
         now, asked = perf_counter(), self._asked
         return {"clock_s": now - self._start, "waited_s": self.wait_s + (0.0 if asked is None else now - asked)}
 
     def freeze(self) -> None:
-        """Keep the figures of the fetches as they are, and no longer what tells them."""
+        """Store the current figures of the fetches and drop the reference to their source."""
         figures = self.fetches()
         self.fetches = lambda: figures
 
@@ -143,6 +145,7 @@ class EpochStats:
             "n_batches_before": self._n_done,
             "n_batches_left": self._n_left - self.n_batches,
             "n_rows": self.n_rows,
+            "n_control_rows": 0 if plan is None else self.n_rows * plan.sampler.n_controls,
             "n_rank_batches": 0 if plan is None else plan.n_batches,
             "n_rank_padded": 0 if plan is None else plan.n_rank_padded,
             "n_rank_dropped": 0 if plan is None else plan.n_rank_dropped,
@@ -158,12 +161,17 @@ class EpochStats:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the DataLoader workers of a rank did together; waiting and elapsed times are the longest."""
+    """Return the combined figures of the DataLoader workers of a rank.
+
+    Counts, bytes and the times of fetching and gathering are summed. Waiting and elapsed times are the longest of
+    all workers.
+    """
     result = dict(reports[0])
-    summed = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_fetching", "n_ready", "n_fetched")
+    batches_and_rows = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_control_rows")
+    summed = (*batches_and_rows, "n_fetching", "n_ready", "n_fetched")
     bytes_and_times = ("in_flight_bytes", "limit_bytes", "fetch_s", "read_s", "decode_s", "transfer_s", "gather_s")
     for name in (*summed, *bytes_and_times):
-        # A worker that failed before its first fetch has no limit to tell.
+        # A DataLoader worker that failed before its first fetch reports no limit.
         result[name] = sum(report[name] or 0 for report in reports)
     for name in ("wait_s", "elapsed_s", "wait_share"):
         result[name] = max(report[name] for report in reports)
@@ -172,7 +180,7 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def line_of(report: Mapping[str, Any]) -> str:
-    """Return what the log says of an epoch that has ended."""
+    """Return the log line of an epoch that has ended."""
     before = f" after the {report['n_batches_before']:,} of before" if report["n_batches_before"] else ""
     return (
         f"epoch {report['epoch']}, rank {report['rank']} of {report['world_size']}: {report['n_rows']:,} rows in "
@@ -183,29 +191,29 @@ def line_of(report: Mapping[str, Any]) -> str:
 
 
 class Bar(Protocol):
-    """What is told of each batch."""
+    """Interface of a progress bar, updated after each batch."""
 
     def update(self) -> Any:
-        """Count a batch."""
+        """Count one batch."""
 
 
 class _NoBar:
     def update(self) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
 
 @contextmanager
 def progress_bar(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Bar]:
-    """Show how far an epoch is, cells a second and the share of time that training waited.
+    """Show the progress of an epoch, cells per second, and the fraction of time that training waited.
 
     Parameters
     ----------
     stats
-        Of the epoch.
+        Figures of the epoch.
     n_batches
-        Batches that will come.
+        Number of batches that the epoch will yield.
     shown
-        Whether to show anything.
+        If False, show nothing.
     """
     if not shown:
         yield _NoBar()

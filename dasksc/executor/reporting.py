@@ -1,7 +1,8 @@
-"""What a rank tells the loader page of its scheduler's dashboard: about once a second, and at the end of an epoch.
+"""Reports of a rank to the loader page of its scheduler's dashboard.
 
-The figures are taken and sent by the Client's own event loop: an epoch never waits for them. The
-page (`dasksc.dashboard`) is asked for first, and a scheduler that has none is asked again now and then.
+A rank reports about once a second, and at the end of an epoch. The Client's own event loop takes and sends the
+figures, so an epoch never waits for them. A rank first checks that the scheduler has the page
+(`dasksc.dashboard`); if not, it repeats the check every few seconds.
 """
 
 from __future__ import annotations
@@ -24,25 +25,27 @@ __all__ = ["ASKED_FOR", "OPERATION", "reporting", "runs_here"]
 
 logger = logging.getLogger("dasksc.window.reporting")
 
-# In the scheduler's metadata, where a page is; and the operation that it adds to the scheduler's.
+# Key in the scheduler's metadata that is set if the page exists, and name of the scheduler operation that
+# receives reports.
 ASKED_FOR = "dasksc-loader-page"
 OPERATION = "dasksc_report"
-# Between two questions for a page that was not there.
+# Minimum time between two checks for a page that was missing.
 _PATIENCE_S = 5.0
-# To wait for the last report, so that it is not lost when the process ends.
+# Maximum wait for the last report, which would otherwise be lost when the process exits.
 _LAST_WORD_S = 1.0
 
 
 @contextlib.contextmanager
 def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Tell the page of a Client's scheduler `figures()` while the ``with`` block runs, and once more at its end.
+    """Report `figures()` to a Client's scheduler during the ``with`` block, and once more at its end.
 
     Parameters
     ----------
     client
-        The Client; None tells nobody.
+        Client of the scheduler; None reports nothing.
     figures
-        Called by the Client's event loop. Names and plain values, ``key`` among them, which tells loaders apart.
+        Function called by the Client's event loop. It returns plain values by name, among them ``key``, which
+        identifies the loader.
     """
     interval_s = config.get_seconds("report-interval")
     if client is None or interval_s is None:
@@ -61,7 +64,7 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
         yield
     finally:
         reporter.final = figures()
-        with contextlib.suppress(RuntimeError):  # the loop was closed
+        with contextlib.suppress(RuntimeError):  # The loop was closed.
             loop.call_soon_threadsafe(reporter.ended.set)
             if loop.is_running() and not runs_here(loop):
                 concurrent.futures.wait([running], _LAST_WORD_S)
@@ -69,9 +72,10 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a Client's scheduler: whether it has a page, and, on the loop's clock, since when.
+    """State of the reports to a Client's scheduler, in seconds of the event loop's clock.
 
-    `told_at` is when each loader was last reported.
+    `has_page` is True if the scheduler has the page, `asked_at` is the time of the last check, and `told_at` has the
+    time of the last report of each loader.
     """
 
     has_page: bool = False
@@ -92,7 +96,7 @@ class _Reporter:
         self.final: dict[str, Any] = {}
 
     async def run(self) -> None:
-        """Report until the end has been reported, or the Client closes."""
+        """Report until the end of the epoch has been reported or the Client closes."""
         known, clock = self._known, asyncio.get_running_loop().time
         key = self._figures()["key"]
         while self._client.status not in ("closing", "closed"):
@@ -108,7 +112,7 @@ class _Reporter:
                     known.has_page = await metadata(self._client, ASKED_FOR, default=False)
                 if known.has_page:
                     known.has_page = await self._report(is_last)
-            except OSError as error:  # no connection: the epoch itself says so, if it needs one
+            except OSError as error:  # Without a connection, the epoch itself raises an error if it needs one.
                 known.has_page = False
                 logger.debug("The loader page was not told: %s", error)
             if is_last:
@@ -120,7 +124,7 @@ class _Reporter:
 
 
 def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the calling thread is the one that runs `loop`, and must not wait for it."""
+    """Return True if the calling thread runs `loop`, and so must not wait for it."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Which Dask scheduler runs the fetches of this process, and on how many threads."""
+"""Choice of the Dask scheduler and of the number of threads for the fetches of this process."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _ADDRESS = re.compile(r"^[a-z+]+://\S+$|^[\w.\-]+:\d+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scheduler:
-    """Where fetches run.
+    """Scheduler that runs the fetches.
 
     Parameters
     ----------
     kind
-        ``"threads"``: the threads of this process; ``"synchronous"``: the thread that asks for the
-        result; ``"client"``: the workers of a distributed cluster.
+        ``"threads"``: threads of this process; ``"synchronous"``: the thread that requests the result;
+        ``"client"``: the workers of a distributed cluster.
     client
         The Client, for ``"client"`` only.
     """
@@ -69,15 +69,15 @@ class Scheduler:
 
     @property
     def in_process(self) -> bool:
-        """Whether results arrive as the very objects the fetches made, without being serialised."""
+        """True if results arrive as the objects that the fetches created, without serialization."""
         return self.client is None or _is_inproc(address_of(self.client))
 
     @property
     def n_threads(self) -> int | None:
-        """Threads of all workers of the cluster, as far as this process knows; None without one.
+        """Threads of all workers of the cluster, as known to this process; None without a cluster.
 
-        Asks nobody, so it may be read often: a scheduler in this process knows for now, of any other the Client
-        hears every two seconds (``distributed.client.scheduler-info-interval``).
+        Sends no request, so reading it is cheap. The count is current for a scheduler in this process. A Client of any
+        other scheduler updates it every two seconds (``distributed.client.scheduler-info-interval``).
         """
         if self.client is None:
             return None
@@ -92,26 +92,28 @@ class Scheduler:
 
 
 def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Scheduler:
-    """Settle which scheduler to use, in the process that will use it.
+    """Return the scheduler to use in the calling process.
 
-    Call it again in every process: a Client that was made before a fork is replaced by a new one
-    to the same address.
+    Call this again in every process: a Client created before a fork is replaced by a new one with the same
+    address.
 
     Parameters
     ----------
     scheduler
-        None: what ``dask.config`` says under ``scheduler``, else the active Client, else the scheduler that
-        ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE`` names (``scheduler-address`` and
-        ``scheduler-file`` in ``dask.config``), else threads. Inside a task of a Dask worker it is threads,
-        since a task that waits for other tasks of its own pool can wait for ever. Or ``"threads"``,
-        ``"synchronous"``, a Client, the address of a scheduler (``"tcp://host:8786"``) or the file that it
-        wrote (``"scheduler.json"``), to which this process connects once.
+        None, ``"threads"``, ``"synchronous"``, a Client, the address of a scheduler (``"tcp://host:8786"``) or
+        the path of its scheduler file (``"scheduler.json"``). This process connects once to each address.
+
+        None selects the first of these that is set: ``scheduler`` in ``dask.config``, the active Client, the
+        scheduler of ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE`` (``scheduler-address`` and
+        ``scheduler-file`` in ``dask.config``), and otherwise threads. Inside a task of a Dask worker, None selects
+        threads unless ``dask.config`` says otherwise, because a task that waits for other tasks of its own pool can
+        deadlock.
 
     Raises
     ------
     InputError
-        If `scheduler` is none of these, an asynchronous or closed Client, an address without answer, or a file
-        that is not there or names no address.
+        If `scheduler` is none of these, or is an asynchronous or closed Client, an address that does not answer,
+        or a file that does not exist or contains no address.
     """
     if isinstance(scheduler, Scheduler):
         return scheduler if scheduler.client is None else _with_client(scheduler.client)
@@ -136,9 +138,9 @@ def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Sche
 
 
 def portable_scheduler(scheduler: Scheduler | Client | str | None) -> str | None:
-    """Return what stands for `scheduler` in another process: a Client becomes its address.
+    """Return a description of `scheduler` that is valid in another process: the address of a Client, or the name.
 
-    A Client whose cluster lives in this very process cannot be reached from another one: None.
+    Return None for a Client whose cluster runs in this process, because no other process can reach it.
     """
     client: Any = scheduler.client if isinstance(scheduler, Scheduler) else scheduler
     if client is not None and _is_client(client):
@@ -156,7 +158,7 @@ def _active_scheduler() -> Scheduler:
         return Scheduler(kind="synchronous")
     if configured in _THREADS:
         return Scheduler(kind="threads")
-    # Nobody can have made a Client without importing distributed, which takes half a second.
+    # A Client exists only if distributed has been imported, and importing it takes half a second.
     distributed = sys.modules.get("distributed")
     if distributed is None or not hasattr(distributed, "Client"):
         return _configured_scheduler()
@@ -184,7 +186,7 @@ def _active_scheduler() -> Scheduler:
 
 
 def _configured_scheduler() -> Scheduler:
-    """Return the scheduler that Dask's configuration or environment names, else threads."""
+    """Return the scheduler set in Dask's configuration or environment, or else threads."""
     address = dask.config.get("scheduler-address", None)
     file = dask.config.get("scheduler-file", None)
     if address:
@@ -195,7 +197,7 @@ def _configured_scheduler() -> Scheduler:
 
 
 def _address_in(file: str) -> str:
-    """Return the address that a scheduler wrote into its scheduler file."""
+    """Return the address stored in a scheduler file."""
     try:
         return str(json.loads(Path(file).read_text())["address"])
     except OSError as error:
@@ -232,8 +234,8 @@ def _is_client(scheduler: object) -> bool:
 
 
 def address_of(client: Any) -> str:
-    """Return the address of a Client's scheduler, also once the Client is closed."""
-    # `scheduler` is None once the client is closed; what it was started with, or started, remains.
+    """Return the address of a Client's scheduler, even if the Client is closed."""
+    # A closed Client has no `scheduler`, but keeps the address or the cluster that it was created with.
     scheduler = client.scheduler
     if scheduler is not None:
         return str(scheduler.address)
@@ -247,41 +249,41 @@ def _is_inproc(address: str) -> bool:
     return address.startswith("inproc://")
 
 
-# One Client per process and address. `_before_fork` holds the Clients that a forked child inherits
-# but cannot use, because the threads that ran their event loops stayed in the parent; it keeps them
-# alive, because a Client that is collected closes itself, and would wait for its loop for ever.
+# One Client per process and address. `_before_fork` holds the Clients that a forked child inherits but
+# cannot use, because the threads of their event loops exist only in the parent. It keeps them alive: a
+# garbage-collected Client closes itself, and would wait forever for its loop.
 _lock = threading.Lock()
 _clients: dict[str, Any] = {}
 _before_fork: set[Client] = set()
-# Why it is not known, in a forked child, which Clients are of the parent.
+# Error raised in a forked child that cannot determine which Clients belong to its parent.
 _which_is_unknown: UnsupportedVersionError | None = None
-# Active Clients of which it has been said: an epoch settles its scheduler many times.
+# Active Clients for which a warning was logged, because an epoch resolves its scheduler many times.
 _said_asynchronous: weakref.WeakSet[Client] = weakref.WeakSet()
 _said_of_parent: weakref.WeakSet[Client] = weakref.WeakSet()
-# How to connect to a scheduler that asks for certificates, by address; a forked child needs it again.
+# Security settings by scheduler address. A forked child needs them to connect again.
 _securities: dict[str, Any] = {}
 
 
 def remember_security(address: str, security: Any) -> None:
-    """Use `security`, a `distributed.Security`, for connections to `address` that this process makes."""
+    """Use `security`, a `distributed.Security`, for connections of this process to `address`."""
     if security is not None:
         _securities[address] = security
 
 
 def securities_for_child() -> dict[str, Any]:
-    """Return how to connect to schedulers that ask for certificates, if a child process is being spawned.
+    """Return the security settings by scheduler address if a child process is being spawned, else an empty dict.
 
-    Private keys go through the pipe to a child of one's own; into any other pickle, which may end in a file, they
-    do not.
+    Private keys may be sent through the pipe to a child process. They are left out of every other pickle, which may be
+    written to a file.
     """
     return _securities if get_spawning_popen() is not None else {}
 
 
 def connected(address: Any, **options: Any) -> Client:
-    """Return a new Client of an address or a cluster, or close the one that could not connect and raise why.
+    """Return a new Client of an address or a cluster; if it cannot connect, close it and raise the error.
 
-    One left to the garbage collector would close itself wherever that runs: if that is in the thread that another
-    Client has just started, which holds a lock until then, both wait for ever.
+    Otherwise garbage collection would close the failed Client, in any thread. If that thread has just been started by
+    another Client, which holds a lock at that time, both deadlock.
     """
     import distributed
 
@@ -324,7 +326,7 @@ def _after_fork() -> None:
     if distributed is not None and hasattr(distributed, "Client"):
         try:
             _before_fork.update(clients_of_process(distributed))
-        except UnsupportedVersionError as error:  # nobody hears of what is raised here
+        except UnsupportedVersionError as error:  # Errors raised in a fork hook are lost, so this one is stored.
             _which_is_unknown = error
     _clients.clear()
 
@@ -333,17 +335,17 @@ after_fork(_after_fork)
 
 
 def cpu_count() -> int:
-    """Return how many CPUs this process may keep busy: its affinity and its cgroups' quotas, rounded up."""
+    """Return the number of CPUs available to this process, from its affinity and cgroup quotas, rounded up."""
     count: int = _dask_cpu_count()
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return count if quota is None else max(1, min(count, math.ceil(quota)))
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float | None:
-    """Return the least CPU quota of the process's cgroup (version 2) and those around it.
+    """Return the smallest CPU quota of the process's cgroup (version 2) and its ancestors.
 
-    Dask looks at the innermost group only, but a quota usually sits on a group further out: the
-    pod's, or the batch job's.
+    Dask reads the innermost group only, but a quota is usually set on an ancestor: the group of the pod or of the
+    batch job.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -369,5 +371,5 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
 
 
 def default_threads(*, local_world_size: int = 1, n_workers: int = 1) -> int:
-    """Return one rank's share of the CPUs, or the share of one of its `n_workers` DataLoader workers."""
+    """Return the number of CPUs of one rank, or of one of its `n_workers` DataLoader workers; at least 1."""
     return max(1, cpu_count() // (max(1, local_world_size) * max(1, n_workers)))

@@ -1,4 +1,4 @@
-"""What a fetch task does: fetch the same rows of several matrices."""
+"""Task of a fetch: the same rows of several matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FetchMatrices", "FetchedMatrices"]
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class FetchedMatrices:
-    """One fetch of every matrix, by name, and what the task that made it spent."""
+    """Fetched rows of every matrix, by name, and the time that the task spent reading and decoding."""
 
     parts: Mapping[str, Fetched]
     spent: Spent | None = None
@@ -33,27 +33,28 @@ class FetchedMatrices:
         return object.__sizeof__(self) + self.nbytes
 
     def compact(self) -> FetchedMatrices:
-        """Return the same rows in blocks of their own, which hold nothing else and travel as they are."""
+        """Return the same rows in arrays that hold nothing else and can be sent without conversion."""
         return FetchedMatrices({name: part.compact() for name, part in self.parts.items()}, self.spent)
 
 
 @dataclass(frozen=True, slots=True)
 class FetchMatrices:
-    """The task of a fetch: called with its rows, pure, and pickled once for a cluster.
+    """Task of a fetch: a pure function of its rows, pickled once per cluster.
 
     Parameters
     ----------
     matrices
-        What to fetch, by name.
+        Matrices to fetch from, by name.
     reading
-        Says of which of them files are not to be mapped; None: all are mapped that may be. Does not pickle.
+        Reading mode, which names the matrices whose files are not memory-mapped; None maps every file that can
+        be mapped. It cannot be pickled.
     """
 
     matrices: Mapping[str, Matrix]
     reading: Reading | None = None
 
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
-        """Fetch `rows`, ascending row numbers, of every matrix."""
+        """Fetch `rows`, ascending row numbers, from every matrix."""
         start = perf_counter()
         with Clock() as spent:
             parts = {name: self._fetch(name, matrix, rows) for name, matrix in self.matrices.items()}

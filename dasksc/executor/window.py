@@ -1,15 +1,15 @@
-"""The bounded, ordered window of fetches in flight.
+"""Bounded, ordered window of fetches in flight.
 
 A `Window` runs ``task(k)`` for each fetch number k, each as one Dask task, a few ahead of the
-consumer, and hands the results over in order. Results are held only until they are consumed: at most
-`depth` fetches are in flight or finished and not consumed, and at most `max_bytes` bytes.
+consumer, and returns the results in order. It holds results only until they are consumed: at most
+`depth` fetches and at most `max_bytes` bytes are in flight or finished and not consumed.
 
-However the consumer stops (exhaustion, ``break``, an error, Ctrl-C, the end of the interpreter), the
+However the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the
 window leaves no thread, task, future or key behind.
 
-What it runs on is behind one seam, the `Runner`: threads of this process or the asking thread itself
-(`dasksc.executor.local`), or the workers of a distributed cluster (`dasksc.executor.cluster.runner`, imported
-only where a Client is used).
+Fetches run behind a single interface, the `Runner`: on threads of this process or in the calling
+thread (`dasksc.executor.local`), or on the workers of a distributed cluster
+(`dasksc.executor.cluster.runner`, imported only if a Client is used).
 """
 
 from __future__ import annotations
@@ -46,57 +46,57 @@ __all__ = ["Window", "WindowStats"]
 
 T = TypeVar("T")
 
-EXIT_WAIT_S = 10.0  # for running fetches, at the end of the interpreter
+EXIT_WAIT_S = 10.0  # Maximum wait for running fetches when the interpreter exits.
 
 
 class Promise(Protocol):
-    """A fetch that was asked for: the part of `concurrent.futures.Future` that the window uses."""
+    """A submitted fetch: the part of `concurrent.futures.Future` that the window uses."""
 
     def result(self) -> Timed:
-        """Wait for the fetch; return how long it took, in seconds, and its result."""
+        """Wait for the fetch; return its duration in seconds and its result."""
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
+        """Return True if `result` would return or raise immediately."""
 
 
 class Runner(Protocol):
-    """Something that runs fetches."""
+    """Interface of everything that runs fetches."""
 
     @property
     def needs_executors(self) -> bool:
-        """Whether it can close only while the executors of this process (of the standard library) work."""
+        """True if closing requires the standard-library executors of this process to be running."""
 
     @property
     def transfer_s(self) -> float:
-        """Seconds from the ends of fetches to their results being here, summed."""
+        """Time from the end of each fetch until its result arrived in this process, summed, in seconds."""
 
     def submit(self, k: int) -> Any:
-        """Ask for fetch `k`; returns a `Promise`."""
+        """Submit fetch `k` and return its `Promise`."""
 
     def close(self, pending: Sequence[Any], *, wait_s: float, exiting: bool) -> None:
-        """Cancel the `pending` promises, let go of everything, and wait until nothing of it runs any more.
+        """Cancel the `pending` promises, release all resources, and wait until nothing runs any more.
 
-        Waits at most `wait_s` seconds. `exiting` says that the interpreter is about to. Called once, and once more
-        where Ctrl-C cut that short.
+        Waits at most `wait_s` seconds. `exiting` is True if the interpreter is exiting. Called once, and
+        once more if Ctrl-C interrupted the first call.
         """
 
 
 @dataclass(slots=True, kw_only=True)
 class WindowStats:
-    """What a window has done so far.
+    """Running totals of a window.
 
     Parameters
     ----------
     n_submitted
-        Fetches asked for.
+        Number of fetches submitted.
     n_done
-        Results consumed.
+        Number of results consumed.
     wait_s
-        Seconds the consumer spent waiting for results.
+        Time the consumer spent waiting for results, in seconds.
     fetch_s, read_s, decode_s
-        Seconds that the consumed fetches took, and of them what reading and decoding did, summed.
+        Time the consumed fetches took, and the parts of it spent reading and decoding, summed, in seconds.
     n_bytes
-        Size of the consumed results: their ``nbytes``, or else what `dask.sizeof` makes of them.
+        Size of the consumed results: their ``nbytes``, or `dask.sizeof` of results without it.
     """
 
     n_submitted: int = 0
@@ -109,7 +109,10 @@ class WindowStats:
 
 
 class _Flight:
-    """The fetches in flight. Apart from the window, so that the window can be collected while it lives."""
+    """Fetches in flight.
+
+    A separate object, so that a window can be garbage-collected while its fetches are in flight.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -120,20 +123,21 @@ class _Flight:
         self.exiting = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
-        # Handlers run last in, first out, so this one finds a Client still open.
+        # Handlers run in reverse order of registration, so a Client is still open when this one runs.
         atexit.register(self.close, wait_s=EXIT_WAIT_S, exiting=True)
         if runner.needs_executors:
             _to_close_early.add(self)
 
     @property
     def foreign(self) -> bool:
-        """Whether this is a copy in a forked child, whose threads and connections stayed in the parent."""
+        """True in a forked child, whose copy has neither the threads nor the connections of the parent."""
         return self._pid != os.getpid()
 
     def close(self, *, wait_s: float, exiting: bool = False) -> None:
-        """Let go of everything, once, in the process that made it.
+        """Release everything, once, in the process that created it.
 
-        Ctrl-C may cut that short anywhere. Then the next call does it all again: the window's finaliser at the latest.
+        Ctrl-C may interrupt this anywhere. The next call then repeats all of it, at the latest that of the window's
+        finalizer.
         """
         if self.foreign:
             return
@@ -154,9 +158,10 @@ class _Flight:
         _to_close_early.discard(self)
 
 
-# When the main thread ends, the executors of the standard library end before any handler of `atexit`
-# runs, and with them a Dask scheduler in this process. What depends on one is closed before that,
-# by the way that the executors use themselves; where Python has lost it, Dask logs an error or two.
+# When the main thread ends, the executors of the standard library shut down before handlers of `atexit`
+# run, and a Dask scheduler in this process stops working with them. Flights that depend on one are closed
+# earlier, by the hook that the executors themselves use. In a Python version without that hook, Dask may
+# log errors at exit.
 _to_close_early: set[_Flight] = set()
 
 
@@ -169,45 +174,46 @@ getattr(threading, "_register_atexit", atexit.register)(_close_early)
 
 
 class Window(Generic[T]):
-    """Results of ``task(k)`` for each k, in order, computed a few ahead.
+    """Ordered results of ``task(k)`` for each k, computed a few fetches ahead.
 
-    Iterating yields ``(k, result)``. Fetching starts when the window is made and goes on whenever a
-    result is taken. One thread at a time may iterate; any thread may `close`. Not for use after a
-    fork: a child makes a window of its own.
+    Iterating yields ``(k, result)``. Fetching starts when the window is created and continues whenever a
+    result is taken. Only one thread at a time may iterate; any thread may call `close`. A window cannot be
+    used after a fork: the child must create its own.
 
     Parameters
     ----------
     task
-        What a fetch does. Must pickle (by cloudpickle) for a Client whose workers are other processes;
-        it is sent to each worker once, not with each fetch.
+        Function that performs a fetch. It must pickle (with cloudpickle) for a Client whose workers are other
+        processes, and is sent to each worker once, not with each fetch.
     ks
-        The fetch numbers, in order.
+        Fetch numbers, in order.
     name
-        Prefix of the Dask keys, as the dashboard shows them: ``"dasksc-fetch-pbmc-e3-r1"``.
+        Prefix of the Dask keys, as shown on the dashboard: ``"dasksc-fetch-pbmc-e3-r1"``.
     depth
-        Fetches in flight, or finished and not consumed, at most; or a function that says how many for now, which is
-        called whenever a result is taken, as the workers of a cluster come and go. ``"synchronous"`` never runs ahead.
+        Maximum number of fetches in flight or finished and not consumed; or a function that returns the current
+        maximum. The function is called whenever a result is taken, because workers of a cluster come and go.
+        With the ``"synchronous"`` scheduler, no fetch runs ahead.
     scheduler
-        As for `resolve_scheduler`.
+        Scheduler that runs the fetches, as for `resolve_scheduler`.
     argument
-        What `task` gets instead of k. Called in this process, so that with a Client a fetch carries
-        its rows only, and the plan stays here.
+        Function of k that returns the argument of `task`; default: k itself. It is called in this process, so
+        a fetch sent through a Client carries only its rows, and the plan stays here.
     max_bytes
-        Bytes in flight, or finished and not consumed, at most; a fetch that has not finished counts
-        as the largest seen so far. One fetch is always let through, and only one until a size is known.
+        Maximum number of bytes in flight or finished and not consumed. An unfinished fetch counts as the
+        largest result so far. One fetch is always admitted, and only one until a size is known.
     describe
-        What to call fetch k in an error: file, fetch number, rows.
+        Function of k that returns a description of the fetch for error messages: file, fetch number, rows.
     n_threads
-        Threads for fetches in this process, all windows together; default `default_threads`.
+        Threads for fetches in this process, shared by all windows; default: `default_threads`.
     expected_bytes
-        What a result will probably weigh, by which fetches are let through until the first is there.
+        Expected size of a result, in bytes: the initial value of the largest result so far.
 
     Raises
     ------
     InputError
         If `depth`, `max_bytes` or `n_threads` is not positive, or the scheduler cannot be used.
     FetchError
-        From iteration, when the failed fetch's turn comes; ``__cause__`` is the original error.
+        During iteration, at the position of the failed fetch; ``__cause__`` is the original error.
     """
 
     def __init__(
@@ -250,7 +256,8 @@ class Window(Generic[T]):
                 runner = OnDemandRunner(name, ks, run)
                 self._depth = lambda: 0
         self._flight = _Flight(runner)
-        # A collected window must not wait: the collector may run in any thread, one of its own too.
+        # The finalizer must not wait: garbage collection may run in any thread, even one of the window's
+        # own.
         self._finalizer = weakref.finalize(self, self._flight.close, wait_s=0.0)
         self._finalizer.atexit = False
         try:
@@ -261,20 +268,20 @@ class Window(Generic[T]):
 
     @property
     def scheduler(self) -> Scheduler:
-        """Where the fetches run."""
+        """Scheduler that runs the fetches."""
         return self._scheduler
 
     @property
     def n_in_flight(self) -> int:
-        """Fetches asked for and not consumed."""
+        """Number of fetches submitted and not consumed."""
         return len(self._flight.promises)
 
     def figures(self) -> FetchFigures:
-        """Return how the fetches are going; any thread may ask."""
+        """Return the current figures of the fetches. Any thread may call this."""
         promises = [promise for _, promise in list(self._flight.promises)]
         try:
             n_fetching, n_bytes = self._weigh(promises)
-        except Exception:  # of a failed fetch, which is told at its turn
+        except Exception:  # A fetch failed; its error is raised at its position.
             n_fetching, n_bytes = sum(not promise.done() for promise in promises), 0
         return FetchFigures(
             n_fetching=n_fetching,
@@ -289,7 +296,7 @@ class Window(Generic[T]):
         )
 
     def next_is_done(self) -> bool:
-        """Whether the next result, or the end, can be had without waiting."""
+        """Return True if the next result, or the end, is available without waiting."""
         promises = self._flight.promises
         try:
             return promises[0][1].done()
@@ -328,7 +335,7 @@ class Window(Generic[T]):
                 raise self._end() from None
             raise self._fetch_error(k, error) from error
         finally:
-            del promise  # it holds the error, whose traceback holds this frame
+            del promise  # The promise holds the error, whose traceback holds this frame.
         with flight.lock:
             if flight.closed:
                 raise self._end()
@@ -345,12 +352,12 @@ class Window(Generic[T]):
         return k, result
 
     def _end(self) -> Exception:
-        if self._flight.exiting:  # not the end of the epoch, for a thread that outlives the main thread
+        if self._flight.exiting:  # In a thread that outlives the main thread, this is not the end of the epoch.
             return FetchError("The interpreter is exiting, and the fetches have been cancelled.")
         return StopIteration()
 
     def close(self) -> None:
-        """Cancel what is in flight and wait until nothing runs any more. Idempotent."""
+        """Cancel the fetches in flight and wait until nothing runs any more. Idempotent."""
         self._flight.close(wait_s=math.inf)
         self._finalizer.detach()
 
@@ -368,7 +375,7 @@ class Window(Generic[T]):
     def _fill(self, depth: int) -> None:
         flight = self._flight
         while True:
-            # The lock keeps a concurrent close from missing the promise.
+            # The lock prevents a concurrent close from missing the new promise.
             with flight.lock:
                 k = self._next_k
                 if flight.closed or k is None or len(flight.promises) >= depth or not self._fits():
@@ -377,7 +384,8 @@ class Window(Generic[T]):
                     promise = flight.runner.submit(k)
                     self._next_k = next(self._ks, None)
                 except Exception as error:
-                    # Told at its turn, like any other failure; the results before it are good.
+                    # Raised at the position of this fetch, like any other failure, because the earlier
+                    # results are valid.
                     promise = Future()
                     promise.set_exception(error)
                     self._next_k = None
@@ -391,11 +399,11 @@ class Window(Generic[T]):
         try:
             n_running, held_bytes = self._weigh([promise for _, promise in promises])
         except Exception:
-            return False  # nothing after a failed fetch will be wanted
+            return False  # Results after a failed fetch are never consumed.
         return self._largest is not None and held_bytes + (n_running + 1) * self._largest <= self._max_bytes
 
     def _weigh(self, promises: Sequence[Promise]) -> tuple[int, int]:
-        """Return how many fetches have not finished, and the bytes of those that have."""
+        """Return the number of unfinished fetches and the total bytes of finished ones."""
         held_bytes = n_running = 0
         for promise in promises:
             if not promise.done():
@@ -413,7 +421,7 @@ class Window(Generic[T]):
 
 
 class _Composed(Generic[T]):
-    """``task(argument(k))``."""
+    """Composition ``task(argument(k))``, as a function of k."""
 
     def __init__(self, task: Callable[[Any], T], argument: Callable[[int], Any]) -> None:
         self._task = task

@@ -1,1 +1,1 @@
-"""What an atlas holds and what an epoch will be, before anything is read."""
+"""Inspection of an atlas and of its epochs before any matrix is read."""

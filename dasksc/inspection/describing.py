@@ -1,4 +1,4 @@
-"""What is in an atlas, how it is stored, how fast it can be read, and what to do about it."""
+"""Description of an atlas: its contents, storage and reading rates, with advice."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from dasksc.storage import is_url, shown
 
 __all__ = ["describe"]
 
-# Files of many that are looked at.
+# Maximum number of files inspected.
 _MAX_FILES = 64
-# Blocks that read so much slower than long ones are worth a word.
+# Advice is given if single rows are read at less than this fraction of the rate of long blocks.
 _SLOW_BLOCKS = 0.5
 
 
 def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Description:
-    """Tell what is in an atlas, how it is stored, how fast it can be read here, and what to do about it.
+    """Describe the contents and the storage of an atlas, measure how fast it is read here, and give advice.
 
     Parameters
     ----------
     data
-        What `dasksc.open` takes, or `Modalities`. How it is stored is told of paths and URLs, of the first 64 of many;
-        not of an AnnData that is open already.
+        Argument of `dasksc.open`, or `Modalities`. The storage is described for paths and URLs (at most
+        64 of them), but not for an AnnData that is already open.
     join
-        Of several, as for `dasksc.open`.
+        Join of several atlases, as for `dasksc.open`.
     seconds
-        For how long each of four probes reads batches of X: dense and CSR, by blocks of 64 rows and by single ones.
-        0 for none.
+        Duration of each of four probes in seconds; 0 skips them. The probes read batches of X, dense and CSR, in
+        blocks of 64 rows and of single rows.
 
     Returns
     -------
     Description
-        ``print(dasksc.describe("atlas.h5ad"))`` shows it.
+        Description of the atlas; ``print(dasksc.describe("atlas.h5ad"))`` prints a report.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
         obs=tuple(_columns(opened.obs)),
         matrices=tuple(matrices),
         rates=rates,
-        # Several that are each shuffled are not shuffled as one.
+        # Several shuffled files are not shuffled as a whole.
         advice=tuple(_advice(matrices, rates, is_shuffled=len(parts) == 1 and stored[0].is_shuffled)),
     )
 
@@ -109,7 +109,7 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
                 f"{one.key} is stored by columns, so that the first fetch reads all of it; dasksc convert writes it by "
                 "rows"
             )
-    # Of a modality, X has its name before it.
+    # The key of a modality's X starts with the name of the modality.
     x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
     if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
         yield "chunks of X hold more rows than a fetch, and are decoded for few; dasksc convert makes them smaller"

@@ -1,4 +1,4 @@
-"""What is found in an atlas, and its report."""
+"""Description of an atlas, and its printed report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Column:
     Parameters
     ----------
     name, dtype
-        As pandas has them.
+        Name and data type of the column in pandas.
     n_classes
-        Categories; None where it is no categorical.
+        Number of categories; None if the column is not categorical.
     n_missing
-        Rows without a value.
+        Number of rows without a value.
     """
 
     name: str
@@ -40,25 +40,25 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMatrix:
-    """How a matrix is stored; of several files, those that store it alike are one.
+    """Storage of a matrix. Matrices that several files store in the same way are merged into one.
 
     Parameters
     ----------
     key
         ``"X"``, ``"layers/counts"``, ``"raw/X"``, ...
     n_files
-        Files that store it like this.
+        Number of files that store the matrix in this way.
     encoding
         ``"csr"``, ``"csc"`` or ``"dense"``.
     dtype, indices_dtype
-        Of the values, and of column numbers where there are any.
+        Data type of the values, and of the column numbers of a sparse matrix, else None.
     chunks, shards
-        Shape of a chunk (of values) and of what holds several; None where it is contiguous, or not sharded.
+        Shape of a chunk of values, None if they are contiguous, and of a shard, None if there are no shards.
     codec
-        What chunks are compressed by; None where they are not.
+        Compression of the chunks; None if they are uncompressed.
     nbytes, stored_bytes
-        Uncompressed, and as stored, over all files; `stored_bytes` is None of a Zarr store on a web server, which does
-        not tell what it has.
+        Uncompressed and stored size of all files, in bytes. `stored_bytes` is None for a Zarr store on a web server,
+        which cannot list its contents.
     """
 
     key: str
@@ -88,18 +88,18 @@ class StoredMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast batches came in a short probe, on this machine and from its page cache as it was.
+    """Rate of batches in a short probe on this machine, from the page cache in its current state.
 
     Parameters
     ----------
     layout
-        Of the batches.
+        Layout of the batches.
     block_size
-        Rows that were read as one.
+        Rows per block of contiguous rows; 1 for single rows.
     rows_per_s
-        Rows a second.
+        Rows per second.
     first_batch_s
-        Until the first batch, in which kernels may be compiled.
+        Time until the first batch in seconds, which may include the compilation of kernels.
     """
 
     layout: Layout
@@ -110,14 +110,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modality:
-    """A modality of several.
+    """One modality of a multimodal collection.
 
     Parameters
     ----------
     name
-        Before the keys of its matrices, and its columns of obs.
+        Name of the modality, the prefix of the keys of its matrices and of its obs columns.
     n_vars
-        Its variables.
+        Number of its variables.
     """
 
     name: str
@@ -129,26 +129,26 @@ class Modality:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What `dasksc.describe` found; printing it shows the report.
+    """Result of `dasksc.describe`; printing it shows a report.
 
     Parameters
     ----------
     name
-        What was described.
+        Name of the atlas.
     n_files
-        Files or stores.
+        Number of files or stores.
     n_obs, n_vars
-        Cells and genes; of several modalities, the cells that all have, and the variables of all.
+        Number of cells and genes. With several modalities, the cells that all of them have, and the variables of all.
     modalities
-        Of a MuData; empty where there is one matrix X.
+        Modalities of a MuData; empty if there is a single matrix X.
     obs
-        Columns.
+        Columns of obs.
     matrices
-        How what has a row per cell is stored.
+        Storage of the matrices with one row per cell.
     rates
-        How fast it was read.
+        Measured rates of batches.
     advice
-        What could be better, and how.
+        Possible improvements, and how to make them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A dry run: what an epoch will be, computed from its plan, before anything of a matrix is read."""
+"""Dry run of an epoch, computed from its plan before any matrix is read."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "diversity"]
 
-# Rows of the epoch that are looked at for its mix of classes, at most.
+# Maximum number of rows of the epoch whose classes are counted.
 _LOOKED_AT = 2**20
 
 
 def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, label_key: str | None = None) -> Check:
-    """Tell what the next epoch will be, without reading X.
+    """Describe the next epoch without reading X.
 
     Parameters
     ----------
     data
-        A data set, or the DataLoader of one, whose workers and prefetched batches are then counted.
+        A data set, or a DataLoader of one. The workers and prefetched batches of a DataLoader count towards memory.
     world_size
-        How many ranks to plan for; default: as many as there are now.
+        Number of ranks to plan for; default: the current number of ranks.
     label_key
-        The obs column whose classes to count; default: the strategy's labels, or else the first column of
+        The obs column whose classes are counted; default: the labels of the strategy, or else the first column of
         ``obs=`` that has classes.
 
     Returns
     -------
     Check
-        What each rank gets, what is padded or dropped, the mix of classes, the memory, and warnings of what could
-        be better. ``print(dasksc.check(dataset))`` shows it.
+        Rows of each rank, padded and dropped rows, class frequencies, memory, and warnings about possible
+        improvements. ``print(dasksc.check(dataset))`` prints a report.
 
     Raises
     ------
     InputError
-        If `data` is neither, or `world_size` is not positive.
+        If `data` is not a data set or a DataLoader of one, or `world_size` is not positive.
     """
     dataset = getattr(data, "dataset", data)
     if not isinstance(dataset, scDataset):
@@ -101,25 +101,26 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
             *warnings_of_mixing(plan, name, labels),
             *warnings_of_sets(plan),
         ),
+        genes=_genes_of(dataset),
     )
 
 
 def diversity(dataset: Any, column: str, n_batches: int = 1000) -> Diversity:
-    """Measure how well the batches of a data set mix the labels of an obs column; reads no matrix.
+    """Measure how well the batches of a data set mix the labels of an obs column, without reading a matrix.
 
     Parameters
     ----------
     dataset
         A `scDataset` of an AnnData.
     column
-        Which column of obs, such as ``"plate"``.
+        Name of the obs column, such as ``"plate"``.
     n_batches
-        About how many batches of this rank's next epoch to look at.
+        Approximate number of batches to inspect, from the next epoch of this rank.
 
     Returns
     -------
     Diversity
-        Mean and spread of the entropy of batches, beside those of ideal random batches.
+        Mean and spread of the entropy of the batches, and those of ideal random batches.
     """
     measured: Diversity = dataset.plan().diversity(parts_of(dataset).source.labels_of(column), n_batches)
     return measured
@@ -136,8 +137,15 @@ def _share_of(plan: EpochPlan) -> RankShare:
     )
 
 
+def _genes_of(dataset: scDataset) -> tuple[str, ...]:
+    match = dataset.gene_match
+    if isinstance(match, dict):
+        return tuple(f"{modality}: {one}" for modality, one in match.items())
+    return () if match is None else (str(match),)
+
+
 def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, Any]:
-    """The column to look at, and its labels; None where there is none."""
+    """Return the column whose classes are counted, and its labels; None for each that does not exist."""
     strategy = dataset.strategy
     name = label_key or getattr(strategy, "label_key", None)
     labels = getattr(strategy, "labels", None)
@@ -149,7 +157,7 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
-    """Count the classes of rows spread over the epoch, in storage order."""
+    """Count the classes of rows at equal intervals in the epoch, in storage order."""
     codes, names = encode_labels(labels)
     positions = np.linspace(0, plan.n_rows - 1, min(plan.n_rows, _LOOKED_AT)).astype(np.int64)
     drawn = _shares(codes[plan.sampler.draw(plan.seed, plan.epoch).rows(positions)], len(names))

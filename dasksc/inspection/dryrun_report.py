@@ -1,4 +1,4 @@
-"""What an epoch will be, and its report."""
+"""Result of a dry run, and its printed report."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _N_SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What a rank gets of the epoch.
+    """Share of an epoch that one rank reads.
 
     Parameters
     ----------
     rank
-        Which.
+        Rank.
     n_rows, n_fetches, n_batches
-        What it yields, and in how many fetches it reads that.
+        Rows and batches that the rank yields, and the number of fetches that read them.
     n_padded, n_dropped
-        Rows it yields that another rank yields too; rows dealt to it that it leaves out.
+        Rows that the rank yields although another rank yields them, and rows dealt to it that it drops.
     """
 
     rank: int
@@ -47,16 +47,16 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassShare:
-    """How often a class comes.
+    """Frequency of a class.
 
     Parameters
     ----------
     name
-        Its label.
+        Label of the class.
     drawn
-        Its share of the rows of the epoch that have a label.
+        Fraction of the class among the labeled rows of the epoch.
     stored
-        Its share of those of the collection.
+        Fraction of the class among the labeled rows of the collection.
     """
 
     name: Any
@@ -66,47 +66,49 @@ class ClassShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What `dasksc.check` found; printing it shows the report.
+    """Result of `dasksc.check`; printing it shows a report.
 
     Parameters
     ----------
     name
-        The data set and its strategy.
+        Names of the data set and of its strategy.
     epoch
-        Which epoch it is of.
+        Number of the epoch.
     n_obs
-        Rows of the collection.
+        Number of rows of the collection.
     n_rows
-        Rows of the epoch over all ranks, before any are repeated or left out.
+        Number of rows of the epoch over all ranks, before padding and dropping.
     n_blocks, block_size
-        Blocks that are dealt to the ranks, the last of which may be short, and their rows.
+        Number of blocks that are dealt to the ranks, and rows per block; the last block may be shorter.
     batch_size, global_batch_size
-        Rows of a batch of one rank, and of all ranks together.
+        Rows per batch, for one rank and for all ranks together.
     fetch_size
-        Rows of a fetch.
+        Rows per fetch.
     ranks
-        What each rank gets.
+        Share of each rank.
     n_padded, n_dropped
-        Rows repeated and left out, over all ranks.
+        Numbers of padded and of dropped rows, over all ranks.
     set_size, n_controls, sets
-        Of `CellSets`: cells of a set, control cells for each of them, and what the strategy found; None, 0 and None
-        for other strategies.
+        For `CellSets`: cells per set, control cells per cell, and the counts found by the strategy. None, 0 and
+        None for other strategies.
     label_key
-        The column whose classes are counted.
+        Column whose classes are counted.
     classes
-        Its classes, those that most rows are of first.
+        Classes of that column, the most frequent first.
     num_workers, prefetch_factor
-        Of the DataLoader.
+        Settings of the DataLoader.
     process_bytes, prefetched_bytes
-        Memory that one reading process needs at most, and that of batches the DataLoader holds ready; None where
-        rows have no known size.
+        Upper bound of the memory of one reading process, and of the batches that the DataLoader prefetches, in bytes;
+        None if the size of rows is unknown.
     pages_bytes
-        Pages of files that one reading process needs in the page cache at the same time.
+        Page cache that one reading process needs simultaneously, in bytes.
     job_bytes
-        What a rank needs in a job whose memory is limited: all of the above, the interpreter and the libraries, but
-        no model.
+        Memory that a rank needs in a job with a memory limit, in bytes: all of the above, the interpreter and the
+        libraries, but not the model.
     warnings
-        What could be better, and how.
+        Possible improvements, and how to make them.
+    genes
+        How the gene names matched, one line for each modality.
     """
 
     name: str
@@ -133,15 +135,16 @@ class Check:
     pages_bytes: int | None
     job_bytes: int | None
     warnings: tuple[str, ...]
+    genes: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the epoch."""
+        """Number of ranks that share the epoch."""
         return len(self.ranks)
 
     @property
     def rank_bytes(self) -> int | None:
-        """Memory that a rank needs at most, its DataLoader workers and their batches included."""
+        """Upper bound of the memory of a rank, including its DataLoader workers and their batches, in bytes."""
         if self.process_bytes is None or self.prefetched_bytes is None:
             return None
         return max(1, self.num_workers) * self.process_bytes + self.prefetched_bytes
@@ -179,6 +182,8 @@ class Check:
             rest = len(self.classes) - len(shown)
             more = f" and {rest} more" if rest else ""
             yield f"  {self.label_key or 'classes'}: {', '.join(shown)}{more}"
+        for line in self.genes:
+            yield f"  genes    {line}"
         yield f"  memory   {self._memory()}"
         if self.job_bytes is not None:
             yield (

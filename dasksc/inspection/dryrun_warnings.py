@@ -1,4 +1,4 @@
-"""What could be better about an epoch, and how."""
+"""Warnings about possible improvements of an epoch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dasksc.storage import is_url
 
 __all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sets", "warnings_of_sizes"]
 
-# Batches whose labels are less mixed than this share of random ones' are warned of.
+# A warning is given if the label entropy of batches is below this fraction of that of random batches.
 _MIXED = 0.9
 _MUCH_DROPPED = 0.05
-# Less wanted of what crosses a network than this share is warned of.
+# A warning is given if less than this fraction of the data sent over the network is used.
 _WANTED = 0.5
 
 
 def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
-    """Warn of sizes that leave rows, ranks or most of what is read without use."""
+    """Yield warnings about sizes that leave rows, ranks or most of the data read unused."""
     if not plan.n_rows:
         yield "there are no rows to read: indices= leaves none"
         return
@@ -60,7 +60,7 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
 
 
 def _wanted_share(plan: EpochPlan, n_obs: int, chunk_rows: float) -> float:
-    """Return the rows of a fetch as a share of all in the chunks that its blocks lie in, were they anywhere."""
+    """Return the used fraction of the chunks that a fetch reads, if its blocks lie at random positions."""
     chunk_rows = max(1.0, chunk_rows)
     n_blocks = plan.fetch_rows / plan.block_size
     n_obs = max(1, n_obs)
@@ -70,7 +70,7 @@ def _wanted_share(plan: EpochPlan, n_obs: int, chunk_rows: float) -> float:
 
 
 def warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
-    """Warn of DataLoader settings that do not fit the data set; None is no DataLoader."""
+    """Yield warnings about DataLoader settings that do not suit the data set; none if `loader` is None."""
     if loader is None:
         return
     if loader.batch_size is not None:
@@ -86,7 +86,7 @@ def warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
 
 
 def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterator[str]:
-    """Warn of batches that mix labels less than random ones would."""
+    """Yield a warning if batches mix labels less well than random batches."""
     if labels is None or not plan.n_fetches or isinstance(plan.sampler, SetSampler):
         return
     share = plan.diversity(labels).share
@@ -99,7 +99,7 @@ def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterat
 
 
 def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
-    """Warn of cells that sets leave out, repeat or compare with controls that match less."""
+    """Yield warnings about cells that are left out, repeated, or compared with controls that match in fewer columns."""
     sampler = plan.sampler
     if not isinstance(sampler, SetSampler):
         return

@@ -1,4 +1,4 @@
-"""How fast batches of an atlas come in short probes."""
+"""Short probes of the rate at which batches of an atlas are read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dasksc.loader import scDataset
 from dasksc.sampling.strategies import BlockShuffling
 from dasksc.storage import Layout
 
-__all__ = ["BLOCK_SIZES", "read_rates"]
+__all__ = ["BLOCK_SIZES", "rate_of", "read_rates"]
 
-# As in the benchmarks: batches of 64 rows, of which a fetch holds 64.
+# As in the benchmarks: batches of 64 rows, and 64 batches per fetch.
 _BATCH_SIZE = 64
 _FETCH_FACTOR = 64
 BLOCK_SIZES = (64, 1)
 
 
 def read_rates(data: AnnData | Modalities, seconds: float) -> Iterator[Rate]:
-    """Read dense and CSR batches for some seconds each, by blocks of each size."""
+    """Measure the rate of dense and of CSR batches for each block size, each for `seconds` seconds."""
     layouts: tuple[Layout, ...] = ("dense", "csr")
     for layout in layouts:
         for block_size in BLOCK_SIZES:
@@ -38,11 +38,14 @@ def read_rates(data: AnnData | Modalities, seconds: float) -> Iterator[Rate]:
                 world_size=1,
                 seed=0,
             )
-            yield _rate(dataset, layout, block_size, seconds)
+            yield rate_of(dataset, layout=layout, block_size=block_size, seconds=seconds)
 
 
-def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -> Rate:
-    """Read for some seconds, and a fetch at least, after a first fetch that is not counted; epoch after epoch."""
+def rate_of(dataset: scDataset, *, layout: Layout, block_size: int, seconds: float) -> Rate:
+    """Measure the rate of batches for at least `seconds` seconds and one fetch, repeating epochs.
+
+    The first fetch is not counted.
+    """
 
     def batches() -> Iterator[Any]:
         while True:
@@ -52,8 +55,9 @@ def _rate(dataset: scDataset, layout: Layout, block_size: int, seconds: float) -
     endless = batches()
     next(endless)
     first_batch_s = perf_counter() - start
-    # Kernels are compiled in the first fetch, and it was there when its first batch was.
-    for _ in range(min(len(dataset), _FETCH_FACTOR) - 1):
+    # Skip the first fetch. It compiles kernels, and all of its batches are available together with the
+    # first one.
+    for _ in range(min(len(dataset), dataset.fetch_factor) - 1):
         next(endless)
     n_rows, elapsed_s = 0, 0.0
     start = perf_counter()

@@ -1,4 +1,4 @@
-"""How the matrices of an atlas are stored."""
+"""Storage of the matrices of an atlas."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ import zarr
 from dasksc.errors import StorageError
 from dasksc.inspection.description import StoredMatrix
 from dasksc.storage import Cache, Place, is_url, open_place
+from dasksc.storage.safety.zarr_codecs import codecs_within
 
 __all__ = ["Stored", "alike", "stored_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What is known of one file or store: its matrices, and whether `dasksc.convert` has shuffled its cells."""
+    """Matrices of one file or store. `is_shuffled` is True if `dasksc.convert` has shuffled its cells."""
 
     matrices: tuple[StoredMatrix, ...] = ()
     is_shuffled: bool = False
 
 
 def stored_part(part: Any) -> Stored:
-    """Describe a file or store; of what is in memory nothing is known."""
+    """Describe the storage of a file or store; the result is empty for data in memory."""
     with _root_of(part) as root:
         if root is None:
             return Stored()
         how = root.attrs.get("dasksc")
-        # What was put together by a column of obs is in no random order, shuffled within or not.
+        # Cells grouped by obs columns are not in random order, even if they are shuffled within groups.
         is_shuffled = isinstance(how, Mapping) and how.get("order") == "shuffle" and how.get("group_by") is None
         return Stored(matrices=tuple(_matrices_of(root)), is_shuffled=is_shuffled)
 
 
 @contextmanager
 def _root_of(part: Any) -> Iterator[Any]:
-    """Open a file or store by its path or URL; None for what is neither."""
+    """Open a file or store by its path or URL; yield None for anything else."""
     if not isinstance(part, str | os.PathLike):
         yield None
         return
@@ -97,12 +98,12 @@ def _stored_bytes(array: h5py.Dataset | zarr.Array[Any]) -> int | None:
         return int(array.id.get_storage_size())
     try:
         return int(array.nbytes_stored())
-    except StorageError:  # a web server does not list what it has
+    except StorageError:  # A web server cannot list the contents of a store.
         return None
 
 
 def _total(sizes: Iterable[int | None]) -> int | None:
-    """Return the sum of sizes; None if one of them is not known."""
+    """Return the sum of sizes; None if any of them is unknown."""
     total = 0
     for size in sizes:
         if size is None:
@@ -112,13 +113,15 @@ def _total(sizes: Iterable[int | None]) -> int | None:
 
 
 def _codec(array: Any) -> str | None:
-    """Return the names of what compresses an array's chunks; None where nothing does."""
+    """Return the names of the filters and compressors of an array's chunks; None if there are none."""
     if isinstance(array, h5py.Dataset):
         pipeline = array.id.get_create_plist()
         filters = [pipeline.get_filter(i) for i in range(pipeline.get_nfilters())]
         names = [_filter_name(number, text.decode()) for number, _, _, text in filters]
     else:
-        names = [_compressor_name(one) for one in (*array.filters, *array.compressors)]
+        names = [
+            _compressor_name(one) for codec in (*array.filters, *array.compressors) for one in codecs_within(codec)
+        ]
     return ", ".join(names) or None
 
 
@@ -134,10 +137,10 @@ def _compressor_name(compressor: Any) -> str:
 
 
 def alike(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix]:
-    """Return as one what several files store alike."""
+    """Merge matrices that several files store in the same way."""
 
     def kind(one: StoredMatrix) -> tuple[Any, ...]:
-        # Chunks are as long as a short array is, so of several files their lengths say little.
+        # Chunk shapes are not compared: the chunks of a short array are only as long as the array.
         return one.key, one.encoding, one.dtype, one.indices_dtype, one.codec, one.shards is None, one.chunks is None
 
     groups: dict[tuple[Any, ...], list[StoredMatrix]] = {}

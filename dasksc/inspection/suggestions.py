@@ -21,15 +21,15 @@ Hook = Callable[..., Any]
 
 _GIB = 1024**3
 _MIB = 1024**2
-# Beyond this the blocks of a fetch are many enough for any shuffle, and a fetch only gets later.
+# A fetch of this many batches has enough blocks for any shuffle; a larger one only takes longer.
 _MAX_FETCH_FACTOR = 256
-# One fetch is being handed out while the next is read.
+# One fetch is yielded while the next one is read.
 _FETCHES_IN_FLIGHT = 2
-# Block sizes that are measured, where there are labels to measure by.
+# Block sizes to measure if there are labels.
 _BLOCK_SIZES = (1, 4, 16, 64, 256, 1024)
-# How well batches are mixed at least, as a share of the entropy of ideal ones.
+# Minimum entropy of the labels of a batch, as a fraction of that of ideal batches.
 _LEAST_DIVERSITY = {"conservative": 0.99, "balanced": 0.95, "aggressive": 0.8}
-# A block that reads this near to the fastest is not made larger.
+# Fraction of the highest rate at which a smaller block size is preferred.
 _FAST_ENOUGH = 0.9
 
 
@@ -41,23 +41,23 @@ def estimate_sample_size(
     batch_callback: Hook | None = None,
     batch_transform: Hook | None = None,
 ) -> int:
-    """Estimate what one row takes in memory on its way to the training loop.
+    """Estimate the memory that one row takes on its way to the training loop.
 
     Parameters
     ----------
     data_collection
-        What `scDataset` takes: a path, an AnnData, a Dask array, or anything indexed by rows.
+        Argument of `scDataset`: a path, an AnnData, a Dask array, or any object indexed by rows.
     n_samples
-        How many rows to read where metadata do not tell.
+        Number of rows to read if metadata do not determine the size.
     fetch_callback, fetch_transform, batch_callback, batch_transform
-        The hooks that `scDataset` will be given; they run on the rows that are read.
+        Hooks of the `scDataset`, which are applied to the rows read.
 
     Returns
     -------
     int
-        Bytes per row. Without hooks a path, an AnnData and a Dask array are not read:
-        a row is n_vars float32 values then, as it is yielded. Otherwise `n_samples` rows spread
-        over the collection are read in one go, and the mean is taken.
+        Bytes per row. Without hooks, a path, an AnnData and a Dask array are not read: a row is then
+        n_vars float32 values, as it is yielded. Otherwise, `n_samples` rows at equal intervals in the collection
+        are read at once, and their mean size is returned.
     """
     if isinstance(data_collection, (str, os.PathLike)):
         from dasksc.atlas.opening import open as open_collection
@@ -96,41 +96,43 @@ def suggest_parameters(
     *,
     labels: Any = None,
 ) -> dict[str, Any]:
-    """Suggest parameters from the memory of this machine, the size of a row, and what mixes labels well and fast.
+    """Suggest parameters from the memory of this machine, the size of a row, and measured mixing and speed.
 
     Parameters
     ----------
     data_collection
-        What `scDataset` takes.
+        Argument of `scDataset`.
     batch_size
         Rows per minibatch.
     target_ram_fraction
-        Share of the memory now available that loading may take, all workers together.
+        Fraction of the available memory that loading may take, over all DataLoader workers.
     max_workers, min_workers
-        Bounds on ``num_workers``. Loading is threaded within the rank, so the fewest are suggested.
+        Bounds on ``num_workers``. The minimum is suggested, because a rank loads with its own threads.
     verbose
-        Whether to print the suggestions and their reasons.
+        If True, print the suggestions and their reasons.
     fetch_callback, fetch_transform, batch_callback, batch_transform
-        The hooks that `scDataset` will be given.
+        Hooks of the `scDataset`.
     labels
-        What batches are to mix: one label per row, or the name of an obs column. With them the block sizes
-        are chosen by measuring: of blocks from 1 to 1,024 rows the diversity of the batches (from the plan)
-        and the rows per second of some fetches, which are read. Without them they follow from `fetch_factor`.
+        Labels that batches should mix: one label per row, or the name of an obs column. If given, the block sizes
+        are chosen by measurement, for blocks of 1 to 1,024 rows: the diversity of the batches is computed from the
+        plan, and the rows per second are measured by reading some fetches. Otherwise the block sizes are derived from
+        `fetch_factor`.
 
     Returns
     -------
     dict
-        ``num_workers`` and ``prefetch_factor`` for the DataLoader (None without workers, as torch wants
-        it), ``fetch_factor``, ``block_size_conservative`` (more random), ``block_size_balanced``,
+        ``num_workers`` and ``prefetch_factor`` for the DataLoader (None without workers, as PyTorch requires),
+        ``fetch_factor``, ``block_size_conservative`` (more random), ``block_size_balanced``,
         ``block_size_aggressive`` (faster on compressed files), ``estimated_memory_per_fetch_mb``,
-        ``estimated_total_memory_mb`` and ``system_info``. With `labels` also ``measured``: of each block
-        size the ``diversity``, 1 for ideal batches, and ``rows_per_s``. The three block sizes are then the
-        smallest ones within 10 % of the fastest of those that reach 99 %, 95 % and 80 % of the ideal.
+        ``estimated_total_memory_mb`` and ``system_info``. With `labels`, it also has ``measured``, with the
+        ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. The three block sizes then
+        reach 99 %, 95 % and 80 % of the ideal diversity. Each is the smallest that does so at a rate within 10 %
+        of the fastest.
 
     Notes
     -----
-    The suggestion depends on the machine, and the order of an epoch depends on ``fetch_factor``: settle
-    it once and give the same to every rank and every later run.
+    The suggestion depends on the machine, and the order of an epoch depends on ``fetch_factor``. Choose
+    ``fetch_factor`` once, and use the same value on every rank and in every later run.
     """
     available_bytes, total_bytes = _memory_of_machine()
     sample_bytes = estimate_sample_size(
@@ -181,7 +183,7 @@ def suggest_parameters(
 def _measure_blocks(
     data: Any, batch_size: int, fetch_factor: int, labels: Any, hooks: Mapping[str, Any]
 ) -> list[dict[str, float]]:
-    """Return diversity and rows per second of each block size."""
+    """Return the diversity and the rows per second of each block size."""
     if isinstance(data, (str, os.PathLike)):
         from dasksc.atlas.opening import open as open_collection
 
@@ -203,7 +205,7 @@ def _measure_blocks(
 
 
 def _rows_per_s(dataset: scDataset, batch_size: int, *, n_batches: int) -> float:
-    """Time the first batches of an epoch, after one that compiles what it needs."""
+    """Measure the rate of the first batches of an epoch, after one uncounted batch that compiles kernels."""
     for _ in dataset:
         break
     n_read = 0
@@ -216,21 +218,24 @@ def _rows_per_s(dataset: scDataset, batch_size: int, *, n_batches: int) -> float
 
 
 def _best_block(measured: Sequence[Mapping[str, float]], least: float) -> int:
-    """Return the smallest block nearly as fast as the fastest of those that mix well enough, or the best mixing."""
+    """Return the smallest block size whose rate is close to the highest, among those that mix well enough.
+
+    If no block size reaches the diversity `least`, return the one that mixes best.
+    """
     mixed = [one for one in measured if one["diversity"] >= least] or [max(measured, key=lambda one: one["diversity"])]
     fastest = max(one["rows_per_s"] for one in mixed)
     return int(min(one["block_size"] for one in mixed if one["rows_per_s"] >= _FAST_ENOUGH * fastest))
 
 
 def _is_yielded_dense(data: Any) -> bool:
-    """Whether rows of `data` come as float32 tensors: those of a 2-D Dask array or an AnnData."""
+    """Return True if rows of `data` are yielded as float32 tensors: those of a 2-D Dask array or an AnnData."""
     if hasattr(data, "dask") and getattr(data, "ndim", 0) == 2:
         return True
     return hasattr(data, "obs") and hasattr(data, "n_vars")
 
 
 def _memory_bytes(data: Any) -> int:
-    """Bytes of `data` and what it holds; tensors by their elements."""
+    """Return the size of `data` and its members in bytes; tensors count by their elements."""
     if hasattr(data, "element_size"):
         return int(data.element_size() * data.numel())
     if isinstance(data, (Mapping, MultiIndexable)):
@@ -241,7 +246,7 @@ def _memory_bytes(data: Any) -> int:
 
 
 def _memory_of_machine() -> tuple[int, int]:
-    """Return the available and the total memory in bytes, a cgroup's limit honoured."""
+    """Return the available and the total memory in bytes, within the limits of control groups."""
     limit = memory_limit()
     return limit.n_bytes - limit.held, limit.n_bytes
 

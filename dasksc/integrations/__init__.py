@@ -1,1 +1,1 @@
-"""Data sets inside other libraries' training loops. Each module needs the library it is named after."""
+"""Data sets for the training loops of other libraries. Each module requires the library that it is named after."""

@@ -1,7 +1,8 @@
-"""The data sets of a Lightning run, whichever of its two packages runs it.
+"""Data sets of a Lightning run, for either of Lightning's two packages.
 
-Lightning restores the state of a loader only where it takes the epoch for unfinished, and not at all where
-``trainer.estimated_stepping_batches`` was asked for first. So the state is the module's, which is always restored.
+Lightning restores the state of a loader only if it considers the epoch unfinished, and never after
+``trainer.estimated_stepping_batches`` was read. The state is therefore kept by the data module, whose state is always
+restored.
 """
 
 from __future__ import annotations
@@ -22,39 +23,40 @@ _READ_IN = {
 
 
 class DataModule:
-    """The data sets of a Lightning run: one `dasksc.scDataset` for each strategy given.
+    """Data sets of a Lightning run: one `dasksc.scDataset` for each given strategy.
 
-    The rank of each is the one Lightning counts for data-parallel training, and Lightning injects no sampler of its
-    own. Training yields equally many batches on every rank; the others yield every cell exactly once. Epochs count
-    up by themselves.
+    Each data set uses the rank that Lightning assigns for data-parallel training, and Lightning injects no sampler.
+    Training yields the same number of batches on every rank. The other stages yield every cell exactly once. Each
+    data set counts its own epochs.
 
-    The place in the training epoch is part of every checkpoint: ``trainer.fit(..., ckpt_path=)`` goes on with the very
-    next batch, also on another number of devices or with another batch size, where what is left of the epoch is dealt
-    again.
+    The position in the training epoch is part of every checkpoint: ``trainer.fit(..., ckpt_path=)`` resumes with the
+    next batch. The number of devices and the batch size may change; the remaining rows of the epoch are then
+    redistributed.
 
     Parameters
     ----------
     data_collection
         As for `dasksc.scDataset`.
     batch_size
-        Rows of a batch, per device.
+        Rows per batch, per device.
     train, validate, test, predict
-        What each of them draws. What is not given is not there.
+        Sampling strategy of each stage. A stage without a strategy has no data set.
     **options
-        For `dasksc.scDataset`, the same for all; ``drop_last`` and ``equal_ranks`` are for training only.
+        Arguments of `dasksc.scDataset`, shared by all stages; ``drop_last`` and ``equal_ranks`` apply only to
+        training.
 
     Attributes
     ----------
     datasets
-        By the names of the strategies; made by `setup`.
+        Data sets by stage, created by `setup`.
 
     Raises
     ------
     InputError
-        If no strategy is given, or `options` has what Lightning says (``rank``, ``world_size``).
+        If no strategy is given, or if `options` contains ``rank`` or ``world_size``, which Lightning determines.
     """
 
-    trainer: Any = None  # Lightning sets it
+    trainer: Any = None  # Set by Lightning.
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class DataModule:
         predict: SamplingStrategy | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()  # Lightning's
+        super().__init__()  # Initializes Lightning's base class.
         given = {"train": train, "validate": validate, "test": test, "predict": predict}
         self._strategies = {name: strategy for name, strategy in given.items() if strategy is not None}
         if not self._strategies:
@@ -83,7 +85,7 @@ class DataModule:
         self._state: dict[str, Any] | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Make the data sets of a stage, unless they are there.
+        """Create the data sets of a stage unless they exist.
 
         Parameters
         ----------
@@ -92,7 +94,7 @@ class DataModule:
         """
         ranks = self._detect_ranks()
         if ranks != self._ranks:
-            # They were made before there was a trainer, or for another one.
+            # The data sets were created without a trainer, or for another one.
             self.datasets.clear()
             self._loader = None
             self._ranks = ranks
@@ -105,7 +107,7 @@ class DataModule:
         self._resume()
 
     def _detect_ranks(self) -> dict[str, int]:
-        """Say what Lightning would tell its own distributed sampler; nothing without a trainer."""
+        """Return the rank and world size that Lightning assigns to distributed samplers; empty without a trainer."""
         if self.trainer is None:
             return {}
         told = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
@@ -117,21 +119,22 @@ class DataModule:
         return scDataset(self._data_collection, self._strategies[name], self._batch_size, **options, **ranks)
 
     def __str__(self) -> str:
-        # Lightning's iterates what is no DataLoader, and so would begin an epoch of each data set.
+        # Lightning's method iterates objects that are not DataLoaders, and would begin an epoch of each
+        # data set.
         return f"{type(self).__name__}({', '.join(f'{name}={one!r}' for name, one in self._shown().items())})"
 
     def _shown(self) -> Mapping[str, Any]:
         return {name: self.datasets.get(name, strategy) for name, strategy in self._strategies.items()}
 
-    # --- What Lightning calls -------------------------------------------------------------------------
+    # --- Hooks called by Lightning --------------------------------------------------------------------
 
     def train_dataloader(self) -> Any:
-        """Return the training set with its state."""
+        """Return the loader of the training set, which tracks the position in the epoch."""
         self._dataset("train")
         return self._loader
 
     def val_dataloader(self) -> Any:
-        """Return the validation set; nothing while training without one."""
+        """Return the validation set; an empty list during training without validation."""
         if "validate" not in self._strategies and self.trainer is not None and self.trainer.state.fn == "fit":
             return []
         return self._dataset("validate")
@@ -141,7 +144,7 @@ class DataModule:
         return self._dataset("test")
 
     def predict_dataloader(self) -> Any:
-        """Return what to predict."""
+        """Return the prediction set."""
         return self._dataset("predict")
 
     def _dataset(self, name: str) -> scDataset:
@@ -152,16 +155,16 @@ class DataModule:
         return self.datasets[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the training epochs, the same on every rank."""
+        """Return the position in the training epochs, which is the same on every rank."""
         return {} if self._loader is None else self._loader.state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a place in the training epochs.
+        """Resume from a position in the training epochs.
 
         Parameters
         ----------
         state_dict
-            What `state_dict` returned.
+            Return value of `state_dict`.
         """
         self._state = dict(state_dict)
         self._resume()
@@ -173,16 +176,16 @@ class DataModule:
 
 
 class _TrainingLoader:
-    """What Lightning iterates while training.
+    """Loader that Lightning iterates during training.
 
-    Lightning stops asking at the last batch, so no iteration is ever read to its end; and it counts the batches
-    of a resumed epoch from where it was, which is elsewhere if the ranks are more or fewer now.
+    Lightning stops after the last batch without exhausting the iterator. In a resumed epoch, it continues its own
+    batch count, which no longer matches the position in the data set if the number of ranks has changed.
     """
 
     def __init__(self, dataset: scDataset, module: DataModule) -> None:
         self._dataset = dataset
         self._module = module
-        self._position = 0  # batches of this epoch that Lightning got
+        self._position = 0  # Number of batches of this epoch yielded to Lightning.
         self._shift = 0
 
     def __len__(self) -> int:
@@ -196,7 +199,7 @@ class _TrainingLoader:
             self._position += 1
             yield batch
 
-    # --- The state --------------------------------------------------------------------------------------
+    # --- State ------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         dataset, position = self._dataset.state_dict(), self._position
@@ -211,7 +214,8 @@ class _TrainingLoader:
         self._shift = self._position - state["position"]
 
     def state_dict(self) -> dict[str, Any]:
-        # A loader that has a state is one that Lightning knows to go on with; it is kept by the module.
+        # Lightning resumes within an epoch only if its loader is stateful. The data module keeps the
+        # state.
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -221,11 +225,12 @@ class _TrainingLoader:
 
     @property
     def sampler(self) -> _TrainingLoader:
-        """What Lightning tells of every epoch that begins or goes on, after its counts are restored."""
+        """Sampler whose `set_epoch` Lightning calls when an epoch begins or resumes, after restoring its own counts."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        # Lightning's number is not taken over: the data set counts on when there is a second trainer, too.
+        # Lightning's epoch number is ignored, because the data set keeps counting when a second trainer
+        # uses it.
         shift, self._shift = self._shift, 0
         if shift and self._module.trainer is not None:
             count = self._module.trainer.fit_loop.epoch_loop.batch_progress.current

@@ -1,7 +1,7 @@
-"""A `LightningDataModule` of one atlas, for trainers of the package ``lightning.pytorch``.
+"""`LightningDataModule` of an atlas, for trainers of the package ``lightning.pytorch``.
 
-Needs ``pip install 'dasksc[lightning]'``.
-Where trainers come from ``pytorch_lightning``, `dasksc.integrations.pytorch_lightning` is the one to import.
+Requires ``pip install 'dasksc[lightning]'``.
+For trainers of ``pytorch_lightning``, import `dasksc.integrations.pytorch_lightning` instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A `LightningDataModule` of one atlas, for trainers of the package ``pytorch_lightning``.
+"""`LightningDataModule` of an atlas, for trainers of the package ``pytorch_lightning``.
 
-Needs ``pip install pytorch-lightning``.
-It is what `dasksc.integrations.lightning` has, on the other package's base class.
+Requires ``pip install pytorch-lightning``.
+The class is that of `dasksc.integrations.lightning`, with the base class of this package.
 """
 
 from __future__ import annotations

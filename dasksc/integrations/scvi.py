@@ -1,6 +1,6 @@
-"""An atlas for scvi-tools: ``SCVI.train(datamodule=...)`` without an AnnData in memory.
+"""Data module for scvi-tools: ``SCVI.train(datamodule=...)`` without an AnnData in memory.
 
-Needs ``pip install dasksc[scvi]``. scvi-tools calls its own side of this experimental; tested with 1.4.
+Requires ``pip install dasksc[scvi]``. The interface is experimental in scvi-tools; tested with version 1.4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["SCVIDataModule"]
 
 
 class SCVIDataModule(scDataModule):
-    """Minibatches under the names that scvi-tools' models look for, and what they ask of a data set.
+    """Data module for scvi-tools models, with the batch keys and attributes that they expect.
 
     .. code-block:: python
 
@@ -36,31 +36,31 @@ class SCVIDataModule(scDataModule):
     Parameters
     ----------
     data_collection
-        A path or AnnData; X holds counts.
+        A path or AnnData, with counts in X.
     batch_size
-        Rows of a batch, per device.
+        Rows per batch, per device.
     train, validate
-        What each of them draws.
+        Sampling strategies of training and validation.
     layer
-        Of counts, to read instead of X.
+        Layer with counts, read instead of X.
     batch_key, labels_key
-        Categorical obs columns: what to correct for, and cell types.
+        Categorical obs columns with the batches to correct for and with the cell types.
     categorical_covariate_keys, continuous_covariate_keys
         Further obs columns to correct for.
     model_name
-        Of the model class this is for.
+        Name of the model class.
     **options
-        For `dasksc.scDataset`.
+        Arguments of `dasksc.scDataset`.
 
     Attributes
     ----------
     adata
-        What `dasksc.open` made of the collection.
+        The collection as an AnnData, opened with `dasksc.open`.
 
     Raises
     ------
     InputError
-        If a column is not there, has missing values, or is of the wrong kind.
+        If a column does not exist, has missing values, or has an unsuitable data type.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SCVIDataModule(scDataModule):
         super().__init__(self.adata, batch_size, train=train, validate=validate, obs=columns, **options)
 
     def _categories(self, key: str) -> list[Any]:
-        """Labels of a column, in the order of the codes that `dasksc.scDataset` gives them."""
+        """Return the labels of a column, in the order of their codes in `dasksc.scDataset`."""
         reader = scDataset(self.adata, dasksc.Streaming(), 1, obs=[key], rank=0, world_size=1, seed=0)
         if key not in reader.categories:
             raise InputError(f"obs[{key!r}] is not categorical: adata.obs[{key!r}].astype('category') makes it so")
@@ -101,16 +101,16 @@ class SCVIDataModule(scDataModule):
             raise InputError(f"obs[{key!r}] has missing values, which scvi-tools has no code for: name them")
         return reader.categories[key]
 
-    # --- What models ask of a data set ------------------------------------------------------------------
+    # --- Data interface of scvi-tools models ------------------------------------------------------------
 
     @property
     def n_obs(self) -> int:
-        """Cells of the collection."""
+        """Number of cells of the collection."""
         return int(self.adata.n_obs)
 
     @property
     def n_vars(self) -> int:
-        """Genes."""
+        """Number of genes."""
         return int(self.adata.n_vars)
 
     @property
@@ -120,17 +120,17 @@ class SCVIDataModule(scDataModule):
 
     @property
     def n_batch(self) -> int:
-        """Batches in scvi-tools' sense: categories of `batch_key`."""
+        """Number of batches as defined by scvi-tools: categories of `batch_key`."""
         return 1 if self._batch_key is None else len(self._labels[self._batch_key])
 
     @property
     def n_labels(self) -> int:
-        """Categories of `labels_key`."""
+        """Number of categories of `labels_key`."""
         return 1 if self._labels_key is None else len(self._labels[self._labels_key])
 
     @property
     def n_samples(self) -> int:
-        """Samples, which SCVI has none of."""
+        """Number of samples; 0, because SCVI has no samples."""
         return 0
 
     @property
@@ -145,7 +145,7 @@ class SCVIDataModule(scDataModule):
 
     @property
     def registry(self) -> dict[str, Any]:
-        """What `registry=` of a model takes: the setup of its data, in scvi-tools' own layout."""
+        """Setup of the data in the format of scvi-tools, for the ``registry=`` argument of a model."""
         n_cats = [len(self._labels[key]) for key in self._categorical]
         categorical = {"field_keys": self._categorical, "n_cats_per_key": n_cats} if n_cats else {}
         if n_cats:
@@ -181,7 +181,7 @@ class SCVIDataModule(scDataModule):
     # --- Batches ------------------------------------------------------------------------------------------
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Name the parts of a batch as scvi-tools does."""
+        """Rename the items of a batch to the keys of scvi-tools."""
         return self._renamed(batch)
 
     def _renamed(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -200,14 +200,14 @@ class SCVIDataModule(scDataModule):
         return renamed
 
     def inference_dataloader(self, indices: Any = None, batch_size: int | None = None) -> Iterator[Any]:
-        """Return an iterator of every cell once, in storage order, for ``dataloader=`` of a trained model's methods.
+        """Return an iterator over every cell once, in storage order, for methods that take ``dataloader=``.
 
         Parameters
         ----------
         indices
-            Only these rows.
+            Row numbers to read; default: all rows.
         batch_size
-            Rows of a batch; default: that of training.
+            Rows per batch; default: the batch size of training.
         """
         options = {**self._options, "drop_last": False, "equal_ranks": False, "rank": 0, "world_size": 1}
         dataset = scDataset(self.adata, dasksc.Streaming(indices=indices), batch_size or self._batch_size, **options)

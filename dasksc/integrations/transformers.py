@@ -1,8 +1,8 @@
-"""Hugging Face's `Trainer` over data sets that know their rank and their place.
+"""Hugging Face's `Trainer` for data sets that track their rank and position.
 
-Needs ``pip install dasksc[transformers]``. The stock Trainer would have Accelerate deal the batches of a data set to
-the ranks once more, so that most cells are seen by nobody, and would skip to a place in an epoch by reading all
-that comes before it.
+Requires ``pip install dasksc[transformers]``. With the stock Trainer, Accelerate would distribute the batches of a
+data set over the ranks a second time, so that most cells would never be used. To resume within an epoch, it would
+read and discard all earlier batches.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _STATE_FILE = "dasksc_state.json"
 
 
 class scTrainer(Trainer):
-    """A `Trainer` whose data sets are `dasksc.scDataset`: read as they are, and gone on with from checkpoints.
+    """A `Trainer` that reads a `dasksc.scDataset` directly and resumes it from checkpoints.
 
-    ``train_dataset`` and ``eval_dataset`` yield whole batches, so what the arguments say of loaders (workers, pinning,
-    dropping, batch sizes) does not apply; ``per_device_train_batch_size`` should still be the data set's, for
-    the Trainer's own figures. Batches are dicts: a model's ``forward`` takes ``X``, ``obs`` and so on by name, or
-    a subclass has a ``compute_loss``. Evaluation gathers after every batch, so its data set must keep
-    ``equal_ranks=True``.
+    ``train_dataset`` and ``eval_dataset`` yield whole batches, so the training arguments for loaders (workers,
+    pinning, dropping, batch sizes) have no effect. Still set ``per_device_train_batch_size`` to the batch size
+    of the data set, for the figures that the Trainer reports. Batches are dicts: the ``forward`` of a model
+    takes ``X``, ``obs`` and so on by name, or a subclass defines ``compute_loss``. Evaluation gathers results
+    after every batch, so its data set must keep ``equal_ranks=True``.
 
-    ``train(resume_from_checkpoint=)`` goes on with the very next batch, on the same number of ranks.
+    ``train(resume_from_checkpoint=)`` resumes with the next batch, on the same number of ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Labels are among obs, so a model that returns a loss needs no argument called labels.
+        # Labels are part of obs, so a model that returns a loss needs no argument named labels.
         self.can_return_loss = True
         self.add_callback(_SaveState(self))
 
@@ -57,7 +57,7 @@ class scTrainer(Trainer):
         Parameters
         ----------
         eval_dataset
-            Instead of the Trainer's own, or the name of one of them.
+            Data set to use instead of the Trainer's own, or the name of one of those.
         """
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
@@ -71,7 +71,7 @@ class scTrainer(Trainer):
         return chosen
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return what to predict, itself.
+        """Return the prediction set itself.
 
         Parameters
         ----------
@@ -81,14 +81,14 @@ class scTrainer(Trainer):
         return self.get_eval_dataloader(test_dataset)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint's very next batch if one is given.
+        """Train, from the next batch of a checkpoint if one is given.
 
         Parameters
         ----------
         resume_from_checkpoint
-            A folder, or True for the latest in ``output_dir``.
+            Folder of a checkpoint, or True for the latest one in ``output_dir``.
         *args, **kwargs
-            For ``Trainer.train``.
+            Arguments of ``Trainer.train``.
         """
         folder = resume_from_checkpoint
         if folder is True:
@@ -98,7 +98,8 @@ class scTrainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _restore(self, file: Path) -> None:
-        # What was read is not to be read again in order to skip it.
+        # The data set resumes at its position, so the Trainer must not read the earlier batches in order
+        # to skip them.
         self.args.ignore_data_skip = True
         if file.exists():
             _checked(self.train_dataset, "train_dataset").load_state_dict(json.loads(file.read_text()))
@@ -107,7 +108,7 @@ class scTrainer(Trainer):
 
 
 class _SaveState(TrainerCallback):
-    """Keeps the place in the epoch beside every checkpoint."""
+    """Callback that saves the position in the epoch with every checkpoint."""
 
     def __init__(self, trainer: scTrainer) -> None:
         self._trainer = trainer

@@ -1,1 +1,1 @@
-"""Every numba-compiled function of the package: serial, without the GIL, no checks of their own."""
+"""Numba-compiled functions: serial, without the GIL, and without validation of their arguments."""

@@ -1,7 +1,7 @@
-"""Decode parts of Blosc chunks, one call for all chunks of a fetch.
+"""Decoding of parts of Blosc chunks, with one call for all chunks of a fetch.
 
-The decoding is C-Blosc's: a function of it is called at its address. Python would spend a third of the
-time between the chunks, and hold the GIL for it.
+The kernel calls the decoder of C-Blosc by its address. A loop in Python would spend a third of the time
+between the chunks, and hold the GIL for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dasksc.kernels.csr import load
 __all__ = ["getitems"]
 
 _HEADER_BYTES = 16
-_CODEC_VERSION = 1  # of every codec that Blosc has
+_CODEC_VERSION = 1  # the format version of every Blosc codec
 _IS_COPIED = 2
 
 
 @intrinsic
 def call_getitem(typingctx: Any, function: Any, source: Any, start: Any, n_items: Any, target: Any) -> Any:
-    """Call ``int blosc_getitem(const void*, int, int, void*)`` at an address."""
+    """Call the function ``int blosc_getitem(const void*, int, int, void*)`` at an address."""
     signature = types.int64(*[types.uint64] * 2, *[types.int64] * 2, types.uint64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -44,7 +44,7 @@ def call_getitem(typingctx: Any, function: Any, source: Any, start: Any, n_items
 
 @kernel
 def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, scratch, out):
-    """Decode pieces of chunks into `out`, uint8; return which piece failed, or -1.
+    """Decode pieces of chunks into `out`, uint8; return the number of the first piece that failed, or -1.
 
     Parameters
     ----------
@@ -53,13 +53,14 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
     sources, sizes
         Address and size of each stored chunk, shape (n_chunks,), uint64 and int64.
     chunk_bytes
-        What each chunk decodes to.
+        Decoded size of each chunk.
     chunks, starts, stops
-        Chunk of each piece, ascending, and its bytes [start, stop) in it, ascending, shape (n_pieces,), int64.
+        Chunk of each piece and its decoded bytes [start, stop) in the chunk, both ascending, shape
+        (n_pieces,), int64.
     to
-        Where in `out` each piece goes, shape (n_pieces,), int64.
+        Offset of each piece in `out`, shape (n_pieces,), int64.
     scratch
-        Memory to work in, shape (chunk_bytes,), uint8.
+        Scratch memory, shape (chunk_bytes,), uint8.
     """
     first = 0
     byte = np.empty(0, dtype=np.uint8)
@@ -67,7 +68,7 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
     while first < len(chunks):
         chunk = chunks[first]
         source = sources[chunk]
-        # The library believes the sizes that the header has from the file.
+        # The library trusts the sizes in the header, which come from the file, so they are checked here.
         if sizes[chunk] < _HEADER_BYTES:
             return first
         item = np.int64(load(source, 3, byte))
@@ -75,12 +76,12 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
         stored = load(source, 3, word)
         if load(source, 1, word) != chunk_bytes or stored > sizes[chunk] or not (0 < block <= chunk_bytes) or item < 1:
             return first
-        # Of bytes that were only copied the library believes that they are all there.
+        # The library trusts that uncompressed chunks are complete, so their size is checked here.
         if load(source, 1, byte) != _CODEC_VERSION or (
             load(source, 2, byte) & _IS_COPIED and stored != chunk_bytes + _HEADER_BYTES
         ):
             return first
-        # Pieces that share a block of the chunk are decoded together, so that no block is decoded twice.
+        # Pieces that share a block of the chunk are decoded together, so that each block is decoded once.
         after = first + 1
         while (
             after < len(chunks) and chunks[after] == chunk and starts[after] // block <= (stops[after - 1] - 1) // block

@@ -1,9 +1,9 @@
-"""How kernels are compiled, and kept compiled between runs.
+"""Compilation of kernels, and their cache on disk.
 
-Compiling takes seconds, so compiled kernels are kept on disk. Numba's own cache is not safe when
-several processes start at once, as ranks do: its index can name a file that another process has
-filled with the code of other types. Here there is no index: a file's name is a digest of everything
-its code depends on, files appear in one step, and what is found is what was asked for.
+Compilation takes seconds, so compiled kernels are cached on disk. Numba's own cache is not safe if
+several processes start at once, as ranks do: its index can name a file that another process has written
+for other argument types. This cache has no index. The name of a file is a digest of everything that its
+code depends on, and files are created atomically, so a file always holds the requested code.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function for each set of argument types it meets: serial, nogil, kept on disk."""
+    """Compile a function for each combination of argument types: serial, without the GIL, cached on disk."""
     dispatcher: Any = njit(nogil=True)(function)
     if config.DISABLE_JIT or not can_cache():
         return dispatcher
     try:
         set_cache(dispatcher, lambda: _Cache(function))
-    except RuntimeError as error:  # nowhere to write, neither beside the source nor in the user's cache folder
+    except RuntimeError as error:  # neither the source folder nor the user's cache folder is writable
         logger.info("kernels are compiled anew in every process: %s", error)
     return dispatcher
 
 
 @functools.cache
 def _source_digest() -> str:
-    """Digest of every kernel's source: kernels call each other across files."""
+    """Return a digest of the source of all kernels, since kernels call each other across files."""
     state = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         state.update(path.read_bytes())
@@ -57,7 +57,7 @@ class _Cache(FunctionCache):
 
 
 class _CacheFiles:
-    """Stands in for numba's index and data files."""
+    """Replacement for numba's index and data files."""
 
     def __init__(self, folder: str, stem: str) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class _CacheFiles:
             repr(code),
             numba.__version__,
             _source_digest(),
-            # Options that change the code and are no part of numba's key.
+            # Options that change the code but are not part of numba's key.
             config.BOUNDSCHECK,
             str(config.OPT),
             config.DEBUGINFO_DEFAULT,
@@ -80,7 +80,7 @@ class _CacheFiles:
         return os.path.join(self._folder, f"{self._stem}.{digest}.nbc")
 
     def load(self, key: Any) -> Any:
-        """Return what was saved under `key`, or None."""
+        """Return the data saved under `key`, or None."""
         try:
             with open(self._path(key), "rb") as file:
                 return pickle.load(file)
@@ -88,7 +88,7 @@ class _CacheFiles:
             return None
 
     def save(self, key: Any, data: Any) -> None:
-        """Keep `data` under `key`; processes that save the same key save the same code."""
+        """Save `data` under `key`; processes that save the same key save the same code."""
         path = self._path(key)
         temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
@@ -101,4 +101,4 @@ class _CacheFiles:
                 os.unlink(temporary)
 
     def flush(self) -> None:
-        """Forget nothing: names change with the code, and others may be using the files."""
+        """Do nothing: file names change with the code, and other processes may be using the files."""

@@ -1,30 +1,30 @@
-"""Gather rows into a minibatch, wherever in memory each of them lies.
+"""Gathering of rows from arbitrary memory addresses into a minibatch.
 
-A row is given by the address of its first element and its length, so a kernel neither knows nor cares
-whether it reads a memory-mapped file, a decoded chunk or a numpy array, whether that memory is
-writable, and whether it is aligned (HDF5 stores chunks at any byte). Addresses also keep the number of
-compiled variants down to the types of the values.
+A row is given by the address of its first element and its length. The same kernel therefore reads
+memory-mapped files, decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 stores
+chunks at any byte). Addresses also limit the number of compiled variants to the types of the values.
 
-The caller vouches for the addresses (`dasksc.storage.row_pointers.Reached` computes and bounds them). What
-they point at is not trusted: a column outside [0, n_vars) ends the kernel, which returns the row's
-number among the rows fetched, or -1 when all is well.
+The caller guarantees valid addresses (`dasksc.storage.row_pointers.Reached` computes and bounds them). The
+data at the addresses is not trusted: a column outside [0, n_vars) ends the kernel, which returns the
+position of the row among the fetched rows. Without such an error a kernel returns -1.
 
-Parameters that recur
----------------------
+Common parameters
+-----------------
 positions
-    Which rows, and in which order, shape (n_rows,), int64; positions among the rows fetched.
+    Positions of the requested rows among the fetched rows, in output order, shape (n_rows,), int64.
 lengths
-    Nonzeros of each row fetched, shape (n_fetched,), int64.
+    Number of nonzeros in each fetched row, shape (n_fetched,), int64.
 data_at, indices_at, rows_at
-    Address of the first element of each row fetched, shape (n_fetched,), uint64.
+    Address of the first element of each fetched row, shape (n_fetched,), uint64.
 like_data, like_indices, like
-    Empty arrays that carry the type of what lies at the addresses.
+    Empty arrays of the data type stored at the addresses.
 maps, lookups
-    Which row of `lookups` holds for each row fetched, shape (n_fetched,), int32; and where each column goes,
-    shape (n_maps, n_columns), int32: -1 where it is left out, below that where no row may have one.
+    `maps` holds the row of `lookups` that applies to each fetched row, shape (n_fetched,), int32. `lookups` holds
+    the output column of each stored column, shape (n_maps, n_columns), int32; -1 marks a dropped column, and a
+    smaller value a column that no row may contain.
 any_order
-    Whether the columns of a row may come in any order and repeat. If not, the first row in which they do not
-    strictly ascend ends the kernel, which returns `UNORDERED`.
+    If True, the columns of a row may be unsorted and repeated. If False, the first row whose columns are not
+    strictly ascending ends the kernel, which returns `UNORDERED`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from numba.extending import intrinsic
 from dasksc.kernels.compiled import kernel
 
 __all__ = [
+    "add_up",
     "ascends",
     "copy_columns",
     "copy_columns_csr",
@@ -62,15 +63,17 @@ __all__ = [
 
 LEFT_OUT, KEPT, REFUSED = 0, 1, 2
 UNORDERED = -2
+# Where dense columns come from that no column of the matrix goes to.
+NOWHERE, ZERO = -1, -2
 
 _CLEARED_AHEAD = np.uint64(2048)
-# Elements worked on between two looks ahead.
+# Number of elements processed between two prefetches.
 _STRIDE = 64
-# Values judged between two looks whether to go on.
+# Number of values checked between two tests for early exit.
 _TRIED = 4096
 _LINE_BYTES = 64
 _HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
-# Bits of a word are found this many at a time, so that few branches depend on how many there are.
+# Number of bits of a word that are listed at a time, so that few branches depend on the number of set bits.
 _BITS_AT_ONCE = 8
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
 
@@ -91,10 +94,9 @@ def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
 
 @intrinsic
 def _look_ahead(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
-    """Have elements ``first ... first + _STRIDE`` of what lies at `address` brought, without waiting; any will do.
+    """Prefetch elements ``[first, first + _STRIDE)`` of the array at `address`, without waiting.
 
-    Rows are short and lie anywhere, so the processor does not see by itself which comes next, and while it works on
-    one the memory would rest.
+    Any address is allowed. Rows are short and scattered, so the hardware prefetcher cannot predict the next row.
     """
     signature = types.void(types.uint64, types.int64, like)
     dtype = like.dtype
@@ -103,7 +105,7 @@ def _look_ahead(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
         element, byte, number = context.get_data_type(dtype), ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-        # To be read, kept in every cache, data.
+        # Options of llvm.prefetch: read access, highest temporal locality, data cache.
         options = [ir.Constant(number, option) for option in (0, 3, 1)]
         start = builder.gep(builder.inttoptr(args[0], element.as_pointer()), [args[1]])
         for offset in range(0, _STRIDE * context.get_abi_sizeof(element), _LINE_BYTES):
@@ -116,7 +118,7 @@ def _look_ahead(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
 
 @kernel
 def _ascending(columns_at, n, like_indices):
-    # Without a branch in it, it is done on several at a time.
+    # A loop without branches is vectorized.
     ascending = True
     for k in range(1, n):
         ascending &= load(columns_at, k - 1, like_indices) < load(columns_at, k, like_indices)
@@ -125,7 +127,7 @@ def _ascending(columns_at, n, like_indices):
 
 @kernel
 def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices, any_order=True):
-    """Write CSR rows into `out`, dense, shape (n_rows, n_vars). Repeated columns add up, as in scipy."""
+    """Write CSR rows into a dense `out`, shape (n_rows, n_vars). Repeated columns are summed, as in SciPy."""
     n_columns = np.uint64(n_vars)
     for i in range(len(positions)):
         row = positions[i]
@@ -134,11 +136,12 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
         columns_at, values_at = indices_at[row], data_at[row]
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         dense = out[i]
-        # Cleared just ahead of the columns, which mostly ascend: a whole row would leave the nearest cache
-        # before it is written to.
+        # Elements are cleared just before they are written, since columns are mostly ascending. After clearing a
+        # whole row, its beginning would no longer be in the L1 cache.
         n_cleared = np.uint64(0)
         if _ascending(columns_at, n, like_indices):
-            # The last column of a stride is its largest. Each is judged all the same: somebody may write to the file.
+            # The last column of a stride is its largest. Each column is checked nevertheless, since the file may
+            # change during the read.
             for first in range(0, n, _STRIDE):
                 _look_ahead(next_columns_at, first, like_indices)
                 _look_ahead(next_values_at, first, like_data)
@@ -149,7 +152,7 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
                 dense[n_cleared : last + _ONE] = 0
                 n_cleared = last + _ONE
                 for k in range(first, end):
-                    # A negative column wraps to a number far beyond n_vars.
+                    # A negative column wraps around to a number far above n_vars.
                     column = np.uint64(load(columns_at, k, like_indices))
                     if column > last:
                         return row
@@ -175,7 +178,7 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
 def renumber_rows(
     positions, lengths, data_at, indices_at, maps, renumbered, out, like_data, like_indices, any_order=True
 ):
-    """Write CSR rows into `out`, dense, shape (n_rows, n_kept), every column renumbered and none left out."""
+    """Write CSR rows into a dense `out`, shape (n_rows, n_kept), with all columns kept and renumbered."""
     n_columns, n_kept = np.uint64(renumbered.shape[1]), np.uint64(out.shape[1])
     for i in range(len(positions)):
         row = positions[i]
@@ -212,7 +215,7 @@ def _longest(positions, lengths):
 
 @kernel
 def _ascend(columns, n):
-    # Without a branch in it, it is done on several at a time.
+    # A loop without branches is vectorized.
     ascending = True
     for k in range(1, n):
         ascending &= columns[k - 1] < columns[k]
@@ -221,8 +224,8 @@ def _ascend(columns, n):
 
 @kernel
 def _choose(columns_at, n, kinds, columns, places, next_columns_at, next_values_at, like_data, like_indices):
-    # Write the kept columns of a row, and which of its elements they are, into `columns` and `places`; return how
-    # many there are, or -1. Nothing is decided column by column: what is kept is as good as random.
+    # Write the kept columns of a row into `columns` and their positions in the row into `places`; return their
+    # number, or -1 for an invalid column. The loop has no branch per column, since branch prediction would fail.
     largest = np.uint64(0)
     for k in range(n):
         column = np.uint64(load(columns_at, k, like_indices))
@@ -249,7 +252,7 @@ def _choose(columns_at, n, kinds, columns, places, next_columns_at, next_values_
 def scatter_columns(
     positions, lengths, data_at, indices_at, maps, lookups, kinds, out, like_data, like_indices, any_order=True
 ):
-    """Write the kept columns of CSR rows into `out`, dense, shape (n_rows, n_kept)."""
+    """Write the kept columns of CSR rows into a dense `out`, shape (n_rows, n_kept)."""
     longest = _longest(positions, lengths)
     columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
     for i in range(len(positions)):
@@ -283,9 +286,9 @@ def scatter_columns(
 
 @kernel
 def row_starts(positions, lengths, indptr):
-    """Write where rows begin one after another into `indptr`, shape (n_rows + 1,); return how long all are.
+    """Write the offsets of concatenated rows into `indptr`, shape (n_rows + 1,); return their total length.
 
-    A position outside the rows fetched ends it: -1 is returned.
+    Return -1 if a position lies outside the fetched rows.
     """
     total = 0
     for i in range(len(positions)):
@@ -302,7 +305,7 @@ def row_starts(positions, lengths, indptr):
 def copy_rows_csr(
     positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices, any_order=True
 ):
-    """Write CSR rows into `indices` and `data`, row i at ``indptr[i]``."""
+    """Copy CSR rows into `indices` and `data`; row i begins at ``indptr[i]``."""
     for i in range(len(positions)):
         row = positions[i]
         following = positions[min(i + 1, len(positions) - 1)]
@@ -313,8 +316,8 @@ def copy_rows_csr(
         values_at = data_at[row]
         row_indices = indices[indptr[i] : indptr[i] + n]
         row_data = data[indptr[i] : indptr[i] + n]
-        # Two plain passes, which vectorise; the check of the columns rides on the first: where they ascend, the ends
-        # bound them.
+        # Two plain passes are vectorized. The first also checks the columns: if they are ascending, the first and the
+        # last bound them.
         smallest = row_indices[0] = load(columns_at, 0, like_indices)
         ascending = True
         for k in range(1, n):
@@ -342,7 +345,7 @@ def copy_rows_csr(
 
 @kernel
 def count_columns(positions, lengths, indices_at, maps, kinds, counts, like_indices):
-    """Count the kept nonzeros of each row into `counts`, shape (n_rows,)."""
+    """Count the nonzeros in kept columns of each row into `counts`, shape (n_rows,)."""
     n_columns = np.uint64(kinds.shape[1])
     for i in range(len(positions)):
         row = positions[i]
@@ -383,7 +386,10 @@ def copy_columns_csr(
     like_indices,
     any_order=True,
 ):
-    """Write the kept columns of CSR rows, renumbered, row i at ``indptr[i]``; `count_columns` ran before."""
+    """Copy the kept columns of CSR rows, renumbered; row i begins at ``indptr[i]``.
+
+    `indptr` holds the sums of the counts of `count_columns`.
+    """
     longest = _longest(positions, lengths)
     columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
     for i in range(len(positions)):
@@ -417,7 +423,7 @@ def copy_columns_csr(
 
 @intrinsic
 def _lowest_bit(typingctx: Any, word: Any) -> Any:
-    """Return the number of the lowest bit that is set in a word; any number if none is."""
+    """Return the position of the lowest set bit of a word; undefined if no bit is set."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -427,7 +433,7 @@ def _lowest_bit(typingctx: Any, word: Any) -> Any:
 
 @intrinsic
 def _count_bits(typingctx: Any, word: Any) -> Any:
-    """Return how many bits of a word are set."""
+    """Return the number of set bits in a word."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
@@ -437,8 +443,8 @@ def _count_bits(typingctx: Any, word: Any) -> Any:
 
 @kernel
 def _list_bits(bits, listed):
-    # Write the numbers of the bits that are set into `listed`, and clear them; return how many there are. Up to
-    # `_BITS_AT_ONCE` elements beyond those are overwritten.
+    # Write the positions of the set bits into `listed` and clear the bits; return their number. Up to
+    # `_BITS_AT_ONCE` elements after the last position are overwritten.
     n = np.uint64(0)
     for i in range(len(bits)):
         word = bits[i]
@@ -457,11 +463,10 @@ def _list_bits(bits, listed):
 def merge_columns_csr(
     positions, lengths, data_at, indices_at, maps, lookups, kinds, indptr, indices, data, sums, like_data, like_indices
 ):
-    """Write the kept columns of CSR rows, renumbered and ascending, the values of each added up in the stored order.
+    """Copy the kept columns of CSR rows, renumbered, sorted and with repeated columns summed in stored order.
 
-    `indptr`, shape (n_rows + 1,), says where the rows lie in the end, one after the other; `indices` and `data` have
-    room for what `count_columns` counts. `sums`, shape (n_kept,), is for work, in the type in which values are added
-    up.
+    The offsets of the resulting rows are written into `indptr`, shape (n_rows + 1,). `indices` and `data` must have
+    room for the counts of `count_columns`. `sums`, shape (n_kept,), is scratch memory in the data type of the sums.
     """
     longest = _longest(positions, lengths)
     columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
@@ -494,7 +499,7 @@ def merge_columns_csr(
                 row_data[j] = sums.dtype.type(load(values_at, np.int64(places[j]), like_data))
             n_merged = n_kept
         else:
-            # A bit for each column puts them in order in one pass over the bits, which costs less than sorting.
+            # A bitmap of the columns, read in order, costs less than sorting.
             for j in range(np.uint64(n_kept)):
                 to = np.uint64(row_indices[j])
                 sums[to] = load(values_at, np.int64(places[j]), like_data)
@@ -533,7 +538,7 @@ def renumber_rows_csr(
     like_indices,
     any_order=True,
 ):
-    """Write CSR rows, every column renumbered and none left out, row i at ``indptr[i]``."""
+    """Copy CSR rows with all columns kept and renumbered; row i begins at ``indptr[i]``."""
     n_columns = renumbered.shape[1]
     for i in range(len(positions)):
         row = positions[i]
@@ -546,7 +551,7 @@ def renumber_rows_csr(
         lookup = renumbered[maps[row]]
         row_indices = indices[indptr[i] : indptr[i] + n]
         row_data = data[indptr[i] : indptr[i] + n]
-        # As in `copy_rows_csr`: plain passes, so that none but the lookup has to wait for memory.
+        # Plain passes as in `copy_rows_csr`, so that only the lookup has to wait for memory.
         smallest = load(columns_at, 0, like_indices)
         largest = smallest
         for k in range(n):
@@ -556,7 +561,7 @@ def renumber_rows_csr(
             row_indices[k] = column
         if smallest < 0 or largest >= n_columns:
             return row
-        # Two at a time, which saves every other load and store; what is left over at either end, by itself.
+        # Pairs of columns halve the number of loads and stores. A single column at either end is handled separately.
         begin = np.int64((row_indices.ctypes.data // 4) % 2)
         end = begin + (n - begin) // 2 * 2
         pairs = row_indices[begin:end].view(np.uint64)
@@ -587,7 +592,7 @@ def renumber_rows_csr(
 
 @kernel
 def copy_rows(positions, rows_at, out, like):
-    """Write dense rows into `out`, shape (n_rows, n_vars)."""
+    """Copy dense rows into `out`, shape (n_rows, n_vars)."""
     for i in range(len(positions)):
         row_at = rows_at[positions[i]]
         dense = out[i]
@@ -597,11 +602,12 @@ def copy_rows(positions, rows_at, out, like):
 
 @kernel
 def copy_columns(positions, rows_at, maps, sources, out, missing, like):
-    """Write columns of dense rows into `out`, shape (n_rows, n_kept).
+    """Copy columns of dense rows into `out`, shape (n_rows, n_kept).
 
-    `sources` says where each is taken from, shape (n_maps, n_kept), int64: at -1 stands `missing`, an array of
-    one element.
+    `sources` holds the stored column of each output column, shape (n_maps, n_kept), int64. Where it is `NOWHERE`, the
+    output is the single element of the array `missing`; where it is `ZERO`, 0.
     """
+    zero = missing.dtype.type(0)
     for i in range(len(positions)):
         row = positions[i]
         row_at = rows_at[row]
@@ -610,14 +616,28 @@ def copy_columns(positions, rows_at, maps, sources, out, missing, like):
         for k in range(len(columns)):
             column = columns[k]
             if column < 0:
-                dense[k] = missing[0]
+                dense[k] = missing[0] if column == NOWHERE else zero
             else:
                 dense[k] = load(row_at, column, like)
 
 
 @kernel
+def add_up(values, starts, out):
+    """Add up neighbouring columns of `values` into `out`, shape (n_rows, n_groups), in its type, from left to right.
+
+    Those of group g are ``starts[g] ... starts[g + 1]``, at least one.
+    """
+    for i in range(len(values)):
+        for g in range(len(starts) - 1):
+            total = out.dtype.type(values[i, starts[g]])
+            for k in range(starts[g] + 1, starts[g + 1]):
+                total = out.dtype.type(total + out.dtype.type(values[i, k]))
+            out[i, g] = total
+
+
+@kernel
 def count_nonzeros(dense, counts):
-    """Count what is not zero in each row of `dense` into `counts`; NaN is not zero."""
+    """Count the nonzeros in each row of `dense` into `counts`; NaN counts as nonzero."""
     for i in range(dense.shape[0]):
         count = 0
         for k in range(dense.shape[1]):
@@ -627,7 +647,7 @@ def count_nonzeros(dense, counts):
 
 @kernel
 def squeeze(dense, indptr, indices, data):
-    """Write what is not zero in `dense` into `indices` and `data`, row i at ``indptr[i]``."""
+    """Write the nonzeros of `dense` into `indices` and `data`; row i begins at ``indptr[i]``."""
     for i in range(dense.shape[0]):
         to = indptr[i]
         for k in range(dense.shape[1]):
@@ -639,15 +659,15 @@ def squeeze(dense, indptr, indices, data):
 
 @kernel
 def ascends(indptr_at, n_rows, indices_at, like_indptr, like_indices):
-    """Return whether the column numbers of every row ascend, none of them twice.
+    """Return True if the column indices of every row are strictly ascending.
 
-    Row i has those from ``indptr[i]`` to ``indptr[i + 1]``.
+    The column indices of row i are at ``[indptr[i], indptr[i + 1])``.
     """
     start = load(indptr_at, 0, like_indptr)
     for i in range(n_rows):
         stop = load(indptr_at, i + 1, like_indptr)
         ascending = True
-        # Without a branch in it, it is done on several at a time.
+        # A loop without branches is vectorized.
         for k in range(start + 1, stop):
             ascending &= load(indices_at, k - 1, like_indices) < load(indices_at, k, like_indices)
         if not ascending:
@@ -658,7 +678,7 @@ def ascends(indptr_at, n_rows, indices_at, like_indptr, like_indices):
 
 @kernel
 def rows_ascend(positions, lengths, indices_at, like_indices):
-    """Return whether the column numbers of every row at `positions` ascend, none of them twice."""
+    """Return True if the column indices of every row at `positions` are strictly ascending."""
     for i in range(len(positions)):
         columns_at = indices_at[positions[i]]
         ascending = True
@@ -671,7 +691,7 @@ def rows_ascend(positions, lengths, indices_at, like_indices):
 
 @kernel
 def narrow(source, out):
-    """Copy column numbers into `out`, uint16; return whether all of them fit."""
+    """Copy column indices into `out`, uint16; return True if all of them fit."""
     fits = True
     for i in range(len(source)):
         value = source[i]
@@ -682,15 +702,16 @@ def narrow(source, out):
 
 @kernel
 def count_bytes(values, bits):
-    """Return how many bytes an unsigned integer takes that holds each of `values` exactly: 1, 2, or 0 if more.
+    """Return the size in bytes of the unsigned integer type that represents `values` exactly: 1, 2, or 0 for neither.
 
-    `bits` are the same as unsigned integers: -0.0 is none, though it equals one.
+    `bits` holds the bit patterns of `values` as unsigned integers. They identify -0.0, which equals 0 but is not an
+    integer.
     """
     largest = np.int32(0)
     for first in range(0, len(values), _TRIED):
         wrong = np.int32(0)
-        # Without a branch in it, it is done on several at a time; what is too large for the number comes back as
-        # another, or as one with higher bits.
+        # A loop without branches is vectorized. A value that is too large for int32 converts to a different number or
+        # to one with high bits set.
         tried, tried_bits = values[first : first + _TRIED], bits[first : first + _TRIED]
         for i in range(len(tried)):
             value = tried[i]
@@ -705,11 +726,11 @@ def count_bytes(values, bits):
 
 @kernel
 def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out):
-    """Copy runs that cross extents of a file into `out`, one after the other.
+    """Copy runs of rows that cross extents of a file into `out`, concatenated.
 
-    Run i is ``[starts[i], stops[i])`` of an array whose rows of `row_bytes` lie in `source`, uint8: those of
-    extent e, ``[firsts[e], ends[e])``, from byte ``offsets[e]`` on, or nowhere if that is -1. There, `fill`,
-    the bytes of one element, is written. ``extents[i]`` is where the run starts.
+    Run i consists of rows ``[starts[i], stops[i])``, and begins in extent ``extents[i]``. Extent e holds rows
+    ``[firsts[e], ends[e])`` of `row_bytes` bytes each, from byte ``offsets[e]`` of `source`, uint8. An offset of -1
+    marks an extent that is not stored; its rows are filled with `fill`, the bytes of one element.
     """
     to = 0
     for i in range(len(starts)):
@@ -717,7 +738,8 @@ def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fil
         extent = extents[i]
         while start < stops[i]:
             n = (min(stops[i], ends[extent]) - start) * row_bytes
-            # Element by element: assigning slices would be compiled for seconds, mostly its error message.
+            # Copying element by element compiles quickly. Slice assignment takes seconds to compile, mostly for its
+            # error message.
             if offsets[extent] >= 0:
                 at = offsets[extent] + (start - firsts[extent]) * row_bytes
                 for k in range(n):

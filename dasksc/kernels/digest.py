@@ -1,4 +1,4 @@
-"""What tells the rows of two matrices apart, and what it takes to store them."""
+"""Digests of matrix rows, for comparing matrices, and the largest counts, for choosing a data type."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ _LIMIT = 2.0**63
 
 @kernel
 def _word(value):
-    """Return 64 bits that tell a value apart, the same in every type that holds it."""
+    """Return 64 bits that identify a value, equal for every data type that represents it."""
     if value == np.floor(value) and -_LIMIT <= value < _LIMIT:
         return np.uint64(np.int64(value))
-    # Not a whole number: its bits as float64, mixed once more, so that they are no whole number's.
+    # Fractional values: the bits as float64, mixed so that they do not coincide with those of a whole number.
     return mix(np.float64(value).view(np.uint64))
 
 
 @kernel
 def _count(value):
-    """Return `value` as float64 if it is a count; else infinity. A negative zero is not: no integer is one."""
+    """Return `value` as float64 if it is a count, otherwise infinity.
+
+    Negative zero is not a count, since no integer type represents it.
+    """
     number = np.float64(value)
     return number if number == np.floor(number) and math.copysign(1.0, number) > 0 else np.inf
 
 
 @kernel
 def digest_csr(indptr, indices, data, sums, digests, largest):
-    """Describe each CSR row.
+    """Compute the sum, digest and largest value of each CSR row.
 
     Parameters
     ----------
     indptr, indices, data
-        The rows.
+        CSR rows.
     sums
-        Their sums, shape (n_rows,), float64.
+        Output: sum of each row, shape (n_rows,), float64.
     digests
-        Which columns hold which values, in whatever order: mixed words that are added up, without carry.
-        Shape (n_rows,), uint64.
+        Output: digest of the columns and values of each row, independent of their order, shape (n_rows,),
+        uint64. It is the sum, modulo 2**64, of a mixed word per nonzero.
     largest
-        Their largest values, if all are counts; else infinity. Shape (n_rows,), float64.
+        Output: largest value of each row if all its values are counts, otherwise infinity, shape
+        (n_rows,), float64.
     """
     for i in range(len(indptr) - 1):
         total = most = 0.0
@@ -60,7 +64,10 @@ def digest_csr(indptr, indices, data, sums, digests, largest):
 
 @kernel
 def digest_dense(block, sums, digests, largest):
-    """Describe each row of `block`, as `digest_csr` does; zeros do not count, but negative ones do."""
+    """Compute the outputs of `digest_csr` for each row of a dense `block`.
+
+    Zeros do not contribute, except that a negative zero makes `largest` infinite.
+    """
     for i in range(block.shape[0]):
         total = most = 0.0
         digest = np.uint64(0)

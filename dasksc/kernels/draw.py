@@ -1,9 +1,9 @@
-"""Weighted and balanced draws, a segment of rows at a time.
+"""Weighted and balanced draws, computed one segment of rows at a time.
 
-A weight comes from one of three places, told apart by what is empty: `values` empty, every row
-weighs 1; `table` empty, `values` are the weights; otherwise `values` are integer codes and `table`
-holds the weight of code c, from -1 (no label) on, at ``table[c + 1]``. `lookup` says where in `values` each
-candidate's entry is; empty, candidate i's is entry i.
+Weights have one of three sources. If `values` is empty, every row has weight 1. If `table` is empty,
+`values` holds the weights. Otherwise `values` holds integer codes, and ``table[c + 1]`` is the weight of
+code c, starting with -1 (no label). `lookup` holds the position in `values` of each candidate; if it is
+empty, the entry of candidate i is at position i.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 _COUNTED = 128
-# Up to here a binomial is a count of coins: integers only, and cheaper than any other way.
+# Up to this number of trials a binomial draw counts single trials, which takes only integers and is the cheapest way.
 
 _GROUP = 24
-# Draws at a node that are no longer split between its children: each falls by a number of its own.
+# Up to this number of draws at a node they are not split between its children: each uses a random number of its own.
 
 _ABREAST = 64
-# Segments whose weights are waited for together.
+# Number of segments whose weights are loaded together, to overlap cache misses.
 
 _CHUNK = 1024
-# Weights looked at together where all are.
+# Number of weights processed at a time in passes over all weights.
 
 _RUN = 8
-# Candidates whose weights are summed together in a segment.
+# Number of candidates of a segment whose weights are summed as one run.
 
 _U0 = np.uint64(0)
 _U1 = np.uint64(1)
@@ -57,7 +57,7 @@ _U63 = np.uint64(63)
 def _weight_at(i, values, table, lookup):
     if values.shape[0] == 0:
         return 1.0
-    # Unsigned, since a signed index is checked for being negative.
+    # An unsigned index avoids numba's check for negative values.
     entry = np.uint64(lookup[np.uint64(i)]) if lookup.shape[0] > 0 else np.uint64(i)
     if table.shape[0] == 0:
         return np.float64(values[entry])
@@ -66,8 +66,8 @@ def _weight_at(i, values, table, lookup):
 
 @kernel
 def _copy_weights(start, size, values, table, lookup, out):
-    # The weights of candidates ``start ... start + size``. One plain loop for each kind: what is called
-    # or decided for every weight costs more than the weight.
+    # Copy the weights of candidates ``[start, start + size)``. Each source of weights has a plain loop of its
+    # own, since a call or a branch per weight costs more than the weight itself.
     first = np.uint64(start)
     if values.shape[0] == 0:
         out[:size] = 1.0
@@ -86,7 +86,8 @@ def _copy_weights(start, size, values, table, lookup, out):
 def segment_sums(n, segment, values, table, lookup, out):
     """Sum the weights of each run of `segment` candidates into `out`, float64.
 
-    Returns the first candidate whose weight is negative or not finite, or -1; `table` is not checked.
+    Return the first candidate whose weight is negative or not finite, or -1. The weights in `table` are
+    not checked.
     """
     for s in range(out.shape[0]):
         start = s * segment
@@ -118,19 +119,19 @@ def segment_sums(n, segment, values, table, lookup, out):
 
 @kernel
 def sum_up(tree):
-    """Fill the inner nodes of a heap, shape (2 * n_leaves,), whose leaves are its second half."""
+    """Compute the sums at the inner nodes of a heap, shape (2 * n_leaves,), from its leaves in the second half."""
     for node in range(tree.shape[0] // 2 - 1, 0, -1):
         tree[node] = tree[2 * node] + tree[2 * node + 1]
 
 
 @kernel
 def count_codes(n, codes, lookup, out):
-    """Count the candidates of each code into `out`, int64: code c, from -1 on, at ``out[c + 1]``."""
+    """Add the number of candidates of each code c, starting with -1, to ``out[c + 1]``, int64."""
     if lookup.shape[0] > 0:
         for i in range(n):
             out[np.int64(codes[lookup[i]]) + 1] += 1
         return
-    # Sorted labels repeat one code for long: counting a run in a register does not wait for memory.
+    # Sorted labels contain long runs of one code. Counting a run in a register does not wait for memory.
     run_code = np.int64(-1)
     run = 0
     for i in range(n):
@@ -145,7 +146,7 @@ def count_codes(n, codes, lookup, out):
 
 @kernel
 def _tail(k):
-    # log(k!) less Stirling's formula for it.
+    # Difference between log(k!) and Stirling's formula.
     if k < 10:
         return math.lgamma(k + 1.0) - ((k + 0.5) * math.log(k + 1.0) - (k + 1.0) + 0.9189385332046727)
     square = (k + 1.0) * (k + 1.0)
@@ -154,8 +155,8 @@ def _tail(k):
 
 @kernel
 def _heads(key, n, end):
-    # How many of n 53-bit numbers lie below `end`, compared 64 at a time from the top bit down: a word
-    # is one bit of each, and few bits decide.
+    # Count how many of n random 53-bit numbers are below `end`. 64 numbers are compared at a time, from the
+    # highest bit down. Each random word supplies one bit of every number, and few bits decide most comparisons.
     heads = np.int64(0)
     counter = 0
     for first in range(0, n, 64):
@@ -183,11 +184,11 @@ def _ones(word):
 
 @kernel
 def binomial(key, n, p):
-    """Return how many of `n` coins fall heads, each with probability `p`; exact to rounding of `p`.
+    """Draw a binomial number of successes in `n` trials with probability `p`, exact up to the rounding of `p`.
 
-    Few coins are thrown one by one. Of many, where few are to fall heads, the gaps between heads are
-    drawn; else the count is, by transformed rejection (Hoermann: The generation of binomial random
-    variates, J. Stat. Comput. Simul. 46, 1993, algorithm BTRS).
+    For small `n` the trials are drawn one by one. For large `n` with few expected successes, the gaps
+    between successes are drawn. Otherwise the number is drawn by transformed rejection (Hoermann: The
+    generation of binomial random variates, J. Stat. Comput. Simul. 46, 1993, algorithm BTRS).
     """
     if n <= 0 or p <= 0.0:
         return np.int64(0)
@@ -248,8 +249,8 @@ def binomial(key, n, p):
 
 @kernel
 def _sum_inside(number, segment, n, values, table, lookup, inside):
-    # The heap of one segment's weights, shape (2 * segment,); its first entry, which is no node, says of
-    # which segment, so that it is not summed twice.
+    # Compute the heap of one segment's weights, shape (2 * segment,). Its first entry is not a node and holds
+    # the number of the segment, so that the same segment is not summed twice in succession.
     if inside[0] == number:
         return
     inside[0] = number
@@ -263,20 +264,21 @@ def _sum_inside(number, segment, n, values, table, lookup, inside):
 
 @kernel
 def split_draws(n_draws, tree, n_levels, key, out):
-    """Split the draws of an epoch over the nodes of one level of a heap, as `drawn_in_order` does.
+    """Distribute the draws of an epoch over the nodes of one level of a heap, as in `drawn_in_order`.
 
     Parameters
     ----------
     n_draws
-        Draws in all.
+        Total number of draws.
     tree
         Weights of the heap's nodes, float64.
     n_levels
-        Levels from the root to the nodes.
+        Number of levels from the root to the nodes.
     key
-        The epoch's uint64 key.
+        Key of the epoch, uint64.
     out
-        Where each node's draws begin, and where the last one's end, shape ((1 << n_levels) + 1,), int64.
+        Output: number of the first draw at each node, followed by `n_draws`, shape
+        ((1 << n_levels) + 1,), int64.
     """
     out[0] = n_draws
     for level in range(n_levels):
@@ -304,8 +306,8 @@ def _go_left(key, node, count, left, right):
 
 @kernel
 def _descend(heap, n_levels, n, nodes, rests):
-    # Walk from the first n of `nodes` down a heap, side by side so that they wait for memory together:
-    # `rests` says how much of a node's weight lies before the draw, and goes with it.
+    # Descend a heap from the first n of `nodes`, level by level for all of them, to overlap cache misses.
+    # `rests` holds the part of each node's weight that lies before the draw, and is updated at each level.
     for _ in range(n_levels):
         for i in range(n):
             child = nodes[i] << _U1
@@ -314,7 +316,7 @@ def _descend(heap, n_levels, n, nodes, rests):
             nodes[i] = child + np.uint64(goes_right)
             rests[i] = rests[i] - left if goes_right else rests[i]
     for i in range(n):
-        # Rounding can leave a rest as large as all there is; it must not fall on nothing.
+        # Rounding can make a rest as large as the node's weight; the draw must not select a candidate of weight 0.
         while heap[nodes[i]] == 0.0:
             nodes[i] -= _U1
             rests[i] = heap[nodes[i]]
@@ -322,8 +324,8 @@ def _descend(heap, n_levels, n, nodes, rests):
 
 @kernel
 def _fall(key, node, n_draws, numbers, shares):
-    # Shares of a node's weight that its few draws fall on, in ascending order. To be ranked without
-    # branches, the numbers are made distinct by bits below those that count.
+    # Draw the positions of a node's few draws as shares of its weight, in ascending order. Extra low bits make
+    # the random numbers distinct, so that they can be ranked without branches.
     own = stream(key, node)
     for i in range(n_draws):
         numbers[i] = np.int64(((bits(own, i) >> _U11) << _U8) | np.uint64(i))
@@ -337,31 +339,31 @@ def _fall(key, node, n_draws, numbers, shares):
 
 @kernel
 def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
-    """Return which candidate each wanted draw fell on, draws standing in storage order.
+    """Compute the candidates of weighted draws with replacement, where draws are in storage order.
 
-    A heap over the candidates splits the draws: of those at a node, a binomial number fall on its left
-    child, by the weights of the two, from a key of the node's own. So any draw is found by walking
-    down, and the walks of neighbours share their beginnings. Where few draws are left, each falls by a
-    number of its own.
+    A heap over the candidates splits the draws. The number of a node's draws that go to its left child is
+    binomial, with the weights of the two children and a key of the node. Any single draw is found by
+    descending the heap, and the paths of neighbouring draws share their beginnings. At nodes with few
+    draws, each draw uses a random number of its own.
 
     Parameters
     ----------
     wanted
-        Numbers of the draws, shape (k,), int64; ascending ones are cheap.
+        Numbers of the requested draws, shape (k,), int64; fast if ascending.
     starts_at
-        What `split_draws` found for a level of the heap.
+        Output of `split_draws` for a level of the heap.
     tree
         Weights of the heap's nodes down to segments of candidates, shape (2 << n_levels,), float64.
     n_levels, segment_levels
-        Levels of the heap from its root to the segments, and from a segment to its candidates.
+        Number of levels of the heap from its root to the segments, and from a segment to its candidates.
     n
-        Candidates.
+        Number of candidates.
     values, table, lookup
-        Their weights, see the module.
+        Weights of the candidates, see the module.
     key
-        The epoch's uint64 key.
+        Key of the epoch, uint64.
     out
-        Candidates, shape (k,), int64.
+        Output: candidate of each draw, shape (k,), int64.
     """
     segment = 1 << segment_levels
     bottom = n_levels + segment_levels
@@ -369,7 +371,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
     top = 0
     while 1 << top < n_tops:
         top += 1
-    inside = np.full(2 * segment, -1.0)  # the heap of one segment
+    inside = np.full(2 * segment, -1.0)  # heap of one segment
     numbers = np.empty(_GROUP, dtype=np.int64)
     rests = np.empty(_GROUP, dtype=np.float64)
     fallen = np.empty(_GROUP, dtype=np.uint64)
@@ -438,7 +440,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
 
 @kernel
 def _touch(start, stop, values, lookup):
-    # Read something of every cache line, so that several segments are waited for together.
+    # Read an element of every cache line, to overlap the cache misses of several segments.
     touched = 0.0
     if lookup.shape[0] > 0:
         for i in range(start, stop, 8):
@@ -451,21 +453,19 @@ def _touch(start, stop, values, lookup):
 
 @kernel
 def uniforms(counters, key, out):
-    """Write the number in [0, 1) of each of `counters` into `out`, float64."""
+    """Write the uniform random number in [0, 1) of each counter into `out`, float64."""
     for i in range(counters.shape[0]):
         out[i] = uniform(key, counters[i])
 
 
 @kernel
 def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, lookup, out):
-    """Return which candidate each draw fell on, each draw made by itself.
-
-    For draws that are read one by one, in no order.
+    """Compute the candidates of independent weighted draws with replacement, in no particular order.
 
     Parameters
     ----------
     shares
-        How much of all the weight lies before each draw, shape (k,), in [0, 1); ascending ones are cheap.
+        Share of the total weight that lies before each draw, in [0, 1), shape (k,); fast if ascending.
     tree, n_levels, segment_levels, n, values, table, lookup, out
         As for `drawn_in_order`. Ascending shares give ascending candidates.
     """
@@ -489,7 +489,7 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
         for i in range(first, stop):
             start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
             size = min(segment, n - start)
-            # By runs first: their sums do not wait for each other.
+            # Runs are summed first, since their sums do not depend on each other.
             if is_plain and size == segment:
                 for run in range(n_runs):
                     total = 0.0
@@ -523,23 +523,23 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
                 while weights[n_passed] == 0.0:
                     n_passed -= 1
             out[i] = start + n_passed
-    if touched == -0.5:  # it never is, but reading what is not used would be left out
+    if touched == -0.5:  # never true, but without this use the compiler would remove the reads
         out[:] = -1
 
 
 @kernel
 def _gumbel(weight, u):
-    # Minus log1p(-u) is exponential; u == 0 would make its logarithm infinite.
+    # -log1p(-u) is exponentially distributed; u == 0 would make its logarithm infinite.
     return math.log(weight) - math.log(max(-math.log1p(-u), 1e-300))
 
 
 @kernel
 def gumbel_keys(candidates, values, table, lookup, key, out):
-    """Write the random key of each of `candidates`; the k largest are k draws without replacement by weight.
+    """Write the random key of each candidate; the k largest keys are k weighted draws without replacement.
 
-    The Efraimidis-Spirakis keys ``u ** (1 / w)`` under a monotone map, ``log(w) - log(-log(u))``, in
-    which weights of any size keep their precision; a candidate without weight gets -inf. (Efraimidis,
-    Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett. 97, 2006.)
+    The keys are the Efraimidis-Spirakis keys ``u ** (1 / w)`` under the monotone map ``log(w) -
+    log(-log(u))``, which keeps precision for weights of any size. A candidate of weight 0 gets -inf.
+    (Efraimidis, Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett. 97, 2006.)
     """
     for k in range(candidates.shape[0]):
         weight = _weight_at(candidates[k], values, table, lookup)
@@ -548,7 +548,7 @@ def gumbel_keys(candidates, values, table, lookup, key, out):
 
 @kernel
 def count_positive(n, values, table, lookup):
-    """Return how many candidates have a weight above 0."""
+    """Return the number of candidates with a weight above 0."""
     weights = np.empty(_CHUNK, dtype=np.float64)
     found = 0
     for start in range(0, n, _CHUNK):
@@ -566,23 +566,24 @@ def select_above(n, values, table, lookup, key, low, high, out, near, near_keys)
     Parameters
     ----------
     n, values, table, lookup, key
-        Candidates, their weights (see the module), and the uint64 key.
+        Number of candidates, their weights (see the module), and the uint64 key.
     low, high
-        Bounds of keys; -inf and inf are none.
+        Bounds of keys; -inf and inf for no bound.
     out
-        Candidates, integers; what does not fit is counted only.
+        Output: candidates, integers. Candidates that do not fit are only counted.
     near, near_keys
-        Where in `out` those are whose key is at most `high`, and their keys; what does not fit is counted
-        only.
+        Output: positions in `out` of candidates whose key is at most `high`, and their keys. Candidates
+        that do not fit are only counted.
 
     Returns
     -------
     n_out, n_near
-        Candidates of a key of at least `low`, and how many of them are at most at `high`.
+        Number of candidates with a key of at least `low`, and number of these with a key of at most
+        `high`.
     """
     weights = np.empty(_CHUNK, dtype=np.float64)
-    # A key above `low` takes -log1p(-u) < weight * exp(-low), and that is never less than u: most
-    # candidates need no logarithm. Beyond these bounds exp would be 0 or infinite.
+    # A key above `low` requires -log1p(-u) < weight * exp(-low). Since u <= -log1p(-u), most candidates are
+    # rejected without a logarithm. Outside these bounds exp would underflow or overflow.
     scale = math.exp(-low) * (1.0 + 1e-9) if -700.0 < low < 700.0 else math.inf
     n_out = 0
     n_near = 0
@@ -610,7 +611,7 @@ def select_above(n, values, table, lookup, key, low, high, out, near, near_keys)
 
 @kernel
 def leave_out(values, n, places):
-    """Move the first `n` of `values` together over those at ascending `places`, in place."""
+    """Remove the values at ascending `places` from the first `n` of `values`, in place."""
     if places.shape[0] == 0:
         return
     kept = places[0]
@@ -625,11 +626,12 @@ def leave_out(values, n, places):
 
 @kernel
 def select_quotas(n, codes, lookup, quotas, counts, key, out):
-    """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class, uniformly, in storage order.
+    """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class c, uniformly, in storage order.
 
-    Selection sampling (Knuth, TAOCP 2, Algorithm 3.4.2 S), all classes in one pass: a candidate is
-    taken with probability (still wanted of its class) / (still to come of its class). `codes` empty:
-    all candidates are of class 0. `quotas` and `counts` are used up. Returns the number chosen.
+    Selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S) of all classes in one
+    pass. A candidate is selected with probability (remaining quota of its class) / (remaining candidates
+    of its class). If `codes` is empty, all candidates belong to class 0. `quotas` and `counts` are
+    decremented. Return the number of selected candidates.
     """
     chosen = 0
     for i in range(n):

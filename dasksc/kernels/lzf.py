@@ -1,4 +1,4 @@
-"""LZF, a filter of HDF5, which otherwise only libhdf5 decodes, under its lock."""
+"""Decoder of LZF, a filter of HDF5 that otherwise only libhdf5 decodes, under its global lock."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["decode_lzf"]
 
 @kernel
 def decode_lzf(data, out):
-    """Decode into `out`; return how many bytes that is, or -1 if `data` is corrupt or more than `out` holds.
+    """Decode `data` into `out`; return the number of bytes, or -1 if `data` is corrupt or `out` is too small.
 
     Parameters
     ----------
     data
-        As stored, uint8.
+        Stored bytes, uint8.
     out
-        Memory for the result, uint8; bytes behind it are left as they are.
+        Output, uint8; bytes after the result are not changed.
     """
-    # Unsigned where they are indices: numba need not look whether they count from the end, and may copy many at once.
+    # Indices are unsigned, so that numba need not handle negative ones and can vectorize the copies.
     at = to = np.int64(0)
     while at < len(data):
         control = np.int64(data[np.uint64(at)])
         at += 1
         if control < 32:
-            # So many bytes and one, as they are.
+            # A run of `control + 1` literal bytes.
             n = control + 1
             if at + n > len(data) or to + n > len(out):
                 return -1
@@ -34,7 +34,7 @@ def decode_lzf(data, out):
                 out[np.uint64(to + i)] = data[np.uint64(at + i)]
             at += n
         else:
-            # Bytes that were decoded before, those among them that this very copy writes.
+            # A reference to earlier output. It may overlap the bytes that this copy writes, so they go one by one.
             n = control >> 5
             if n == 7 and at < len(data):
                 n += data[at]

@@ -1,12 +1,12 @@
 """Keyed randomness: bits, shuffles and permutations as pure functions of a key.
 
-Nothing here keeps state. `bits` is a counter-based generator (the output function of SplitMix64 [1]_
-over ``key + counter * golden``); the rest is built on it, so a value depends only on its key and its
-position, on every platform.
+No function keeps state. `bits` is a counter-based generator (the output function of SplitMix64 [1]_
+over ``key + counter * golden``). All other functions build on it, so a value depends only on its key
+and position, on every platform.
 
-`permuted` evaluates a keyed permutation of ``range(n)`` at one position in O(1) memory: a balanced
-Feistel network [2]_ over the next even power of two, walking the cycle until it lands inside. Such a
-network is always an even permutation and mixes poorly for tiny n, so small n use a `shuffle` table.
+`permuted` evaluates a keyed permutation of ``range(n)`` at one position in O(1) memory. It is a balanced
+Feistel network [2]_ over the next even power of two, with cycle walking until the result is below n.
+Such a network is always an even permutation and mixes poorly for small n; a `shuffle` table serves these.
 
 .. [1] Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
 .. [2] Luby, Rackoff: How to construct pseudorandom permutations, SIAM J. Comput. 17 (1988); cycle
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 N_ROUNDS = 6
-"""Rounds of the Feistel network, hence round keys."""
+"""Number of rounds of the Feistel network, and of round keys."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -69,7 +69,7 @@ def uniform(key, counter):
 
 @kernel
 def stream(key, number):
-    """Return the key of one of many independent streams under a uint64 `key`."""
+    """Return the key of stream `number` among the independent streams of a uint64 `key`."""
     return mix(key ^ mix(np.uint64(number)))
 
 
@@ -77,8 +77,8 @@ def stream(key, number):
 def below(key, counter, n):
     """Return an integer in [0, n), exactly uniform, for 0 < n < 2**32.
 
-    Draws for one counter use the 64-bit word's two halves and, when both are rejected, words of a
-    stream of their own (Lemire: Fast random integer generation in an interval, 2019).
+    A draw uses the two halves of a 64-bit word and, if both are rejected, words of a separate stream
+    (Lemire: Fast random integer generation in an interval, 2019).
     """
     size = np.uint64(n)
     threshold = ((_U1 << _U32) - size) % size
@@ -100,7 +100,7 @@ def below(key, counter, n):
 
 @kernel
 def shuffle(key, out):
-    """Fill `out`, shape (n,), n < 2**32, with a keyed uniform permutation of ``range(n)``: Fisher-Yates."""
+    """Fill `out`, shape (n,), n < 2**32, with a keyed uniform permutation of ``range(n)`` (Fisher-Yates)."""
     n = out.shape[0]
     for i in range(n):
         out[i] = i
@@ -111,18 +111,18 @@ def shuffle(key, out):
 
 @kernel
 def permuted(position, n, half_bits, round_keys):
-    """Return where a keyed permutation of ``range(n)`` sends `position`.
+    """Return the image of `position` under a keyed permutation of ``range(n)``.
 
     Parameters
     ----------
     position
-        In [0, n).
+        Position in [0, n).
     n
         Size of the domain, at most ``4**half_bits``.
     half_bits
-        Bits in each half of the network.
+        Number of bits in each half of the network.
     round_keys
-        Shape (N_ROUNDS,), uint64.
+        Round keys, shape (N_ROUNDS,), uint64.
     """
     shift = np.uint64(half_bits)
     mask = (_U1 << shift) - _U1
@@ -140,7 +140,7 @@ def permuted(position, n, half_bits, round_keys):
 
 @kernel
 def _block_at(position, n_blocks, table, half_bits, round_keys):
-    # One order, three ways to hold it: a table, the network, or (neither given) storage order.
+    # The order is given by a table, by the network, or, if neither is given, it is storage order.
     if table.shape[0] > 0:
         return np.int64(table[position])
     if half_bits > 0:
@@ -150,34 +150,34 @@ def _block_at(position, n_blocks, table, half_bits, round_keys):
 
 @kernel
 def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
-    """Write the block at each of `positions` of the order into `out`; both shape (k,), int64."""
+    """Write the block numbers at `positions` in the order into `out`; both shape (k,), int64."""
     for i in range(positions.shape[0]):
         out[i] = _block_at(positions[i], n_blocks, table, half_bits, round_keys)
 
 
 @kernel
 def deal(start, block_size, rank, world_size, first, piece_round, piece, n_blocks, table, half_bits, round_keys, out):
-    """Write positions ``start ... start + len(out)`` of one rank's sequence of rows.
+    """Write the range ``[start, start + len(out))`` of one rank's sequence of rows into `out`.
 
-    The sequence is the rank's full blocks, one a round (order positions ``first + rank + k *
+    The sequence consists of the rank's full blocks, one per round (order positions ``first + rank + k *
     world_size``), with `piece` inserted before round `piece_round`.
 
     Parameters
     ----------
     start
-        Where in the rank's sequence to begin.
+        First position in the rank's sequence.
     block_size
-        Rows of a full block.
+        Number of rows in a full block.
     rank, world_size
-        Whose sequence.
+        Rank of the sequence, and number of ranks.
     first
-        Order position of the first full block that is dealt.
+        Order position of the first full block to deal.
     piece_round, piece
-        The explicit positions inserted, shape (n_piece,), int64, and the round before which.
+        Round before which the piece is inserted, and positions in the piece, shape (n_piece,), int64.
     n_blocks, table, half_bits, round_keys
-        The order of the blocks, see `permuted` and `shuffle`.
+        Order of the blocks, see `permuted` and `shuffle`.
     out
-        Positions in storage order, shape (n,), int64.
+        Output: positions in storage order, shape (n,), int64.
     """
     before = piece_round * block_size
     n_piece = piece.shape[0]

@@ -1,7 +1,7 @@
-"""Read many byte ranges of a file, one call for all of them.
+"""Reading of many byte ranges of a file with one call.
 
-Called from Python, ``os.preadv`` takes the GIL again after each range, for which threads that read short ranges wait
-longer than for the disk.
+In Python, ``os.preadv`` reacquires the GIL after each range. Threads that read short ranges then wait longer for the
+GIL than for the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["read_ranges"]
 
 @intrinsic
 def call_pread(typingctx: Any, function: Any, descriptor: Any, address: Any, size: Any, offset: Any) -> Any:
-    """Call ``ssize_t pread(int, void*, size_t, off_t)`` at an address, where these are 64 bits wide."""
+    """Call the function ``ssize_t pread(int, void*, size_t, off_t)`` at an address, if these types have 64 bits."""
     signature = types.int64(types.uint64, types.int64, types.uint64, types.int64, types.int64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -35,20 +35,20 @@ def call_pread(typingctx: Any, function: Any, descriptor: Any, address: Any, siz
 
 @kernel
 def read_ranges(function, descriptor, offsets, sizes, enough, addresses):
-    """Fill memory with ranges of a file; return which range failed or met the end of the file first, or -1.
+    """Read ranges of a file into memory; return the first range that failed or met the end of the file, or -1.
 
     Parameters
     ----------
     function
         Address of ``pread``, uint64.
     descriptor
-        Number of the open file.
+        File descriptor.
     offsets, sizes
-        Of each range, shape (n_ranges,), int64.
+        Offset and size of each range in bytes, shape (n_ranges,), int64.
     enough
-        How many bytes each must give at least, shape (n_ranges,), int64.
+        Minimum number of bytes to read of each range, shape (n_ranges,), int64.
     addresses
-        Where each goes, shape (n_ranges,), uint64.
+        Destination address of each range, shape (n_ranges,), uint64.
     """
     for i in range(len(offsets)):
         done = 0

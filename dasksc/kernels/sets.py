@@ -1,10 +1,9 @@
 """Sets of cells: grouping rows by codes, and keyed draws from a group.
 
-Every draw is a range of a keyed order of a group's cells. The order is that of blocks: the cells,
-turned by a random offset, are cut into full blocks and a short one; the full blocks are permuted, and
-the short one is inserted at a random place. Since the offset is uniform, every cell is as likely at
-any place of the order as another, whatever the sizes, and cells that are neighbours in storage are
-read together.
+Every draw is a range of a keyed order of a group's cells, which permutes blocks. The cells are rotated
+by a random offset and cut into full blocks and a short one. The full blocks are permuted, and the short
+block is inserted at a random place. Since the offset is uniform, every cell is equally likely at any
+place of the order, for any sizes. Cells that are neighbours in storage are read together.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ __all__ = [
 
 @kernel
 def combine_codes(codes, lookup, radix, out):
-    """Append a column to mixed-radix codes: ``out = out * radix + codes``; -1 where either is missing.
+    """Append a column to mixed-radix codes: ``out = out * radix + codes``, or -1 if either is missing.
 
     Parameters
     ----------
     codes
         Codes in [0, radix), negative for a missing label; integers.
     lookup
-        Row of `codes` for each entry of `out`, int64; empty for the same rows.
+        Position in `codes` of each entry of `out`, int64; empty if positions are equal.
     radix
         Number of codes of the column.
     out
-        Shape (n,), int32 or int64, changed in place.
+        Combined codes, shape (n,), int32 or int64, modified in place.
     """
     n_lookup = lookup.shape[0]
     for i in range(out.shape[0]):
@@ -55,15 +54,16 @@ def count_groups(codes, counts, firsts):
     Parameters
     ----------
     codes
-        Shape (n,), integers; negative ones belong to no group.
+        Code of each row, shape (n,), integers; negative codes belong to no group.
     counts
-        Shape (n_codes,), int64, zeros; receives the rows of each code.
+        Output: number of rows of each code, shape (n_codes,), int64; zeros on entry.
     firsts
-        Shape (n_codes,), int64; receives the first row of the last run of each code.
+        Output: first row of the last run of each code, shape (n_codes,), int64.
 
     Returns
     -------
     n_missing, n_runs
+        Number of missing codes, and number of runs of equal codes.
     """
     n_missing = 0
     n_runs = 0
@@ -83,16 +83,17 @@ def count_groups(codes, counts, firsts):
 
 @kernel
 def list_members(codes, cursors, out):
-    """List the rows of each code, ascending within a code: a counting sort.
+    """List the rows of each code, in ascending order within a code, by a counting sort.
 
     Parameters
     ----------
     codes
-        Shape (n,), integers; negative ones are left out.
+        Code of each row, shape (n,), integers; rows with negative codes are skipped.
     cursors
-        Shape (n_codes,), int64: where the rows of each code begin in `out`. Advanced past them.
+        Position in `out` of the first row of each code, shape (n_codes,), int64. Advanced past the last
+        row.
     out
-        Shape (n_members,), int32 or int64.
+        Output: rows grouped by code, shape (n_members,), int32 or int64.
     """
     for i in range(codes.shape[0]):
         code = np.int64(codes[i])
@@ -103,53 +104,53 @@ def list_members(codes, cursors, out):
 
 @kernel
 def draw_groups(key, positions, cumulative, out):
-    """Draw a group for each set, independently, with probabilities in proportion to weights.
+    """Draw a group for each set independently, with probabilities proportional to weights.
 
     Parameters
     ----------
     key
-        Of the epoch, uint64.
+        Key of the epoch, uint64.
     positions
         Numbers of the sets in the epoch, shape (n,), int64.
     cumulative
-        Running sums of the weights, shape (n_groups,), float64.
+        Cumulative sums of the weights, shape (n_groups,), float64.
     out
-        Shape (n,), int64.
+        Output: group of each set, shape (n,), int64.
     """
     n_groups = cumulative.shape[0]
     total = cumulative[n_groups - 1]
     for i in range(positions.shape[0]):
         found = np.searchsorted(cumulative, uniform(key, positions[i]) * total, side="right")
-        # Rounding may reach the total itself: the last group that has a weight.
+        # Rounding may yield the total itself, which stands for the last group with a positive weight.
         out[i] = min(found, np.searchsorted(cumulative, total))
 
 
 @kernel
 def set_keys(key, numbers, out):
-    """Write the key of each number, of a stream under `key`, into `out`; both shape (n,)."""
+    """Write the key of the stream of each number under `key` into `out`; both shape (n,)."""
     for i in range(numbers.shape[0]):
         out[i] = stream(key, numbers[i])
 
 
 @kernel
 def fill_from_group(key, n, block_size, first, table, out):
-    """Write entries ``first ... first + len(out)`` of a keyed order of ``range(n)``; past its end it begins anew.
+    """Write entries ``[first, first + len(out))`` of a keyed order of ``range(n)``, which repeats periodically.
 
     Parameters
     ----------
     key
-        Of the order, uint64.
+        Key of the order, uint64.
     n
-        Cells of the group, 0 < n < 2**32.
+        Number of cells in the group, 0 < n < 2**32.
     block_size
-        Neighbouring cells that stay together.
+        Number of neighbouring cells that stay together.
     first
-        Where in the order to begin.
+        First position in the order.
     table
-        Scratch space, shape (n_table,), int64. Up to that many blocks are permuted by Fisher-Yates, more
-        by a Feistel network.
+        Scratch memory, shape (n_table,), int64. Up to n_table blocks are permuted by Fisher-Yates, more
+        blocks by a Feistel network.
     out
-        Shape (k,), int64.
+        Output: cells in [0, n), shape (k,), int64.
     """
     size = out.shape[0]
     block = min(block_size, n)
@@ -165,7 +166,7 @@ def fill_from_group(key, n, block_size, first, table, out):
         for i in range(n_full):
             table[i] = i
         begin = first % n
-        # Only as much of the order as is used; all of it where the range runs past the end.
+        # Only the used part of the order is computed; all of it if the range wraps around the end.
         last = n if begin + size > n else begin + size
         for i in range(min(n_full, -(-last // block))):
             j = i + below(own, i, n_full - i)
@@ -195,22 +196,26 @@ def fill_from_group(key, n, block_size, first, table, out):
 
 @kernel
 def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table, out):
-    """Write the members of each set, in a random order.
+    """Write the members of each set, in random order.
+
+    A set is a range of a keyed order of its group.
 
     Parameters
     ----------
     groups
         Group of each set, shape (n_sets,), int64.
     keys
-        Key of the order of its group that each set is a range of, shape (n_sets,), uint64.
+        Key of the order for each set, shape (n_sets,), uint64.
     firsts
-        Where in that order each set begins, shape (n_sets,), int64.
+        First position of each set in its order, shape (n_sets,), int64.
     starts, counts
-        Where the members of each group begin, and how many they are, shape (n_groups,), int64.
-    block_size, set_size, table
+        First member and number of members of each group, shape (n_groups,), int64.
+    block_size, table
         See `fill_from_group`.
+    set_size
+        Number of cells in a set.
     out
-        Numbers of members, shape (n_sets * set_size,), int64.
+        Output: numbers of members, shape (n_sets * set_size,), int64.
     """
     drawn = np.empty(set_size, dtype=np.int64)
     order = np.empty(set_size, dtype=np.int64)
@@ -224,26 +229,26 @@ def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table,
 
 @kernel
 def fill_controls(keys, pools, starts, counts, block_size, n_controls, set_size, table, out):
-    """Write `n_controls` members of its pool beside each row of each set.
+    """Draw `n_controls` controls for each row of each set from the row's pool.
 
-    Rows of a set that share a pool draw from one order of it: no member comes twice in a set unless the pool
-    is smaller than what is drawn from it.
+    Rows of a set that share a pool draw from the same order of the pool. A control is repeated in a set
+    only if the pool is smaller than the number of draws from it.
 
     Parameters
     ----------
     keys
-        Of each set, shape (n_sets,), uint64.
+        Key of each set, shape (n_sets,), uint64.
     pools
         Pool of each row, shape (n_sets * set_size,), int64.
     starts, counts
-        Where the members of each pool begin, and how many they are, shape (n_pools,), int64.
+        First member and number of members of each pool, shape (n_pools,), int64.
     block_size, table
         See `fill_from_group`.
     n_controls, set_size
-        Members for each row, and rows of a set.
+        Number of controls per row, and number of rows in a set.
     out
-        Numbers of members, shape (n_sets * set_size * n_controls,), int64: those of row i begin at
-        ``i * n_controls``.
+        Output: numbers of members, shape (n_sets * set_size * n_controls,), int64. The controls of row i
+        begin at ``i * n_controls``.
     """
     drawn = np.empty(set_size * n_controls, dtype=np.int64)
     order = np.empty(set_size * n_controls, dtype=np.int64)

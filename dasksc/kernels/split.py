@@ -1,4 +1,4 @@
-"""Dealing rows, and groups of rows, to the parts of a split."""
+"""Assignment of rows, and groups of rows, to the parts of a split."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["assign_units", "count_pairs", "deal_by_quota", "put_by_code"]
 
 @kernel
 def count_pairs(rows, columns, out):
-    """Add to ``out[row, column]`` how often each pair comes; `rows`, `columns` shape (n,), `out` 2-D."""
+    """Add the count of each pair to ``out[row, column]``; `rows` and `columns` have shape (n,), `out` is 2-D."""
     for i in range(rows.shape[0]):
         out[rows[i], columns[i]] += 1
 
 
 @kernel
 def put_by_code(rows, codes, places, out):
-    """Write each of `rows` to `out` at the next place of its code, for which that place is counted up.
+    """Write each row to the next free place of its code in `out`.
 
     Parameters
     ----------
     rows, codes
-        Shape (n,); -1 is the last code.
+        Rows and their codes, shape (n,); -1 stands for the last code.
     places
-        Where the next row of each code goes, shape (n_codes,), int64.
+        Position in `out` of the next row of each code, shape (n_codes,), int64. Advanced by the call.
     out
-        Int64.
+        Output: rows grouped by code, int64.
     """
     for i in range(rows.shape[0]):
         c = codes[i] if codes[i] >= 0 else places.shape[0] - 1
@@ -38,22 +38,23 @@ def put_by_code(rows, codes, places, out):
 
 @kernel
 def deal_by_quota(codes, quotas, key, out):
-    """Write to `out` the part of each row, drawn so that every way of filling the quotas is as likely as another.
+    """Draw the part of each row, such that every assignment that fills the quotas is equally likely.
 
-    One pass, without a permutation: a row goes to each part with the probability that the part's quota has among
-    what is left of its class (selection sampling; Knuth, The Art of Computer Programming 2, 3.4.2, algorithm S).
+    The draw takes one pass, without a permutation. The probability of a part is its remaining quota divided by the
+    number of remaining rows of the class (selection sampling; Knuth, The Art of Computer Programming 2, 3.4.2,
+    algorithm S).
 
     Parameters
     ----------
     codes
-        The class of each row, shape (n,).
+        Class of each row, shape (n,).
     quotas
-        Rows of each class for each part, shape (n_classes, n_parts), int64; their sums are the sizes of the classes.
-        Used up.
+        Number of rows of each class for each part, shape (n_classes, n_parts), int64. The sums over the parts are the
+        sizes of the classes. Decremented by the call.
     key
-        uint64.
+        Key of the draw, uint64.
     out
-        Shape (n,).
+        Output: part of each row, shape (n,).
     """
     left = quotas.sum(axis=1)
     for i in range(codes.shape[0]):
@@ -70,27 +71,28 @@ def deal_by_quota(codes, quotas, key, out):
 
 @kernel
 def assign_units(counts, order, shares, out):
-    """Write to `out` the part of each unit, one after the other; return how far the parts are from their shares.
+    """Assign units to parts one by one; return the deviation of the parts from their shares.
 
-    A unit goes to a part that has less than its share of the total. Of several to that where the squared distance
-    from the shares of the classes, each over what is expected, grows least. Parts that are empty come first as soon as
-    there are no more units than these.
+    A unit goes to a part that has less than its share of the total. Among several such parts, it goes to the one whose
+    contribution to Pearson's chi-square grows least. Once the remaining units are no more than the empty parts, units
+    go to empty parts only.
 
     Parameters
     ----------
     counts
-        What each unit has of each class, shape (n_units, n_classes), int64.
+        Number of rows of each class in each unit, shape (n_units, n_classes), int64.
     order
-        The units in the order in which they are assigned, shape (n,), int64.
+        Units in the order of assignment, shape (n,), int64.
     shares
-        Of each part, shape (n_parts,), float64, summing to 1.
+        Share of each part, shape (n_parts,), float64, summing to 1.
     out
-        Shape (n_units,).
+        Output: part of each unit, shape (n_units,).
 
     Returns
     -------
     float
-        The sum of squared distances over what is expected, over parts and classes (Pearson's chi-square).
+        Pearson's chi-square: the sum, over parts and classes, of the squared deviation from the expected number of
+        rows, divided by that number.
     """
     n_classes, n_parts = counts.shape[1], shares.shape[0]
     expected = np.zeros((n_parts, n_classes))

@@ -1,4 +1,4 @@
-"""Strings of variable length, found where HDF5 keeps them."""
+"""Variable-length strings in the global heap of HDF5 files."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def _number(data, at, n_bytes):
 
 @kernel
 def locate_strings(references, data, starts, sizes):
-    """Find where each string lies in a file; return the first that cannot be found, or -1.
+    """Locate each string in a file; return the first one that cannot be found, or -1.
 
-    Global heap collections are searched from where the string before was found, since strings are written in order.
+    The search in a global heap collection begins after the preceding string, since strings are written in order.
 
     Parameters
     ----------
     references
-        Length, address of the heap collection and number in it, as stored, shape (n, 16), uint8.
+        Stored references: length, address of the heap collection and number in it, shape (n, 16), uint8.
     data
-        The file, uint8.
+        Bytes of the file, uint8.
     starts, sizes
-        Byte at which each string begins, and its length up to the first NUL, shape (n,), int64; written.
+        Output: first byte of each string, and its length up to the first NUL, shape (n,), int64.
     """
     last_collection = np.int64(-1)
     end = position = np.int64(0)
@@ -58,7 +58,7 @@ def locate_strings(references, data, starts, sizes):
         while True:
             is_end = position + _OBJECT_HEADER_BYTES > end
             number = np.int64(0) if is_end else _number(data, position, 2)
-            if is_end or number == 0:  # free space is last
+            if is_end or number == 0:  # free space comes last in a collection
                 if has_wrapped:
                     return i
                 has_wrapped = True
@@ -85,7 +85,7 @@ def locate_strings(references, data, starts, sizes):
 
 @kernel
 def copy_strings(data, starts, sizes, out):
-    """Write strings one after the other into `out`, uint8; return whether all of it is ASCII."""
+    """Concatenate strings into `out`, uint8; return True if all bytes are ASCII."""
     at = 0
     every = np.uint8(0)
     for i in range(len(starts)):

@@ -1,15 +1,16 @@
-"""Turn the nonzeros of CSR rows into tokens: ranked, binned, sampled and masked.
+"""Tokens from the nonzeros of CSR rows: ranked, binned, sampled and masked.
 
-Parameters that recur
----------------------
+Common parameters
+-----------------
 indptr, columns, values
-    A batch of CSR rows: shapes (n_rows + 1,), (nnz,) and (nnz,) float32.
+    Batch of CSR rows, shapes (n_rows + 1,), (nnz,) and (nnz,) float32.
 ids
-    The token of each column, shape (n_vars,), int64; -1 where it has none.
+    Token of each column, shape (n_vars,), int64; -1 for a column without a token.
 keys
-    What everything random in a row is keyed by, shape (n_rows,), uint64.
+    Key of all random draws of each row, shape (n_rows,), uint64.
 first
-    Where the tokens of a row begin in `out_ids` and `out_values`, shape (n_rows, length), int64 and float32.
+    Column of the first token of a row in `out_ids` and `out_values`, which have shape (n_rows, length) and
+    the types int64 and float32.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ __all__ = [
 
 _SIGN = np.uint32(0x80000000)
 _REST = np.uint32(0x7FFFFFFF)
-# Streams under the key of a row: which genes are sampled and masked, what becomes of these, what replaces them, and
-# in which of several bins a value lies.
+# Streams under the key of a row, for the choice of sampled genes, the choice of masked genes, the fate of a masked
+# gene, its replacement, and the bin of a value on equal edges.
 _SAMPLED, _MASKED, _FATE, _REPLACEMENT, _TIED = range(5)
 
 HIDDEN, REPLACED, SHOWN = 1, 2, 3
-"""What becomes of a token that is to be predicted."""
+"""Fates of a token to predict: hidden behind the mask, replaced by a random one, or shown unchanged."""
 
 
 @kernel
 def row_keys(key, rows, out):
     """Write a key for each row of a batch into `out`, shape (n_rows,), uint64.
 
-    It depends on which `rows`, shape (n_rows,), int64, the batch has, on their order, and on the place in it: a
-    row that was drawn twice gets two.
+    The keys depend on the row numbers `rows`, shape (n_rows,), int64, their order, and the position in the batch. A
+    row that occurs twice in a batch gets two different keys.
     """
     batch = np.uint64(key)
     for i in range(len(rows)):
@@ -70,7 +71,7 @@ def count_tokens(indptr, columns, values, ids, counts):
 
 @kernel
 def _take_row(start, stop, columns, values, ids, row_ids, row_values):
-    # The tokens of one row, in the order of their columns.
+    # Write the tokens of one row in the order of their columns; return their number.
     n = 0
     for k in range(start, stop):
         token = ids[columns[k]]
@@ -83,8 +84,8 @@ def _take_row(start, stop, columns, values, ids, row_ids, row_values):
 
 @kernel
 def _sort_descending(order, spare, sort_keys, n):
-    # Least significant byte first: stable. A byte that all have in common costs no pass: small counts, as
-    # float32, share their lower two or three.
+    # Radix sort from the least significant byte, which is stable. A byte that is equal in all keys needs no pass;
+    # small counts, stored as float32, share their lowest two or three bytes.
     for i in range(n):
         order[i] = i
         word = sort_keys[i]
@@ -112,9 +113,9 @@ def _sort_descending(order, spare, sort_keys, n):
 
 @kernel
 def rank_tokens(indptr, columns, values, ids, counts, first, out_ids, out_values):
-    """Write the tokens of each row by descending value, equal ones in the order of their columns.
+    """Write the tokens of each row in descending order of value; ties are in the order of their columns.
 
-    As many as fit; `counts` are those of `count_tokens`.
+    Tokens that do not fit are dropped. `counts` is the output of `count_tokens`.
     """
     longest = max(1, counts.max()) if len(counts) else 1
     row_ids = np.empty(longest, np.int64)
@@ -135,9 +136,9 @@ def rank_tokens(indptr, columns, values, ids, counts, first, out_ids, out_values
 
 @kernel
 def choose(key, n, n_chosen, out):
-    """Write `n_chosen` of ``range(n)``, ascending, into `out`; every subset is equally likely.
+    """Write a random subset of ``range(n)`` of size `n_chosen`, ascending, into `out`.
 
-    Selection sampling: Knuth, The Art of Computer Programming, volume 2, algorithm 3.4.2 S.
+    Every subset is equally likely (selection sampling; Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S).
     """
     taken = 0
     for i in range(n):
@@ -152,10 +153,10 @@ def choose(key, n, n_chosen, out):
 def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_ids, out_values):
     """Write the tokens of each row in the order of their columns, with the bins of their values.
 
-    The edges of a row are ``n_bins - 1`` quantiles of its values, from the smallest to the largest, and bin i begins
-    at edge i: the last holds the largest value alone. Where several edges are equal, a value on them lies in any of
-    the bins that begin there. Edges are those of ``numpy.quantile``, to the bit. Of more tokens than fit, a sample is
-    taken.
+    The edges of a row are ``n_bins - 1`` quantiles of its values, from the smallest to the largest value, equal to
+    ``numpy.quantile`` bit by bit. Bin i begins at edge i, so the last bin holds only the largest value. If several
+    edges are equal, a value on them is assigned at random to one of the bins that begin there. If there are more
+    tokens than fit, a random sample is written.
     """
     longest = max(1, counts.max()) if len(counts) else 1
     row_ids = np.empty(longest, np.int64)
@@ -189,10 +190,11 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
 
 @kernel
 def mask_tokens(lengths, keys, ratio, replaced, kept, first, out, draws):
-    """Choose `ratio` of each row's tokens, at least one, and write into `out` what becomes of them.
+    """Choose the share `ratio` of each row's tokens, at least one token, and draw their fates.
 
-    `out` has shape (n_rows, length), uint8, zeros before: `HIDDEN`, or, as often as the shares `replaced` and `kept`
-    say, `REPLACED` or `SHOWN`. For those replaced, `draws`, float64 of that shape, gets a number in [0, 1).
+    The fates are written into `out`, shape (n_rows, length), uint8, which holds zeros on entry. A fate is `REPLACED`
+    with probability `replaced`, `SHOWN` with probability `kept`, and otherwise `HIDDEN`. For replaced tokens a random
+    number in [0, 1) is written into `draws`, float64 of the same shape.
     """
     chosen = np.empty(out.shape[1], np.int64)
     for i in range(len(lengths)):

@@ -29,6 +29,7 @@ from dasksc.executor.schedulers import (
     securities_for_child,
 )
 from dasksc.loader.epoch_run import EpochRun, Placement
+from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.loader.position import STATE_VERSION, EpochPosition, parse_state
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
@@ -43,7 +44,9 @@ from dasksc.sampling.cell_sets import CellSets
 from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
+from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.storage import Layout, UseMmap
+from dasksc.transforms.composed import as_transform
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -113,8 +116,9 @@ class scDataset(IterableDataset[Any]):
     obs, layers, obsm
         Names to yield beside X. Of several modalities, ``"rna:counts"`` for what one of them has.
     genes
-        Keep only these columns of X and the layers: names, a boolean mask or positions. Of several modalities, a
-        dict of these by modality.
+        Keep only these columns of X and the layers: names, a boolean mask or positions; or the genes of a
+        `dasksc.tokens.Vocabulary` or of the file of one (a ``pathlib.Path``), columns by ascending id, tokens such as
+        ``<pad>`` left out. Of several modalities, a dict of these by modality.
     filter
         Draw only rows for which an expression over obs holds, such as ``"cell_type == 'T cell' and n_genes > 500"``;
         `dasksc.rows_where` says what may be in it. Of the strategy's own ``indices`` those are kept for which it holds.
@@ -125,7 +129,8 @@ class scDataset(IterableDataset[Any]):
         if it is an integer type or float16 that cannot hold a value; ``"bool"`` says what is not zero.
     equal_ranks
         Give every rank the same number of batches of the same sizes, repeating at most one row per
-        rank (`EpochPlan.n_padded`). False yields every row exactly once, for evaluation.
+        rank, or one batch where batches hold shares of classes (`EpochPlan.n_padded`). False yields every row exactly
+        once, for evaluation.
     scheduler
         Where fetches run: None (an active Dask Client, else threads of this process),
         ``"threads"``, ``"synchronous"``, a Client or its scheduler's address. Hooks and collections
@@ -150,14 +155,29 @@ class scDataset(IterableDataset[Any]):
         or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
         that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
     transform
-        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens`. Unlike hooks it is given
-        tensors, and by several threads at once, ahead of the loop. If it has a method ``at_epoch``, what
-        ``transform.at_epoch(epoch)`` returns is called in an epoch.
+        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens` or
+        `dasksc.transforms.Downsample`. A list of transforms is called in order, each with the result of the one
+        before. Unlike hooks transforms are given tensors, and by several threads at once, ahead of the loop. If one has
+        a method ``at_epoch``, the result of ``transform.at_epoch(epoch)`` is called in an epoch; if it has
+        ``at_batch``, that of ``transform.at_batch(number)`` for a batch, whose number no other batch of the epoch has
+        on any rank.
+    genes_missing
+        What becomes of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
+        ``"drop"``, which leaves them out. If the atlas has none of them, that is always an error.
+    genes_key
+        The column of var to compare names with, such as ``"ensembl_id"``. Default: var_names. Columns of the atlas
+        with a missing value there match nothing.
+    genes_repeated
+        What becomes of a name in `genes` that several columns of the atlas have: ``"error"``, or ``"sum"``, which adds
+        them up in the type of the matrix, integers in 64 bits.
 
     Attributes
     ----------
     categories
         For each name in `obs` that was encoded, its labels in the order of their codes.
+    gene_match
+        How the names in `genes` matched: a `GeneMatch`, whose ``names`` are the columns of a batch; of several
+        modalities, a dict of these. None where `genes` holds no names.
 
     Raises
     ------
@@ -201,7 +221,10 @@ class scDataset(IterableDataset[Any]):
         pin_memory: bool = False,
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
-        transform: Callable[[Batch], Any] | None = None,
+        transform: Callable[[Batch], Any] | Sequence[Callable[[Any], Any]] | None = None,
+        genes_missing: Missing = "error",
+        genes_key: str | None = None,
+        genes_repeated: Repeated = "error",
     ) -> None:
         super().__init__()
         self.strategy = strategy
@@ -223,14 +246,14 @@ class scDataset(IterableDataset[Any]):
         self._placement = Placement(device, pin_memory)
         self._progress = progress
         self._scheduler = _Where(scheduler)
-        request = BatchRequest(
-            obs, layers, obsm, genes, layout, dtype, transform, pin_memory, in_sets=isinstance(strategy, CellSets)
-        )
+        chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
+        in_sets = isinstance(strategy, CellSets)
+        request = BatchRequest(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets)
         if not isinstance(strategy, SamplingStrategy):
             raise WrongTypeError(
                 f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
             )
-        for name in _CALLED:
+        for name in _HOOKS:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise WrongTypeError(f"{name} must be callable; got {getattr(self, name)!r}")
         filtered_by = [] if filter is None else filtering.columns_of(filter)
@@ -246,6 +269,7 @@ class scDataset(IterableDataset[Any]):
         )
         self.collection = self._source.collection
         self.categories = self._source.categories
+        self.gene_match = getattr(self._source, "gene_match", None)
         if filter is not None:
             self.strategy = strategy = restricted(strategy, self._source.rows_where(filter), repr(filter))
         if isinstance(control, str):
@@ -253,6 +277,8 @@ class scDataset(IterableDataset[Any]):
                 self._source.rows_where(control), controlled_by
             )
         self._sampler: Sampler = bind(strategy, self.collection, self._source.n_obs, self._source.labels_of)
+        if isinstance(self._sampler, StratifiedSampler):
+            self._sampler = self._sampler.of_batches(self.batch_size)
         if self._sampler.n_controls and isinstance(self._source, IndexedSource):
             raise InputError(
                 "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed "
@@ -505,7 +531,7 @@ class scDataset(IterableDataset[Any]):
             scheduler=self._scheduler(),
             projection=self._projection,
             hooks=self._hooks,
-            transform=self.transform,
+            transform=as_transform(self.transform),
             placement=self._placement,
             key=self._token,
         )
@@ -561,11 +587,10 @@ class scDataset(IterableDataset[Any]):
         Returns
         -------
         dict
-            ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded, ``n_batches_before``
-            those that were yielded before the epoch was resumed, ``n_batches_left`` those to come;
-            ``n_rank_padded`` and ``n_rank_dropped``, rows
-            that this rank repeats and leaves out in a whole epoch (of what was left when it was resumed), of
-            ``n_rank_batches`` batches;
+            ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded, ``n_control_rows`` beside them
+            (`CellSets`), ``n_batches_before`` the batches that were yielded before the epoch was resumed,
+            ``n_batches_left`` those to come; ``n_rank_padded`` and ``n_rank_dropped``, rows that this rank repeats
+            and leaves out in a whole epoch (of what was left when it was resumed), of ``n_rank_batches`` batches;
             ``n_padded`` and ``n_dropped``, those of all ranks, and rows that no rank was dealt; ``wait_s`` the
             loop waited for batches, ``elapsed_s`` since the first was asked for, ``wait_share`` of it, and
             ``rows_per_s``. Over all ranks ``n_rows`` add up to the rows of the epoch + ``n_padded`` -

@@ -34,6 +34,7 @@ from dasksc.multiindexable import take_rows
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
+from dasksc.transforms.composed import at_batch, at_epoch, owning
 
 __all__ = ["EpochRun", "Placement"]
 
@@ -237,9 +238,7 @@ class EpochRun:
         # Handing a batch over costs as much as gathering a small one: some are made in one go.
         n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))
         left_in_fetch = 0
-        transform = self._transform
-        if transform is not None and hasattr(transform, "at_epoch"):
-            transform = transform.at_epoch(plan.epoch)
+        transform = owning(at_epoch(self._transform, plan.epoch))
 
         def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
             start = perf_counter()
@@ -247,7 +246,10 @@ class EpochRun:
             for i in numbers:
                 try:
                     batch = _batch_of(source.maker, fetched, fetch, i)
-                    made.append(batch if transform is None else transform(cast(Batch, batch)))
+                    if transform is not None:
+                        number = plan.batch_number(fetch.number * plan.fetch_factor + i)
+                        batch = at_batch(transform, number)(cast(Batch, batch))
+                    made.append(batch)
                 except Exception as error:
                     _note(error, fetch, i, plan)
                     return _Made(made, perf_counter() - start, error)

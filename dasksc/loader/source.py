@@ -27,7 +27,8 @@ from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.view import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
-from dasksc.loader.request import BatchRequest, columns_of
+from dasksc.loader.genes import GeneMatch
+from dasksc.loader.request import BatchRequest
 from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.sampling.binding import n_rows_named
@@ -97,6 +98,8 @@ class MatrixSource(Source):
         Makes batches of fetched rows.
     categories
         The labels of encoded obs columns.
+    gene_match
+        How names of genes matched; of several modalities, by their names. None where none were given.
     """
 
     def __init__(
@@ -108,8 +111,10 @@ class MatrixSource(Source):
         matrices: dict[str, Matrix],
         maker: BatchMaker,
         categories: dict[str, list[Any]],
+        gene_match: GeneMatch | dict[str, GeneMatch] | None = None,
     ) -> None:
         super().__init__(name, collection, n_obs)
+        self.gene_match = gene_match
         self.matrices = matrices
         self.maker = maker
         self.categories = categories
@@ -152,10 +157,16 @@ class MatrixSource(Source):
             if dtype.kind in "iu" and not np.can_cast(matrix.stored_dtype, dtype, "safe"):
                 # Gathered in the stored type first, to be checked.
                 itemsize += matrix.stored_dtype.itemsize
-            dense = itemsize * len(self.maker.columns.get(name, range(matrix.shape[1])))
+            columns = self.maker.columns.get(name)
+            dense = itemsize * (matrix.shape[1] if columns is None else len(columns))
             # Values may be converted to a wider type, and columns from two bytes to four.
             is_dense = _is_obsm(name) or self.maker.layout == "dense"
             row_bytes += dense if is_dense else 2 * LONGER_ROWS * matrix.cost.row
+            if columns is not None and matrix.layout == "dense":
+                if columns.sums is not None:  # values to add up, and their sums in 64 bits and converted
+                    row_bytes += 8 * len(columns.sums.columns) + 16 * len(columns.sums.targets)
+                if not is_dense and (columns.sums is not None or len(columns) > matrix.shape[1]):
+                    row_bytes += 8 * len(columns)
         return row_bytes
 
     @property
@@ -171,7 +182,10 @@ class MatrixSource(Source):
     @property
     def yielded(self) -> Any:
         """Layout, type and columns of batches, for ranks to compare."""
-        columns = {name: one.positions.tobytes() for name, one in self.maker.columns.items()}
+        columns = {
+            name: one.positions.tobytes() + (b"" if one.to is None else one.to.tobytes() + str(len(one)).encode())
+            for name, one in self.maker.columns.items()
+        }
         return self.maker.layout, str(self.maker.dtype), columns
 
     def __getstate__(self) -> dict[str, Any]:
@@ -319,9 +333,11 @@ def source_of(
         return IndexedSource(name, rows, int(data.shape[0]))
     if request.obs or request.layers or request.obsm:
         raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has none")
-    maker = _maker(request, {}, Categories(), _for_each(columns_of(request.genes, range(data.shape[1])), ["X"]))
+    columns, match = request.genes.columns_of(None, data.shape[1])
+    maker = _maker(request, {}, Categories(), _for_each(columns, ["X"]))
+    matrices = _matrices({"X": data})
     return MatrixSource(
-        name, data, int(data.shape[0]), matrices=_matrices({"X": data}), maker=maker, categories=Categories()
+        *(name, data, int(data.shape[0])), matrices=matrices, maker=maker, categories=Categories(), gene_match=match
     )
 
 
@@ -345,16 +361,22 @@ def _of_atlas(name: str, collection: Any, adata: AnnData, request: BatchRequest)
     for group in ("layers", "obsm"):
         held = getattr(adata, group)
         arrays |= {f"{group}/{key}": held[known(group, key, held)] for key in getattr(request, group)}
-    columns = columns_of(request.genes, adata.var_names)
+    columns, match = request.genes.columns_of(adata.var, adata.n_vars)
     encoded, categories = _encoded(adata.obs, request.obs)
     matrices = _matrices(arrays)
     maker = _maker(request, encoded, categories, _for_each(columns, arrays))
-    return MatrixSource(name, collection, int(adata.n_obs), matrices=matrices, maker=maker, categories=categories)
+    return MatrixSource(
+        *(name, collection, int(adata.n_obs)),
+        matrices=matrices,
+        maker=maker,
+        categories=categories,
+        gene_match=match,
+    )
 
 
 def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap) -> MatrixSource:
     """Read each matrix of each modality, all by the same rows."""
-    name, genes = "data", request.genes
+    name, genes = "data", request.genes.genes
     if hooks:
         raise InputError("hooks cannot be used with several modalities; give scDataset one of them: data['rna']")
     if not isinstance(data, Modalities):
@@ -367,6 +389,7 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
         known("modalities", modality, data.mod)
     arrays: dict[str, Any] = {}
     columns: dict[str, Columns] = {}
+    matches: dict[str, GeneMatch] = {}
     for modality, adata in data.mod.items():
         own = {f"{modality}:X": adata.X}
         for group in ("layers", "obsm"):
@@ -378,11 +401,16 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
                     held = getattr(adata, group)
                     own[f"{modality}:{group}/{rest}"] = held[known(f"{group} of {of}", rest, held)]
         arrays |= own
-        columns |= _for_each(columns_of((genes or {}).get(modality), adata.var_names), own)
+        kept, match = request.genes.of(modality).columns_of(adata.var, adata.n_vars)
+        columns |= _for_each(kept, own)
+        if match is not None:
+            matches[modality] = match
     encoded, categories = _encoded(data.obs, request.obs)
     matrices = _matrices(arrays)
     maker = _maker(request, encoded, categories, columns, modalities=tuple(data.mod))
-    return MatrixSource(name, data, data.n_obs, matrices=matrices, maker=maker, categories=categories)
+    return MatrixSource(
+        *(name, data, data.n_obs), matrices=matrices, maker=maker, categories=categories, gene_match=matches or None
+    )
 
 
 def _maker(

@@ -1,1 +1,1 @@
-"""What memory an epoch takes, what there is, and the way of reading that follows."""
+"""Memory that an epoch takes, memory that is available, and the reading mode chosen from both."""

@@ -1,7 +1,8 @@
-"""What memory this process may use: the limits of its control groups, of the process and of the machine.
+"""Memory that this process may use: the limits of its control groups, of the process and of the machine.
 
-The page cache counts in a control group as its processes' memory does, so a file that does not fit is read again and
-again from the disk by a process that maps it. `dasksc.memory.model` decides by these figures how files are read.
+A control group counts the page cache like the memory of its processes. A process that maps a file larger than the
+limit therefore reads it from disk again and again. `dasksc.memory.model` uses these figures to choose how files
+are read.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from pathlib import Path
 
 __all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "share_of", "to_ask_for"]
 
-# Pages of the interpreter and of the libraries that run while an epoch is read: resident, though files back them.
+# Resident pages of the interpreter and the libraries while an epoch is read, although files back them.
 CODE_BYTES = 160 * 2**20
-# Control groups of version 1 say this, or nearly, where there is no limit.
+# Control groups of version 1 report this value, or one slightly larger, if there is no limit.
 _UNLIMITED = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The narrowest limit on the memory of this process.
+    """The most restrictive limit on the memory of this process.
 
     Parameters
     ----------
     n_bytes
-        What the processes that it binds may use together, their page cache included.
+        Memory that all processes under the limit may use together, including their page cache, in bytes.
     held
-        What they hold now that the kernel cannot drop, in bytes.
+        Memory that they hold now and that the kernel cannot reclaim, in bytes.
     source
-        What sets the limit, for people.
+        Description of the origin of the limit, for messages.
     address_bytes
-        Address space that this process may still map, None if there is no limit.
+        Address space that this process may still map, in bytes; None if unlimited.
     """
 
     n_bytes: int
@@ -41,15 +42,15 @@ class Limit:
 
 
 def memory_limit(root: Path = Path("/")) -> Limit:
-    """Return the narrowest limit on the memory of this process.
+    """Return the most restrictive limit on the memory of this process.
 
-    Looks at the control groups (versions 1 and 2) of the process and all their ancestors, at ``RLIMIT_AS`` and at
-    the memory of the machine; takes about a millisecond.
+    Reads the control groups (versions 1 and 2) of the process and all their ancestors, ``RLIMIT_AS``, and the memory
+    of the machine. This takes about a millisecond.
 
     Parameters
     ----------
     root
-        Where ``/proc`` and what it names are found.
+        Root folder of ``/proc`` and of the paths found there.
     """
     total, available = _machine(root)
     limits = [(total, total - available, "the memory of the machine"), *_groups(root)]
@@ -59,41 +60,42 @@ def memory_limit(root: Path = Path("/")) -> Limit:
 
 
 def own_bytes(root: Path = Path("/")) -> int:
-    """Return the anonymous memory of this process, in bytes."""
+    """Return the anonymous memory of this process, shared memory included, in bytes."""
     fields = _fields(root / "proc/self/status")
     if "RssAnon" in fields:
         return 1024 * (fields["RssAnon"] + fields.get("RssShmem", 0))
-    import psutil  # other systems
+    import psutil  # Systems other than Linux.
 
     return int(psutil.Process().memory_info().rss)
 
 
 def share_of(limit: Limit, *, n_processes: int, own: int, reused: int = 0) -> int:
-    """Return what an epoch may take in this process, in bytes: memory of its own and pages of files together.
+    """Return the memory that an epoch may take in this process, mapped pages of files included, in bytes.
 
     Parameters
     ----------
     limit
-        What `memory_limit` returned.
+        Limit as returned by `memory_limit`.
     n_processes
-        Processes like this one that share it: the ranks of the node, times the DataLoader workers of each.
+        Number of similar processes under the limit: ranks of the node times DataLoader workers of each.
     own
-        What `own_bytes` returned.
+        Anonymous memory of this process, as returned by `own_bytes`, in bytes.
     reused
-        Part of `own` that the epoch uses again: buffers of the epoch before.
+        Part of `own` that the epoch reuses, namely buffers of the previous epoch, in bytes.
     """
-    # Ranks hold alike. What is held beyond that belongs to other programs, a launcher for one.
+    # Ranks are assumed to hold equal amounts. Memory held beyond that belongs to other programs, such as
+    # a launcher.
     others = max(0, limit.held - n_processes * own)
     return max(0, (limit.n_bytes - others) // n_processes - (own - reused) - CODE_BYTES)
 
 
 def to_ask_for(n_bytes: int) -> int:
-    """Return what a job that needs `n_bytes` should ask its scheduler for, in bytes: a fifth more, in halves of GiB."""
+    """Return the memory that a job should request to use `n_bytes`: 20% more, rounded up to half a GiB, in bytes."""
     return -(-int(1.2 * n_bytes) // 2**29) * 2**29
 
 
 def _machine(root: Path) -> tuple[int, int]:
-    """Return the memory of the machine, and how much of it could be had, in bytes."""
+    """Return the total and the available memory of the machine, in bytes."""
     fields = _fields(root / "proc/meminfo")
     if "MemAvailable" in fields:
         return 1024 * fields["MemTotal"], 1024 * fields["MemAvailable"]
@@ -104,11 +106,11 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _groups(root: Path) -> list[tuple[int, int, str]]:
-    """Return limit, what is held, and where that is said, of every limited control group of this process."""
+    """Return the limit, the held memory and the file of the limit, for every limited control group of this process."""
     try:
         mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
         memberships = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    except OSError:  # not Linux
+    except OSError:  # Not Linux.
         return []
     limits = []
     for mount in mounts:
@@ -123,7 +125,7 @@ def _groups(root: Path) -> list[tuple[int, int, str]]:
         group = next((path for _, named, path in memberships if controllers in named.split(",")), None)
         if group is None:
             continue
-        # In a container the mount shows a group further down as its root.
+        # In a container, the root of the mount may be a group further down in the hierarchy.
         shown, at = mount[3], root / mount[4].lstrip("/")
         inside = os.path.relpath(group, shown) if group.startswith(shown) else "."
         folder = at / inside if (at / inside).is_dir() else at
@@ -145,7 +147,8 @@ def _of_group(folder: Path) -> list[tuple[int, int, str]]:
     if not named:
         return []
     stat = _fields(folder / "memory.stat")
-    # Version 1 says what is below it as "total_rss", version 2 as "anon"; shared memory cannot be dropped either.
+    # Totals that include subgroups: "total_rss" in version 1, "anon" in version 2. Shared memory cannot
+    # be reclaimed either.
     anonymous = stat.get("total_rss", stat.get("anon", 0))
     held = anonymous + stat.get("total_shmem", stat.get("shmem", 0)) + stat.get("slab_unreclaimable", 0)
     n_bytes, source = min(named)
@@ -155,7 +158,7 @@ def _of_group(folder: Path) -> list[tuple[int, int, str]]:
 def _address_bytes(root: Path) -> int | None:
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # Windows.
         return None
 
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -165,7 +168,7 @@ def _address_bytes(root: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return the numbers of a file whose lines are a name and a number."""
+    """Return the numbers in a file whose lines consist of a name and a number, by name."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""How much memory an epoch takes, and what follows from that: how files are read, and how much is in flight.
+"""Model of the memory that an epoch takes, which determines how files are read and how many fetches are in flight.
 
-Pure: costs, sizes and limits go in. Which rows a fetch holds, and in which order, is not decided here, so that every
-machine yields the same batches.
+The model is a pure function of costs, sizes and limits. It does not affect which rows a fetch holds or their
+order, so every machine yields the same batches.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ from dasksc.storage import FetchCost
 
 __all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "MemoryModel", "Way"]
 
-# Fetches hold rows of all lengths, whose mean is near that of all rows; yet weights may favour long ones.
+# Safety factor for long rows. The mean length in a fetch is close to that of all rows, unless weights
+# favor long rows.
 LONGER_ROWS = 1.1
-# Number of a row and its position in a plan.
+# Bytes per row in a plan: the row number and its position.
 PLAN_ROW_BYTES = 16
-# A fetch that holds more than this is read in several tasks.
+# Size above which a fetch is split into several tasks.
 _PART_BYTES = 2**25
 _MAX_PARTS = 64
-# Threads, what they and the allocator keep at hand, tasks.
+# Memory of threads, of their and the allocator's caches, and of tasks.
 _PROCESS_BYTES = 2**24
 _PAGE_BYTES = 2**12
-# What of the memory that is left a mapped file may fill to stay in the page cache.
+# Share of the remaining memory that mapped files may fill and still stay in the page cache.
 _CACHED_SHARE = 0.9
-# The kernel drops pages before their turn where the page cache holds little more than is needed of it.
+# Share of the available memory that may be in use if files are larger than the page cache. With less to
+# spare, the kernel evicts pages before they are used.
 _PAGES_SHARE = 0.5
-# Threads for which the size of a fetch is found, whatever the machine.
+# Number of threads assumed when the size of a fetch is chosen, so that it does not depend on the machine.
 NOMINAL_THREADS = 2
 _MAX_FETCH_FACTOR = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Memory that iterating takes at most, in bytes.
+    """Upper bound of the memory that iterating takes, in bytes.
 
     Parameters
     ----------
     anonymous
-        Memory of the process itself.
+        Anonymous memory of the process.
     pages
-        Pages of files in the page cache that are needed at the same time; a control group counts them, too.
+        Pages of files in the page cache that are needed simultaneously. A control group counts these, too.
     """
 
     anonymous: int
@@ -50,26 +52,26 @@ class Demand:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Sum of anonymous memory and page cache, in bytes."""
         return self.anonymous + self.pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How an epoch is read.
+    """Reading mode of an epoch.
 
     Parameters
     ----------
     unmapped
-        Names of the matrices whose files are read into memory, though they could be mapped.
+        Names of the matrices whose files are read into memory although they could be memory-mapped.
     depth
         Parts of fetches in flight beyond the fetch being yielded.
     n_parts
-        Tasks of a fetch.
+        Number of tasks per fetch.
     demand
-        What that takes.
+        Memory that this mode takes.
     fits
-        Whether it fits what the process may use.
+        True if the demand fits the memory that the process may use.
     """
 
     unmapped: frozenset[str]
@@ -81,28 +83,28 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """The memory of one rank's iteration.
+    """Memory model of one rank's iteration.
 
     Parameters
     ----------
     n_obs
-        Rows of each matrix.
+        Number of rows of each matrix.
     mapped, read
-        Cost of a fetched row of each matrix, by name: if files that may be mapped are, and if none is.
+        Cost of a fetched row of each matrix, by name, if all files that can be memory-mapped are, and if none is.
     batch_size, fetch_factor
-        Rows of a batch, batches of a fetch.
+        Rows per batch, and batches per fetch.
     batch_bytes
-        Size of a batch of tensors.
+        Size of a batch of tensors, in bytes.
     n_batches
-        Batches held at once: gathered ahead, handed over and in use.
+        Number of batches held at once: gathered ahead, yielded and in use.
     run_rows
-        Rows that lie side by side, on average; where they begin and end, whole pages are needed.
+        Mean length of the runs of contiguous rows in a fetch. The pages at both ends of a run are needed as a whole.
     travels
-        Whether other processes fetch, and send what they read.
+        True if other processes fetch the rows and send them.
     forced
-        Names of the matrices whose files are mapped in any case.
+        Names of the matrices whose files are always memory-mapped.
     parted
-        Tasks of a fetch, where that is settled; None: as many as suit what is held.
+        Number of tasks per fetch if it is already fixed; None to derive it from the memory held.
     """
 
     n_obs: int
@@ -119,30 +121,30 @@ class MemoryModel:
 
     @property
     def mappable(self) -> frozenset[str]:
-        """Names of the matrices of which something can be mapped."""
+        """Names of the matrices that are at least partly in files that can be memory-mapped."""
         return frozenset(name for name, cost in self.read.items() if cost.held > self.mapped[name].held)
 
     def n_parts(self, unmapped: Collection[str]) -> int:
-        """Return the tasks of a fetch: one where little is held, as of mapped files."""
+        """Return the number of tasks per fetch: one if a fetch holds little memory, as with mapped files."""
         return self.parted or _n_parts(self.batch_size * self.fetch_factor * self.held_row_bytes(unmapped))
 
     def depth(self, unmapped: Collection[str], *, prefetch: int | None, n_threads: int) -> int:
-        """Return how many parts of fetches to have in flight beyond the fetch being yielded, if memory allows."""
+        """Return the desired number of parts in flight beyond the fetch being yielded, regardless of memory."""
         n_parts = self.n_parts(unmapped)
-        # Results are handed over in order: a thread that is done early needs another one to go on with.
+        # Results are returned in order, so a thread that finishes early needs a second part to work on.
         return n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * n_parts
 
     def demand(self, *, depth: int, n_threads: int, unmapped: Collection[str]) -> Demand:
-        """Return what iterating takes.
+        """Return the memory that iterating takes.
 
         Parameters
         ----------
         depth
             Parts of fetches in flight beyond the fetch being yielded.
         n_threads
-            Threads of this process that fetch.
+            Number of threads of this process that fetch.
         unmapped
-            Names of the matrices that are read though they could be mapped.
+            Names of the matrices that are read into memory although they could be memory-mapped.
         """
         rows, n_parts = self.batch_size * self.fetch_factor, self.n_parts(unmapped)
         n_fetches = 1 + depth / n_parts
@@ -159,7 +161,8 @@ class MemoryModel:
             n_reading = min(depth, n_threads) / n_parts
             for name in self.mappable:
                 row = self.read[name].held - self.mapped[name].held
-                # A file that is read passes through the page cache, and what is mapped stays there.
+                # Pages of a file that is read are needed only while reading; mapped pages are needed
+                # until the fetch is released.
                 pages += (n_reading * row) if name in unmapped else n_fetches * (row + 2 * _PAGE_BYTES / self.run_rows)
         return Demand(anonymous=anonymous, pages=int(LONGER_ROWS * rows * pages))
 
@@ -173,31 +176,34 @@ class MemoryModel:
         n_sharing: int = 1,
         may_map: bool = True,
     ) -> Way:
-        """Return how to read an epoch.
+        """Return the reading mode of an epoch.
 
-        Files are mapped that stay in the page cache as a whole, so that later epochs find them there; the largest are
-        read first. What does not stay is read from the disk in every epoch, which is quicker into memory of the process
-        than through maps: the kernel drops mapped pages before their turn. As much is in flight as fits, at most what
-        `depth` returns. Where nothing fits, as little as possible is, mapped.
+        Files that stay in the page cache as a whole are memory-mapped, so that later epochs find them there. If
+        they do not all fit, the largest matrices are read into anonymous memory instead. That is faster for files
+        that every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number
+        of parts in flight is the largest that fits, at most that of `depth`.
+
+        If no mode fits, files are mapped. The number of parts in flight is then reduced until anonymous memory fits
+        `limit` and all memory in use fits half of `available`, or until one part is left.
 
         Parameters
         ----------
         prefetch
-            Fetches in flight that were asked for, which are not lowered; None: as many as the threads can use.
+            Requested number of fetches in flight, which is never reduced; None for as many as the threads can use.
         n_threads
-            Threads that fetch, here or where fetches travel from.
+            Number of threads that fetch, in this process or in the processes that send rows.
         limit
-            Anonymous memory that was promised, in bytes.
+            Anonymous memory that was promised to the process, in bytes.
         available
-            Memory that the process may use, pages included, in bytes.
+            Memory that the process may use, including page cache, in bytes.
         n_sharing
-            Processes that share the page cache and read the same files.
+            Number of processes that share the page cache and read the same files.
         may_map
-            Whether the process has address space for maps.
+            True if the process has enough address space to map files.
         """
         n_here = 0 if self.travels else n_threads
         by_size = sorted(self.mappable - self.forced, key=self._file_bytes)
-        # Read are the largest matrices first.
+        # The largest matrices are the first to be read into memory.
         orders = [
             frozenset(by_size[len(by_size) - n :]) for n in range(0 if may_map else len(by_size), len(by_size) + 1)
         ]
@@ -211,7 +217,8 @@ class MemoryModel:
             needed = demand.anonymous + max(demand.pages, mapped / _CACHED_SHARE)
             if demand.anonymous <= limit and needed <= available:
                 return Way(unmapped=unmapped, depth=n, n_parts=self.n_parts(unmapped), demand=demand, fits=True)
-        # Pages that do not fit are read again and again; for memory that does not, the process is ended.
+        # Pages that do not fit are merely read again; exceeding the limit of anonymous memory would get
+        # the process killed.
         depths = range(full[0], 0, -1) if prefetch is None else [full[0]]
         demands = [(n, self.demand(depth=n, n_threads=n_here, unmapped=orders[0])) for n in depths]
         n, demand = next((one for one in demands if self._is_bearable(one[1], limit, available)), demands[-1])
@@ -220,22 +227,22 @@ class MemoryModel:
 
     @staticmethod
     def _is_bearable(demand: Demand, limit: int, available: int) -> bool:
-        """Return whether files may be mapped that are larger than the page cache: pages in flight stay there."""
+        """Return True if files larger than the page cache may be mapped, because the pages in use stay in it."""
         return demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
 
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:
-        """Return what iterating takes at full speed where no file is mapped: what a job should have."""
+        """Return the demand at full speed without memory-mapped files, which is the memory that a job should have."""
         depth = self.depth(self.mappable, prefetch=prefetch, n_threads=n_threads)
         return self.demand(depth=depth, n_threads=0 if self.travels else n_threads, unmapped=self.mappable)
 
     def _file_bytes(self, name: str) -> float:
-        """Return how large the files of a matrix are, as far as they can be mapped."""
+        """Return the size of the part of a matrix's files that can be memory-mapped, in bytes."""
         return self.n_obs * (self.read[name].held - self.mapped[name].held)
 
     def fitting_fetch_factor(self, limit: int, *, prefetch: int | None) -> int:
-        """Return the most batches of a fetch for which everything fits `limit`.
+        """Return the largest number of batches per fetch for which iterating fits `limit`; at least 1.
 
-        As if nothing were mapped, and with a number of threads that does not depend on the machine.
+        Assumes that no file is mapped, and a number of threads that does not depend on the machine.
         """
         row_bytes = sum(max(cost.row, cost.held) for cost in self.read.values())
         n_threads = NOMINAL_THREADS
@@ -250,7 +257,7 @@ class MemoryModel:
                 <= limit
             )
 
-        # The largest that fits. One more part makes a fetch need less again, so halving intervals could miss it.
+        # Linear search, because the demand is not monotonic: one more part per fetch can lower it.
         return next((factor for factor in range(_MAX_FETCH_FACTOR, 1, -1) if fits(factor)), 1)
 
     @property
@@ -258,14 +265,14 @@ class MemoryModel:
         return self.n_batches * self.batch_bytes
 
     def held_row_bytes(self, unmapped: Collection[str]) -> float:
-        """Return the anonymous memory of a fetched row, in bytes."""
+        """Return the anonymous memory that a fetched row holds, in bytes."""
         costs = [self.read[name] if name in unmapped else cost for name, cost in self.mapped.items()]
         return sum(max(cost.row, cost.held) if self.travels else cost.held for cost in costs)
 
     def _anonymous(
         self, rows: int, row_bytes: float, *, n_parts: int, depth: int, n_threads: int, batches: float
     ) -> int:
-        """Return anonymous memory if a fetched row holds `row_bytes`."""
+        """Return the anonymous memory of iterating, in bytes, if a fetched row holds `row_bytes`."""
         costs = self.read.values()
         held = LONGER_ROWS * row_bytes + PLAN_ROW_BYTES
         working = LONGER_ROWS * max(cost.working for cost in costs)

@@ -1,4 +1,4 @@
-"""How an epoch is being read: decided when it begins, and again when memory becomes short."""
+"""Reading mode of an epoch: chosen when it begins, and again when memory runs short."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ __all__ = ["Reading"]
 
 logger = logging.getLogger("dasksc.dataset")
 
-# A look at the limits takes about a millisecond.
+# Minimum time between checks of the limits; a check takes about a millisecond.
 _LOOK_S = 0.5
 
 
 class Reading:
-    """The way in which the fetches of an epoch are read, as memory allows at the time.
+    """Reading mode of an epoch, adapted to the available memory.
 
     Parameters
     ----------
     decide
-        Returns the way for what memory is available now; called with ``n_parts=`` once that is settled.
+        Function that returns the reading mode for the memory available now. Once the number of parts of a fetch is
+        fixed, it is called with ``n_parts=``.
     name
-        What is read, for the log.
+        Name of the data set, for log messages.
     needed_bytes
-        Returns what the process needs to read at full speed, for a warning where it has less.
+        Function that returns the memory needed to read at full speed, in bytes. A warning states it if less is
+        available.
     """
 
     def __init__(self, decide: Callable[..., Way], name: str, needed_bytes: Callable[[], int]) -> None:
@@ -47,21 +49,22 @@ class Reading:
 
     @property
     def n_parts(self) -> int:
-        """Tasks of a fetch, the same throughout an epoch."""
+        """Number of tasks per fetch, constant throughout an epoch."""
         return self._way.n_parts
 
     @property
     def unmapped(self) -> frozenset[str]:
-        """Names of the matrices whose files are read rather than mapped."""
+        """Names of the matrices whose files are read into memory rather than memory-mapped."""
         return self._way.unmapped
 
     def depth(self) -> int:
-        """Return how many parts of fetches may be in flight; looks at the memory from time to time."""
+        """Return the number of parts of fetches that may be in flight; checks the available memory at intervals."""
         with self._lock:
             if monotonic() - self._looked > _LOOK_S:
                 self._looked = monotonic()
                 before, now = self._way, self._decide(n_parts=self._way.n_parts)
-                # Back and forth would read what is mapped already; more memory is used in the next epoch.
+                # Changes go in one direction only, because switching back would read mapped files again.
+                # Additional memory is used from the next epoch on.
                 if now.depth < before.depth or not now.unmapped <= before.unmapped:
                     self._way = now
                 if not self._way.unmapped <= before.unmapped:

@@ -1,1 +1,1 @@
-"""Which rank reads which rows, and when: plans, ranks, what ranks agree on, and epochs."""
+"""Plans of epochs, ranks, agreement between ranks, and the epoch counter."""

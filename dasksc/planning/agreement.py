@@ -1,8 +1,7 @@
-"""What ranks agree on.
+"""Agreement between ranks on seed and epoch.
 
-`Agreement` lets ranks compare notes through the key-value store of ``torch.distributed`` or
-``jax.distributed``: never through a collective, which would hang the ranks whenever one of them reads a
-batch by itself.
+Ranks exchange notes through the key-value store of ``torch.distributed`` or ``jax.distributed``. They
+never use a collective, which would hang whenever one rank reads a batch that the others do not read.
 """
 
 from __future__ import annotations
@@ -27,15 +26,18 @@ logger = logging.getLogger("dasksc.world")
 
 
 class _JaxStore:
-    """The key-value store of ``jax.distributed``, with the few methods of torch's that are used here."""
+    """Key-value store of ``jax.distributed``, with the methods of torch's store that this module uses."""
 
     def __init__(self, client: Any, prefix: str) -> None:
         self._client = client
         self._prefix = prefix
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` unless it is set; return its value. `expected` is torch's, and empty."""
-        with contextlib.suppress(RuntimeError):  # somebody was first
+        """Set `key` to `desired` if it is not set yet, and return its value.
+
+        `expected` is part of torch's signature and must be empty.
+        """
+        with contextlib.suppress(RuntimeError):  # another process set the key first
             self._client.key_value_set(f"{self._prefix}/{key}", desired)
         return self.get(key)
 
@@ -45,7 +47,7 @@ class _JaxStore:
         return value.encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Return True if all keys are set."""
         try:
             return all(map(self.get, keys))
         except RuntimeError:
@@ -53,7 +55,7 @@ class _JaxStore:
 
 
 def shared_store(prefix: str) -> Any:
-    """Return the store of keys that the processes of this run share, under a prefix; None if they share nothing."""
+    """Return the key-value store that the processes of this run share, under a prefix; None if there is none."""
     distributed = torch_distributed()
     if distributed is not None:
         return distributed.PrefixStore(prefix, default_store(distributed))
@@ -63,7 +65,10 @@ def shared_store(prefix: str) -> Any:
 
 @contextlib.contextmanager
 def _unless_gone() -> Iterator[None]:
-    """Go on where the store went with its process: an iteration that ends must show its own error, not this one."""
+    """Log an error of the store instead of raising it.
+
+    The store may have ended with its process. An iteration that ends must then raise its own error, not this one.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -72,26 +77,27 @@ def _unless_gone() -> Iterator[None]:
 
 _Ordinals = defaultdict[tuple[int, str], Iterator[int]]
 
-# Data sets that each rank of each group has made: through the store of the run, which torch may replace by another
-# object with the same notes, and through each store that was given.
+# Number of data sets that each rank of each group has made. The store of the run has one counter, since torch may
+# replace its object by another one with the same keys. Each store passed by the user has its own.
 _ordinals: _Ordinals = defaultdict(itertools.count)
 _ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKeyDictionary()
 
 
 class Agreement:
-    """What the ranks of one data set compare through the store of their process group.
+    """Agreement between the ranks of one data set, through the store of their process group.
 
-    Ranks find each other by the order in which they make data sets for the same group, so every rank of
-    it must make the same ones in the same order; a data set for one rank alone takes ``rank=0,
-    world_size=1`` and has none. Every call is one or two round trips to the store and waits for no other
-    rank.
+    Ranks are matched by the order in which they make data sets for the same group. Every rank of the
+    group must therefore make the same data sets in the same order. A data set for a single rank takes
+    ``rank=0, world_size=1`` and compares nothing. Every call takes one or two round trips to the store
+    and waits for no other rank.
 
     Parameters
     ----------
     world
         Rank, world size and group of this process or thread.
     store
-        Key-value store that all ranks share, a ``torch.distributed.Store``. By default that of the process group.
+        Key-value store that all ranks share, a ``torch.distributed.Store``. Default: the store of the
+        process group.
     """
 
     def __init__(self, world: World, store: Any = None) -> None:
@@ -103,7 +109,7 @@ class Agreement:
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether there is a store by now."""
+        """Return True if a shared store exists at this time."""
         return torch_distributed() is not None or jax_state() is not None
 
     def _under(self, prefix: str) -> Any:
@@ -116,15 +122,15 @@ class Agreement:
     def _store(self) -> Any:
         if self._ordinal is None:
             return None
-        # A store can outlive the processes that torchrun restarts, and notes of those before are not of these.
+        # A store can outlive processes that torchrun restarts. The attempt keeps their old notes apart from new ones.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self._under(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
 
     def seed(self, proposed: int) -> int:
-        """Return the seed that the first rank to ask proposed.
+        """Propose a seed and return the agreed one, which is the first proposal of any rank.
 
-        Groups of one size agree on one seed: tensor-parallel ranks are in different data-parallel groups,
-        and must read the same rows.
+        All groups of the same size agree on one seed, because tensor-parallel ranks belong to different
+        data-parallel groups and must read the same rows.
 
         Raises
         ------
@@ -140,12 +146,21 @@ class Agreement:
         return int(self._under(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
 
     def begin(self, iteration: int, epoch: int, fingerprint: str) -> None:
-        """Say which epoch of what this rank's n-th iteration reads; compare with who said so first.
+        """Record the epoch and data that an iteration of this rank reads, and compare with the first rank's record.
+
+        Parameters
+        ----------
+        iteration
+            Number of the iteration on this rank.
+        epoch
+            Epoch that the iteration reads.
+        fingerprint
+            Digest of the data, strategy, sizes and seed.
 
         Raises
         ------
         RankMismatchError
-            If another rank reads another epoch or other data.
+            If another rank reads a different epoch or different data in the same iteration.
         """
         store = self._store()
         if store is None:
@@ -165,19 +180,22 @@ class Agreement:
             )
 
     def go_on(self, iteration: int, n_batches: int) -> None:
-        """Check, having yielded `n_batches`, that no other rank has given this iteration up by then.
+        """Check, after yielding `n_batches`, that no other rank has abandoned this iteration by that batch.
 
         Raises
         ------
         RankMismatchError
-            If one has: its epochs are now shifted against this rank's.
+            If another rank has. Its epochs no longer match those of this rank.
         """
         left = self._left(iteration)
         if left is not None and left[1] <= n_batches:
             raise self._shifted(iteration, *left, f"goes on after {n_batches}")
 
     def leave(self, iteration: int, n_batches: int) -> None:
-        """Say that this rank gives its iteration up after `n_batches`; warn if another did elsewhere."""
+        """Record that this rank abandons its iteration after `n_batches`.
+
+        Log a warning if another rank abandoned the iteration after a different number of batches.
+        """
         store = self._store()
         if store is None:
             return
@@ -187,14 +205,14 @@ class Agreement:
                 logger.warning("%s", self._shifted(iteration, int(rank), int(n), f"left it after {n_batches}"))
 
     def finish(self, iteration: int) -> None:
-        """Warn, at the end of an iteration, if another rank has given it up."""
+        """Log a warning at the end of an iteration if another rank has abandoned it."""
         with _unless_gone():
             left = self._left(iteration)
             if left is not None:
                 logger.warning("%s", self._shifted(iteration, *left, "read it to its end"))
 
     def _left(self, iteration: int) -> tuple[int, int] | None:
-        """The rank that gave an iteration up first, and after how many batches."""
+        """Return the first rank that abandoned an iteration and its number of batches, or None."""
         store = self._store()
         if store is None or not store.check([f"left/{iteration}"]):
             return None

@@ -1,4 +1,4 @@
-"""Stretches of an epoch that were read, and what they leave to be dealt again."""
+"""Consumed segments of an epoch, and the distribution of the remaining rows to ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A part of an epoch that has been read: by how many ranks, in what sizes, how many batches each."""
+    """Consumed segment of an epoch: world size, batch size, fetch factor, and number of batches per rank."""
 
     world_size: int
     batch_size: int
@@ -24,14 +24,14 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """What is dealt to the ranks.
+    """Rows to distribute to the ranks.
 
     Parameters
     ----------
     first, n_full
-        The range of the order whose full blocks are dealt.
+        First position and number of the full blocks to distribute, a range of the block order.
     rest
-        Positions, in storage order, of all other rows that are, shape (n_rest,), int64.
+        Positions, in storage order, of all other rows to distribute, shape (n_rest,), int64.
     """
 
     first: int
@@ -41,16 +41,16 @@ class Deal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Where the rounds of a rank's sequence lie, with its piece of what is left before one of them.
+    """Layout of the rounds in a rank's sequence, with its piece of the leftover rows before one of them.
 
     Parameters
     ----------
     block_size
-        Rows of a round.
+        Number of rows in a round, per rank.
     piece_round
         Round before which the piece is inserted.
     n_piece
-        Rows of the piece.
+        Number of rows in the piece.
     """
 
     block_size: int
@@ -58,19 +58,19 @@ class Rounds:
     n_piece: int
 
     def begun(self, place: int) -> int:
-        """Return how many rounds begin before a place of the rank's sequence."""
+        """Return the number of rounds that begin before a position in the rank's sequence."""
         before = self.piece_round * self.block_size
         if place <= before:
             return -(-place // self.block_size)
         return max(self.piece_round, -(-(place - self.n_piece) // self.block_size))
 
     def ended(self, place: int) -> int:
-        """Return how many rounds end at or before a place of the rank's sequence."""
+        """Return the number of rounds that end at or before a position in the rank's sequence."""
         ended = (place - self.n_piece) // self.block_size
         return ended if ended > self.piece_round else min(self.piece_round, place // self.block_size)
 
     def outside(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the parts of a range of the rank's sequence that lie outside rounds ``first ... end``."""
+        """Return the parts of a range of the rank's sequence that lie outside rounds ``[first, end)``."""
         if first == end:
             return [(start, stop)]
         where, n_piece = self.piece_round, self.n_piece

@@ -1,12 +1,12 @@
-"""Which epoch an iteration reads, counted across the copies of a data set.
+"""Epoch counter shared by the copies of a data set.
 
-DataLoader workers hold copies of the data set, and non-persistent workers die with theirs: a counter
-in the object would start again every epoch. `EpochCounter` keeps the count in a small file that all
-copies share, whether they came to be by fork or by pickling.
+DataLoader workers hold copies of the data set, and non-persistent workers discard theirs after each
+epoch. A counter in the object would therefore restart every epoch. `EpochCounter` keeps the count in a
+small file that all copies share, whether they were made by fork or by pickling.
 
-Workers of one pass over a DataLoader recognise each other by the loader's base seed. A base seed not
-met before begins an epoch; so does a worker that has already read this one (the user reseeded torch,
-or the workers are persistent).
+The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. So
+does a worker that has already read the epoch of its base seed (the user reseeded torch, or the workers
+are persistent).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from dasksc.platforms import lock_file
 __all__ = ["EpochCounter"]
 
 _REMEMBERED_PASSES = 16
-# Passes whose workers may still be starting: several DataLoader iterators can be under way at once.
+# Number of passes whose workers may still be starting: several DataLoader iterators can be active at once.
 
 
 class EpochCounter:
-    """A count of epochs shared by every copy of a data set on this machine.
+    """Epoch counter shared by every copy of a data set on this machine.
 
-    The first copy made owns the file and removes it at the end; a copy that outlives the file, that was unpickled on
-    another machine, or that begins an epoch in another process, counts on by itself.
+    The first copy owns the file and removes it when it is finalized. A copy continues the count independently, with a
+    file of its own, if the shared file is gone, if it was unpickled on another machine, or if it begins an epoch in
+    another process.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class EpochCounter:
             state = json.loads(before)
             yield state
             self._next = state["next"]
-            # In one piece, whatever interrupts or kills this process; spaces cover the end of what was longer.
+            # A single write keeps the file valid if the process is killed. Spaces overwrite the end of longer contents.
             file.seek(0)
             file.write(json.dumps(state).encode().ljust(len(before)))
 
@@ -87,10 +88,10 @@ class EpochCounter:
             state["next"] = epoch
 
     def advance(self) -> int:
-        """Begin an epoch in this process: return its number.
+        """Begin an epoch in this process and return its number.
 
-        A process that is no DataLoader worker, and was begun with a copy, is a rank of its own: it counts by itself
-        from here on.
+        A process that received a copy and is not a DataLoader worker is a rank of its own. From here on it counts
+        independently.
         """
         if self._pid != os.getpid():
             self._make(self.peek())
@@ -101,16 +102,16 @@ class EpochCounter:
             return epoch
 
     def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
-        """Make a DataLoader worker, and those of the same pass, go on with `epoch` when they `join`.
+        """Make the DataLoader workers of a pass resume `epoch` when they `join`.
 
-        The pass after it reads the next epoch, whether or not this one has been asked for a batch by then.
+        The next pass reads the next epoch, even if no batch of this pass is requested before.
 
         Parameters
         ----------
         base_seed, worker, n_workers
             As for `join`.
         epoch
-            Which epoch the pass was reading.
+            Epoch that the pass was reading.
         """
         with self._locked() as state:
             for known in reversed(state["passes"]):
@@ -122,14 +123,14 @@ class EpochCounter:
             _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": []})
 
     def join(self, base_seed: int, worker: int, n_workers: int) -> int:
-        """Return the epoch that a DataLoader worker reads, beginning one if it is the first to ask.
+        """Return the epoch that a DataLoader worker reads; the first worker of a pass begins an epoch.
 
         Parameters
         ----------
         base_seed
-            ``worker_info.seed - worker_info.id``: the same in all workers of one pass.
+            ``worker_info.seed - worker_info.id``, the same in all workers of one pass.
         worker, n_workers
-            Which worker, of how many.
+            Number of this DataLoader worker, and number of DataLoader workers.
         """
         with self._locked() as state:
             state["by_workers"] = True
@@ -147,21 +148,21 @@ class EpochCounter:
     def report(
         self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]
     ) -> list[dict[str, Any]] | None:
-        """Say what a DataLoader worker has done of an epoch.
+        """Store the report of a DataLoader worker that has finished an epoch.
 
         Parameters
         ----------
         base_seed, worker, n_workers
             As for `join`.
         epoch
-            What `join` returned.
+            Epoch that `join` returned.
         figures
             Plain numbers and strings.
 
         Returns
         -------
         list of dict or None
-            What all workers of the pass have said, if this was the last of them.
+            Reports of all DataLoader workers of the pass, if this was the last one; otherwise None.
         """
         with self._locked() as state:
             for known in reversed(state["passes"]):
@@ -172,12 +173,12 @@ class EpochCounter:
         return None
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """Return what DataLoader workers have said of the epoch begun last; None if none of them began it."""
+        """Return the reports of the DataLoader workers for the latest epoch; None if no DataLoader worker began it."""
         with self._locked() as state:
             return list(state["passes"][-1].get("reports", {}).values()) if state["by_workers"] else None
 
     def unfinished(self) -> int | None:
-        """Return the epoch begun last, if DataLoader workers read it and not all have come to its end."""
+        """Return the latest epoch if DataLoader workers read it and not all of them have finished, otherwise None."""
         with self._locked() as state:
             if not state["by_workers"]:
                 return None
@@ -191,7 +192,7 @@ def _append(state: dict[str, Any], one_pass: dict[str, Any]) -> None:
 
 
 def _remove(path: str, pid: int) -> None:
-    # A forked child inherits the finaliser, but not the file.
+    # A forked child inherits the finalizer, but does not own the file.
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -1,4 +1,4 @@
-"""The rows of a fetch, and their batches."""
+"""Rows of a fetch, and their batches."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ _Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan:
-    """The rows of one fetch and the order in which they are yielded.
+    """Rows of one fetch and the order in which they are yielded.
 
     Parameters
     ----------
     number
-        Which of the rank's fetches.
+        Number of the fetch on this rank.
     rows
         Row numbers in ascending order, repeats included, shape (n,), int64.
     order
-        Positions in `rows` in the order they are yielded, shape (m,), int64; m < n where the epoch
-        ends in a short batch that is dropped, and where there are controls.
+        Positions in `rows` in the order of yielding, shape (m,), int64. m < n if the epoch ends in a
+        short batch that is dropped, or if there are controls.
     batch_size
-        Rows of a batch.
+        Number of rows in a batch.
     groups
-        Group of each set, in the order they are yielded, shape (n_sets,), int64; None without sets.
+        Group of each set in the order of yielding, shape (n_sets,), int64; None without sets.
     controls
-        Positions in `rows` of the controls of each yielded row, shape (m, n_controls), int64; None without.
+        Positions in `rows` of the controls of each yielded row, shape (m, n_controls), int64; None
+        without controls.
     """
 
     number: int
@@ -44,7 +45,7 @@ class FetchPlan:
 
     @classmethod
     def of_sets(cls, number: int, sets: DrawnSets, *, batch_size: int) -> FetchPlan:
-        """Return the plan of a fetch of whole sets, whose targets and controls are read in one pass."""
+        """Return the plan of a fetch of whole sets, which reads targets and controls in one pass."""
         n_targets = len(sets.rows)
         rows = sets.rows if sets.controls is None else np.concatenate([sets.rows, sets.controls])
         by_row = np.argsort(rows, kind="stable")
@@ -62,14 +63,14 @@ class FetchPlan:
 
     @property
     def n_batches(self) -> int:
-        """Batches of the fetch."""
+        """Number of batches in the fetch."""
         return -(-len(self.order) // self.batch_size)
 
     def _span(self, i: int) -> slice:
         return slice(i * self.batch_size, (i + 1) * self.batch_size)
 
     def batch(self, i: int) -> _Int64s:
-        """Return the positions in `rows` that make up batch `i` of the fetch."""
+        """Return the positions in `rows` of batch `i` of the fetch."""
         return self.order[self._span(i)]
 
     def batch_controls(self, i: int) -> _Int64s | None:

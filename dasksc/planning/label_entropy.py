@@ -1,8 +1,8 @@
-"""How well batches are mixed: the entropy of their labels, beside that of ideal random batches.
+"""Label entropy of batches, compared with that of ideal random batches.
 
 Blocks of neighbouring rows often share a plate, donor or cell type, so batches from few blocks hold
-fewer labels than batches drawn at random do. Entropy says how much fewer (the measure that block
-sampling was published with: d'Ascenzo, Cultrera di Montesano, scDataset, 2025).
+fewer labels than batches drawn at random. The entropy of the labels measures the difference. d'Ascenzo
+and Cultrera di Montesano (scDataset, 2025) introduced this measure together with block sampling.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Diversity:
     Parameters
     ----------
     mean, spread
-        Mean and standard deviation over the batches looked at.
+        Mean and standard deviation over the measured batches.
     ideal_mean, ideal_spread
-        The same of batches of as many rows, drawn at random from all rows looked at.
+        Mean and standard deviation over batches of the same size, drawn at random from all measured rows.
     n_batches
-        Batches looked at.
+        Number of measured batches.
     """
 
     mean: float
@@ -41,25 +41,26 @@ class Diversity:
 
     @property
     def share(self) -> float:
-        """Mean as a share of the ideal one; 1 where there is but one label."""
+        """Ratio of the mean to the ideal mean; 1 if there is only one label."""
         return self.mean / self.ideal_mean if self.ideal_mean > 0 else 1.0
 
 
 def diversity_of(batches: Iterable[NDArray[Any]], n_labels: int) -> Diversity:
-    """Measure batches given by the codes of their rows' labels.
+    """Compute the label entropy of batches.
 
     Parameters
     ----------
     batches
-        For each batch the code of each row's label, in [0, n_labels); negative ones are left out.
+        Label code of each row, one array per batch. Codes are in [0, n_labels); negative codes mark
+        missing labels and are ignored.
     n_labels
-        How many labels there are.
+        Number of labels.
 
     Returns
     -------
     Diversity
-        In bits; all zero without batches. The ideal is estimated from 1,000 random batches, always
-        the same ones.
+        Entropies in bits; all zero without batches. The ideal is estimated from 1,000 random batches,
+        drawn with a fixed seed.
     """
     counted = [np.bincount(codes[codes >= 0], minlength=n_labels) for codes in batches]
     counted = [counts for counts in counted if counts.any()]
@@ -80,7 +81,7 @@ def diversity_of(batches: Iterable[NDArray[Any]], n_labels: int) -> Diversity:
 
 
 def _entropies(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the entropy in bits of each row of counts."""
+    """Return the entropy of each row of counts, in bits."""
     shares = counts / counts.sum(axis=1, keepdims=True)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
     entropies: NDArray[np.float64] = np.abs((shares * logs).sum(axis=1))

@@ -1,12 +1,13 @@
-"""Who reads which rows, and when: the plan of an epoch.
+"""Plan of an epoch: the rows that each rank reads, and their order.
 
-A plan is a pure function of its fields. It reads nothing and keeps nothing but what it has derived;
-any fetch can be computed without those before it, in time and memory that grow with the fetch alone.
+A plan is a pure function of its fields. It reads no data and stores only derived values. Any fetch can
+be computed without the preceding ones, in time and memory that depend on the size of that fetch alone.
 
-An epoch's rows, in storage order, are cut into blocks. The full blocks, in the epoch's order, are
-dealt to the ranks in rounds, one each: rank r of W gets order positions r, r + W, r + 2W, ... What is
-left, fewer than W full blocks and the short one, is cut into W equal pieces, and every rank inserts
-its piece before the same round. So ranks differ by at most one row, whatever the sizes:
+The rows of an epoch, in storage order, are cut into blocks. The full blocks, in the order of the epoch,
+are dealt to the ranks in rounds, one block per rank: rank r of W gets order positions r, r + W, r + 2W,
+... The leftover rows, from fewer than W full blocks and one short block, are cut into W equal pieces.
+Every rank inserts its piece before the same round. Ranks therefore differ by at most one row, for any
+sizes:
 
 .. code-block:: text
 
@@ -16,15 +17,15 @@ its piece before the same round. So ranks differ by at most one row, whatever th
     rank 2     B9 [piece 2] B8
     rank 3     B0 [piece 3] B5
 
-A rank's sequence is then cut into fetches, each of which is read sorted and permuted in memory, and
-fetches into batches.
+The sequence of a rank is then cut into fetches, and fetches into batches. The rows of a fetch are read
+in sorted order and permuted in memory.
 
-An epoch may be read in stretches, by other numbers of ranks or in batches of another size. What one
-stretch leaves unread is dealt again to the next: the full blocks that nobody has touched are a range
-of the order, as at first, and everything else joins what is left over.
+An epoch may be read in several segments, with different numbers of ranks or batch sizes. Rows that one
+segment leaves unread are dealt again in the next. The untouched full blocks form a range of the order,
+as at the start; all other unread rows join the leftover rows.
 
-What is dealt is the sampler's unit: a row, or a set of them (`CellSets`). Positions, blocks, pieces and
-padding count units; public sizes count rows.
+Units of the sampler are dealt: a unit is a row, or a set of rows (`CellSets`). Positions, blocks, pieces
+and padding count units; public sizes count rows.
 """
 
 from __future__ import annotations
@@ -50,39 +51,42 @@ from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.set_sampler import SetDraw
+from dasksc.sampling.stratified import StratifiedSampler
 
 __all__ = ["EpochPlan"]
 
 _Int64s = NDArray[np.int64]
 
-# Positions of a piece that are computed together.
+# Number of positions of a piece that are computed at a time.
 _COMPUTED_AT_ONCE = 2**20
+# Of one stretch of an epoch.
+_BATCHES_AT_MOST = 2**48
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """One rank's plan of one epoch.
+    """Plan of one epoch for one rank.
 
     Parameters
     ----------
     sampler
-        What is drawn: a strategy bound to a collection.
+        Strategy bound to a collection, which draws the rows.
     batch_size
-        Rows of a batch, per rank.
+        Number of rows in a batch, per rank.
     fetch_factor
-        Batches of a fetch.
+        Number of batches in a fetch.
     drop_last
-        Leave out each rank's last short batch and the rows that do not divide by the ranks: where blocks are
-        shuffled, every row as often as any other.
+        If True, drop the last short batch of each rank and the rows that do not divide evenly among the
+        ranks. If blocks are shuffled, every row is dropped equally often.
     equal_ranks
-        Give every rank the same number of batches of the same sizes: by repeating a row on the ranks
-        that are one short, or with `drop_last` by leaving out the row too many.
+        If True, give every rank the same number of batches of the same sizes. Ranks that are one row
+        short repeat a row; with `drop_last`, the surplus rows are dropped instead.
     seed, epoch
-        What everything random is keyed by.
+        Keys of all random draws, integers in [0, 2**64) and [0, 2**32).
     rank, world_size
-        Whose part this is.
+        Rank of this plan, in [0, world_size), and number of ranks.
     consumed
-        Stretches of the epoch that were read before; this plan is of the rest.
+        Segments of the epoch that were read before. The plan covers the remaining rows.
     """
 
     sampler: Sampler
@@ -98,46 +102,43 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "fetch_factor", "world_size"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, whole_number(name, value))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         for name, end in (("rank", self.world_size), ("seed", 2**64), ("epoch", 2**32)):
-            value = getattr(self, name)
-            if not _is_whole(value) or not 0 <= value < end:
-                raise InputError(f"{name} must be a whole number in [0, {end}); got {value!r}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, end))
+        if isinstance(self.sampler, StratifiedSampler):
+            object.__setattr__(self, "sampler", self.sampler.of_batches(self.batch_size))
         unit = self.sampler.unit
         if self.batch_size % unit:
-            near = -(-self.batch_size // unit) * unit
             raise InputError(
-                f"batch_size must be a multiple of set_size={unit}, since batches hold whole sets; got "
-                f"{self.batch_size}, near {near}"
+                f"batch_size={self.batch_size} cuts the {unit} rows that stay together in a batch; give a multiple of "
+                f"{unit}, such as {-(-self.batch_size // unit) * unit}"
             )
 
-    # --- Sizes: closed forms, nothing is drawn for them unless a part of the epoch was read before ---
+    # --- Sizes: closed forms, computed without drawing rows unless a segment of the epoch was read before ---
 
     @property
     def n_rows(self) -> int:
-        """Rows of the epoch over all ranks, before any are repeated or left out; of sets, their targets."""
+        """Number of rows in the epoch over all ranks, before padding and dropping; target cells only for sets."""
         return self.sampler.n_rows
 
     @property
     def n_control_rows(self) -> int:
-        """Control rows that are read beside `n_rows`."""
+        """Number of control rows that are read in addition to `n_rows`."""
         return self.n_rows * self.sampler.n_controls
 
     @property
     def n_dealt(self) -> int:
-        """Rows of the epoch that had not been read before."""
+        """Number of rows of the epoch that no consumed segment has read."""
         return self._n_dealt * self.sampler.unit
 
     @property
     def fetch_rows(self) -> int:
-        """Rows of a full fetch, without controls."""
+        """Number of rows in a full fetch, without controls."""
         return self.batch_size * self.fetch_factor
 
     @property
     def block_size(self) -> int:
-        """Rows dealt to a rank as one."""
+        """Number of rows in a block, which is dealt to one rank as a whole."""
         return self._block * self.sampler.unit
 
     @property
@@ -150,7 +151,7 @@ class EpochPlan:
 
     @property
     def _batch(self) -> int:
-        """Units of a batch."""
+        """Number of units in a batch."""
         return self.batch_size // self.sampler.unit
 
     @property
@@ -159,7 +160,7 @@ class EpochPlan:
 
     @property
     def _block(self) -> int:
-        """Units dealt to a rank as one."""
+        """Number of units in a block, which is dealt to one rank as a whole."""
         if self.sampler.block_size is not None:
             return self.sampler.block_size
         if self.consumed:
@@ -172,11 +173,11 @@ class EpochPlan:
 
     @property
     def _n_left(self) -> int:
-        """Rows that do not make a full round."""
+        """Number of leftover units, which do not make a full round."""
         return self._n_dealt - self._n_rounds * self.world_size * self._block
 
     def _n_piece(self, rank: int) -> int:
-        """Rows of a rank's piece of what is left, padding included."""
+        """Return the number of units in a rank's piece of the leftover, including padding."""
         size, n_larger = divmod(self._n_left, self.world_size)
         if not n_larger:
             return size
@@ -197,22 +198,22 @@ class EpochPlan:
 
     @property
     def n_rank_rows(self) -> int:
-        """Rows this rank yields."""
+        """Number of rows that this rank yields."""
         return self._n_rank_units * self.sampler.unit
 
     @property
     def n_batches(self) -> int:
-        """Batches this rank yields."""
+        """Number of batches that this rank yields."""
         return -(-self._n_rank_units // self._batch)
 
     @property
     def n_fetches(self) -> int:
-        """Fetches this rank makes."""
+        """Number of fetches of this rank."""
         return -(-self._n_rank_units // self._fetch_units)
 
     @property
     def n_padded(self) -> int:
-        """Rows that are yielded once more, over all ranks, so that ranks are equal."""
+        """Number of repeated rows over all ranks, which make the ranks equal."""
         n_larger = self._n_left % self.world_size
         if not n_larger or not self.equal_ranks or self.drop_last:
             return 0
@@ -220,7 +221,7 @@ class EpochPlan:
 
     @property
     def n_dropped(self) -> int:
-        """Rows dealt that no rank yields."""
+        """Number of rows to deal that no rank yields."""
         if not self.drop_last:
             return 0
         n_larger = self._n_left % self.world_size
@@ -232,18 +233,18 @@ class EpochPlan:
 
     @property
     def n_rank_padded(self) -> int:
-        """Rows that this rank yields and another does too: one unit or none."""
+        """Number of repeated rows that this rank yields: those of one unit, or 0."""
         return int(self._is_padded) * self.sampler.unit
 
     @property
     def n_rank_dropped(self) -> int:
-        """Rows dealt to this rank that it does not yield.
+        """Number of rows dealt to this rank that it does not yield.
 
-        `n_dropped` counts beside them those that are dealt to no rank, so that ranks are equal.
+        `n_dropped` also counts rows that are dealt to no rank in order to make the ranks equal.
         """
         return (self._n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 
-    # --- What is drawn, in which order, and the piece of this rank ---
+    # --- The draw, the order of blocks, and the piece of this rank ---
 
     @cached_property
     def _draw(self) -> Draw:
@@ -273,7 +274,7 @@ class EpochPlan:
         return plan._after(last.n_batches)
 
     def _keys(self, purpose: Purpose, n: int) -> NDArray[np.uint64]:
-        """Return keys that differ from one stretch of an epoch to the next."""
+        """Return keys that differ between the segments of an epoch."""
         stretch = (len(self.consumed),) if self.consumed else ()
         return epoch_keys(self.seed, self.epoch, purpose, *stretch, n=n)
 
@@ -283,7 +284,7 @@ class EpochPlan:
 
     @property
     def _piece_round(self) -> int:
-        """Round before which every rank inserts its piece; in storage order that is after all."""
+        """Round before which every rank inserts its piece; in storage order, after the last round."""
         if not self.sampler.shuffle_blocks:
             return self._n_rounds
         return int(permute.below(self._deal_keys[0], 0, self._n_rounds + 1))
@@ -294,14 +295,14 @@ class EpochPlan:
 
     @property
     def _left_from(self) -> int:
-        """Where the dealing of what is left begins, so that the row too many is not always the same."""
+        """Random offset at which dealing of the leftover units begins, so that the surplus unit varies."""
         if not (self.sampler.shuffle_blocks or self.sampler.shuffle_rows) or not self._n_left:
             return 0
         return int(permute.below(self._deal_keys[1], 0, self._n_left))
 
     @cached_property
     def _piece(self) -> _Int64s:
-        """Positions, in storage order, of this rank's piece of what is left."""
+        """Positions, in storage order, of this rank's piece of the leftover."""
         size, n_larger = divmod(self._n_left, self.world_size)
         start = self._left_from + self.rank * size + min(self.rank, n_larger)
         piece = np.empty(self._n_piece(self.rank), dtype=np.int64)
@@ -312,7 +313,7 @@ class EpochPlan:
         return piece
 
     def _left_at(self, left: _Int64s) -> _Int64s:
-        """Return positions, in storage order, of rows that do not make a full round, by their numbers among these."""
+        """Return the positions, in storage order, of leftover units given by their numbers in the leftover."""
         deal = self._deal
         n_full = deal.n_full - self._n_rounds * self.world_size
         block, within = np.divmod(left, self._block)
@@ -324,7 +325,7 @@ class EpochPlan:
         return found
 
     def _positions(self, start: int, stop: int) -> _Int64s:
-        """Return positions, in storage order, of ``start ... stop`` of this rank's sequence."""
+        """Return the positions, in storage order, of the range ``[start, stop)`` of this rank's sequence."""
         out = np.empty(stop - start, dtype=np.int64)
         order = self._order
         permute.deal(
@@ -344,11 +345,12 @@ class EpochPlan:
         return out
 
     def _stored(self, positions: _Int64s) -> _Int64s:
-        """Turn positions so that every row is as likely to be dropped as any other.
+        """Rotate positions so that every row is equally likely to be dropped.
 
-        Only where rows are dropped: otherwise blocks keep to multiples of their size. The last rows of a block
-        are dropped more often than its first, so each block begins at a random one of its rows. The short block
-        has chances of its own, so it lies anywhere, past the end with the rest of it at the beginning.
+        Positions change only if rows are dropped; otherwise blocks begin at multiples of their size. The last rows of
+        a block are dropped more often than the first, so each block begins at a random one of its rows. The rows of
+        the short block have a drop probability of their own, so the short block starts at a random position and wraps
+        around the end.
         """
         if not (self.drop_last and self.sampler.shuffle_blocks):
             return positions
@@ -366,10 +368,10 @@ class EpochPlan:
         turned += wrapped or short * (turned >= place)
         return np.where(positions < end, turned, (positions - end + place) % max(1, self._n_units))
 
-    # --- What it is all for ---
+    # --- Fetches and batches ---
 
     def fetch(self, k: int) -> FetchPlan:
-        """Return the rank's fetch `k`.
+        """Return fetch `k` of this rank.
 
         Raises
         ------
@@ -378,63 +380,68 @@ class EpochPlan:
         """
         if not 0 <= k < self.n_fetches:
             raise IndexError(f"fetch {k} of {self.n_fetches}")
+        positions, order = self._units(k)
         if isinstance(self._draw, SetDraw):
-            positions, _, order = self._fetch(k, with_positions=True)
             return FetchPlan.of_sets(k, self._draw.sets(positions[order]), batch_size=self.batch_size)
-        _, rows, order = self._fetch(k, with_positions=False)
+        unit = self.sampler.unit
+        stored = self._stored(positions)
+        if unit > 1:
+            stored = (stored[:, None] * unit + np.arange(unit)).ravel()
+            order = (order[:, None] * unit + np.arange(unit)).ravel()
+        # Permuted rows may come in any order, and ascending ones are cheaper.
+        rows = self._draw.rows(stored, ascending=self.sampler.shuffle_rows and unit == 1)
+        if np.any(rows[1:] < rows[:-1]):
+            # Read in ascending order, and yielded in the order of the draw.
+            by_row = np.argsort(rows, kind="stable")
+            place = np.empty_like(by_row)
+            place[by_row] = np.arange(len(rows))
+            rows, order = rows[by_row], place[order]
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
-    def _fetch(self, k: int, *, with_positions: bool) -> tuple[_Int64s, _Int64s, _Int64s]:
-        """Return a fetch's positions in storage order, its ascending rows, and the order of yielding.
-
-        Without `with_positions` the first may be in another order than the rows, which is cheaper.
-        """
+    def _units(self, k: int) -> tuple[_Int64s, _Int64s]:
+        """Return the positions of a fetch's units in storage order, and the order of yielding."""
         start = k * self._fetch_units
-        # The last fetch holds its dropped rows too: which of them are dropped is then random.
+        # The last fetch includes its dropped units, so that the permutation drops a random subset.
         stop = min(start + self._fetch_units, self._n_sequence(self.rank))
-        n_yielded = min(stop, self._n_rank_units) - start
         positions = self._positions(start, stop)
-        if isinstance(self._draw, SetDraw):
-            # Sets come in a random order, and each is a function of its number.
-            return positions, positions, np.arange(n_yielded, dtype=np.int64)
-        if self.sampler.shuffle_rows and not self.sampler.is_shuffled:
-            # Blocks come as ascending runs, which a merging sort leaves whole.
-            positions.sort(kind="stable" if self._block > 4 else None)
-        ascending = self.sampler.shuffle_rows and not with_positions
-        rows = self._draw.rows(self._stored(positions), ascending=ascending)
-        order = np.arange(len(rows), dtype=np.int64)
-        if np.any(rows[1:] < rows[:-1]):
-            # A user's own order: read sorted, yielded as given.
-            by_row = np.argsort(rows, kind="stable")
-            positions, rows = positions[by_row], rows[by_row]
-            order[by_row] = np.arange(len(rows), dtype=np.int64)
+        order = np.arange(len(positions), dtype=np.int64)
         if self.sampler.shuffle_rows:
+            if not self.sampler.is_shuffled:
+                # Blocks come as ascending runs, which a merging sort leaves whole.
+                positions.sort(kind="stable" if self._block > 4 else None)
             key = self._keys(Purpose.FETCHES, 1)[0]
             permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)
-        return positions, rows, order[:n_yielded]
+        return positions, order[: min(stop, self._n_rank_units) - start]
+
+    def batch_number(self, i: int) -> int:
+        """Return the number of the rank's batch `i` among all batches of the epoch, of any rank and stretch.
+
+        The same batch has it whoever makes it, and no two batches of an epoch share one.
+        """
+        return len(self.consumed) * _BATCHES_AT_MOST + i * self.world_size + self.rank
 
     def batch_rows(self, i: int) -> _Int64s:
-        """Return the row numbers of the rank's batch `i`, in the order they are yielded."""
+        """Return the row numbers of batch `i` of this rank, in the order of yielding."""
         if not 0 <= i < self.n_batches:
             raise IndexError(f"batch {i} of {self.n_batches}")
         fetch = self.fetch(i // self.fetch_factor)
         return fetch.rows[fetch.batch(i % self.fetch_factor)]
 
     def diversity(self, labels: Any, n_batches: int = 1000) -> Diversity:
-        """Measure how well this rank's batches mix labels; see `Diversity`.
+        """Measure the label diversity of this rank's batches.
 
         Parameters
         ----------
         labels
-            One per row of the collection: an array, a pandas Series or Categorical. Missing ones are
-            left out.
+            One label per row of the collection: an array, a pandas Series or Categorical. Missing labels
+            are ignored.
         n_batches
-            About how many batches to look at, from fetches spread over the epoch.
+            Approximate number of batches to measure, from fetches spread over the epoch.
 
         Returns
         -------
         Diversity
-            Mean and spread of the label entropy of batches, beside those of ideal random batches.
+            Mean and standard deviation of the label entropy of batches, and of ideal random batches.
         """
         codes, names = encode_labels(labels)
         wanted = min(self.n_fetches, -(-n_batches // self.fetch_factor))
@@ -445,20 +452,20 @@ class EpochPlan:
         return diversity_of(batches, len(names))
 
     def of_rank(self, rank: int) -> EpochPlan:
-        """Return the plan of another rank of the same epoch, sharing what both have derived."""
+        """Return the plan of another rank of the same epoch, sharing the derived values."""
         other = dataclasses.replace(self, rank=rank)
         for name in ("_draw", "_order", "_deal", "_deal_keys"):
             other.__dict__[name] = getattr(self, name)
         return other
 
-    # --- What remains of an epoch that was left in the middle ---
+    # --- Remaining rows of a partly read epoch ---
 
     def _after(self, n_batches: int) -> Deal:
-        """Return what is left to deal when every rank has yielded `n_batches`."""
+        """Return the rows that remain to deal after every rank has yielded `n_batches`."""
         plans = [self.of_rank(rank) for rank in range(self.world_size)]
         unread = [plan._unread(n_batches * self._batch) for plan in plans]
         rest = [loose for _, _, loose in unread]
-        # Rounds that no rank has touched stay a range of the order.
+        # Rounds that no rank has touched remain a range of the order.
         first = max(plan._rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
         end = min(plan._rounds.ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
         if first >= end or not self.sampler.shuffle_blocks:
@@ -478,17 +485,26 @@ class EpochPlan:
         )
 
     def _unread(self, n_done: int) -> tuple[int, int, _Int64s]:
-        """Return the range of the rank's sequence in fetches not begun, and what is unread in others.
+        """Return the unread part of this rank's sequence after `n_done` units.
 
-        The latter are positions in storage order: of the fetch that was left in the middle, and of a
-        last fetch some of whose rows are dropped, wherever they lie in it.
+        Returns
+        -------
+        start, stop
+            Range of the sequence covered by fetches that have not begun.
+        loose
+            Positions, in storage order, of unread units in other fetches: the fetch that was left in the
+            middle, and the last fetch if some of its units are dropped.
         """
         k, n_within = divmod(min(n_done, self._n_rank_units), self._fetch_units)
         start, stop = k * self._fetch_units, self._n_rank_units
         loose = [np.empty(0, dtype=np.int64)]
 
         def loosen(fetch: int, skipped: int) -> None:
-            positions, _, order = self._fetch(fetch, with_positions=True)
+            positions, order = self._units(fetch)
+            if self.sampler.shuffle_rows and self.sampler.unit == 1:
+                # Rows are permuted in ascending order: put the positions in the order of their rows.
+                rows = self._draw.rows(self._stored(positions))
+                positions = positions[np.argsort(rows, kind="stable")]
             loose.append(positions[order[skipped:]])
 
         if n_within:
@@ -506,23 +522,19 @@ class EpochPlan:
 
     @property
     def _is_padded(self) -> bool:
-        """Whether this rank's piece ends in a row that is another rank's too."""
+        """True if this rank's piece ends in a unit that another rank also has."""
         return self.n_padded > 0 and self.rank >= self._n_left % self.world_size
 
     @property
     def _padding(self) -> int:
-        """Where in the rank's sequence that row stands."""
+        """Position of the padding unit in this rank's sequence."""
         return self._piece_round * self._block + len(self._piece) - 1
 
     def digest(self) -> str:
-        """Return a hex digest of the epoch over all ranks: equal digests, equal batches."""
+        """Return a hex digest of the epoch over all ranks; equal digests mean equal batches."""
         state = hashlib.blake2b(digest_size=16)
         sizes = (self.n_rows, self.batch_size, self.fetch_factor, self.drop_last, self.equal_ranks, self.consumed)
         state.update(repr((self.seed, self.epoch, self.world_size, *sizes)).encode())
         state.update(self.sampler.digest().encode())
         state.update(self._draw.digest())
         return state.hexdigest()
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

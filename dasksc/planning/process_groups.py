@@ -1,4 +1,4 @@
-"""Process groups of ``torch.distributed`` and ``jax.distributed``, found without importing either."""
+"""Process groups of ``torch.distributed`` and ``jax.distributed``, detected without importing either."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTLE_S = 0.2
 
 
 def torch_distributed() -> Any:
-    """Return ``torch.distributed`` if a process group is up, without importing torch for it."""
+    """Return ``torch.distributed`` if a process group is initialized, otherwise None; never import torch."""
     module = sys.modules.get("torch.distributed")
     if module is None or not module.is_available() or not module.is_initialized():
         return None
@@ -22,17 +22,17 @@ def torch_distributed() -> Any:
 
 
 def jax_state() -> Any:
-    """Return the state of ``jax.distributed`` if that is up, without importing JAX for it."""
+    """Return the state of ``jax.distributed`` if it is initialized, otherwise None; never import JAX."""
     module = sys.modules.get("jax.distributed")
     return distributed_state() if module is not None and module.is_initialized() else None
 
 
 def leave_group() -> None:
-    """Destroy the process group, if there is one, when its threads have let go of what they did last.
+    """Destroy the process group, if there is one, after a short wait for its threads.
 
-    A thread of Gloo drops the tensors of a collective a moment after the collective is done, for which it may need
-    the interpreter's lock. If the interpreter ends first, PyTorch aborts the process ("terminate called without an
-    active exception"); and destroying the group holds that lock while it waits for the thread.
+    A thread of Gloo releases the tensors of a collective a moment after the collective ends, and may need the GIL to
+    do so. If the interpreter exits first, PyTorch aborts the process ("terminate called without an active exception").
+    Destroying the group at once can deadlock, since it holds the GIL while it waits for the thread.
     """
     distributed = torch_distributed()
     if distributed is not None:

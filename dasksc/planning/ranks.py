@@ -1,6 +1,6 @@
-"""Which rank this is.
+"""Detection of the rank and world size of this process.
 
-`World.detect` is the one place that looks at process groups and environments.
+`World.detect` is the only code that inspects process groups and environment variables.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dasksc.config import is_whole
 from dasksc.errors import InputError
 from dasksc.planning.process_groups import jax_state, torch_distributed
 
@@ -24,9 +25,9 @@ __all__ = ["LAUNCHERS", "World"]
 
 logger = logging.getLogger("dasksc.world")
 
-# Launchers by what they set (rank, number of ranks, rank among those of the node), in order: the first that is
-# complete wins. `srun torchrun` and Kubeflow set several that differ, and the innermost launcher is the one that
-# started this process.
+# Environment variables of each launcher (rank, world size, local rank), in order of precedence: the first launcher
+# with rank and world size wins. `srun torchrun` and Kubeflow set several that differ; the innermost launcher, which
+# started this process, comes first.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
@@ -43,7 +44,7 @@ _LOCAL_SIZES = (
     "SLURM_NTASKS_PER_NODE",
 )
 
-# What the dimensions of a device mesh are called across which batches differ.
+# Names of the data-parallel dimensions of a device mesh, across which batches differ.
 _DATA_PARALLEL = frozenset(
     ("dp", "ddp", "fsdp", "hsdp", "data", "data_parallel", "dp_replicate", "dp_shard", "replicate", "shard")
 )
@@ -51,20 +52,20 @@ _DATA_PARALLEL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a run.
+    """Rank of this process and size of its group.
 
     Parameters
     ----------
     rank
-        This process, in [0, world_size).
+        Rank of this process, in [0, world_size).
     world_size
-        All processes that share an epoch.
+        Number of processes that share an epoch.
     local_world_size
-        Those of them on this machine, which share its cores.
+        Number of processes on this machine, which share its cores.
     source
-        Where this was learnt, for messages.
+        Source of these numbers, for messages.
     group
-        What tells these processes from other groups of the same run; empty where they are all there are.
+        Identifier of the group among the groups of the same run; empty if the group holds all processes.
     """
 
     rank: int = 0
@@ -82,33 +83,34 @@ class World:
 
     @classmethod
     def detect(cls, rank: int | None = None, world_size: int | None = None, group: Any = None) -> World:
-        """Find out rank and world size.
+        """Detect rank and world size.
 
-        The first that knows wins, and one that says otherwise is logged: the arguments; `group`; an
-        initialised ``torch.distributed``, Horovod or ``jax.distributed``; ``RANK`` and ``WORLD_SIZE`` as
-        torchrun sets them; Horovod's, Open MPI's, PMI's and Slurm's variables. `rank` and `world_size` may
-        be given one at a time; the other is then detected.
+        The first available source wins, and later sources that differ are logged. The order is: the
+        arguments; `group`; an initialized ``torch.distributed``, Horovod or ``jax.distributed``; ``RANK``
+        and ``WORLD_SIZE`` as set by torchrun; the variables of Horovod, Open MPI, PMI and Slurm. If only
+        one of `rank` and `world_size` is given, the other is detected.
 
         Parameters
         ----------
         rank, world_size
-            Which of how many processes this is.
+            Rank of this process and number of processes.
         group
-            A ``torch.distributed`` process group, or a ``DeviceMesh`` of one dimension or with one or more
-            that are called ``"dp"``, ``"data"``, ``"fsdp"``, ``"dp_replicate"``, ``"dp_shard"`` and the like.
+            A ``torch.distributed`` process group, or a ``DeviceMesh``. The mesh has one dimension, or at
+            least one dimension named ``"dp"``, ``"data"``, ``"fsdp"``, ``"dp_replicate"``, ``"dp_shard"``
+            or similar.
 
         Raises
         ------
         InputError
-            If what was found is not a number or does not fit together, or this process is not in `group`.
+            If the values are not whole numbers or inconsistent, or this process is not in `group`.
         """
         for name, value in (("rank", rank), ("world_size", world_size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is not None and not is_whole(value):
                 raise InputError(f"{name} must be a whole number or None; got {value!r}")
         sources = _sources(group)
         found = next(sources)
         if rank is None and world_size is None:
-            with contextlib.suppress(InputError):  # what is not used need not make sense
+            with contextlib.suppress(InputError):  # errors of sources that are not used do not matter
                 for other in sources:
                     if (other.rank, other.world_size) != (found.rank, found.world_size):
                         _log_ignored(found, other)
@@ -119,16 +121,16 @@ class World:
                 "every one would read the share of rank 0. Give rank=, or start the processes with torchrun"
             )
         return cls(
-            rank=found.rank if rank is None else rank,
-            world_size=found.world_size if world_size is None else world_size,
-            # An explicit world says nothing of where its ranks are; those detected still share the cores.
+            rank=found.rank if rank is None else int(rank),
+            world_size=found.world_size if world_size is None else int(world_size),
+            # Explicit arguments do not say where the ranks run; the detected local ranks still share the cores.
             local_world_size=found.local_world_size,
             source="arguments",
         )
 
 
 def _sources(group: Any) -> Iterator[World]:
-    """Whatever knows the rank of this process, in order; at last a world of one if nothing did."""
+    """Yield the world of each available source in order of precedence; a world of one process if there is none."""
     if group is not None:
         yield _of_group(group)
     n_found = 0
@@ -164,7 +166,10 @@ def _from_libraries() -> Iterator[World]:
 
 
 def _of_group(group: Any) -> World:
-    """The world of a process group or device mesh; its ranks share this machine with all others of the run."""
+    """Return the world of a process group or device mesh.
+
+    The local world size counts all ranks of the run on this machine, since they share its cores.
+    """
     distributed = torch_distributed()
     if distributed is None:
         raise InputError("group= needs torch.distributed: call init_process_group or init_device_mesh first")
@@ -194,7 +199,7 @@ def _not_in_group(rank: int) -> str:
 
 
 def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
-    """Global ranks of the processes that differ from this one in the data-parallel dimensions of a mesh only."""
+    """Return the global ranks of processes that differ from this one only in data-parallel dimensions of a mesh."""
     names = mesh.mesh_dim_names or ()
     at = mesh.get_coordinate()
     if at is None:
@@ -211,7 +216,7 @@ def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
 
 
 def _name_of(ranks: Sequence[int]) -> str:
-    """What a group's keys begin with: the same on all its ranks, and another in every other group."""
+    """Return the prefix of a group's keys: equal on all its ranks and different for every other group."""
     return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
 
 
@@ -227,7 +232,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:
                 "whole numbers; unset them or pass rank= and world_size="
             ) from error
         if rank_name == "SLURM_PROCID" and (size < 2 or "SLURM_STEP_ID" not in environment):
-            continue  # an sbatch script or an interactive shell, not one of several tasks of an srun step
+            continue  # an sbatch script or an interactive shell, not a task of an srun step with several
         yield World(rank, size, _local_size(environment, size), f"{rank_name}/{size_name}")
 
 
@@ -243,7 +248,10 @@ def _local_size(environment: Mapping[str, str], world_size: int) -> int:
 
 
 def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
-    """Return how many tasks of an srun step this node has: of "2(x3),1", two on each of three nodes, then one."""
+    """Return the number of tasks of an srun step on this node.
+
+    Slurm writes "2(x3),1" for two tasks on each of three nodes and one on the fourth.
+    """
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
     per_node = [int(n) for n, n_nodes in counts for _ in range(int(n_nodes or 1))]
     node = int(environment.get("SLURM_NODEID", 0))

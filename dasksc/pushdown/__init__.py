@@ -1,10 +1,10 @@
-"""A `Matrix` as a Dask array, and a Dask array as a `Matrix`.
+"""Conversion of a `Matrix` to a Dask array, and of a Dask array to a `Matrix`.
 
-`to_dask` is for laziness, metadata and whole-array work: one task per row chunk, `csr_matrix` or
-`ndarray` chunks. Minibatches never index that array; they go the other way, through `matrix_of`,
-which finds the `Matrix` behind an array that `to_dask` made and reads it directly. Array code on top
-of such an array that treats every row alone is run on the rows taken (`RowLocalMatrix`). Any other
-Dask array becomes a `DaskMatrix`, which computes whole row chunks and so costs more.
+`to_dask` serves lazy inspection, metadata and whole-array work. It makes one task per row chunk, with
+`csr_matrix` or `ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds the
+`Matrix` behind an array that `to_dask` made, and fetches read it directly. Array code on top of such
+an array that treats every row independently runs on the fetched rows alone (`RowLocalMatrix`). Any
+other Dask array becomes a `DaskMatrix`, which computes whole row chunks and therefore costs more.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ logger = logging.getLogger("dasksc.lazy")
 
 
 def matrix_of(array: da.Array) -> Matrix:
-    """Find the matrix from which to fetch rows of a Dask array.
+    """Return the matrix from which rows of a Dask array are fetched.
 
     Parameters
     ----------
     array
-        Two-dimensional, with known chunk sizes.
+        Two-dimensional Dask array with known chunk sizes.
 
     Returns
     -------
     Matrix
-        The very matrix that `to_dask` wrapped, when `array` is what it returned (also after
-        pickling). A `RowLocalMatrix` for array code on top of such arrays that treats every row alone.
-        Otherwise a `DaskMatrix`; one log warning says why, and what that costs.
+        The matrix that `to_dask` wrapped, if `array` is a result of `to_dask` (also after pickling).
+        A `RowLocalMatrix` for array code on top of such arrays that treats every row independently.
+        Otherwise a `DaskMatrix`; one log warning states the reason and the cost.
 
     Raises
     ------
     InputError
-        If the array is not two-dimensional, or does not know its shape or chunk sizes.
+        If the array is not two-dimensional, or its shape or chunk sizes are unknown.
     """
     if array.ndim != 2:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Rows of any Dask array, by computing whole chunks of it."""
+"""Rows of any Dask array, computed from whole row chunks."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from dasksc.storage.matrix import Layout
 
 __all__ = ["DaskMatrix", "as_layout", "check_shape", "runs_by_block", "stack"]
 
-# A CSR chunk does not say how many values it will have before it is computed.
+# The number of values in a CSR chunk is unknown until the chunk is computed.
 _ASSUMED_DENSITY = 0.1
 
 
 class DaskMatrix:
-    """Rows of any Dask array, by computing every row chunk that they touch.
+    """Matrix over any Dask array, which computes every row chunk that a fetch touches.
 
-    Chunks are computed one after another on the calling thread, and only the wanted rows of each are
-    kept, so memory holds one row of chunks and the result. What most row chunks use, such as a mean over
-    the rows, is computed by the first fetch and kept, if it is small.
+    Chunks are computed one after another on the calling thread. Only the requested rows of each are
+    kept, so memory holds one row of chunks and the result. Intermediate results that most row chunks
+    use, such as a mean over the rows, are computed by the first fetch and cached if they are small.
 
     Parameters
     ----------
     array
-        Two-dimensional, with known chunk sizes.
+        Two-dimensional Dask array with known chunk sizes.
     label
-        What to call it in errors. Default: the array's name.
+        Name of the matrix in error messages. Default: the name of the array.
     """
 
     def __init__(self, array: da.Array, label: str | None = None) -> None:
@@ -55,39 +55,39 @@ class DaskMatrix:
 
     @property
     def array(self) -> da.Array:
-        """The Dask array whose rows these are."""
+        """Underlying Dask array."""
         return self._array
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, columns."""
+        """Number of rows and of columns."""
         n_obs, n_vars = self._array.shape
         return int(n_obs), int(n_vars)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values."""
+        """Data type of the values."""
         dtype: np.dtype[Any] = self._array.dtype
         return dtype
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Type of the values: nothing of them is stored."""
+        """Data type of the values; the same as `dtype`, since the values are computed and not stored."""
         return self.dtype
 
     @property
     def layout(self) -> Layout:
-        """``"csr"`` if the array's meta is sparse, else ``"dense"``."""
+        """``"csr"`` if the meta of the array is sparse, otherwise ``"dense"``."""
         return self._layout
 
     @property
     def label(self) -> str:
-        """What to call it in errors."""
+        """Name of the matrix in error messages."""
         return self._label
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes, an estimate: nothing says how many values a sparse chunk holds."""
+        """Estimated memory of a fetch; the number of values in a sparse chunk is an assumption."""
         row = self._row_bytes()
         chunk_rows = max(self._array.chunks[0], default=0)
         return FetchCost(row=row, held=row, working=row, fixed=int(3 * row * chunk_rows), chunk_rows=chunk_rows)
@@ -100,27 +100,27 @@ class DaskMatrix:
 
     @cached_property
     def shared(self) -> set[Any]:
-        """The keys of what most row chunks use, such as a mean over the rows."""
+        """Keys of the intermediate results that most row chunks use, such as a mean over the rows."""
         return shared_keys(self._array)
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
-        """Compute the row chunks that `rows` touch and keep those rows.
+        """Compute the row chunks that contain `rows` and return those rows.
 
         Parameters
         ----------
         rows
-            Ascending row numbers, shape (n_rows,), int64; repeats allowed.
+            Row numbers in ascending order, shape (n_rows,), int64; repeats allowed.
 
         Returns
         -------
         Fetched
-            Position i is ``rows[i]``; held in memory.
+            The rows, in memory; position i holds ``rows[i]``.
 
         Raises
         ------
         InputError
-            If rows do not ascend within [0, n_obs), or a chunk has another shape than it was declared
-            to have.
+            If `rows` is not ascending within [0, n_obs), or the shape of a computed chunk differs from
+            its declared shape.
         """
         rows = check_rows(self.label, self.shape[0], rows)
         kept = [
@@ -135,7 +135,7 @@ class DaskMatrix:
         with self._sharing:
             if self._with_shared is None:
                 self._with_shared = with_computed(self._array, self.shared)
-        # Without callbacks of its own, the inner computation would report to those of the outer one.
+        # Without callbacks=(), the inner computation would report to the callbacks of the outer one.
         block = self._with_shared.blocks[number].compute(scheduler="synchronous", callbacks=())
         check_shape(block, (self._array.chunks[0][number], self.shape[1]), self)
         return as_layout(block, self.layout)[rows]
@@ -144,7 +144,7 @@ class DaskMatrix:
         return ("dasksc.DaskMatrix", normalize_token(self._array), self._label)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Plain pickle, which DataLoader workers get, fails on the lambdas of a map_blocks.
+        # DataLoader workers receive the matrix by plain pickle, which fails on the lambdas of a map_blocks.
         if self._pickled is None:
             self._pickled = cloudpickle.dumps((self._array, self._label))
         return _load_dask_matrix, (type(self), self._pickled)
@@ -153,7 +153,7 @@ class DaskMatrix:
         return f"{type(self).__name__}({self._array!r})"
 
 
-# Every fetch that runs in another process carries its matrices; the graphs are the same each time.
+# Every fetch in another process carries its matrices. The cache avoids unpickling the same graphs each time.
 @lru_cache(maxsize=8)
 def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
     array, label = cloudpickle.loads(state)
@@ -161,7 +161,7 @@ def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
 
 
 def runs_by_block(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Each block that ascending `rows` touch: its number, and the half-open range of `rows` inside it."""
+    """Yield the number of each block that ascending `rows` touch, and the half-open range of `rows` inside it."""
     cuts = np.searchsorted(rows, bounds)
     for number, (start, stop) in enumerate(pairwise(cuts.tolist())):
         if stop > start:
@@ -169,7 +169,7 @@ def runs_by_block(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> Iterato
 
 
 def check_shape(block: Any, declared: tuple[int, int], matrix: DaskMatrix) -> None:
-    """Refuse a computed block of another shape than `declared`, in rows or in columns."""
+    """Raise `InputError` if the shape of a computed block differs from `declared`."""
     if np.shape(block) != declared:
         raise InputError(
             f"{matrix.label}: its array code (layer {matrix.array.name!r}) was declared to make a block of shape "
@@ -192,14 +192,14 @@ def _layout_of(array: da.Array) -> Layout:
 
 
 def as_layout(block: Any, layout: Layout) -> NDArray[Any] | sp.csr_matrix:
-    """Return a block as what `layout` says: ``csr_matrix`` or ``ndarray``."""
+    """Convert a block to the class of `layout`: ``csr_matrix`` or ``ndarray``."""
     if layout == "csr":
         return sp.csr_matrix(block)
     return block.toarray() if sp.issparse(block) else np.asarray(block)
 
 
 def stack(blocks: list[Any], layout: Layout, n_columns: int, dtype: np.dtype[Any]) -> NDArray[Any] | sp.csr_matrix:
-    """Put blocks of rows one after another."""
+    """Concatenate blocks along the rows."""
     if not blocks:
         return sp.csr_matrix((0, n_columns), dtype=dtype) if layout == "csr" else np.empty((0, n_columns), dtype=dtype)
     if len(blocks) == 1:

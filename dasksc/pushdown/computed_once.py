@@ -1,7 +1,8 @@
-"""What all row chunks of an array need, computed once.
+"""Intermediate results that most row chunks of an array share, computed once.
 
-Row chunks are computed one at a time, so that memory holds one of them. In ``D - D.mean(axis=0)`` each of them needs
-the mean, for which every row is read: computed with each chunk, that would be the whole array once per chunk.
+Row chunks are computed one at a time, so that memory holds only one of them. In ``D - D.mean(axis=0)`` each row chunk
+needs the mean, which reads every row. Computing the mean again for each chunk would read the whole array once per
+chunk.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ __all__ = ["shared_keys", "with_computed"]
 
 Key = Any
 
-# What is kept for all fetches, at most: a statistic of each gene is far less.
+# Largest total size of the cached results. A statistic per gene takes far less.
 _KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
-    """Return the keys of a graph that most row chunks use, each in a task of its own, and that need computing.
+    """Return the keys of computed results that most row chunks use, each in a task of its own.
 
-    Not what they have in common below those, nor what only neighbours share, such as the chunks of another chunking:
-    kept, those would add up to the array.
+    The result excludes the dependencies of these keys, and keys that only neighbouring row chunks share, such as the
+    chunks before a rechunk. Caching those would amount to caching the whole array.
     """
     n_row_chunks, n_column_chunks = array.numblocks
     if n_row_chunks < 2:
@@ -37,11 +38,12 @@ def shared_keys(array: da.Array) -> set[Key]:
     nodes: dict[Key, GraphNode] = convert_legacy_graph(ensure_dict(array.dask))
     below = {key: node.dependencies & nodes.keys() for key, node in nodes.items()}
     upwards = toposort(nodes, dependencies=below)
-    # Sets of row chunks are the bits of whole numbers.
+    # Each set of row chunks is a bit mask in a Python integer.
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # Without those, others are seen to be used by one row chunk alone, and to share something in turn.
+        # The next pass ignores the keys found so far. Without them, further keys turn out to be used by a single
+        # row chunk, and their dependencies can be shared in turn.
         shared |= more
     return shared
 
@@ -63,13 +65,14 @@ def _shared(
 
 
 def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
-    """Return an array in whose graph the values of some keys stand instead of their tasks, computed here.
+    """Compute some keys of an array and return the array with their values in place of their tasks.
 
-    Unless they would take too much memory, such as the chunks of an array whose rows are put in another order.
+    Return `array` unchanged if the values would take too much memory, as do the chunks of an array whose rows are
+    reordered.
     """
     if not keys:
         return array
-    # Of each layer one tells how large the others are.
+    # One sampled value per layer gives the size of the layer's other values.
     counts = Counter(map(_layer_of, keys))
     samples = {_layer_of(key): key for key in keys}
     values = _computed(array, list(samples.values()))
@@ -94,5 +97,5 @@ def _layer_of(key: Key) -> str:
 
 
 def _computed(array: da.Array, keys: list[Key]) -> dict[Key, Any]:
-    # Without callbacks of its own, the inner computation would report to those of the outer one.
+    # Without callbacks=(), the inner computation would report to the callbacks of the outer one.
     return dict(zip(keys, get_sync(da.optimize(array.dask, keys), keys, callbacks=()), strict=True))

@@ -1,4 +1,4 @@
-"""A matrix as a Dask array: the leaf of every graph over stored cells."""
+"""Dask arrays over a matrix, the leaves of every graph over stored cells."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ __all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leave
 
 
 def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None = None) -> da.Array:
-    """Wrap a matrix as a Dask array, reading nothing.
+    """Wrap a matrix as a Dask array without reading any values.
 
     Parameters
     ----------
     matrix
-        What to wrap.
+        Matrix to wrap.
     chunk_rows
-        Rows per chunk. Default: as many as fill ``dasksc.chunk-bytes`` of Dask's configuration.
+        Rows per chunk. Default: the number of rows that fills ``dasksc.chunk-bytes`` of Dask's
+        configuration.
     token
-        What tells this array from others in its keys. Default: Dask's token of the matrix, which is the
-        identity of the file for stored ones, but for those in memory costs a pass over the values.
+        Token that distinguishes the keys of this array from those of others. Default: Dask's token of
+        the matrix. For a stored matrix this is the identity of the file; for a matrix in memory it
+        costs a pass over the values.
 
     Returns
     -------
     da.Array
-        Chunked by rows only; chunks are ``csr_matrix`` where the layout is CSR, else ``ndarray``. A
-        chunk is read when it is computed, by one task, and slices are pushed into that read. The
-        same stored array opened twice gives the same keys. Sums, means and variances work for both.
+        Array chunked by rows only. Chunks are ``csr_matrix`` if the layout is CSR, otherwise
+        ``ndarray``. One task reads each chunk when it is computed, and slices are pushed into that
+        read. Opening the same stored array twice gives the same keys. Sums, means and variances work
+        for both layouts.
     """
     n_obs, n_vars = matrix.shape
     if chunk_rows is None:
@@ -56,7 +59,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
         rows,
         chunks=(row_chunks, (n_vars,)),
         name=f"dasksc-{_short(matrix.label)}-{token}",
-        # Of the functions whose slices Dask fuses into the read, the one that leaves sparse blocks be.
+        # Dask fuses slices into the read for a few getters only; this one leaves sparse blocks unconverted.
         getitem=chunk.getitem,
         asarray=False,
         meta=_empty_block(matrix.layout, matrix.dtype),
@@ -66,23 +69,23 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixRows:
-    """A matrix indexed as an array is: inside the graph of `to_dask`, and as what a hook indexes."""
+    """Matrix with the indexing of an array, for the graphs of `to_dask` and for hooks."""
 
     matrix: Matrix
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, columns."""
+        """Number of rows and of columns."""
         return self.matrix.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values."""
+        """Data type of the values."""
         return self.matrix.dtype
 
     @property
     def ndim(self) -> int:
-        """Two."""
+        """Number of dimensions, always 2."""
         return 2
 
     def __len__(self) -> int:
@@ -92,7 +95,7 @@ class MatrixRows:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         n_obs, n_vars = self.matrix.shape
         if isinstance(rows, Integral) or isinstance(columns, Integral):
-            # NumPy and SciPy differ in what one row or column is; let the block's own type say.
+            # NumPy and SciPy represent a single row or column differently, so the block itself is indexed.
             whole = self[_as_range(rows), _as_range(columns)]
             return whole[
                 0 if isinstance(rows, Integral) else slice(None),
@@ -113,7 +116,7 @@ class MatrixRows:
 
 
 def leaf_matrix(array: da.Array) -> Matrix | None:
-    """The matrix `to_dask` wrapped, if `array` is exactly what it returned."""
+    """Return the matrix that `to_dask` wrapped if `array` is a direct result of `to_dask`, otherwise None."""
     key = MATRIX_KEY_PREFIX + array.name
     layer = array.dask.layers.get(key)
     if layer is None or array.name not in array.dask.layers:
@@ -124,7 +127,7 @@ def leaf_matrix(array: da.Array) -> Matrix | None:
 
 
 def leaves_of(array: da.Array) -> list[Matrix]:
-    """Return the matrices that `to_dask` wrapped, of all that an array is computed from."""
+    """Return all matrices wrapped by `to_dask` that an array is computed from."""
     return [
         leaf.matrix
         for key, layer in array.dask.layers.items()
@@ -137,21 +140,21 @@ def leaves_of(array: da.Array) -> list[Matrix]:
 def gather_block(
     fetched: Fetched, positions: NDArray[np.int64], *, columns: Columns | None = None
 ) -> NDArray[Any] | sp.csr_matrix:
-    """Copy rows of a fetch into a block of their own, in the dtype to compute in.
+    """Copy rows of a fetch into a new block, in the data type used for computation.
 
     Parameters
     ----------
     fetched
-        Where the rows are.
+        Fetched rows.
     positions
-        Which of them, shape (n_rows,), int64, in the order wanted; repeats allowed.
+        Positions of the rows in `fetched`, in output order, shape (n_rows,), int64; repeats allowed.
     columns
-        Keep only these columns.
+        Columns to keep. Default: all.
 
     Returns
     -------
     NDArray or csr_matrix
-        n_rows rows, in the layout of `fetched`.
+        Block of n_rows rows, in the layout of `fetched`.
     """
     n_columns = fetched.shape[1] if columns is None else len(columns)
     shape = (len(positions), n_columns)
@@ -164,20 +167,20 @@ def gather_block(
 
 
 def chunk_rows_for(*matrices: Matrix) -> int:
-    """Rows per chunk, so that a chunk of the widest matrix holds about ``dasksc.chunk-bytes``."""
+    """Return the rows per chunk with which a chunk of the widest matrix takes about ``dasksc.chunk-bytes``."""
     budget = config.get_bytes("chunk-bytes")
     return max(1, int(budget / max(map(_block_row_bytes, matrices))))
 
 
 def _block_row_bytes(matrix: Matrix) -> float:
-    """Return the bytes of a row of a block, whose values are wider than they may be stored."""
+    """Return the bytes per row of a block, whose values may be wider in memory than in the file."""
     columns = 4 if matrix.layout == "csr" else 0
     stored = memory_dtype(matrix.stored_dtype).itemsize
     return matrix.cost.row * (matrix.dtype.itemsize + columns) / (stored + columns)
 
 
 def _short(label: str) -> str:
-    """The readable part of a key: ``/data/atlas.h5ad:/layers/counts`` gives ``atlas.h5ad:layers.counts``."""
+    """Return the readable part of a key: ``atlas.h5ad:layers.counts`` for ``/data/atlas.h5ad:/layers/counts``."""
     path, colon, key = label.rpartition(":")
     if not colon:
         path, key = "", label
@@ -199,7 +202,7 @@ def _csr(
     if indptr[-1] <= np.iinfo(np.int32).max:
         indptr = indptr.astype(np.int32)
     block = sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
-    # Gathered rows are; to find that out again would take a pass over the column numbers.
+    # Gathered rows are canonical. Checking that again would take a pass over the column indices.
     mark_canonical(block)
     return block
 

@@ -1,10 +1,11 @@
-"""Elementwise functions of CSR blocks, as the array that they are in declares them.
+"""Elementwise functions of CSR blocks with the semantics that Dask declares.
 
-``X * s`` and ``X ** 2`` are elementwise for Dask, which declares an array as wide as X. Their blocks are computed by
-SciPy, for whose ``csr_matrix`` they are matrix product and power: of another shape, so that computing such an array
-fails, or of the same shape and wrong if a block has as many rows as columns. ``X + 1``, ``da.clip(X, 0, 10)`` and the
-like SciPy does not know. Here they are what was declared. The blocks stay ``csr_matrix`` all the same where zeros stay
-zero, since that is what scanpy, anndata and Dask's serialisers know, and what code in the user's hands takes ``*`` of.
+For Dask ``X * s`` and ``X ** 2`` are elementwise, and the resulting array has the width of X. SciPy computes the
+blocks, and for its ``csr_matrix`` these operators mean matrix product and matrix power. The result has a different
+shape, so that computing the array fails; or, if a block has as many rows as columns, the same shape and wrong values.
+SciPy does not support ``X + 1``, ``da.clip(X, 0, 10)`` and similar calls. This module gives all of them the
+elementwise result. Blocks remain ``csr_matrix`` where zeros remain zero, since scanpy, anndata and Dask's serializers
+expect that class, and user code relies on the meaning of its ``*``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dasksc.pushdown.csr_functions import OF_VALUES, is_canonical, is_csr, with_
 __all__ = ["Elementwise", "elementwise"]
 
 _PRODUCTS = (operator.mul, np.multiply)
-# What Dask has Python's own functions for, and SciPy does otherwise, or for some arguments only.
+# Operators that Dask takes from Python, and that SciPy defines differently or for some arguments only.
 _OPERATORS = (
     *(operator.add, operator.sub, operator.mul, operator.truediv),
     *(operator.floordiv, operator.mod, operator.pow),
@@ -37,7 +38,10 @@ _FUNCTIONS = (np.clip, np.round, np.where)
 
 
 def elementwise(array: da.Array) -> da.Array:
-    """Return an array in whose graph such functions of CSR blocks are elementwise; the array itself if it has none."""
+    """Make the operators and functions in the graph of an array elementwise on CSR blocks.
+
+    Return the array itself if its graph has none.
+    """
     before = array.dask.layers
     layers = {name: _with_layer(layer) for name, layer in before.items()}
     if all(layers[name] is layer for name, layer in before.items()):
@@ -47,13 +51,16 @@ def elementwise(array: da.Array) -> da.Array:
 
 
 class Elementwise:
-    """A function of blocks, elementwise whatever they are."""
+    """Function of blocks that is elementwise for every class of block."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; where zeros stay zero the result of a CSR block is one, and shares its index arrays."""
+        """Call the function elementwise.
+
+        The result for a CSR block is a CSR block that shares its index arrays if the function keeps zeros.
+        """
         function = self._function
         args = tuple(map(_plain, args))
         blocks = [arg for arg in args if sp.issparse(arg)]
@@ -65,7 +72,7 @@ class Elementwise:
             return _of_values(functools.partial(_called, function, args, kwargs), blocks[0], *large)
         if function in _PRODUCTS and len(args) == 2 and not kwargs and all(np.isfinite(arg.data).all() for arg in args):
             return args[0].multiply(args[1]).tocsr()
-        if function in (operator.add, operator.sub):  # which SciPy does as declared
+        if function in (operator.add, operator.sub):  # elementwise in SciPy, too
             return function(*args, **kwargs)
         return function(*(arg.toarray() if sp.issparse(arg) else arg for arg in args), **kwargs)
 
@@ -75,19 +82,23 @@ class Elementwise:
 
 @functools.cache
 def _of(function: Callable[..., Any]) -> Elementwise:
-    """One of each: tasks with the same function in them are found to be alike."""
+    """Return one object per function, so that the comparison of tasks finds equal functions identical."""
     return Elementwise(function)
 
 
 def _is_wanted(function: object) -> bool:
     if isinstance(function, np.ufunc):
-        # Those of the values alone SciPy does as they are; matmul is no such function.
+        # SciPy applies the ufuncs in OF_VALUES elementwise. A ufunc with a signature, as matmul, is not elementwise.
         return function not in OF_VALUES and function.nout == 1 and function.signature is None
     return any(function is one for one in (*_OPERATORS, *_FUNCTIONS))
 
 
 def _plain(value: Any) -> Any:
-    """What SciPy makes of a block and a dense one without the meaning of ``*`` and ``**`` that it has for matrices."""
+    """Convert ``np.matrix`` to ``ndarray``, and other sparse formats to CSR.
+
+    SciPy returns ``np.matrix`` for some operations on a sparse and a dense operand. The operators ``*`` and ``**`` of
+    that class are not elementwise.
+    """
     if isinstance(value, np.matrix):
         return np.asarray(value)
     return value.tocsr() if sp.issparse(value) and not is_csr(value) else value
@@ -96,28 +107,28 @@ def _plain(value: Any) -> Any:
 def _called(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: Any, *others: Any
 ) -> Any:
-    """Call a function with `values` in the place of its block, and `others` in the place of its other array."""
+    """Call a function with `values` in place of its sparse block, and `others` in place of its other array."""
     given = [values if sp.issparse(arg) else others[0] if others and np.ndim(arg) else arg for arg in args]
     named = {key: others[0] if others and np.ndim(arg) else arg for key, arg in kwargs.items()}
     return function(*given, **named)
 
 
 def _of_values(function: Callable[..., Any], block: Any, *others: Any) -> Any:
-    """Apply a function to the values of a CSR block; to zeros, too, if it makes something else of them.
+    """Apply a function to the stored values of a CSR block, and to its zeros if the function does not keep them.
 
-    With another array of the block's shape, of one row for all, or of one column for all.
+    `others` holds at most one array, which is broadcast: it has the block's shape, or a single row or column.
     """
     with np.errstate(all="ignore"):
         of_zeros = function(np.zeros(1, block.dtype), *others)
-    if of_zeros.any():  # NaN is such a value
+    if of_zeros.any():  # also True for NaN
         return function(block.toarray(), *others)
-    if not is_canonical(block) or block.indptr[-1] != len(block.indices):  # values at one place are added up first
+    if not is_canonical(block) or block.indptr[-1] != len(block.indices):  # add up duplicate entries first
         block = block.tocoo().tocsr()
     return with_values(block, function(block.data, *(_at_values(other, block) for other in others)))
 
 
 def _at_values(array: Any, block: Any) -> Any:
-    """Return what stands beside each value of a CSR block in an array that is broadcast to its shape."""
+    """Return the element of a broadcast array at the position of each stored value of a CSR block."""
     n_rows, n_columns = block.shape
     array = np.atleast_2d(array)
     if array.shape == (1, n_columns):
@@ -141,7 +152,10 @@ def _with_layer(layer: Layer) -> Layer:
 
 
 def _with_task(value: Any) -> Any:
-    """A task whose functions are elementwise, also those of tasks fused into it; the very same if it has none."""
+    """Replace the functions of a task, and of tasks fused into it, by elementwise ones.
+
+    Return the same object if there is nothing to replace.
+    """
     if isinstance(value, dict):
         changed = {key: _with_task(one) for key, one in value.items()}
         return changed if any(changed[key] is not one for key, one in value.items()) else value

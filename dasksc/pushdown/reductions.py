@@ -1,8 +1,8 @@
 """Sums, means and variances of Dask arrays whose chunks are SciPy matrices.
 
-Dask's own reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices refuse, and
-neither library lets another register a sum of its own. So the methods are set on the arrays that
-`to_dask` returns. Slices of them are plain Dask arrays again.
+Dask's reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices do not support,
+and neither library allows others to register an implementation. The methods are therefore set on the
+arrays that `to_dask` returns. Slices of these arrays are plain Dask arrays again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["add_reductions", "chunk_moments", "chunk_sum", "combine_moments", "m
 
 Axis = int | tuple[int, ...] | None
 
-# Partial moments of a chunk: number of values, their mean, and the sum of squared differences from it.
+# Partial moments of a chunk: number of values, mean, and sum of squared deviations from the mean.
 MOMENTS = np.dtype([("n", "i8"), ("mean", "f8"), ("squares", "f8")])
 
 
 def add_reductions(array: da.Array) -> da.Array:
-    """Give an array of sparse chunks the methods ``sum``, ``mean``, ``var`` and ``std`` of a NumPy array.
+    """Add working ``sum``, ``mean``, ``var`` and ``std`` methods to an array of sparse chunks.
 
     Parameters
     ----------
     array
-        Two-dimensional, its chunks SciPy matrices. Changed in place.
+        Two-dimensional array whose chunks are SciPy matrices. Modified in place.
 
     Returns
     -------
     da.Array
-        The same array. Its reductions have dense chunks, the shape and dtype that NumPy gives, and are
-        accumulated in float64 or 64-bit integers. Each reads the array once.
+        The same array. Its reductions have dense chunks and the shape and dtype of NumPy's reductions.
+        They accumulate in float64 or 64-bit integers. Each reduction reads the array once.
     """
     functions: dict[str, Callable[..., da.Array]] = {"sum": _sum, "mean": _mean, "var": _var, "std": _std}
     for name, function in functions.items():
@@ -112,7 +112,7 @@ def _reduce(
     split_every: Any,
     dtype: np.dtype[Any],
 ) -> da.Array:
-    # Before 2026 Dask adds up an empty array of the type where no axis is kept, which a structured type cannot.
+    # keepdims=True: otherwise Dask before 2026 sums an empty array of dtype, which a structured type does not support.
     reduced: da.Array = da.reduction(
         array,
         chunk,
@@ -127,13 +127,13 @@ def _reduce(
 
 
 def _shaped(reduced: da.Array, axis: Axis, *, keepdims: bool) -> da.Array:
-    """Return a reduction without the axes that were reduced, unless they are kept."""
+    """Remove the reduced axes, unless `keepdims` is True."""
     return reduced if keepdims else da.squeeze(reduced, axis=(0, 1) if axis is None else axis)
 
 
 def chunk_sum(block: Any, axis: tuple[int, ...], keepdims: bool, *, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Add up the values of a chunk, each converted to `dtype`."""
-    # SciPy adds up in the type of the values, whatever dtype= says.
+    """Sum the values of a chunk, converted to `dtype`."""
+    # SciPy accumulates in the data type of the values and ignores its dtype argument.
     total = sp.csr_array(block, dtype=dtype).sum(axis=axis[0] if len(axis) == 1 else None)
     return np.asarray(total, dtype=dtype).reshape(_reduced_shape(block.shape, axis))
 
@@ -145,7 +145,7 @@ def chunk_moments(block: Any, axis: tuple[int, ...], keepdims: bool) -> NDArray[
     if not n:
         return moments
     rows = sp.coo_array(block)
-    # The number, in the result, of the row or column that each stored value belongs to.
+    # Position in the result of the row or column that each stored value belongs to.
     where = np.zeros_like(rows.row) if len(axis) == 2 else rows.coords[1 - axis[0]]
     n_stored = np.bincount(where, minlength=moments.size)
     mean = np.bincount(where, weights=rows.data, minlength=moments.size) / n
@@ -158,7 +158,7 @@ def chunk_moments(block: Any, axis: tuple[int, ...], keepdims: bool) -> NDArray[
 
 
 def combine_moments(parts: NDArray[np.void], axis: tuple[int, ...], keepdims: bool) -> NDArray[np.void]:
-    """Merge moments of disjoint parts, as Chan, Golub and LeVeque (1983) do."""
+    """Merge the moments of disjoint parts with the algorithm of Chan, Golub and LeVeque (1983)."""
     n = parts["n"].sum(axis=axis, keepdims=True)
     mean = (parts["n"] * parts["mean"]).sum(axis=axis, keepdims=True) / np.maximum(n, 1)
     squares = (parts["squares"] + parts["n"] * (parts["mean"] - mean) ** 2).sum(axis=axis, keepdims=True)
@@ -168,12 +168,12 @@ def combine_moments(parts: NDArray[np.void], axis: tuple[int, ...], keepdims: bo
 
 
 def mean_of(moments: NDArray[np.void]) -> NDArray[np.float64]:
-    """Return the means, NaN where there is no value."""
+    """Return the means; NaN where there are no values."""
     return np.where(moments["n"] > 0, moments["mean"], np.nan)
 
 
 def variance_of(moments: NDArray[np.void], *, ddof: int) -> NDArray[np.float64]:
-    """Return the variances, NaN where there are at most `ddof` values."""
+    """Return the variances; NaN where there are at most `ddof` values."""
     free = moments["n"] - ddof
     return np.where(free > 0, moments["squares"] / np.maximum(free, 1), np.nan)
 

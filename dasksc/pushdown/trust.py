@@ -1,8 +1,8 @@
-"""Which functions of blocks treat every row alone, and who says so.
+"""Trust in functions of blocks to treat every row independently.
 
-That cannot be read off a function. Some are known to: elementwise ones, and reductions over columns. `row_local`
-declares others. Functions of the libraries that array code is made of are believed until tried, or, with
-``dasksc.array-code: strict``, not believed.
+A function does not reveal this property. Elementwise functions and reductions over columns are known to have it.
+`row_local` declares it for other functions. Functions of the libraries that array code commonly uses are believed to
+have it until a trial shows otherwise. With ``dasksc.array-code: strict`` they are not believed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["Trust", "calls", "is_strict", "row_local", "trust_in"]
 
 Trust = Literal["known", "declared", "believed"]
 
-# Libraries whose functions, where they meet a block, are array code. One that mixes rows (a sort down the columns) is
-# found out when it is tried.
+# Libraries whose functions of blocks count as array code. The trial detects functions that mix rows, such as a sort
+# along the columns.
 BELIEVED = frozenset(
     [
         "_operator",
@@ -54,12 +54,12 @@ _ELEMENTWISE = frozenset(
         *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
         *(operator.and_, operator.or_, operator.xor, operator.invert, operator.neg, operator.pos, operator.abs),
         *(np.clip, np.round, np.where, np.isclose, np.nan_to_num, np.real, np.imag),
-        # Others in the same place, in another container.
+        # Conversions, which keep every value in its position.
         *(np.asarray, np.ascontiguousarray, sp.csr_matrix, sp.csr_array, chunk.astype, builtins.list, builtins.tuple),
         *(mean_of, variance_of),
     ]
 )
-# Of the last, the factors of rows and of columns lie in the graph as such.
+# SCALE_ROWS is elementwise because the factors of rows or columns are separate inputs in the graph.
 _ELEMENTWISE_NAMES = ELEMENTWISE_NAMES | {SCALE_ROWS}
 
 _REDUCTIONS = frozenset(
@@ -73,14 +73,14 @@ _REDUCTIONS = frozenset(
 class row_local:
     """Declare that a function of blocks computes every row from that row alone.
 
-    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row; without the declaration whole
-    chunks are computed, since nothing else can tell what `f` does.
+    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row. Without the declaration whole
+    chunks are computed, since dasksc cannot tell whether `f` mixes rows.
 
     Parameters
     ----------
     function
-        Called with blocks of any number of rows; row i of its result may depend on row i of its
-        arguments and on nothing that differs between calls.
+        Function called with blocks of any number of rows. Row i of its result may depend only on row i
+        of its arguments, and on nothing that differs between calls.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -99,12 +99,12 @@ class row_local:
 
 
 def is_strict() -> bool:
-    """Whether ``dasksc.array-code`` is ``"strict"``.
+    """Return True if ``dasksc.array-code`` is ``"strict"``.
 
     Raises
     ------
     InputError
-        If it is neither that nor ``"tried"``.
+        If the value is neither ``"strict"`` nor ``"tried"``.
     """
     value = config.get("array-code")
     if value not in ("tried", "strict"):
@@ -113,14 +113,14 @@ def is_strict() -> bool:
 
 
 def trust_in(function: Any, keywords: Mapping[str, Any]) -> Trust | None:
-    """Return who says that a function treats every row alone; None: nobody.
+    """Return the level of trust that a function treats every row independently, or None if there is none.
 
     Parameters
     ----------
     function
-        What a task of a graph calls.
+        Function that a task of a graph calls.
     keywords
-        The keyword arguments that the graph calls it with.
+        Keyword arguments of the call.
     """
     if isinstance(function, row_local):
         return "declared"
@@ -133,7 +133,7 @@ def trust_in(function: Any, keywords: Mapping[str, Any]) -> Trust | None:
 
 
 def calls(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield every function in a task with its keyword arguments, also those inside partial and composed ones."""
+    """Yield every function in a task with its keyword arguments, also inside partial and composed functions."""
     if isinstance(value, Task):
         yield from _called(value.func, value.kwargs)
         yield from calls((value.args, value.kwargs))
@@ -150,11 +150,11 @@ def calls(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
 
 def _called(function: Any, keywords: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     if isinstance(function, functools.partial):
-        # The keyword arguments of a call go before those of the partial.
+        # The keyword arguments of the call override those of the partial.
         yield from _called(function.func, {**function.keywords, **keywords})
         yield from calls((function.args, function.keywords))
     elif isinstance(function, np.vectorize) and function.signature is not None:
-        # What it wraps is given rows, or whole blocks.
+        # With a signature, the wrapped function receives rows or whole blocks instead of single values.
         yield from calls(function.pyfunc)
     elif hasattr(function, "first") and hasattr(function, "funcs"):  # toolz.compose
         yield from calls((function.first, function.funcs))
@@ -165,7 +165,7 @@ def _called(function: Any, keywords: Mapping[str, Any]) -> Iterator[tuple[Any, M
 def _is_elementwise(function: Any) -> bool:
     if isinstance(function, np.ufunc):
         return function.signature is None
-    # References, and what puts the parts of a block together.
+    # Graph nodes only refer to values or assemble the parts of a block.
     return isinstance(function, Elementwise | GraphNode | Alias | TaskRef) or _is_among(function, _ELEMENTWISE)
 
 

@@ -1,4 +1,4 @@
-"""What an epoch draws."""
+"""Sampling strategies, which select and order the rows of an epoch."""
 
 from dasksc.sampling.cell_sets import CellSets
 from dasksc.sampling.strategies import (

@@ -1,4 +1,4 @@
-"""Arguments as arrays that kernels take."""
+"""Conversion of arguments to arrays that the kernels accept."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ __all__ = ["EMPTY_FLOATS", "EMPTY_INTS", "array_of"]
 
 EMPTY_INTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
-# What kernels are given where there is nothing to look up.
+# Empty arrays that stand for an absent lookup in calls of kernels.
 
 _TAKEN_AS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float16): np.dtype(np.float32),
     np.dtype(np.longdouble): np.dtype(np.float64),
 }
-# Types that kernels do not take, and those that they are converted to.
+# Data types that the kernels do not accept, and the types that they are converted to.
 
 
 def array_of(name: str, values: Any) -> NDArray[Any]:
-    """Return an argument as an array that kernels take: aligned and of native byte order.
+    """Convert an argument to an array that the kernels accept: aligned and of native byte order.
 
     Parameters
     ----------
     name
-        What errors call it.
+        Name of the argument in error messages.
     values
-        Anything that NumPy makes an array of, or a tensor. Copied only where kernels need another type.
+        Array-like or tensor. Copied only if the kernels need another data type.
 
     Raises
     ------
     InputError
-        If NumPy makes no array of its type or values, or entries are masked.
+        If NumPy cannot convert `values` to an array, or entries are masked.
     """
     if hasattr(values, "detach"):
-        values = values.detach().cpu()  # NumPy takes no tensor that requires gradients or is on a GPU
+        values = values.detach().cpu()  # NumPy cannot convert a tensor that requires gradients or is on a GPU
     try:
         array = np.asanyarray(values)
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Strategies bound to a collection, and told of its rows and filters."""
+"""Binding of strategies to a collection, its row count and its filters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.config import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.multiindexable import take_rows
 from dasksc.sampling.arrays import array_of
@@ -24,7 +25,7 @@ __all__ = ["UserSampler", "bind", "is_random", "n_rows_named", "restricted"]
 
 @dataclass(frozen=True)
 class UserSampler:
-    """A user's own strategy, asked for all its indices once an epoch."""
+    """Sampler of a user-defined strategy, which returns all row indices of an epoch at once."""
 
     strategy: SamplingStrategy
     collection: Any
@@ -43,7 +44,7 @@ class UserSampler:
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
         """See `Sampler.draw`."""
-        # Below 2**63, and int: what a user hands to any generator's constructor.
+        # An int below 2**63, which the constructors of all common random generators accept as a seed.
         key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
         name = type(self.strategy).__name__
         rows = array_of(f"what {name}.get_indices returns", self.strategy.get_indices(self.collection, seed=key))
@@ -61,18 +62,18 @@ class UserSampler:
 
 
 def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
-    """Bind any strategy to a collection.
+    """Bind a strategy to a collection.
 
     Parameters
     ----------
     strategy
-        One of ours, or a user's subclass of `SamplingStrategy`.
+        Built-in strategy, or a user-defined subclass of `SamplingStrategy`.
     collection
-        Handed to a user's strategy.
+        Collection passed to a user-defined strategy.
     n_obs
-        Rows of the collection.
+        Number of rows in the collection.
     labels_of
-        Returns an obs column by its name.
+        Function that returns an obs column by name.
 
     Raises
     ------
@@ -86,18 +87,18 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
             f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
         )
     n_rows: Any = strategy.get_len(collection)
-    if isinstance(n_rows, bool) or not isinstance(n_rows, (int, np.integer)) or n_rows < 0:
+    if not is_whole(n_rows) or n_rows < 0:
         raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
     return UserSampler(strategy, collection, n_obs, int(n_rows))
 
 
 def is_random(sampler: Sampler) -> bool:
-    """Return whether epochs depend on the seed."""
+    """Return True if epochs depend on the seed."""
     return not isinstance(sampler, RowSampler) or sampler.shuffle_blocks or sampler.shuffle_rows
 
 
 def n_rows_named(strategy: SamplingStrategy) -> int | None:
-    """Return how many rows a collection has at least by the indices of a strategy; None if these do not say."""
+    """Return the minimum number of rows that the indices of a strategy imply; None if they imply none."""
     indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
     if indices is None or isinstance(indices, slice):
         return None
@@ -106,21 +107,21 @@ def n_rows_named(strategy: SamplingStrategy) -> int | None:
 
 
 def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:
-    """Return a strategy that draws only those of its rows that are to be kept.
+    """Restrict a strategy to the rows that a filter keeps.
 
     Parameters
     ----------
     strategy
-        One of those of `dasksc.sampling.strategies`.
+        Strategy defined in `dasksc.sampling.strategies`.
     keep
-        Whether each row of the collection is kept, shape (n_obs,).
+        Mask of the kept rows of the collection, shape (n_obs,), bool.
     by
-        What says so, for errors.
+        Name of the filter in error messages.
 
     Raises
     ------
     InputError
-        If nothing is left to draw, or the strategy is a user's own.
+        If no rows remain to draw from, or the strategy is user-defined.
     """
     if not isinstance(strategy, BuiltInStrategy):
         raise InputError(
@@ -136,7 +137,7 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     if not len(kept):
         raise InputError(f"the filter {by} holds for none of the {candidates.n} rows to draw from")
     rows = candidates.rows(kept)
-    # So that binding the strategy keeps them rather than a copy.
+    # Binding the strategy copies writeable indices, but not read-only ones.
     rows.flags.writeable = False
     changed: dict[str, Any] = {"indices": rows}
     for name in ("weights", "labels"):

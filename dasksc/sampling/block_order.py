@@ -1,4 +1,4 @@
-"""The order of the blocks of an epoch."""
+"""Order of the blocks in an epoch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["BlockOrder"]
 _Int64s = NDArray[np.int64]
 
 _TABLE_BLOCKS = 65_536
-# Up to here the order of the blocks is a Fisher-Yates table (half a megabyte, 1 ms): a Feistel network
+# Up to this number of blocks the order is a Fisher-Yates table (half a megabyte, 1 ms). A Feistel network
 # is always an even permutation and mixes a small domain poorly.
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOrder:
-    """A keyed order of ``range(n_blocks)``, or storage order."""
+    """Order of ``range(n_blocks)``: a keyed permutation, or storage order."""
 
     n_blocks: int
     table: _Int64s
@@ -31,12 +31,12 @@ class BlockOrder:
 
     @classmethod
     def storage(cls, n_blocks: int) -> BlockOrder:
-        """Keep blocks where they are."""
+        """Return the storage order of `n_blocks` blocks."""
         return cls(n_blocks, EMPTY_INTS, 0, np.empty(0, dtype=np.uint64))
 
     @classmethod
     def shuffled(cls, n_blocks: int, seed: int, epoch: int) -> BlockOrder:
-        """Put blocks in a random order; O(min(n_blocks, 65,536)) time and memory."""
+        """Return a random order of `n_blocks` blocks, in O(min(n_blocks, 65,536)) time and memory."""
         keys = epoch_keys(seed, epoch, Purpose.BLOCKS, n=permute.N_ROUNDS)
         if n_blocks <= _TABLE_BLOCKS:
             table = np.empty(n_blocks, dtype=np.int64)
@@ -45,7 +45,7 @@ class BlockOrder:
         return cls(n_blocks, EMPTY_INTS, -(-(n_blocks - 1).bit_length() // 2), keys)
 
     def at(self, positions: _Int64s) -> _Int64s:
-        """Return the block at each of `positions` of the order."""
+        """Return the block numbers at `positions` in the order."""
         out = np.empty(len(positions), dtype=np.int64)
         permute.permuted_many(positions, self.n_blocks, self.table, self.half_bits, self.round_keys, out)
         return out

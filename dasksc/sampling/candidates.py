@@ -1,4 +1,4 @@
-"""The rows a strategy draws from: all, or those of ``indices``."""
+"""Candidate rows of a strategy: all rows, or those in ``indices``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The rows a strategy may draw: a range, or a sorted array.
+    """Candidate rows of a strategy: a range, or a sorted array.
 
     Parameters
     ----------
     n
-        How many.
+        Number of candidates.
     start
-        The first row of a range.
+        First row of a range.
     array
-        The rows in ascending order, shape (n,), int64; None for a range.
+        Row numbers in ascending order, shape (n,), int64; None for a range.
     given
-        Which of the entries the user gave each candidate was, shape (n,), int64; None if they were
-        given in ascending order.
+        Position of each candidate in the user's indices, shape (n,), int64; None if the indices were
+        in ascending order.
     """
 
     n: int
@@ -42,7 +42,7 @@ class Candidates:
 
     @classmethod
     def of(cls, indices: Any, n_obs: int) -> Candidates:
-        """Normalise None, a slice, a boolean mask or row numbers in any order."""
+        """Return candidates from None, a slice, a boolean mask, or row numbers in any order."""
         if indices is None:
             return cls(n=n_obs)
         if isinstance(indices, range):
@@ -72,7 +72,7 @@ class Candidates:
             raise InputError(f"indices hold {wrong}, but the collection has rows 0 to {n_obs - 1}")
         if len(array) and int(array[-1]) - int(array[0]) == len(array) - 1 and np.all(array[1:] > array[:-1]):
             return cls(n=len(array), start=int(array[0]), given=given)
-        # Copied if it could change later: not what was made here, nor what nobody can write to.
+        # Copy if the array could change later. A new array, or a read-only one that owns its data, cannot.
         may_change = array is asked and (array.flags.writeable or not array.flags.owndata)
         rows = array.astype(np.int64, copy=may_change)
         rows.flags.writeable = False
@@ -80,17 +80,26 @@ class Candidates:
 
     @property
     def selector(self) -> slice | _Int64s:
-        """What indexes an array of one entry per row of the collection: a slice or row numbers."""
+        """Index of the candidates in an array with one entry per row of the collection: a slice or row numbers."""
         return slice(self.start, self.start + self.n) if self.array is None else self.array
 
     def entries(self, name: str, values: NDArray[Any], n_obs: int) -> tuple[NDArray[Any], _Int64s]:
-        """Return `values`, one per row of the collection or per entry given, as the kernels want them.
+        """Return `values` and a lookup of the candidates in them, in the form that the kernels expect.
+
+        Parameters
+        ----------
+        name
+            Name of the argument in error messages.
+        values
+            One value per row of the collection, or one per entry of ``indices``.
+        n_obs
+            Number of rows in the collection.
 
         Returns
         -------
         values, lookup
-            Candidate i's value is ``values[lookup[i]]``, or ``values[i]`` where `lookup` is empty. Copies
-            only values given in another order than the rows'.
+            The value of candidate i is ``values[lookup[i]]``, or ``values[i]`` if `lookup` is empty.
+            Values are copied only if ``indices`` are not in ascending order.
         """
         if len(values) == n_obs:
             if self.array is None:
@@ -104,18 +113,18 @@ class Candidates:
         raise InputError(f"{name} has {len(values)} entries; expected {expected}")
 
     def rows(self, positions: _Int64s) -> _Int64s:
-        """Return the row number of each candidate position; `positions` itself where both are the same."""
+        """Return the row number of each candidate position; `positions` itself if both are equal."""
         if self.array is not None:
             return self.array[positions]
         return positions + self.start if self.start else positions
 
     def digest(self) -> str:
-        """Return a hex digest."""
+        """Return a hex digest of the candidates."""
         return digest_of(self.n, self.start, self.array)
 
 
 def index_array(indices: Any) -> NDArray[Any]:
-    """Return indices as an array of row numbers, or as the mask that they are."""
+    """Convert indices to an array of row numbers or a boolean mask."""
     array = array_of("indices", indices)
     if array.ndim != 1:
         raise InputError(f"indices must be one-dimensional; got shape {array.shape}")
@@ -127,7 +136,17 @@ def index_array(indices: Any) -> NDArray[Any]:
 
 
 def check_entries(name: str, values: Any, indices: Any) -> None:
-    """Refuse values that fit neither `indices` nor the rows of any collection that has them all."""
+    """Check that `values` has one entry per entry of `indices`, or can have one per row of a collection.
+
+    The number of rows is not known yet. A mask determines it; other `indices` give its minimum.
+
+    Raises
+    ------
+    InputError
+        If the number of entries fits neither, is 0 or is unknown.
+    WrongTypeError
+        If `values` is not a collection.
+    """
     try:
         n = count_rows(values)
     except TypeError as error:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dasksc.config import whole_number
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.control_matching import MatchRequest, matched_controls
+from dasksc.sampling.control_matching import MatchRequest, match_groups, match_rows
 from dasksc.sampling.groups import Column, RowGroups, columns_named, combined_codes, group_rows
 from dasksc.sampling.set_sampler import SetAccounts, SetSampler
 from dasksc.sampling.strategies import BuiltInStrategy
@@ -191,9 +191,14 @@ class CellSets(BuiltInStrategy):
                 block_size=self.block_size,
                 unmatched=self.unmatched,
             )
-            controls, groups, found = matched_controls(
-                request, candidates, codes, n_codes, own=own, is_control=is_control
-            )
+            if {column.name for column in request.match} <= set(self.by):
+                groups = group_rows(codes, n_codes)
+                del codes  # 4 bytes a row
+                controls, groups, found = match_groups(request, candidates, groups, own=own, is_control=is_control)
+            else:
+                controls, groups, found = match_rows(
+                    request, candidates, codes, n_codes, own=own, is_control=is_control
+                )
         n_short = int(np.count_nonzero(groups.counts < self.set_size))
         if self.incomplete == "drop" and n_short:
             groups, controls = _kept(groups, controls, groups.counts >= self.set_size)
@@ -301,8 +306,9 @@ class CellSets(BuiltInStrategy):
         if isinstance(control, Mapping):
             if not control:
                 raise InputError("control names no column; give labels by column: {'gene': 'non-targeting'}")
-            result = np.ones(n_obs, dtype=np.bool_)
-            for column in columns_named("control=", control, labels_of, n_obs, known):
+            first, *others = columns_named("control=", control, labels_of, n_obs, known)
+            result = first.where(control[first.name])
+            for column in others:
                 result &= column.where(control[column.name])
             return result
         mask = np.asarray(control)

@@ -16,7 +16,7 @@ from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.groups import Column, RowGroups, combined_codes, group_rows
 from dasksc.sampling.set_sampler import Controls
 
-__all__ = ["MatchRequest", "matched_controls"]
+__all__ = ["MatchRequest", "match_groups", "match_rows"]
 
 _Int64s = NDArray[np.int64]
 
@@ -72,7 +72,50 @@ class _Pools:
     run_rows: float
 
 
-def matched_controls(
+def match_groups(
+    request: MatchRequest,
+    targets: Candidates,
+    groups: RowGroups,
+    *,
+    own: Candidates,
+    is_control: NDArray[np.bool_],
+) -> tuple[Controls, RowGroups, dict[str, int]]:
+    """Match control cells to groups of targets, where the columns of `match` are among those of `by`.
+
+    Parameters
+    ----------
+    request
+        Columns and options.
+    targets
+        Rows to draw targets from.
+    groups
+        Targets by group.
+    own
+        Rows to draw controls from.
+    is_control
+        True for each row of the collection that is a control cell, shape (n_obs,).
+
+    Returns
+    -------
+    controls, groups, accounts
+        The controls, the groups that have some, and counts by the names of `SetAccounts`.
+
+    Raises
+    ------
+    InputError
+        If cells are unmatched and ``unmatched="error"``.
+    """
+    positions = np.flatnonzero(is_control[own.selector])
+    key_rows = targets.rows(groups.first_rows())
+    pools = _pools_of(key_rows, request, own, positions)
+    found = _accounts(groups.counts, pools) | {"n_control_cells": len(positions)}
+    found |= {f"n_{what}_groups": int(mask.sum()) for what, mask in _concerned(pools).items()}
+    is_open = pools.of_key < 0
+    _refuse_unmatched(request, groups.counts, key_rows, is_open)
+    return _controls(request, pools, pools.of_key[~is_open], EMPTY_INTS), groups.kept(~is_open), found
+
+
+def match_rows(
     request: MatchRequest,
     targets: Candidates,
     codes: NDArray[Any],
@@ -81,25 +124,19 @@ def matched_controls(
     own: Candidates,
     is_control: NDArray[np.bool_],
 ) -> tuple[Controls, RowGroups, dict[str, int]]:
-    """Match control cells to targets.
+    """Match control cells to single targets, whose group does not say which match.
 
     Parameters
     ----------
-    request
-        How.
-    targets
-        Rows to draw targets from.
+    request, targets, own, is_control
+        As for `match_groups`.
     codes, n_codes
-        Group code of each of them, -1 for none; changed where targets are left out.
-    own
-        Rows to draw controls from.
-    is_control
-        Whether each row of the collection is a control cell, shape (n_obs,).
+        Group code of each target, -1 for none, and the number of codes. Targets that are left out become -1.
 
     Returns
     -------
     controls, groups, accounts
-        The controls, the groups of the targets, and counts by the names of `SetAccounts`.
+        As for `match_groups`.
 
     Raises
     ------
@@ -107,20 +144,6 @@ def matched_controls(
         If cells are unmatched and ``unmatched="error"``.
     """
     positions = np.flatnonzero(is_control[own.selector])
-    arguments = request, own, positions
-    if {column.name for column in request.match} <= set(request.by):
-        groups = group_rows(codes, n_codes)
-        key_rows = targets.rows(groups.first_rows())
-        pools = _pools_of(key_rows, *arguments)
-        found = _accounts(groups.counts, pools)
-        found |= {f"n_{what}_groups": int(mask.sum()) for what, mask in _concerned(pools).items()}
-        is_open = pools.of_key < 0
-        _refuse_unmatched(request, groups.counts, key_rows, is_open)
-        return (
-            _controls(request, pools, pools.of_key[~is_open], EMPTY_INTS),
-            groups.kept(~is_open),
-            found | {"n_control_cells": len(positions)},
-        )
     n_obs = len(is_control)
     keys, n_keys = combined_codes([_missing_as_label(column) for column in request.match], slice(None), n_obs)
     of_target = keys[targets.selector]
@@ -128,8 +151,8 @@ def matched_controls(
     kernels.count_groups(np.where(codes < 0, -1, of_target), counts, firsts)
     present = np.flatnonzero(counts)
     key_rows = targets.rows(firsts[present])
-    pools = _pools_of(key_rows, *arguments)
-    found = _accounts(counts[present], pools)
+    pools = _pools_of(key_rows, request, own, positions)
+    found = _accounts(counts[present], pools) | {"n_control_cells": len(positions)}
     _refuse_unmatched(request, counts[present], key_rows, pools.of_key < 0)
     for what, mask in _concerned(pools).items():
         is_concerned = np.zeros(n_keys, dtype=np.bool_)
@@ -140,8 +163,7 @@ def matched_controls(
             codes[cells] = -1
     pool_of_key = np.full(n_keys, -1, dtype=np.int64)
     pool_of_key[present] = pools.of_key
-    groups = group_rows(codes, n_codes)
-    return _controls(request, pools, pool_of_key, keys), groups, found | {"n_control_cells": len(positions)}
+    return _controls(request, pools, pool_of_key, keys), group_rows(codes, n_codes), found
 
 
 def _controls(request: MatchRequest, pools: _Pools, of_group: _Int64s, codes: NDArray[Any]) -> Controls:
@@ -241,6 +263,6 @@ def _refuse_unmatched(
     shown = "; ".join(", ".join(f"{column.name}={label(column, row)!r}" for column in request.match) for row in some)
     raise InputError(
         f"{int(cells[is_unmatched].sum())} cells to draw from have no control cell that agrees in {names}, such as "
-        f"those of {shown}. Leave them out with unmatched='drop', match fewer columns with unmatched='loosen' or match=, "
-        "or add control cells with control_indices="
+        f"those of {shown}. Leave them out with unmatched='drop', match fewer columns with unmatched='loosen' or "
+        "match=, or add control cells with control_indices="
     )

@@ -1,4 +1,4 @@
-"""Digests of what a draw depends on."""
+"""Digests of the parameters of a draw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["digest_of"]
 
 
 def digest_of(*parts: Any) -> str:
-    """Hash arrays by content and everything else by repr."""
+    """Return a hex digest of `parts`: arrays are hashed by content, everything else by repr."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, np.ndarray):

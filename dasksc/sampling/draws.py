@@ -1,4 +1,4 @@
-"""Draws: the rows of one epoch, all of them or chosen ones."""
+"""Draws: the rows of one epoch, either all candidates or chosen ones."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _Int64s = NDArray[np.int64]
 
 
 class Draw(Protocol):
-    """The rows of one epoch, in storage order."""
+    """Rows of one epoch, in storage order."""
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        """Return the row numbers at `positions`, each in [0, n_rows); or these rows in ascending order."""
+        """Return the row numbers at `positions`, each in [0, n_rows); with `ascending`, in ascending order."""
 
     def digest(self) -> bytes:
-        """Return what tells this draw from another."""
+        """Return bytes that distinguish this draw from others."""
 
 
 def sorted_rows(rows: _Int64s) -> _Int64s:
-    """Return rows in ascending order; `rows` itself where they are."""
+    """Return `rows` in ascending order; `rows` itself if they are sorted."""
     return np.sort(rows) if np.any(rows[1:] < rows[:-1]) else rows
 
 
 @dataclass(frozen=True, slots=True)
 class AllRows:
-    """Every candidate once; `n_skipped` of them, from `skip_from` on, left out."""
+    """Draw of every candidate once, except `n_skipped` candidates from `skip_from` on."""
 
     candidates: Candidates
     skip_from: int = 0
@@ -53,7 +53,7 @@ class AllRows:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """Candidates held one by one: shape (n_rows,), integers."""
+    """Draw given by an array of candidate positions, shape (n_rows,), integers."""
 
     candidates: Candidates
     chosen: NDArray[Any]

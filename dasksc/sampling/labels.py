@@ -1,4 +1,4 @@
-"""Labels as integer codes."""
+"""Encoding of labels as integer codes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ __all__ = ["encode_labels"]
 _Int64s = NDArray[np.int64]
 
 _MOST_FRACTIONS = 100
-# More different labels with a fraction are a measurement, not classes.
+# Largest number of distinct fractional labels. More of them are a measurement, not classes.
 
 
 def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
-    """Return integer codes, -1 for a missing label, and the label of each code.
+    """Encode labels as integer codes and return the codes with the label of each code.
 
-    Equal labels have equal codes in any type: whole numbers that are not far beyond the number of rows
-    are their own codes, everything else is numbered as it comes.
+    Equal labels have equal codes in any data type. Whole numbers not far beyond the number of rows are
+    their own codes. All other labels are numbered in the order of their first occurrence.
 
     Parameters
     ----------
     labels
-        An array, a pandas Series or Categorical, or a Dask array, which is encoded chunk by chunk.
+        One-dimensional array, pandas Series or Categorical, or a Dask array, which is encoded chunk by
+        chunk.
 
     Returns
     -------
-    codes, names
-        Integer codes are taken as they are, not copied.
+    codes
+        Code of each label, shape (n,), integers; -1 for a missing label. Labels that are valid codes
+        are not copied.
+    names
+        Label of each code.
 
     Raises
     ------
@@ -56,7 +60,7 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
 
     position: dict[Any, int] = {}
     encoded: list[NDArray[Any]] = []
-    # No more than a chunk of a Dask array is held, and its codes in the fewest bytes.
+    # One chunk of a Dask array is in memory at a time. Codes of a Dask array take the smallest integer type.
     blocks = (labels.blocks[i].compute() for i in range(labels.numblocks[0])) if is_lazy else [labels]
     for chunk in map(_label_array, blocks):
         try:
@@ -64,7 +68,7 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
         except (TypeError, ValueError) as error:
             raise InputError(f"labels of type {chunk.dtype} cannot be told apart: {error}") from error
         known = [position.setdefault(name, len(position)) for name in names]
-        seen = np.array([*known, -1], dtype=np.int64)[codes]  # a missing label's -1 finds the last entry
+        seen = np.array([*known, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
         encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
     n_labels = sum(map(len, encoded))
     table, classes = _classes(list(position), n_labels)
@@ -73,7 +77,7 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
 
 
 def _label_array(labels: Any) -> Any:
-    """Return labels as an array of NumPy's, or as pandas' own where that alone says what is missing."""
+    """Convert labels to a NumPy array, or to a pandas array if only that marks missing labels."""
     if isinstance(labels, np.ma.MaskedArray) and np.ma.is_masked(labels):
         objects = np.array(labels.data, dtype=object)
         objects[np.ma.getmaskarray(labels)] = None
@@ -84,14 +88,17 @@ def _label_array(labels: Any) -> Any:
 
 
 def _table_end(n_labels: int) -> int:
-    """Where numbers end that are their own codes: others make the table of classes larger than the data."""
+    """Return the end of the whole numbers that are their own codes.
+
+    Beyond it, the table of classes would be larger than the data.
+    """
     return max(n_labels, 65_536)
 
 
 def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
-    """Return the code of the class that each name stands for, then -1, and the names of the classes.
+    """Return the class code of each name, followed by -1, and the names of the classes.
 
-    Whole numbers below 0 stand for none.
+    Whole numbers below 0 mark missing labels.
     """
     numbers = np.arange(len(names) + 1)
     numbers[-1] = -1

@@ -1,7 +1,7 @@
 """Keys of random numbers.
 
-Randomness is keyed: `epoch_keys` turns ``(seed, epoch, purpose)`` into independent 64-bit keys, and
-everything random is a pure function of a key and a position.
+Randomness is keyed: `epoch_keys` derives independent 64-bit keys from ``(seed, epoch, purpose)``. Every
+random value is a pure function of a key and a position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Purpose", "epoch_keys"]
 
 
 class Purpose(enum.IntEnum):
-    """What a key is for; keys of different purposes are independent."""
+    """Purpose of a key; keys of different purposes are independent."""
 
     BLOCKS = 0
     FETCHES = 1
@@ -25,6 +25,8 @@ class Purpose(enum.IntEnum):
     TOKENS = 5
     SPLIT = 6
     SETS = 7
+    DOWNSAMPLE = 8
+    MASK_GENES = 9
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:
@@ -33,15 +35,21 @@ def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) 
     Parameters
     ----------
     seed
-        In [0, 2**64).
+        Seed of all random draws, an integer in [0, 2**64).
     epoch
-        In [0, 2**32); each value is a word of its own in the key, so no two ``(seed, epoch)`` collide.
+        Epoch, an integer in [0, 2**32). Seed and epoch are separate words of the key, so no two pairs
+        ``(seed, epoch)`` collide.
     purpose
-        What the keys are for.
+        Purpose of the keys.
     *more
         Further words below 2**32, such as the number of a round.
     n
-        How many keys.
+        Number of keys.
+
+    Returns
+    -------
+    NDArray
+        Keys, shape (n,), uint64.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch, int(purpose), *more))
     return sequence.generate_state(n, np.uint64).astype(np.uint64, copy=False)

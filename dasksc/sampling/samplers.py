@@ -1,7 +1,7 @@
 """Samplers: strategies bound to a collection.
 
-`Sampler` is what a plan draws with (`dasksc.planning.plan`). The sampler by weight is in
-`dasksc.sampling.weighted`, that of a user's own strategy in `dasksc.sampling.binding`.
+`Sampler` is the protocol that plans use (`dasksc.planning.plan`). The sampler by weight is in
+`dasksc.sampling.weighted`, and that of a user-defined strategy in `dasksc.sampling.binding`.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ _Int64s = NDArray[np.int64]
 
 
 class Sampler(Protocol):
-    """A strategy bound to a collection: what `EpochPlan` plans with."""
+    """Strategy bound to a collection, as used by `EpochPlan`."""
 
     @property
     def unit(self) -> int:
-        """Rows that are never parted: the cells of a set, else 1."""
+        """Number of neighbouring rows of an epoch that always stay together in a batch; 1 if rows are independent."""
 
     @property
     def n_controls(self) -> int:
-        """Control rows that come with each row."""
+        """Number of control rows for each row."""
 
     @property
     def n_rows(self) -> int:
-        """Rows of an epoch, over all ranks; a multiple of `unit`."""
+        """Number of rows in an epoch, over all ranks; a multiple of `unit`."""
 
     @property
     def block_size(self) -> int | None:
-        """Units the plan moves as one; None for runs as long as a fetch."""
+        """Number of units in a block, which the plan moves as a whole; None for blocks of the size of a fetch."""
 
     @property
     def shuffle_blocks(self) -> bool:
-        """Whether blocks come in a random order rather than in storage order."""
+        """True if blocks are in random order, False if they are in storage order."""
 
     @property
     def shuffle_rows(self) -> bool:
-        """Whether the rows of a fetch are permuted."""
+        """True if the rows of a fetch are permuted."""
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether draws are independent of their positions, so that blocks need no other order."""
+        """True if draws are independent of their positions, so that blocks need no permutation."""
 
     def draw(self, seed: int, epoch: int) -> Draw:
-        """Draw an epoch."""
+        """Return the draw of an epoch."""
 
     def digest(self) -> str:
-        """Return a hex digest of everything the draws depend on but the seed and the epoch."""
+        """Return a hex digest of all parameters of the draws, except seed and epoch."""
 
 
 @dataclass(frozen=True)
 class RowSampler:
-    """Every candidate once an epoch, but for a short block that may be dropped."""
+    """Sampler that draws every candidate once per epoch, except for a short block that may be dropped."""
 
     candidates: Candidates
     block_size: int | None
@@ -88,7 +88,7 @@ class RowSampler:
         """See `Sampler.draw`."""
         if not self._n_skipped:
             return AllRows(self.candidates)
-        # Those from a random row on, past the end from the first on, so that all are left out as often.
+        # The skipped rows begin at a random row and wrap around the end, so that all rows are skipped equally often.
         place = int(permute.uniform(epoch_keys(seed, epoch, Purpose.DRAW)[0], 0) * self.candidates.n)
         wrapped = place + self._n_skipped - self.candidates.n
         if wrapped > 0:
@@ -104,7 +104,7 @@ class RowSampler:
 
 @dataclass(frozen=True)
 class QuotaSampler:
-    """A fixed number of each class, without replacement."""
+    """Sampler that draws a fixed number of rows of each class without replacement."""
 
     candidates: Candidates
     codes: NDArray[Any]

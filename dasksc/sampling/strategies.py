@@ -17,15 +17,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dasksc.config import whole_number
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.candidates import Candidates, check_entries, index_array
+from dasksc.sampling.class_shares import largest_remainders, most_drawn, refuse_beyond, shares_of
 from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import QuotaSampler, RowSampler, Sampler
+from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.sampling.weighted import WeightedSampler, Weights
 
 __all__ = [
@@ -286,7 +288,7 @@ class BlockWeightedSampling(BuiltInStrategy):
 
 @dataclass(frozen=True, eq=False)
 class ClassBalancedSampling(BuiltInStrategy):
-    """Draw classes evenly: each of the K classes with probability ``1 / K`` unless smoothed.
+    """Draw classes evenly: each of the K classes with probability ``1 / K`` unless smoothed or tempered.
 
     Class c, with frequency ``f_c`` among the rows to draw from, is drawn with probability
     ``(1 - smoothing) / K + smoothing * f_c``, scaled by its entry in `class_weights`; inside a class
@@ -316,14 +318,22 @@ class ClassBalancedSampling(BuiltInStrategy):
         0 balances fully, 1 keeps the natural distribution.
     class_weights
         Factors by label; classes not named keep 1.
+    temperature
+        Draw class c with probability proportional to ``f_c ** (1 / temperature)``, as multilingual models mix
+        languages: 1 keeps the natural distribution, and the larger it is, the evener. Refused beside `smoothing`.
+    per_batch
+        Give every batch its share of each class, rounded down or up so that an epoch has it exactly (largest
+        remainders). An epoch is whole batches; ranks, resumes and ``drop_last`` take and leave whole ones, and a resume
+        needs the same ``batch_size``. Rows of a class are drawn in passes through all of them, each as often as any
+        other or once more; with ``replace=False`` there is one pass.
 
     Raises
     ------
     InputError
         If neither or both of `labels` and `label_key` are given, no row has a label, labels are
         continuous (numbers with fractions, more than 100 different ones or one for every other row),
-        `smoothing` is outside [0, 1], or a class has fewer rows than are to be drawn from it without
-        replacement.
+        `smoothing` is outside [0, 1] or `temperature` not positive, or a class has fewer rows than are to be drawn
+        from it without replacement.
     """
 
     labels: Any = None
@@ -336,6 +346,8 @@ class ClassBalancedSampling(BuiltInStrategy):
     label_key: str | None = None
     smoothing: float = 0.0
     class_weights: Mapping[Any, float] | None = field(default=None)
+    temperature: float | None = None
+    per_batch: bool = False
     _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -344,9 +356,23 @@ class ClassBalancedSampling(BuiltInStrategy):
             raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
         if self.labels is not None:
             check_entries("labels", self.labels, self.indices)
+        if self.per_batch and self.sampling_size is not None:
+            raise InputError("per_batch=True draws in passes through each class; leave out sampling_size=")
         smoothing: Any = self.smoothing
         if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
             raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing!r}")
+        temperature: Any = self.temperature
+        if temperature is None:
+            return
+        if smoothing:
+            raise InputError(
+                f"smoothing={smoothing!r} and temperature={temperature!r} both say how far to balance; give one"
+            )
+        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not float(temperature) > 0:
+            raise InputError(
+                "temperature must be a positive number: 1 keeps the natural distribution, float('inf') balances "
+                f"fully; got {temperature!r}"
+            )
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `bind`."""
@@ -361,32 +387,27 @@ class ClassBalancedSampling(BuiltInStrategy):
         present = counts > 0
         if not present.any():
             raise InputError("no row to draw from has a label")
-        share = np.zeros(len(names), dtype=np.float64)
-        share[present] = (1 - self.smoothing) / present.sum()
-        share += self.smoothing * counts / counts.sum()
-        share *= self._factors(names)
-        if not share.sum() > 0:
-            raise InputError("class_weights leave nothing to draw: every class present has weight 0")
-        share /= share.sum()
+        share = shares_of(
+            counts,
+            names,
+            smoothing=self.smoothing,
+            temperature=self.temperature,
+            class_weights=self.class_weights,
+        )
+        if self.per_batch:
+            return StratifiedSampler.of(
+                *(candidates, codes, lookup, counts),
+                share=share,
+                names=names,
+                run_rows=self.block_size,
+                total_size=self.total_size,
+                replace=self.replace,
+            )
         if not self.replace and self.sampling_size is None:
             return self._quotas(candidates, codes, lookup, counts, share, names)
         table = np.zeros(len(names) + 1)
         np.divide(share, counts, out=table[1:], where=present)
         return _weighted(self, candidates, Weights(codes, table, lookup))
-
-    def _factors(self, names: list[Any]) -> NDArray[np.float64]:
-        weights: Any = self.class_weights or {}
-        if not isinstance(weights, Mapping):
-            raise WrongTypeError(f"class_weights must be a dict of factors by label; got {weights!r}")
-        factors = np.ones(len(names), dtype=np.float64)
-        position = {name: i for i, name in enumerate(names)}
-        for name, factor in weights.items():
-            if name not in position:
-                raise MissingKeyError(f"class_weights names {name!r}, which is not a label; labels are {names[:20]}")
-            if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
-                raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor!r}")
-            factors[position[name]] = float(factor)
-        return factors
 
     def _quotas(
         self,
@@ -397,26 +418,11 @@ class ClassBalancedSampling(BuiltInStrategy):
         share: NDArray[np.float64],
         names: list[Any],
     ) -> QuotaSampler:
-        wanted = share > 0
-        if self.total_size is None:
-            # A hair above the quotient, so that 3 rows at share 3/9 allow 9 and not 8.
-            total = int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
-        else:
-            total = int(self.total_size)
-        exact = share * total
-        quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
-        # What rounding leaves goes to the largest remainders.
-        short = total - int(quotas.sum())
-        quotas[np.argsort(-(exact - quotas), kind="stable")[:short]] += 1
+        total = most_drawn(counts, share) if self.total_size is None else int(self.total_size)
+        quotas = largest_remainders(share, total)
         if self.total_size is None:
             quotas = np.minimum(quotas, counts)
-        over = np.flatnonzero(quotas > counts)
-        if len(over):
-            c = int(over[0])
-            raise InputError(
-                f"total_size={total} takes {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
-                "total_size or draw with replace=True"
-            )
+        refuse_beyond(quotas, counts, names)
         return QuotaSampler(candidates, codes, lookup, quotas, counts, int(self.block_size))
 
 

@@ -1,4 +1,4 @@
-"""Draws by weight, with replacement or without."""
+"""Weighted draws, with or without replacement."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _Int64s = NDArray[np.int64]
 
 _SEGMENT_LEVELS = 6
 _SEGMENT = 1 << _SEGMENT_LEVELS
-# Candidates whose weights are summed once and kept as one number: 10^8 rows have 1.6 million of them.
+# Number of candidates per segment. The sums of weights of all segments are kept: 1.6 million numbers for 10^8 rows.
 
 _SPLIT_LEVELS = 16
-# Down to this level of the heap the draws of an epoch are split once, and kept: half a megabyte, 5 ms.
+# Level of the heap down to which the split of an epoch's draws is computed once and kept: half a megabyte, 5 ms.
 
 _SAMPLED_KEYS = 65_536
-# Keys that are looked at to guess which are the largest.
+# Number of keys sampled to estimate the threshold of the largest keys.
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Where the weight of a candidate comes from; see `dasksc.kernels.draw`."""
+    """Source of the candidates' weights; see `dasksc.kernels.draw`."""
 
     values: NDArray[Any]
     table: NDArray[np.float64]
@@ -44,21 +44,21 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightedRows:
-    """Draws with replacement, each found when asked for.
+    """Weighted draws with replacement, each computed on request.
 
     Parameters
     ----------
     candidates, weights
-        What is drawn from.
+        Candidate rows and their weights.
     tree
         Weights of the nodes of a heap over segments of candidates, see `dasksc.kernels.draw`.
     n_draws
-        Draws in all.
+        Total number of draws.
     key
-        What they are keyed by.
+        Key of the draws, uint64.
     in_order
-        Whether draws stand in storage order; else each is made by itself, which is cheaper for single
-        rows and the same for draws that are read one by one.
+        If True, the draws are in storage order. If False, each draw is independent of the others, which
+        is cheaper for single rows and equivalent if rows are read one by one.
     """
 
     candidates: Candidates
@@ -70,7 +70,7 @@ class WeightedRows:
 
     @cached_property
     def _starts(self) -> _Int64s:
-        """Where the draws of each node of an upper level of the tree begin."""
+        """First draw of each node in an upper level of the tree, shape (n_nodes + 1,), int64."""
         levels = min(_SPLIT_LEVELS, len(self.tree).bit_length() - 2)
         starts = np.empty((1 << levels) + 1, dtype=np.int64)
         draw_kernels.split_draws(self.n_draws, self.tree, levels, self.key, starts)
@@ -94,14 +94,17 @@ class WeightedRows:
         return self.candidates.rows(out)
 
     def digest(self) -> bytes:
-        """See `Draw.digest`. Libraries may differ in their logarithms, so it looks at some of the draws."""
+        """See `Draw.digest`.
+
+        The digest includes some of the draws, since math libraries may differ in their logarithms.
+        """
         probes = np.linspace(0, self.n_draws - 1, min(self.n_draws, 256)).astype(np.int64)
         return digest_of(self.key, self.rows(probes)).encode()
 
 
 @dataclass(frozen=True)
 class WeightedSampler:
-    """`n_rows` draws by weight, with replacement, or without it in rounds of `round_size`."""
+    """Sampler of `n_rows` weighted draws: with replacement, or without it in rounds of `round_size`."""
 
     candidates: Candidates
     weights: Weights
@@ -120,7 +123,7 @@ class WeightedSampler:
 
     @cached_property
     def _tree(self) -> NDArray[np.float64]:
-        """Weights of a heap over segments of candidates."""
+        """Weights of the nodes of a heap over segments of candidates, float64."""
         n_segments = -(-self.candidates.n // _SEGMENT)
         n_leaves = 1 << (n_segments - 1).bit_length()
         tree = np.zeros(2 * n_leaves, dtype=np.float64)
@@ -147,7 +150,7 @@ class WeightedSampler:
         return float(self._tree[1])
 
     def check(self) -> None:
-        """Refuse weights that cannot be drawn by."""
+        """Raise `InputError` if rows cannot be drawn with these weights."""
         tree = self._tree
         if self.round_size is not None:
             positive = self._n_positive
@@ -193,10 +196,11 @@ class WeightedSampler:
         return ChosenRows(self.candidates, chosen)
 
     def _choose(self, size: int, key: np.uint64) -> NDArray[Any]:
-        """Draw `size` candidates without replacement; in storage order, in the fewest bytes.
+        """Draw `size` candidates without replacement, in storage order and in the smallest integer type.
 
-        They are those with the largest keys. A sample of the keys says between which two the smallest of
-        them lies; one pass takes all above the lower, and only those between the two are sorted.
+        The draw consists of the candidates with the largest keys. A sample of the keys gives two bounds
+        around the smallest drawn key. One pass selects all candidates above the lower bound, and only
+        keys between the bounds are partially sorted.
         """
         n = self.candidates.n
         sampled = np.linspace(0, n - 1, min(n, _SAMPLED_KEYS)).astype(np.int64)
@@ -204,7 +208,7 @@ class WeightedSampler:
         draw_kernels.gumbel_keys(sampled, *self._source, key, keys)
         keys[::-1].sort()
         rank = size / n * len(keys)
-        reach = 6 * np.sqrt(rank) + 6  # standard deviations, unless weights repeat with the sample's step
+        reach = 6 * np.sqrt(rank) + 6  # about 6 standard deviations, unless weights repeat with the sample's step
         n_out, n_near = int((rank + reach) / len(keys) * n) + 1, int(2 * reach / len(keys) * n) + 1
         while True:
             first, last = int(rank - reach), int(rank + reach)
@@ -240,7 +244,7 @@ class WeightedSampler:
 
 @functools.cache
 def _way_of_drawing() -> str:
-    """Return a digest of some draws: those of another version, or with other logarithms, have another."""
+    """Return a digest of some draws, which changes with the version of the kernels and the math library."""
     weights = Weights(np.arange(4096, dtype=np.float64), EMPTY_FLOATS, EMPTY_INTS)
     sampler = WeightedSampler(Candidates(n=4096), weights, 8, 1_000_000, None)
     in_order = sampler._draw_all(0, 0)

@@ -1,4 +1,4 @@
-"""Reading matrices of cells by columns, from files and from memory."""
+"""Matrices of cells by columns, read from files, URLs and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays as the matrices see them: something that brings runs of rows within reach."""
+"""Stored arrays: the protocol that matrices use to locate runs of rows in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-# What metadata are made of, and the nodes of a file: one of another kind than is expected lacks what that has.
+# Types of metadata and of the nodes of a file. An unexpected one of these lacks attributes of the expected one.
 _READ = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, np.generic, np.ndarray,
     h5py.HLObject, h5py.Empty, zarr.Group, zarr.Array,
@@ -31,10 +31,10 @@ _READ = (
 
 
 def is_of_content(error: BaseException) -> bool:
-    """Return whether a library raised an error because of what it read.
+    """Return True if a library raised an error because of the data that it read.
 
-    Not for want of memory or a module, nor by a mistake in its own code. A missing attribute is the fault of what was
-    read if that is plain data, such as a number where metadata should have a dict.
+    Other causes are a lack of memory, a missing module, and errors in the library's code. A missing attribute is caused
+    by the data if the object is plain data, such as a number where metadata should have a dict.
     """
     if isinstance(error, AttributeError):
         return isinstance(error.obj, _READ)
@@ -42,16 +42,16 @@ def is_of_content(error: BaseException) -> bool:
 
 
 class BrokenRunError(Exception):
-    """A run that cannot be read. The matrix, which knows rows, turns it into a `CorruptDataError`.
+    """Internal error: a run cannot be read. The matrix converts it to a `CorruptDataError` that names rows.
 
     Parameters
     ----------
     label
-        The array.
+        Name of the array.
     start, stop
-        The run along the first axis that could not be read.
+        Run along the first axis that cannot be read.
     reason
-        What is wrong.
+        Description of the error.
     """
 
     def __init__(self, label: str, start: int, stop: int, reason: str) -> None:
@@ -63,56 +63,56 @@ class BrokenRunError(Exception):
 
 
 class UnknownLayoutError(Exception):
-    """An array that only its own library can read; the message says why, as a clause."""
+    """Internal error: only the library of the format can read an array. The message gives the reason as a clause."""
 
 
 class StoredArray(Protocol):
-    """An array of one or two dimensions, on disk or in memory. Pickles."""
+    """Array of one or two dimensions, on disk or in memory. Instances can be pickled."""
 
     @property
     def label(self) -> str:
-        """What to call it in errors: ``"/data/atlas.h5ad:/X/indices"``."""
+        """Name of the array in error messages, such as ``"/data/atlas.h5ad:/X/indices"``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """One or two lengths."""
+        """Shape of the array, with one or two dimensions."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the elements as stored, native byte order."""
+        """Data type of the elements as stored, in native byte order."""
 
     def held_share(self, run: float) -> float:
-        """Return how much anonymous memory a fetch of runs of this mean length holds for each of their bytes."""
+        """Return the anonymous memory that a fetch holds per byte of its runs, for runs of mean length `run`."""
 
     @property
     def working_bytes(self) -> int:
-        """Anonymous memory that a fetch needs beside, while it runs."""
+        """Additional anonymous memory that a fetch needs while it reads, in bytes."""
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Bring the runs ``[starts[i], stops[i])`` along the first axis within reach.
+        """Return the memory addresses of the runs ``[starts[i], stops[i])`` along the first axis.
 
-        Runs come by ascending start and may touch, overlap, repeat and be empty. Each is
-        contiguous in the result, row-major if the array has two dimensions.
+        Runs are in ascending order of start and may touch, overlap, repeat and be empty. Each is
+        contiguous in the result, and row-major if the array has two dimensions.
 
         Raises
         ------
         BrokenRunError
             If a run cannot be read.
         CorruptDataError
-            If the file is no longer the one that was opened.
+            If the file has changed since it was opened.
         """
 
 
 def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which elements are held in memory: numba has no float16."""
+    """Return the data type in which elements are held in memory, since numba does not support float16."""
     return np.dtype(np.float32) if dtype == np.float16 else dtype.newbyteorder("=")
 
 
 def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type that values of a stored type have outside of storage.
+    """Return the data type for computation on values of a stored type.
 
-    A floating type, whatever is stored: arithmetic in integers and booleans wraps or fails, and SciPy has no float16.
-    It holds each value of up to 32 bits exactly, and integers of 64 bits up to 2**53.
+    It is always floating-point, since arithmetic in integers and booleans overflows or fails, and never float16, which
+    SciPy does not support. It represents values of up to 32 bits exactly, and 64-bit integers up to 2**53.
     """
     if stored.kind == "f":
         return memory_dtype(stored)
@@ -120,14 +120,14 @@ def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class MemoryArray:
-    """A numpy array, read where it lies.
+    """NumPy array as a stored array, read without copying.
 
     Parameters
     ----------
     array
-        One or two dimensions; copied if its rows are not contiguous or its type needs converting.
+        Array of one or two dimensions; copied if its rows are not contiguous or its type must be converted.
     label
-        What to call it in errors.
+        Name of the array in error messages.
     """
 
     working_bytes = 0
@@ -139,15 +139,15 @@ class MemoryArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """One or two lengths."""
+        """Shape of the array, with one or two dimensions."""
         return self._array.shape
 
     def held_share(self, run: float) -> float:
-        """Return 0: nothing is copied."""
+        """Return 0, since nothing is copied."""
         return 0.0
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Address runs inside the array; nothing is copied."""
+        """Return the addresses of runs in the array, without copying."""
         stride = row_bytes(self)
         return Reached.inside(
             (self._array,),
@@ -160,12 +160,12 @@ class MemoryArray:
 
 
 def chunk_length(array: StoredArray) -> int:
-    """Return how much of the first axis must be decoded as one; 0 where anything can be read by itself."""
+    """Return the length of a chunk, decoded as a whole, along the first axis; 0 if elements can be read singly."""
     return int(getattr(array, "chunk_length", 0))
 
 
 def row_bytes(array: StoredArray) -> int:
-    """Return the bytes in memory of one step along the first axis."""
+    """Return the size in memory of one step along the first axis, in bytes."""
     n_items = 1
     for length in array.shape[1:]:
         n_items *= length

@@ -1,10 +1,10 @@
-"""Memory for fetches and batches, used again when nobody holds it any more.
+"""Memory for fetches and batches, reused after its last reference is gone.
 
-Fresh memory has to be cleared page by page before it can be written, which costs as much as filling it.
-While there is a `Recycling`, an array from `empty` lies in memory that comes back here when the last
-thing that shares it dies: views, tensors, their aliases, autograd. So what is kept is never written again.
-For pageable memory only: a copy to a GPU may still be reading a pinned buffer after Python has dropped
-it, which torch's own allocator of pinned memory knows about.
+The operating system clears new memory page by page, which costs as much as filling it. While a
+`Recycling` exists, arrays from `empty` use memory that returns to a pool when the last object that
+shares it is freed: views, tensors, their aliases, autograd. Memory in use is therefore never overwritten.
+The pool serves pageable memory only. A copy to a GPU may still read a pinned buffer after Python has
+freed it, which only torch's allocator of pinned memory tracks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dasksc.platforms import after_fork
 
 __all__ = ["Recycling", "empty", "kept_bytes"]
 
-# The allocator has smaller pieces at hand anyway.
+# The system allocator reuses smaller blocks itself.
 _SMALL_BYTES = 2**16
 
 
@@ -32,7 +32,7 @@ class _Pool:
         self._n_users = 0
         self._idle: dict[int, list[NDArray[np.uint8]]] = {}
         self._idle_bytes = self._used_bytes = self._peak_bytes = 0
-        # Finalisers run in any thread, even in the middle of a call here: what they do is append.
+        # Finalizers run in any thread, even during a call of these methods, so they only append to a deque.
         self._returned: deque[NDArray[np.uint8]] = deque()
         self._leaving: deque[None] = deque()
 
@@ -41,7 +41,7 @@ class _Pool:
             self._n_users += 1
 
     def leave(self) -> None:
-        """Let one user less count; called by finalisers, so it cannot wait for the lock."""
+        """Remove a user. Finalizers call this method, so it must not wait for the lock."""
         self._leaving.append(None)
         if self._lock.acquire(blocking=False):
             try:
@@ -50,7 +50,7 @@ class _Pool:
                 self._lock.release()
 
     def take(self, n: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return memory for `n` elements as an array that everything made from it keeps alive."""
+        """Return an array of `n` elements whose memory stays in use while any object derived from it exists."""
         n_bytes = n * dtype.itemsize
         step = 1 << max(n_bytes.bit_length() - 4, 0)
         capacity = -(-n_bytes // step) * step
@@ -61,24 +61,25 @@ class _Pool:
             buffer = self._pop(capacity) if capacity in self._idle else np.empty(capacity, dtype=np.uint8)
             self._used_bytes += capacity
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-            # Used and unused together never exceed what was once in use; sizes that went out of use
-            # long ago go first, since dicts keep their order.
+            # Used and idle memory together never exceed the peak of used memory. The sizes that have been
+            # idle longest are freed first, since dicts keep insertion order.
             while self._idle_bytes + self._used_bytes > self._peak_bytes:
                 self._pop(next(iter(self._idle)))
-        # Views of an array are views of its base, unless that is no array. Of its own type and size, since
-        # SciPy copies what is less than half of its base.
+        # Views refer to the base of an array if that is an array itself. The base here is a memoryview, so
+        # views keep this root alive. Its type and size are those of the request, since SciPy copies arrays
+        # smaller than half of their base.
         root = np.frombuffer(buffer.data, dtype=dtype, count=n)
         weakref.finalize(root, self._returned.append, buffer).atexit = False
         return root
 
     def kept_bytes(self) -> int:
-        """Return the size of all that is used or at hand."""
+        """Return the size of used and idle memory, in bytes."""
         with self._lock:
             self._drain()
             return self._used_bytes + self._idle_bytes
 
     def _drain(self) -> None:
-        """Take back what nobody holds any more, and give it back when the last user has left."""
+        """Return freed buffers to the pool, and release the pool when its last user has left."""
         while self._returned:
             buffer = self._returned.popleft()
             self._idle.setdefault(len(buffer), []).append(buffer)
@@ -105,7 +106,7 @@ _pool = _Pool()
 
 
 def _after_fork() -> None:
-    # Its lock may have been held by another thread.
+    # Another thread may have held the lock at the time of the fork.
     global _pool
     _pool = _Pool()
 
@@ -114,7 +115,7 @@ after_fork(_after_fork)
 
 
 class Recycling:
-    """Memory is used again as long as one of these lives; with the last, what is unused is given back."""
+    """Handle that enables the reuse of memory while it exists; with the last one, idle memory is released."""
 
     def __init__(self) -> None:
         _pool.enter()
@@ -122,7 +123,7 @@ class Recycling:
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Return an uninitialised array, as `numpy.empty` does.
+    """Return an uninitialized array, as `numpy.empty` does.
 
     Parameters
     ----------
@@ -137,5 +138,5 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def kept_bytes() -> int:
-    """Return how much memory is used by arrays of `empty`, or at hand for them, in bytes."""
+    """Return the memory that arrays from `empty` use or that is idle for them, in bytes."""
     return _pool.kept_bytes()

@@ -1,4 +1,4 @@
-"""Arrays in chunks: decoded once a fetch, only the wanted rows kept, or gathered from where they lie mapped."""
+"""Chunked arrays: chunks are decoded once per fetch and only requested rows kept, or used as mapped."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from dasksc.storage.runs import cut, locate, merge
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
 
 _LARGE_CHUNK_BYTES = 2**20
-# Files that one fetch keeps mapped; a process may have 65,530 maps.
+# Maximum number of files that one fetch keeps mapped; a process may have 65,530 maps.
 _MOST_MAPS = 2**12
 _NO_CHUNKS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MappedChunks:
-    """Stored chunks where they lie in mapped files.
+    """Stored chunks in memory-mapped files.
 
     Parameters
     ----------
     at
-        Address of each, shape (n_chunks,), uint64; 0 if it was never written.
+        Address of each chunk, shape (n_chunks,), uint64; 0 if it was never written.
     sizes
-        Their sizes in bytes, shape (n_chunks,), int64.
+        Size of each chunk in bytes, shape (n_chunks,), int64.
     owner
-        What keeps the map open.
+        Object that keeps the map alive.
     """
 
     at: NDArray[np.uint64]
@@ -52,38 +52,39 @@ class MappedChunks:
 
 
 class ChunkSource(Protocol):
-    """The stored chunks of an array, numbered in row-major order of the grid. Pickles."""
+    """Stored chunks of an array, numbered in row-major order of the grid. Instances can be pickled."""
 
     @property
     def working_bytes(self) -> int:
-        """Memory that stored chunks take, beyond the one being decoded, while a fetch is read."""
+        """Memory of stored chunks during a fetch, in addition to the one being decoded, in bytes."""
 
     def check(self) -> None:
-        """Refuse to go on if what was opened has been replaced."""
+        """Raise `CorruptDataError` if the file has been replaced since it was opened."""
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield each chunk's bytes, None if it was never written, and which codecs it skipped (a bit each).
+        """Yield the bytes of each chunk (None if it was never written) and a bit mask of its skipped codecs.
 
-        `numbers` ascend. Bytes are valid until the next chunk is asked for.
+        `numbers` are ascending. Bytes are valid until the next chunk is requested.
         """
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield the same chunks, some at a time, where they lie; None if that cannot be, or one skipped a codec."""
+        """Yield groups of the same chunks, memory-mapped; return None if not possible or a chunk skipped a codec."""
 
 
 class TableChunks:
-    """Chunks of one file, at places that a table gives.
+    """Chunks of one file, located by a table.
 
     Parameters
     ----------
     file
-        The file.
+        File that contains the chunks.
     offsets, sizes
-        Place of each chunk in bytes, shape (n_chunks,), int64; offset -1 if it was never written.
+        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 if it was
+        never written.
     skipped
-        Which codecs each chunk skipped, shape (n_chunks,), uint32.
+        Bit mask of the codecs that each chunk skipped, shape (n_chunks,), uint32.
     use_mmap
-        Whether the file may be mapped.
+        Use of a memory map, see `UseMmap`.
 
     Raises
     ------
@@ -107,18 +108,18 @@ class TableChunks:
             )
         self._file = file
         self._offsets = offsets
-        # The table travels with every task: bytes count. HDF5 chunks are below 4 GiB, and few skip a filter.
+        # The table is pickled with every task, so its size matters. HDF5 chunks are below 4 GiB, and few skip a filter.
         self._sizes = sizes.astype(np.uint32)
         self._skipped = skipped if skipped.any() else None
         self._use_mmap = use_mmap
 
     @property
     def working_bytes(self) -> int:
-        """What is read ahead; see `ChunkSource.working_bytes`."""
+        """Memory for reading ahead; see `ChunkSource.working_bytes`."""
         return self._file.working_bytes
 
     def check(self) -> None:
-        """Refuse a file that was replaced."""
+        """Raise `CorruptDataError` if the file has been replaced."""
         self._file.check()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
@@ -141,22 +142,22 @@ class TableChunks:
 
 
 class ChunkedArray:
-    """An array of encoded chunks.
+    """Array of encoded chunks.
 
     Parameters
     ----------
     label
-        What to call it in errors.
+        Name of the array in error messages.
     shape
-        One or two lengths.
+        Shape of the array, with one or two dimensions.
     chunk_shape
-        Lengths of a chunk, as many as `shape` has; chunks at the edges are stored whole.
+        Shape of a chunk, with as many dimensions; edge chunks are stored with their full shape.
     chain
-        How chunks are decoded.
+        Codecs that decode a chunk.
     source
-        Where they are.
+        Stored chunks.
     fill
-        What is read where no chunk was written.
+        Value of elements in chunks that were never written.
     """
 
     def __init__(
@@ -179,9 +180,10 @@ class ChunkedArray:
         self._fill = fill
 
     def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return the array for numbers below `n_columns`, held in two bytes each where that costs nothing.
+        """Return the array of column indices below `n_columns` with two bytes per value in memory, if that is free.
 
-        Chunks so large that they are hardly ever wanted whole are not decoded in place anyway.
+        It is free for large chunks. They are rarely requested whole, so they are not decoded in place, and the
+        conversion replaces a copy.
         """
         stored = self._chain.dtype
         large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._lies_mapped
@@ -194,13 +196,13 @@ class ChunkedArray:
 
     @property
     def _lies_mapped(self) -> bool:
-        """Whether elements are in mapped files as they are in memory."""
+        """True if mapped files contain the elements in the same form as memory."""
         stored = self._chain.dtype
         plain = not self._chain.codecs and stored == memory_dtype(stored)
         return plain and self._chunk_shape[1:] == self.shape[1:] and self._source.mapped(_NO_CHUNKS) is not None
 
     def held_share(self, run: float) -> float:
-        """Return 1: what is decoded is held; of what lies mapped, runs that cross chunks are copied."""
+        """Return 1 if chunks are decoded; if they are mapped, the share of runs that cross chunks and are copied."""
         return min(1.0, (run - 1) / self._chunk_shape[0]) if self._lies_mapped else 1.0
 
     @property
@@ -210,17 +212,17 @@ class ChunkedArray:
 
     @property
     def working_bytes(self) -> int:
-        """A chunk as stored, decoded, and twice half-way; and what is read ahead."""
+        """Memory for a chunk as stored, decoded and twice in between, and for reading ahead, in bytes."""
         return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Decode the chunks that the runs touch, and keep of each what was asked for."""
+        """Decode the chunks that the runs touch, and keep the requested parts."""
         self._source.check()
         mapped = self._reach_mapped(starts, stops) if self._lies_mapped else None
         return self._reach_decoded(starts, stops) if mapped is None else mapped
 
     def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached | None:
-        """Address runs inside mapped chunks, and copy those that cross chunks; None if it cannot be done so."""
+        """Return the addresses of runs in mapped chunks, with runs that cross chunks copied; None if not possible."""
         length, stride = self._chunk_shape[0], row_bytes(self)
         first = starts // length
         inside = (stops > starts) & (stops <= (first + 1) * length)
@@ -241,7 +243,7 @@ class ChunkedArray:
                     which[here] = np.where(written, len(buffers), 0)
                     begins[here] = np.where(written, group.at - np.uint64(group.owner.ctypes.data), 0)
                     buffers.append(group.owner)
-        # Told by what reads chunk by chunk, which knows in which one it happened.
+        # `_fill_block`, which reads chunk by chunk, meets the error again and reports the chunk.
         except (CorruptDataError, OSError):
             return None
         if (which == 0).any():
@@ -293,7 +295,7 @@ class ChunkedArray:
         *,
         width: int,
     ) -> bool:
-        """Fill `block` by one kernel call, as `_fill_block` does; return False if it must do it, or fail to."""
+        """Fill `block` with one kernel call per group; return False if `_fill_block` must do it or report the error."""
         function = blosc_getitem()
         if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
             return False
@@ -314,7 +316,7 @@ class ChunkedArray:
         while True:
             try:
                 group = next(reading, None)
-            # Told by what reads chunk by chunk, which knows in which one it happened.
+            # `_fill_block`, which reads chunk by chunk, meets the error again and reports the chunk.
             except (CorruptDataError, OSError):
                 return False
             if group is None:
@@ -343,7 +345,7 @@ class ChunkedArray:
             before = after
 
     def _in_place(self, block: NDArray[Any], width: int) -> bool:
-        """Whether rows of a chunk are rows of `block`, as they are."""
+        """Return True if rows of a chunk have the width and data type of rows of `block`."""
         return block.shape[1] == width and bool(block.dtype == self._chain.dtype)
 
     def _fill_block(
@@ -355,7 +357,7 @@ class ChunkedArray:
         *,
         width: int,
     ) -> None:
-        """Fill `block` with pieces, one after the other, each in one row of chunks of the grid."""
+        """Fill `block` with consecutive pieces, each from one row of the chunk grid."""
         lengths = piece_stops - piece_starts
         to = np.cumsum(lengths) - lengths
         lows = piece_starts - rows * self._chunk_shape[0]
@@ -365,7 +367,7 @@ class ChunkedArray:
         n_across = -(-block.shape[1] // width)
         numbers = (grid_rows[:, None] * n_across + np.arange(n_across)).ravel()
         shape = (self._chunk_shape[0], width)
-        # Where all of a chunk is wanted, it is decoded straight into the block.
+        # A chunk that is requested whole is decoded directly into the block.
         in_place = self._in_place(block, width)
         stored = self._source.read(numbers)
         spent = clock.here()
@@ -388,7 +390,7 @@ class ChunkedArray:
                     into = None if place is None else place.reshape(-1).view(np.uint8)
                     chunk = self._chain.decode(data, shape=shape, skipped=skipped, rows=(low, high), into=into)
                     spent.decode_s += perf_counter() - got
-            # Codecs raise whatever they like: zlib.error, RuntimeError, ValueError.
+            # Codecs may raise any exception: zlib.error, RuntimeError, ValueError.
             except Exception as error:
                 if not is_of_content(error):
                     raise

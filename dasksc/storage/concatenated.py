@@ -1,4 +1,4 @@
-"""Several matrices as one, their rows one after the other."""
+"""Row-wise concatenation of several matrices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ __all__ = ["AbsentMatrix", "StackedMatrix"]
 
 
 class AbsentMatrix:
-    """Rows without columns: what stands among others for a matrix that is not there.
+    """Matrix without columns, a placeholder for a missing matrix in a concatenation.
 
     Parameters
     ----------
     n_obs
-        Its rows.
+        Number of rows.
     layout
-        As that of the others.
+        Layout of the other matrices.
     dtype
-        Of the values that it does not have. Default: float64, which `anndata.concat` makes of what some lack.
+        Nominal data type of the values. Default: float64, the result of `anndata.concat` for matrices that some
+        inputs lack.
     """
 
     def __init__(self, n_obs: int, layout: Layout, dtype: DTypeLike = np.float64) -> None:
@@ -40,11 +41,11 @@ class AbsentMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes: next to none."""
+        """Memory that a fetch takes, which is negligible."""
         return FetchCost(row=0.0, held=0.0, working=0.0)
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
-        """Return as many rows of nothing; see `Matrix.fetch`."""
+        """Return the rows without columns; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         if self.layout == "dense":
             return DenseFetched.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
@@ -56,21 +57,22 @@ class AbsentMatrix:
 
 
 class StackedMatrix:
-    """Matrices one below the other. Nothing of them is rewritten: columns are renumbered while rows are gathered.
+    """Row-wise concatenation of matrices. No data is rewritten: columns are renumbered when rows are gathered.
 
     Parameters
     ----------
     label
-        What to call it; errors name the matrix that a row is of.
+        Name of the concatenation. Error messages about rows name the matrix of the row.
     parts
-        At least one.
+        Matrices to concatenate; at least one.
     maps
-        How their columns become common ones; None: they have the same, in the same order.
+        Maps from the columns of the parts to common columns; None if all parts have the same columns in the same
+        order.
 
     Notes
     -----
-    It is CSR if any of `parts` is. A column that a part does not have is 0 in a CSR matrix. In a dense one it is what
-    `maps` say, NaN by default, and the type one that can hold it, as in `anndata.concat`.
+    The result is CSR if any part is CSR. A column that a part lacks is 0 in a CSR matrix. In a dense matrix it has the
+    fill value of `maps`, NaN by default, and the data type can represent this value, as in `anndata.concat`.
     """
 
     def __init__(self, *, label: str, parts: Sequence[Matrix], maps: ColumnMaps | None) -> None:
@@ -92,26 +94,26 @@ class StackedMatrix:
         self.stored_dtype = self._common([part.stored_dtype for part in parts], is_filled=is_filled)
 
     def _common(self, dtypes: Sequence[np.dtype[Any]], *, is_filled: bool) -> np.dtype[Any]:
-        """Return a type that holds values of all these, and those of columns that some parts do not have."""
+        """Return a data type that represents values of all `dtypes`, and the fill value of missing columns."""
         common: np.dtype[Any] = np.result_type(*dtypes)
         return self._maps.filled_dtype(common) if is_filled and self._maps is not None else common
 
     @property
     def parts(self) -> tuple[Matrix, ...]:
-        """The matrices, from the top."""
+        """Concatenated matrices, in order."""
         return self._parts
 
     def n_missing(self, columns: Columns | None = None) -> int:
-        """Return how many columns, of all or of those kept, are NaN in the rows of a part that does not have them."""
+        """Return the number of columns, of all or of the kept ones, that are NaN because a part lacks them."""
         if self.layout == "csr" or self._maps is None or self._maps.fill_value is not None:
             return 0
         return self._maps.n_filled(columns)
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes: rows of all parts in proportion, read one part after the other."""
+        """Memory that a fetch takes, for rows of all parts in proportion, with parts read one after the other."""
         costs = [part.cost for part in self._parts]
-        # Parts without rows count a little, so that there is a cost where none has any.
+        # Parts without rows have a small weight, so that the cost is defined if all parts are empty.
         shares = np.array([max(1, part.shape[0]) for part in self._parts], dtype=float)
         shares /= shares.sum()
         row, held, working = (
@@ -127,11 +129,11 @@ class StackedMatrix:
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
-        """Bring `rows` within reach; see `Matrix.fetch`."""
+        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         ends = np.searchsorted(rows, self._ends)
         counts = np.diff(ends, prepend=0)
-        # Of no rows at all, the first part says the types.
+        # If no rows are requested, the first part determines the data types.
         numbers = np.flatnonzero(counts) if len(rows) else np.array([0])
         fetched = [
             self._parts[number].fetch(

@@ -1,4 +1,4 @@
-"""Types in which values are held, added up and gathered."""
+"""Data types in which values are held, summed and gathered."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["counts_dtype", "has_kernel_dtype", "holds_all", "kernel_target", "na
 
 
 def narrowest(dtype: np.dtype[Any], n_vars: int) -> np.dtype[Any]:
-    """Return the smaller of `dtype` and a two-byte type that numbers `n_vars` columns, if one does."""
+    """Return uint16 if it is smaller than `dtype` and can index `n_vars` columns, otherwise `dtype`."""
     two_bytes = np.dtype(np.uint16)
     return two_bytes if n_vars <= 2**16 and dtype.itemsize > two_bytes.itemsize else dtype
 
 
 def counts_dtype(values: NDArray[Any]) -> np.dtype[Any]:
-    """Return the unsigned type of one or two bytes that holds `values` exactly, or the type that they have."""
+    """Return the unsigned type of one or two bytes that represents `values` exactly, or their type if none does."""
     if values.dtype.kind not in "iuf" or values.dtype.itemsize not in (2, 4, 8) or not has_kernel_dtype(values.dtype):
         return values.dtype
     n_bytes = kernels.count_bytes(values, values.view(f"u{values.dtype.itemsize}"))
@@ -28,36 +28,37 @@ def counts_dtype(values: NDArray[Any]) -> np.dtype[Any]:
 
 
 def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which values of `dtype` are added up: of integers, one of 64 bits."""
+    """Return the data type in which values of `dtype` are summed: 64 bits for integers, `dtype` for floats."""
     if dtype.kind == "f":
         return dtype
     return np.dtype(np.int64 if dtype.kind == "i" else np.uint64)
 
 
 def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array the kernels can write values of the `source` type to.
+    """Return an array to which the kernels can write values of the `source` type.
 
-    It is `out`, or one of the `source` type: where numba lacks out's, or where that is of integers which may not hold
-    all such values. Floats do, within their precision; a boolean says which values are not zero.
+    The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
+    the type of `out`, or if `out` has an integer type that may not represent all values. Floats represent all values
+    within their precision, and booleans mark nonzero values.
     """
     wraps = out.dtype.kind in "iu" and not np.can_cast(source, out.dtype, "safe")
     return np.empty(out.shape, dtype=source) if wraps or not has_kernel_dtype(out.dtype) else out
 
 
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
-    """Return whether `out`, cast from `values`, holds all of them, for floats within their precision."""
+    """Return True if `out`, cast from `values`, represents all of them; floats, within their precision."""
     if not values.size:
         return True
     if out.dtype.kind not in "iu":
         return bool(np.isfinite(out).all()) or bool(representable(values, out.dtype).all())
     limits = np.iinfo(out.dtype)
-    # Python compares its own numbers exactly, of whatever types they were; NaN is in no range.
+    # Python compares its int and float exactly, unlike NumPy; comparisons with NaN are False.
     in_range = limits.min <= values.min().item() and values.max().item() <= limits.max
     return in_range and (values.dtype.kind != "f" or bool((out == values).all()))
 
 
 def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    """Return which of `values` an integer type or float16 holds; rounding of floats does not count."""
+    """Return a mask of the values that an integer type or float16 represents, disregarding rounding of floats."""
     if dtype.kind not in "iu":
         with np.errstate(over="ignore"):
             return np.asarray(~np.isfinite(values) | np.isfinite(values.astype(dtype)))
@@ -67,5 +68,5 @@ def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool
 
 
 def has_kernel_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether the kernels can write `dtype`."""
+    """Return True if the kernels can write `dtype`."""
     return bool(memory_dtype(dtype) == dtype)

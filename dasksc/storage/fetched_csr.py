@@ -1,4 +1,4 @@
-"""CSR rows within reach of memory, and the batches gathered from them."""
+"""Fetched CSR rows, and the gathering of batches from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, StorageError
+from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
@@ -19,29 +19,29 @@ from dasksc.storage.row_pointers import Reached
 
 __all__ = ["CSRFetched"]
 
-# Columns that tables for putting rows in order are made of; a batch of a wider matrix has few of them.
+# Maximum number of columns of a lookup table for sorting rows. A batch of a wider matrix uses few of its columns.
 _MOST_NUMBERED = 2**22
 
 
 class CSRFetched(Rows):
-    """CSR rows, each lying somewhere in memory.
+    """Fetched CSR rows, at arbitrary addresses in memory.
 
     Parameters
     ----------
     label
-        The matrix they come from.
+        Name of the matrix in error messages.
     rows
-        Their numbers in it, shape (n_rows,), for errors.
+        Row numbers in the matrix, for error messages, shape (n_rows,), int64.
     n_vars
-        Columns of the matrix.
+        Number of columns in the matrix.
     dtype
-        Type to compute in.
+        Data type for computation.
     lengths
-        Nonzeros of each row, shape (n_rows,), int64.
+        Number of nonzeros in each row, shape (n_rows,), int64.
     data, indices
-        Where each row's values and column numbers lie.
+        Addresses of the values and column indices of each row.
     origins
-        Which matrices the rows are of, if of several.
+        Origin of each row if the rows come from several matrices, otherwise None.
     """
 
     layout: Layout = "csr"
@@ -64,7 +64,7 @@ class CSRFetched(Rows):
         self.indices = indices
         self._n_columns = n_vars if self.column_maps is None else self.column_maps.n_columns
         self._block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]] | None = None
-        # Found by the first batch that has a row whose columns do not ascend, for the other batches.
+        # Set by the first batch with a row whose columns are not ascending, to save other batches the attempt.
         self._unordered = False
 
     @property
@@ -82,9 +82,10 @@ class CSRFetched(Rows):
         out: NDArray[Any],
         columns: Columns | None = None,
     ) -> None:
-        """Write the rows at `positions` into `out`, dense; see `Fetched.gather`."""
+        """Write the rows at `positions` into a dense `out`; see `Fetched.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in a byte each. An integer type is checked for room, so nothing is converted before.
+        # Counts may be held in one byte each. For an integer `out`, the range is checked on the held values, so they
+        # are not converted before.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
         target = kernel_target(out, held)
@@ -98,11 +99,12 @@ class CSRFetched(Rows):
             self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
 
     def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
-        """Write rows into `target`, dense; return False if values have to be added up in another type first."""
+        """Write rows into a dense `target`; return False if repeated columns must be summed in another type first."""
         any_order = bool(target.dtype == self._sum_dtype)
-        if self._unordered and not any_order:
-            return False
         mapped = self._mapped(columns)
+        adds_up = mapped is not None and mapped[1].adds_up
+        if (self._unordered or adds_up) and not any_order:
+            return False
         to = target, self.data.like, self.indices.like, any_order
         if mapped is None:
             bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
@@ -127,7 +129,7 @@ class CSRFetched(Rows):
     def gather_stored(
         self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of rows with their values as they are stored: in any order, repeated."""
+        """Return ``(indptr, indices, data)`` of rows as stored, with columns in any order and repeated."""
         return self._gather_csr(positions, dtype, any_order=True)
 
     def _gather_csr(
@@ -170,10 +172,10 @@ class CSRFetched(Rows):
         return indptr, indices, data
 
     def compact(self) -> CSRFetched:
-        """Return the same rows in a block of their own, their columns the common ones; a block returns itself.
+        """Copy the rows into a block of their own, with the common columns; return self if they are one already.
 
-        Column numbers take two bytes where that is enough, values one or two if they are counts that fit: atlases
-        hold counts as floats. The rows are the same to the last bit all the same.
+        Column indices take two bytes if possible. Values take one or two bytes if they are counts, which atlases store
+        as floats. Gathered batches are identical bit by bit.
         """
         if self._block is not None:
             return self
@@ -188,21 +190,18 @@ class CSRFetched(Rows):
 
     @property
     def types(self) -> tuple[np.dtype[Any], ...]:
-        """Types in which values and column numbers are held."""
+        """Data types in which values and column indices are held."""
         return self.data.dtype, self.indices.dtype
 
     @property
     def _sum_dtype(self) -> np.dtype[Any]:
-        """Type in which values at one column are added up: integers in 64 bits, all else in that of the matrix."""
-        held = self.data.dtype if self.data.dtype.kind in "iu" else self.dtype
-        if held.kind not in "iu":
-            return memory_dtype(self.dtype)
-        return np.dtype(np.uint64 if held == np.uint64 else np.int64)
+        """Data type in which repeated columns are summed: 64 bits for integers, otherwise that of the matrix."""
+        return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRFetched:
-        """Return the same rows in a block of their own, in the given types, their columns the common ones.
+        """Copy the rows into a block of their own, with the given data types and the common columns.
 
-        Columns are in the order they are stored in, also where they repeat: their sums may not fit into `data`.
+        Columns stay in stored order, and repeated columns are not summed, since their sums may not fit into `data`.
         """
         positions = np.arange(self.shape[0], dtype=np.int64)
         if self.column_maps is not None:
@@ -223,7 +222,7 @@ class CSRFetched(Rows):
         dtype: np.dtype[Any],
         block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]],
     ) -> CSRFetched:
-        """Return rows that are the whole of a CSR `block`: ``(indptr, indices, data)``, checked columns."""
+        """Return all rows of a CSR `block` ``(indptr, indices, data)`` whose columns have been checked."""
         indptr, indices, data = block
         fetched = cls(
             label=label,
@@ -239,17 +238,17 @@ class CSRFetched(Rows):
 
     @property
     def block(self) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
-        """The rows as ``(indptr, indices, data)``; copies, unless `compact` made them."""
+        """Rows as ``(indptr, indices, data)``; copies unless `compact` made them."""
         compact = self.compact()._block
         assert compact is not None
         return compact
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Addresses mean nothing elsewhere: what travels is the block.
+        # Addresses are meaningless in another process, so the block is pickled.
         return CSRFetched.of_block, (self.label, self.rows, self.shape[1], self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
-        """Return the same rows in another order: where they lie stays as it is."""
+        """Return the same rows in another order, without copying their values."""
         result = super().reordered(order)
         result._block = None
         result.lengths = result.lengths[order]
@@ -261,7 +260,7 @@ class CSRFetched(Rows):
         return self.lengths, self.data.at, self.indices.at
 
     def _mapped(self, columns: Columns | None) -> tuple[NDArray[np.int32], Lookups] | None:
-        """Return the maps and lookups by which columns go elsewhere; None if all stay where they are."""
+        """Return the maps and lookups that renumber columns; None if columns are unchanged."""
         if self.column_maps is not None:
             return self._maps, self.column_maps.lookups(columns)
         return None if columns is None else (self._maps, columns.lookups)
@@ -276,7 +275,7 @@ class CSRFetched(Rows):
         *,
         any_order: bool,
     ) -> bool:
-        """Write rows as they are stored; return False if their columns do not ascend, unless they need not."""
+        """Copy rows as stored; return False if columns must be ascending but are not."""
         mapped = self._mapped(columns)
         if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
             return False
@@ -300,10 +299,10 @@ class CSRFetched(Rows):
         data: NDArray[Any],
         columns: Columns | None,
     ) -> None:
-        """Write rows with ascending columns, values at one column added up, and where they lie into `indptr`."""
+        """Copy rows with sorted columns, repeated columns summed, and write the offsets of the rows into `indptr`."""
         mapped = self._mapped(columns)
         if mapped is None and self._n_columns > _MOST_NUMBERED:
-            # Without tables as wide as the matrix: the columns that there are get numbers of their own.
+            # To avoid tables as wide as the matrix, the occurring columns are renumbered.
             values = np.empty(len(data), dtype=self.data.dtype)
             self._copy(positions, indptr, indices, values, any_order=True)
             present, numbers = np.unique(indices, return_inverse=True)
@@ -330,18 +329,6 @@ class CSRFetched(Rows):
             return False
         self._refuse(bad_row)
         return True
-
-    def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Refuse sums that the type of the matrix cannot hold, where they are wanted in that type."""
-        if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
-            return
-        smallest, largest = int(sums.min()), int(sums.max())
-        if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
-            raise StorageError(
-                f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
-                f"to {largest}; {dtype} cannot hold them. Ask for another dtype, or write the file again in a wider "
-                "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
-            )
 
     def _refuse(self, bad_row: int) -> None:
         if bad_row >= 0:

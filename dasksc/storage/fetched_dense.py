@@ -1,4 +1,4 @@
-"""Dense rows within reach of memory, and the batches gathered from them."""
+"""Fetched dense rows, and the gathering of batches from them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import kernel_target
 from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
-from dasksc.storage.matrix import Columns, Layout
+from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
 from dasksc.storage.row_pointers import Reached
 
 __all__ = ["DenseFetched"]
 
 
 class DenseFetched(Rows):
-    """Dense rows, each lying somewhere in memory.
+    """Fetched dense rows, at arbitrary addresses in memory.
 
     Parameters
     ----------
     label
-        The matrix they come from.
+        Name of the matrix in error messages.
     rows
-        Their numbers in it, shape (n_rows,).
+        Row numbers in the matrix, shape (n_rows,), int64.
     n_vars
-        Columns of the matrix.
+        Number of columns in the matrix.
     dtype
-        Type to compute in.
+        Data type for computation.
     values
-        Where each row lies.
+        Address of each row.
     origins
-        Which matrices the rows are of, if of several.
+        Origin of each row if the rows come from several matrices, otherwise None.
     """
 
     layout: Layout = "dense"
@@ -82,15 +82,34 @@ class DenseFetched(Rows):
             kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
         if target is not out:
             self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
+        if columns is not None and columns.sums is not None:
+            self._add_up(positions, out, columns.sums)
+
+    def _add_up(self, positions: NDArray[np.int64], out: NDArray[Any], sums: Sums) -> None:
+        """Write sums of columns into those of `out` that several go to."""
+        held = self._held_dtype
+        values = np.empty((len(positions), len(sums.columns)), dtype=held)
+        self.gather(positions, out=values, columns=sums.columns)
+        added = np.empty((len(positions), len(sums.targets)), dtype=self._sum_dtype_of(held))
+        kernels.add_up(values, sums.starts, added)
+        self._check_sums(added, out.dtype)
+        converted = np.empty(added.shape, dtype=out.dtype)
+        self._cast(added, converted, lambda place: int(positions[place // len(sums.targets)]))
+        out[:, sums.targets] = converted
+
+    @property
+    def _held_dtype(self) -> np.dtype[Any]:
+        """Type that holds values as they are stored, and what fills columns that parts lack."""
+        return self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
 
     def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
-        """Return what stands in columns that come from nowhere, shape (1,)."""
+        """Return the fill value of columns that a matrix lacks, shape (1,)."""
         fill = None if self.column_maps is None else self.column_maps.fill_value
         value = np.nan if fill is None else fill
         missing = np.zeros(1, dtype=dtype)
         with contextlib.suppress(ValueError, OverflowError):
             missing[0] = value
-        if dtype.kind != "f" and missing[0] != value and (sources < 0).any():
+        if dtype.kind != "f" and missing[0] != value and (sources == NOWHERE).any():
             raise InputError(
                 f"{self.label} is {value} where parts lack columns, which {dtype} cannot hold. Ask for a float, or "
                 "open the parts with fill_value=0"
@@ -104,10 +123,12 @@ class DenseFetched(Rows):
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`, without their zeros."""
+        """Return the nonzeros of the rows at `positions` as ``(indptr, indices, data)``."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         n_vars = self.shape[1] if columns is None else len(columns)
-        held = self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
+        held = self._held_dtype
+        if columns is not None and columns.sums is not None:
+            held = self._sum_dtype_of(held)
         dense = np.empty((len(positions), n_vars), dtype=held)
         self.gather(positions, out=dense, columns=columns)
         counts = np.empty(len(positions), dtype=np.int64)
@@ -122,25 +143,25 @@ class DenseFetched(Rows):
         return indptr, indices, data
 
     def compact(self) -> DenseFetched:
-        """Return the same rows in a block of their own, in the type they are stored in; a block returns itself."""
+        """Copy the rows into a block of their own, in the stored data type; return self if they are one already."""
         if self._block is not None:
             return self
-        return self.converted(self.values.dtype if self.column_maps is None else memory_dtype(self.dtype))
+        return self.converted(self._held_dtype)
 
     @property
     def types(self) -> tuple[np.dtype[Any], ...]:
-        """The type in which values are held."""
+        """Data type in which values are held."""
         return (self.values.dtype,)
 
     def converted(self, dtype: np.dtype[Any]) -> DenseFetched:
-        """Return the same rows in a block of their own, in the given type, their columns the common ones."""
+        """Copy the rows into a block of their own, with the given data type and the common columns."""
         block = buffers.empty(self.shape, dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
         return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
 
     @classmethod
     def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
-        """Return rows that are the whole of a C-contiguous `block`, shape (n_rows, n_vars)."""
+        """Return all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
         size = block.shape[1] * block.itemsize
         values = Reached.inside(
             (block,),
@@ -156,7 +177,7 @@ class DenseFetched(Rows):
 
     @property
     def block(self) -> NDArray[Any]:
-        """The rows as one array; a copy, unless `compact` made it."""
+        """Rows as one array; a copy unless `compact` made it."""
         compact = self.compact()._block
         assert compact is not None
         return compact
@@ -165,14 +186,14 @@ class DenseFetched(Rows):
         return DenseFetched.of_block, (self.label, self.rows, self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
-        """Return the same rows in another order: where they lie stays as it is."""
+        """Return the same rows in another order, without copying their values."""
         result = super().reordered(order)
         result._block = None
         result.values = result.values.ordered(order)
         return result
 
     def _sources(self, columns: Columns | None) -> NDArray[np.int64] | None:
-        """Return where each column out comes from; None if all stay where they are."""
+        """Return the stored column of each output column; None if columns are unchanged."""
         if self.column_maps is not None:
             return self.column_maps.sources(columns)
-        return None if columns is None else columns.positions[None]
+        return None if columns is None else columns.sources

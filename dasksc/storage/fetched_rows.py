@@ -1,4 +1,4 @@
-"""Rows within reach of memory: what CSR and dense ones have in common."""
+"""Common base of fetched CSR and dense rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError
+from dasksc.errors import InputError, StorageError
+from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import holds_all, representable
 from dasksc.storage.matrix import ColumnMaps, Columns
 
@@ -18,16 +19,16 @@ __all__ = ["Origins", "Rows", "check_gather", "check_positions", "indptr_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origins:
-    """Which of several matrices each row of a fetch is of.
+    """Origin of each row of a fetch among several matrices.
 
     Parameters
     ----------
     numbers
-        Number of its matrix, shape (n_rows,), int32.
+        Number of the matrix of each row, shape (n_rows,), int32.
     labels
-        What to call the matrices in errors.
+        Names of the matrices in error messages.
     maps
-        How their columns become common ones; None: they have the same.
+        Maps from the columns of the matrices to common columns; None if all matrices have the same columns.
     """
 
     numbers: NDArray[np.int32]
@@ -35,12 +36,12 @@ class Origins:
     maps: ColumnMaps | None
 
     def without_maps(self) -> Origins:
-        """Return the same of rows whose columns are the common ones already."""
+        """Return the same origins for rows that already have the common columns."""
         return replace(self, maps=None)
 
 
 class Rows:
-    """What CSR and dense rows have in common; parameters as for `CSRFetched`."""
+    """Base class of fetched CSR and dense rows; parameters as for `CSRFetched`."""
 
     def __init__(
         self, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], origins: Origins | None
@@ -54,7 +55,7 @@ class Rows:
         self._kept_maps: NDArray[np.int32] | None = None
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
-        """Return the same rows in another order; nothing is copied."""
+        """Return the same rows in another order, without copying their values."""
         # copy.copy would go through __reduce__, which copies the rows into a block.
         result = object.__new__(type(self))
         result.__dict__.update(self.__dict__)
@@ -66,8 +67,8 @@ class Rows:
 
     @property
     def _maps(self) -> NDArray[np.int32]:
-        """Number of the map of each row's columns, shape (n_rows,)."""
-        # Made when it is first needed, and kept for the other batches.
+        """Number of the column map of each row, shape (n_rows,), int32."""
+        # Computed on first use and cached for the other batches.
         if self._kept_maps is None:
             origins = self.origins
             if origins is None or origins.maps is None:
@@ -77,9 +78,9 @@ class Rows:
         return self._kept_maps
 
     def _cast(self, values: NDArray[Any], out: NDArray[Any], rows_of: Callable[[int], int]) -> None:
-        """Copy `values` into `out`, of the same shape, or name one that its type cannot hold.
+        """Copy `values` into `out`, of the same shape; raise `InputError` if its type cannot represent a value.
 
-        `rows_of` says which row fetched an element is of, by its place in `values`.
+        `rows_of` returns the fetched row of an element, given its flat index in `values`.
         """
         with np.errstate(all="ignore"):
             out[...] = values
@@ -96,19 +97,38 @@ class Rows:
             f"for dtype={self.dtype.name!r}, which holds it."
         )
 
+    def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the type in which values held in `held` are added up: integers in 64 bits, else that of the matrix."""
+        held = held if held.kind in "iu" else self.dtype
+        if held.kind not in "iu":
+            return memory_dtype(self.dtype)
+        return np.dtype(np.uint64 if held == np.uint64 else np.int64)
+
+    def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        """Refuse sums that the type of the matrix cannot hold, where they are wanted in that type."""
+        if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
+            return
+        smallest, largest = int(sums.min()), int(sums.max())
+        if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
+            raise StorageError(
+                f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
+                f"to {largest}; {dtype} cannot hold them. Ask for another dtype, or write the file again in a wider "
+                "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
+            )
+
     def _label_of(self, row: int) -> str:
         return self.label if self.origins is None else self.origins.labels[self.origins.numbers[row]]
 
 
 def indptr_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where rows of the given lengths begin, and where the last one ends."""
+    """Return the offsets of rows with the given lengths, followed by the end of the last row."""
     indptr = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=indptr[1:])
     return indptr
 
 
 def check_positions(n_rows: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `positions` as the kernels take them."""
+    """Return `positions` as a contiguous int64 array for the kernels; raise `InputError` if any is out of range."""
     positions = np.ascontiguousarray(positions, dtype=np.int64)
     if len(positions) and (positions.min() < 0 or positions.max() >= n_rows):
         raise InputError(f"positions must lie in [0, {n_rows}), the rows of this fetch; got {positions}")
@@ -122,7 +142,7 @@ def check_gather(
     out: NDArray[Any],
     columns: Columns | None,
 ) -> NDArray[np.int64]:
-    """Return `positions` as the kernels take them, or say what is wrong with the request."""
+    """Return `positions` as a contiguous int64 array for the kernels; raise `InputError` for an invalid request."""
     if columns is not None and columns.n_vars != shape[1]:
         raise InputError(f"columns are of a matrix with {columns.n_vars} columns; this one has {shape[1]}")
     expected = (len(positions), shape[1] if columns is None else len(columns))

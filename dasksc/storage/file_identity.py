@@ -1,4 +1,4 @@
-"""Whether a file is still the one that was opened."""
+"""Identity of an open file, for detecting later changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FileIdentity"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileIdentity:
-    """A file as it was when opened: its path, size in bytes, and time of change in ns."""
+    """Identity of a file when it was opened: path, size in bytes, and modification time in nanoseconds."""
 
     path: str
     size: int
@@ -20,12 +20,12 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: str) -> FileIdentity:
-        """Return the identity of the file at `path` now."""
+        """Return the current identity of the file at `path`."""
         return cls._from(path, os.stat(path))
 
     @classmethod
     def of_open(cls, path: str, descriptor: int) -> FileIdentity:
-        """Return the identity of the file that was opened at `path`, whatever is there now."""
+        """Return the identity of an open file, even if another file is at `path` now."""
         return cls._from(path, os.fstat(descriptor))
 
     @classmethod
@@ -33,7 +33,7 @@ class FileIdentity:
         return cls(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def check(self) -> None:
-        """Refuse a file that was replaced, changed or removed.
+        """Check that the file has not been replaced, changed or removed.
 
         Raises
         ------
@@ -47,7 +47,7 @@ class FileIdentity:
         self.compare(now)
 
     def compare(self, now: FileIdentity) -> None:
-        """Refuse `now` if it is another identity than this one."""
+        """Raise `CorruptDataError` if `now` differs from this identity."""
         if now != self:
             raise CorruptDataError(
                 f"{self.path} was replaced or changed since it was opened (it has {now.size} bytes now, "

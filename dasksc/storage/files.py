@@ -1,6 +1,6 @@
-"""Files read by byte ranges: mapped, or with ``pread``; nothing here knows a format.
+"""Files read by byte ranges, memory-mapped or with ``pread``, independently of their format.
 
-Neither way uses a shared file position, so a file opened before a fork is read on both sides of it.
+Neither way uses a shared file position, so a file opened before a fork can be read in parent and child.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from dasksc.storage.runs import merge
 __all__ = ["READ_FLAGS", "LocalFile", "UseMmap", "can_map", "let_go_of_pages", "mapping", "maps", "read_at"]
 
 UseMmap: TypeAlias = bool | Literal["auto"]
-"""Whether files are mapped: always, never, or unless `mapping` says otherwise in the thread that reads."""
+"""Use of memory maps: always (True), never (False), or as set by `mapping` in the reading thread (``"auto"``)."""
 
-# Ranges closer than this are asked of the disk as one: it reads the gap in less time than another request takes.
+# Ranges closer than this are requested from the disk as one, since reading the gap takes less time than a request.
 _ADVICE_GAP_BYTES = 32 * 2**10
-# Linux cuts a request for read-ahead to the largest transfer of the device, 1.25 MiB or more.
+# Linux limits a read-ahead request to the largest transfer of the device, 1.25 MiB or more.
 _ADVICE_BYTES = 2**20
-# Ranges that follow each other are read together up to this size, which stays in a core's cache until it is decoded.
+# Adjacent ranges are read together up to this size, which stays in the cache of a core until it is decoded.
 _READ_BYTES = 2**18
-# Asking for what is cached already costs a microsecond a range, half of a fetch of single rows. If this many
-# ranges, spread over all of them, are cached, the few that may not be are left to page faults.
+# Requesting a range that is already in the page cache costs a microsecond, half the time of a fetch of single rows.
+# If this many ranges, sampled evenly, are cached, the remaining ones are left to page faults.
 _SAMPLED = 32
 
 _PAGE_BYTES = 2**12
-# Of shorter ranges a page holds several, which the page cache may keep for the next fetch.
+# A page holds several ranges shorter than this, and the page cache may keep them for the next fetch.
 _SHORT_BYTES = _PAGE_BYTES
-# Of many files those opened first are closed again, before a process may open no more (1,024 on most systems).
+# Maximum number of open files; the oldest are closed first. Most systems allow 1,024 per process.
 _MOST_OPEN = 128
-# Direct reads at a time: a disk reaches its full rate only with several requests, the more the shorter they are.
+# Number of concurrent direct reads. A disk reaches its full rate only with several requests, more for short ones.
 _direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
-# What a thread reads before it returns to Python, in ranges and about in bytes.
+# Limits of a thread's work before it returns to Python: number of ranges, and approximate number of bytes.
 _PART_RANGES, _PART_BYTES = 16, 2**21
-# With what a file is opened to be read; Windows has another set of flags.
+# Flags for opening a file to read; the available flags differ on Windows.
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-# Where no call reads at an offset (Windows), threads take turns with the file position; no fork shares it there.
+# Windows has no call that reads at an offset, so threads take turns with the file position; it has no fork either.
 _position = threading.Lock()
 
 
 def _libc_with_mmap() -> Any:
-    """Return the C library of this process; None where it has no ``mmap`` (Windows)."""
+    """Return the C library of this process; None if it has no ``mmap`` (Windows)."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
@@ -70,20 +70,20 @@ def _libc_with_mmap() -> Any:
 
 
 _libc = _libc_with_mmap()
-# Called by a kernel where files have direct reads, which is on Linux.
+# Address of pread for a kernel; used only with direct reads, which only Linux has.
 _pread = np.uint64(0 if _libc is None else ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
 
-# File systems of other machines, where a page fault waits for the network and a vanished file kills the process.
+# Network file systems. A page fault on them waits for the network, and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
 
 
 class LocalFile:
-    """One file, opened when it is first read; pickles without what it has open.
+    """Local file, opened at the first read. Pickles without its open descriptors and maps.
 
     Parameters
     ----------
     identity
-        The file as it was when its manifest was made; it is refused when it changed.
+        Identity of the file when its layout was read. Reads raise an error if the file has changed since.
     """
 
     def __init__(self, identity: FileIdentity) -> None:
@@ -94,37 +94,37 @@ class LocalFile:
     def __getstate__(self) -> dict[str, Any]:
         return {"identity": self.identity, "_descriptors": {}, "_mapped": None}
 
-    # What `ranges` reads into, which is little.
+    # The buffer of `ranges` is small enough to be ignored.
     working_bytes = 0
     _can_read_past_cache = hasattr(os, "O_DIRECT")
 
     @property
     def path(self) -> str:
-        """Where the file is."""
+        """Path of the file."""
         return self.identity.path
 
     @property
     def can_map(self) -> bool:
-        """Whether the file is on a file system of this machine."""
+        """True if the file is on a local file system."""
         return can_map(self.path)
 
     def check(self) -> None:
-        """Refuse the file if it is not the one that was opened; see `FileIdentity.check`."""
+        """Raise `CorruptDataError` if the file has changed since it was opened; see `FileIdentity.check`."""
         self.identity.check()
 
     def close(self) -> None:
-        """Let the file go until it is next read; maps stay."""
+        """Close the file until the next read; existing maps stay valid."""
         self._descriptors.clear()
 
     def mapped(self) -> NDArray[np.uint8]:
-        """Return the bytes of the file, shape (size,), read when they are touched."""
-        # Threads that race here map the file twice, which is harmless.
+        """Return the memory-mapped bytes of the file, shape (size,), uint8."""
+        # A race between threads maps the file twice, which is harmless.
         if self._mapped is None:
             self._mapped = np.asarray(_Map(self._descriptor(), self.identity))
         return self._mapped
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Ask the kernel to read byte ranges, ascending, into the page cache; does not wait for them."""
+        """Request that the kernel read ascending byte ranges into the page cache, without waiting."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         descriptor = self._descriptor()
@@ -139,7 +139,7 @@ class LocalFile:
     def mapped_ranges(
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-        """Return the address of each range, 0 for offset -1, and the map that they are in."""
+        """Return the address of each range, 0 for an offset of -1, and the map that contains them."""
         written = offsets >= 0
         if (offsets + sizes)[written].max(initial=0) > self.identity.size:
             raise CorruptDataError(f"{self.path} is truncated: it ends before byte {(offsets + sizes).max()}")
@@ -154,15 +154,21 @@ class LocalFile:
         Raises
         ------
         CorruptDataError
-            If the file ends before.
+            If the file ends before `into` is full.
         """
         descriptor = self._descriptor()
         n = read_at(descriptor.number, offset, into)
         if n < len(into):
             raise CorruptDataError(f"{self.path} ends at byte {offset + n}, where {len(into) - n} more belong")
 
+    def fetch(self, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop), read into memory of their own; see `read`."""
+        data = memoryview(bytearray(stop - start))
+        self.read(start, data)
+        return data
+
     def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
-        """Fill each of `views` with the bytes from its offset on, one after the other; yield after each."""
+        """Fill each view with the bytes from its offset on, in order; yield after each."""
         for offset, view in zip(offsets, views, strict=True):
             self.read(offset, view)
             yield
@@ -170,15 +176,15 @@ class LocalFile:
     def read_past_cache(
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
-        """Read byte ranges, ascending and disjoint, from the disk straight into memory of this process.
+        """Read ascending, disjoint byte ranges from the disk directly into memory of this process.
 
-        The page cache neither keeps nor loses anything by it, and no byte is copied.
+        Direct reads leave the page cache unchanged and avoid a copy.
 
         Returns
         -------
         tuple or None
-            Memory, and where in it each range begins. None where buffered reads do better or are all there is: the
-            file is cached, ranges are short, or the file system has no direct reads.
+            Block of memory, and the offset of each range in it. None if buffered reads are faster or the only way: if
+            the file is cached, ranges are short, or the file system does not support direct reads.
         """
         if not self._can_read_past_cache or sizes.mean() < _SHORT_BYTES:
             return None
@@ -190,7 +196,7 @@ class LocalFile:
         block = buffers.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
         block = block[-block.ctypes.data % _PAGE_BYTES :][: int(ends[-1])]
         begins = ends - (stops - starts)
-        # A direct read may not begin where the file ends, in the middle of a page.
+        # A direct read must not continue at the end of the file, which is not aligned to a page.
         enough = np.minimum(stops, self.identity.size) - starts
         addresses = (block.ctypes.data + begins).astype(np.uint64)
         n_together = int(np.clip(_PART_BYTES // sizes.mean(), 1, _PART_RANGES))
@@ -202,7 +208,7 @@ class LocalFile:
                 _pread, number, starts[part], stops[part] - starts[part], enough[part], addresses[part]
             )
             for i in range(first + failed, min(first + n_together, len(starts))) if failed >= 0 else ():
-                # Once more from Python, which says why, or tries again what a signal interrupted.
+                # Read again in Python, which reports the error, or succeeds if a signal interrupted the first read.
                 into = block.data[begins[i] : ends[i]]
                 n = read_at(number, int(starts[i]), into, enough=int(enough[i]))
                 if n < enough[i]:
@@ -215,7 +221,7 @@ class LocalFile:
         except StorageError:
             raise
         except OSError as error:
-            # Whatever else it is, buffered reads meet it again, and say which rows are concerned.
+            # Buffered reads meet any other error again, and report which rows are affected.
             if error.errno == errno.EINVAL:
                 self._can_read_past_cache = False
             return None
@@ -223,9 +229,9 @@ class LocalFile:
         return block, begins[which] + offsets - starts[which]
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
-        """Yield the bytes of each range, mapped or read, valid until the next is asked for.
+        """Yield the bytes of each range, mapped or read; they are valid until the next item is requested.
 
-        Neighbours are read together.
+        Adjacent ranges are read together.
         """
         order = np.argsort(offsets, kind="stable")
         self.advise(offsets[order], sizes[order])
@@ -251,7 +257,11 @@ class LocalFile:
             first = after
 
     def _descriptor(self, *, direct: bool = False) -> _Descriptor:
-        """Return the open file, which whoever uses its number must hold on to: it may be closed for others' sake."""
+        """Return the open descriptor.
+
+        Callers must keep a reference while they use its number: the file may be closed to limit the number of open
+        files.
+        """
         mode = "direct" if direct else "r"
         descriptor = self._descriptors.get(mode)
         if descriptor is None:
@@ -262,8 +272,8 @@ class LocalFile:
                     raise
                 raise StorageError(f"{self.path} cannot be opened: {error}") from error
             self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
-            # Of threads that race here the first wins, at once and without a lock that a fork could inherit:
-            # to replace a descriptor would close it, and its number may name another file by then.
+            # In a race between threads the first one wins, without a lock, which a fork could inherit. Replacing a
+            # descriptor would close it while another thread uses its number.
             descriptor = self._descriptors.setdefault(mode, descriptor)
             _opened.append(weakref.ref(self))
             while len(_opened) > _MOST_OPEN:
@@ -283,9 +293,9 @@ _thread = _Thread()
 
 @contextmanager
 def mapping(is_allowed: bool, *, is_strict: bool = False) -> Iterator[None]:
-    """Have arrays that are free to choose (``use_mmap="auto"``) map their files, or not, in this thread.
+    """Set whether arrays with ``use_mmap="auto"`` map their files in this thread.
 
-    `is_strict` forbids it to those, too, that were opened to be mapped always: what would they cost?
+    With `is_strict`, the setting also applies to arrays with ``use_mmap=True``, to determine their cost unmapped.
     """
     before = _thread.is_allowed, _thread.is_strict
     _thread.is_allowed, _thread.is_strict = is_allowed, is_strict
@@ -296,12 +306,15 @@ def mapping(is_allowed: bool, *, is_strict: bool = False) -> Iterator[None]:
 
 
 def maps(use_mmap: UseMmap) -> bool:
-    """Return whether an array that was opened with `use_mmap` maps its file now."""
+    """Return True if an array that was opened with `use_mmap` maps its file at this time."""
     return _thread.is_allowed if use_mmap == "auto" or (use_mmap and _thread.is_strict) else use_mmap
 
 
 def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = None) -> int:
-    """Fill `into` from byte `offset` of an open file, at least `enough` of it; return how many bytes there were."""
+    """Read at least `enough` bytes of an open file from `offset` on into `into`; return the number of bytes read.
+
+    The number is smaller at the end of the file. Default of `enough`: the length of `into`.
+    """
     done = 0
     while done < (len(into) if enough is None else enough):
         n = _read_some(number, offset + done, into[done:])
@@ -322,7 +335,7 @@ def _read_some(number: int, offset: int, into: memoryview) -> int:
 
 
 def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:
-    """Return whether a sample of bytes of a file is in the page cache, at a microsecond for each."""
+    """Return True if a sample of bytes of a file is in the page cache; takes a microsecond per sampled byte."""
     no_wait = getattr(os, "RWF_NOWAIT", None)
     if no_wait is None:
         return False
@@ -330,29 +343,29 @@ def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:
     for offset in offsets[:: max(1, len(offsets) // _SAMPLED)].tolist():
         try:
             os.preadv(number, [byte], offset, no_wait)
-        except OSError:  # it would have to wait, or the file system cannot tell
+        except OSError:  # the read would block, or the file system does not support RWF_NOWAIT
             return False
     return True
 
 
 class _Descriptor:
-    """An open file descriptor that closes when it is dropped."""
+    """Open file descriptor that is closed when the object is garbage-collected."""
 
     def __init__(self, path: str, flags: int = 0) -> None:
         self.number = os.open(path, READ_FLAGS | flags)
         weakref.finalize(self, os.close, self.number)
 
 
-# Files in the order in which they were opened. What it does is done at once: no lock that a fork could inherit.
+# Files in the order of opening. Operations of a deque are atomic, so there is no lock that a fork could inherit.
 _opened: deque[weakref.ref[LocalFile]] = deque()
 
 
-# The maps of this process. Copied at once, as above.
+# Maps of this process. Copying the set is atomic, too.
 _maps: set[weakref.ref[_Map]] = set()
 
 
 def let_go_of_pages() -> None:
-    """Have what was read through maps no longer count as memory of this process; the page cache keeps it."""
+    """Release mapped pages from the memory of this process; they remain in the page cache."""
     for reference in list(_maps):
         mapped = reference()
         if mapped is not None:
@@ -360,9 +373,9 @@ def let_go_of_pages() -> None:
 
 
 class _Map:
-    """A file mapped into memory until nothing refers to it.
+    """Memory map of a file, which exists as long as it is referenced.
 
-    Python's own maps keep the file open as well; they are used where there are no others.
+    Python's own maps also keep the file open, so they are used only if the C library has no ``mmap``.
     """
 
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
@@ -380,20 +393,20 @@ class _Map:
             raise StorageError(
                 f"{identity.path} cannot be mapped into memory: {os.strerror(code)}; mmap=False reads it"
             )
-        # Not when Python ends: threads may still be reading.
+        # Maps are not removed at exit, since threads may still be reading.
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
         self._place = address, size
         _maps.add(weakref.ref(self, _maps.discard))
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
     def let_go(self) -> None:
-        """Have the next touch of every page look for it in the page cache again."""
+        """Release the pages of the map, so that the next access looks them up in the page cache again."""
         if self._place is not None:
             _libc.madvise(*self._place, mmap.MADV_DONTNEED)
 
 
 def can_map(path: str) -> bool:
-    """Return whether the file at `path` is on a file system of this machine."""
+    """Return True if the file at `path` is on a local file system."""
     try:
         with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
             fields = [line.split(" ") for line in mounts]

@@ -1,4 +1,4 @@
-"""Threads that wait for disks and servers."""
+"""Thread pools for waiting on disks and servers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["ThreadsOfProcess"]
 
 
 class ThreadsOfProcess:
-    """A thread pool that every process makes for itself when it first needs it: a fork copies no threads.
+    """Thread pool that each process creates on first use, since a fork does not copy threads.
 
     Parameters
     ----------
     count
-        Returns the number of threads, called once in each process.
+        Function that returns the number of threads, called once per process.
     name
         Prefix of the names of the threads.
     """
@@ -28,6 +28,6 @@ class ThreadsOfProcess:
     def __call__(self) -> ThreadPoolExecutor:
         """Return the pool of this process."""
         if self._pool is None or self._pool[0] != os.getpid():
-            # A race between threads makes two pools, which is harmless. Idle threads are not started.
+            # A race between threads makes two pools, which is harmless: threads start only when work arrives.
             self._pool = os.getpid(), ThreadPoolExecutor(self._count(), thread_name_prefix=self._name)
         return self._pool[1]

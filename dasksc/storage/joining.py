@@ -1,4 +1,4 @@
-"""Fetches put one after another: of one matrix, or of several."""
+"""Concatenation of fetched rows, from one matrix or from several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["join", "stack"]
 
 
 def join(parts: Sequence[Fetched]) -> Fetched:
-    """Return fetches of one matrix as one, their rows one after the other; nothing of them is copied."""
+    """Concatenate fetches of one matrix, without copying if they hold the same data types."""
     if len(parts) == 1:
         return parts[0]
     rows = cast(Sequence[CSRFetched | DenseFetched], parts)
@@ -26,7 +26,7 @@ def join(parts: Sequence[Fetched]) -> Fetched:
     joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
     if len({part.types for part in rows}) == 1:
         return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
-    # Of several matrices: what each part of the fetch holds depends on which it met.
+    # The matrix consists of several ones, and the data types of a fetch depend on which of them it touched.
     first = rows[0]
     return stack(
         parts,
@@ -40,14 +40,14 @@ def join(parts: Sequence[Fetched]) -> Fetched:
 def stack(
     parts: Sequence[Fetched], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
 ) -> Fetched:
-    """Return fetches of several matrices as one; only what differs in type or layout is copied.
+    """Concatenate fetches of several matrices; only parts that differ in data type or layout are copied.
 
     Parameters
     ----------
     parts
-        At least one.
+        Fetches to concatenate; at least one.
     label, dtype, layout, origins
-        Of the result; it is CSR if any of the parts is.
+        Attributes of the result. The layout is CSR if any part is CSR.
     """
     rows = cast(Sequence[CSRFetched | DenseFetched], parts)
     if layout == "csr":

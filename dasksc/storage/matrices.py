@@ -1,4 +1,4 @@
-"""Matrices of rows over stored arrays: CSR, dense, and CSC the slow way."""
+"""Matrices over stored arrays: CSR, dense, and CSC, which is slow."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ __all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_csr"]
 
 logger = logging.getLogger("dasksc.storage")
 
-# An indptr no larger than this is read whole at the first fetch (and stays, in that process); of a
-# larger one each fetch reads what it needs. 4 million cells of int64, so an atlas of 10^8 cells does
-# not cost every process 800 MB.
+# An indptr up to this size is read whole at the first fetch and kept in the process. Each fetch reads only
+# the needed parts of a larger one. The limit is 4 million cells of int64, since the indptr of an atlas of
+# 10^8 cells would cost every process 800 MB.
 _INDPTR_KEPT_BYTES = 32 * 2**20
-# Number, length and two addresses of a fetched row.
+# Row number, length and two addresses of a fetched row.
 _ROW_BYTES = 32
 
 
 class CSRMatrix:
-    """A CSR matrix whose three arrays are stored.
+    """CSR matrix over three stored arrays.
 
     Parameters
     ----------
     label
-        What to call it in errors.
+        Name of the matrix in error messages.
     shape
-        Cells, columns.
+        Number of cells and of columns.
     indptr, indices, data
-        Its arrays; lengths n_obs + 1, nnz and nnz.
+        Arrays of the matrix, of lengths n_obs + 1, nnz and nnz.
     dtype
-        Type to compute in. Default: that of `data`.
+        Data type for computation. Default: that of `data`.
     """
 
     layout: Layout = "csr"
@@ -70,7 +70,7 @@ class CSRMatrix:
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Type of the values as stored."""
+        """Data type of the values as stored."""
         return self._data.dtype
 
     @property
@@ -80,7 +80,7 @@ class CSRMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes."""
+        """Memory that a fetch takes."""
         mean = self.nnz / max(1, self.shape[0])
         values, columns = (mean * memory_dtype(array.dtype).itemsize for array in (self._data, self._indices))
         offsets = self._indptr.shape[0] * self._indptr.dtype.itemsize
@@ -94,7 +94,7 @@ class CSRMatrix:
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
-        """Bring `rows` within reach; see `Matrix.fetch`."""
+        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         starts, stops = self._bounds(rows)
         try:
@@ -119,7 +119,7 @@ class CSRMatrix:
         return f"<CSRMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"
 
     def _bounds(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where each row starts and stops in `data` and `indices`, checked."""
+        """Return the validated start and stop of each row in `data` and `indices`."""
         indptr = self._kept_indptr or self._indptr
         try:
             if indptr is self._indptr and not isinstance(indptr, MemoryArray):
@@ -127,7 +127,7 @@ class CSRMatrix:
                 if n_pointers * self._indptr.dtype.itemsize <= _INDPTR_KEPT_BYTES:
                     indptr = self._kept_indptr = _read_whole(self._indptr)
             pairs = np.empty((len(rows), 2), dtype=np.int64)
-            # Eight bytes a row: pages of it stay, whatever becomes of those of the rows.
+            # The indptr has only eight bytes per row, so it is mapped even if the rows themselves are not.
             with mapping(True):
                 reached = indptr.reach(rows, rows + 2)
         except BrokenRunError as error:
@@ -148,16 +148,16 @@ class CSRMatrix:
 
 
 class DenseMatrix:
-    """A dense matrix whose array is stored row-major.
+    """Dense matrix over an array stored in row-major order.
 
     Parameters
     ----------
     label
-        What to call it in errors.
+        Name of the matrix in error messages.
     values
-        Its array, two dimensions.
+        Array of the matrix, two-dimensional.
     dtype
-        Type to compute in. Default: that of `values`.
+        Data type for computation. Default: that of `values`.
     """
 
     layout: Layout = "dense"
@@ -171,18 +171,18 @@ class DenseMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Cells, columns."""
+        """Number of cells and of columns."""
         n_obs, n_vars = self._values.shape
         return n_obs, n_vars
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Type of the values as stored."""
+        """Data type of the values as stored."""
         return self._values.dtype
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes."""
+        """Memory that a fetch takes."""
         stride = row_bytes(self._values)
         return FetchCost(
             row=max(1, stride),
@@ -192,7 +192,7 @@ class DenseMatrix:
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseFetched:
-        """Bring `rows` within reach; see `Matrix.fetch`."""
+        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         try:
             values = self._values.reach(rows, rows + 1)
@@ -205,18 +205,18 @@ class DenseMatrix:
 
 
 class CSCMatrix:
-    """A CSC matrix on disk: no row can be read alone, so the first fetch reads all of it.
+    """CSC matrix on disk. Single rows cannot be read, so the first fetch reads the whole matrix.
 
     Parameters
     ----------
     label
-        What to call it in errors and in the warning.
+        Name of the matrix in error messages and in the warning.
     shape
-        Cells, columns.
+        Number of cells and of columns.
     indptr, indices, data
-        Its arrays; lengths n_vars + 1, nnz and nnz.
+        Arrays of the matrix, of lengths n_vars + 1, nnz and nnz.
     dtype
-        Type to compute in. Default: that of `data`.
+        Data type for computation. Default: that of `data`.
     """
 
     layout: Layout = "csr"
@@ -252,19 +252,19 @@ class CSCMatrix:
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Type of the values as stored."""
+        """Data type of the values as stored."""
         return self._data.dtype
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes: the whole matrix, three times while it is converted."""
+        """Memory that a fetch takes: that of the whole matrix, and three times as much during the conversion."""
         n_bytes = self._data.shape[0] * (self._data.dtype.itemsize + self._indices.dtype.itemsize)
         row = _ROW_BYTES + n_bytes / max(1, self.shape[0])
         return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=2 * n_bytes, kept=n_bytes)
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
-        """Bring `rows` within reach; the first call reads the whole matrix."""
-        # A lock of this process alone: one inherited through fork may be held for ever.
+        """Fetch rows; the first call reads the whole matrix."""
+        # The lock belongs to this process, since a lock inherited by a fork may stay locked forever.
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._rows is None:
                 self._rows = self._by_rows()
@@ -286,14 +286,14 @@ class CSCMatrix:
         )
         n_columns = self.shape[1]
         fetched = by_columns.fetch(np.arange(n_columns, dtype=np.int64))
-        # As narrow as they are stored: values at one place are added up when rows are gathered, as of any matrix.
+        # Values keep their narrow stored type. Repeated columns are summed when rows are gathered, as for any matrix.
         indptr, indices, data = fetched.converted(memory_dtype(self.stored_dtype), np.dtype(np.int32)).block
         by_rows = sp.csc_array((data, indices, indptr), shape=self.shape).tocsr()
         return csr_in_memory(by_rows, self.label, dtype=self.dtype)
 
 
 def csr_in_memory(array: Any, label: str, *, dtype: np.dtype[Any] | None = None) -> CSRMatrix:
-    """Return a scipy CSR matrix or array as a `CSRMatrix` with this type to compute in; nothing is copied."""
+    """Wrap a SciPy CSR matrix or array as a `CSRMatrix` with `dtype` for computation, without copying."""
     n_obs, n_vars = array.shape
     return CSRMatrix(
         label=label,
@@ -313,7 +313,15 @@ def check_csr(
     indices: StoredArray,
     data: StoredArray,
 ) -> None:
-    """Refuse arrays whose shapes or types cannot make up a CSR matrix of this shape."""
+    """Raise an error if the shapes or data types of the arrays do not fit a CSR matrix of this shape.
+
+    Raises
+    ------
+    CorruptDataError
+        If lengths are inconsistent, or `indptr` or `indices` does not hold integers.
+    InputError
+        If the matrix has 2**31 columns or more.
+    """
     if indptr.shape != (shape[0] + 1,):
         raise CorruptDataError(
             f"{indptr.label} has shape {indptr.shape}; a matrix of {shape[0]} rows needs ({shape[0] + 1},)"
@@ -330,7 +338,7 @@ def check_csr(
 
 
 def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `rows` as int64, or say what is wrong with them."""
+    """Return `rows` as int64; raise `InputError` unless they are integers that ascend within [0, n_obs)."""
     rows = np.asarray(rows)
     if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
         raise InputError(f"{label}: rows must be a one-dimensional integer array; got {rows!r}")
@@ -341,8 +349,8 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
 
 
 def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
-    """Return what the user sees for a run that could not be read, in which `rows` lie."""
-    # A store that does not answer says nothing against the data.
+    """Return the error to raise for a run that cannot be read and that contains `rows`."""
+    # A store that does not respond is no sign of corrupt data.
     cause = error.__cause__
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)

@@ -1,4 +1,4 @@
-"""From a path and a key, or an array in memory, to a matrix."""
+"""Opening of matrices, from a path and a key or from an array in memory."""
 
 from __future__ import annotations
 
@@ -37,38 +37,38 @@ logger = logging.getLogger("dasksc.storage")
 def open_matrix(
     path: str | os.PathLike[str] | Place, key: str, *, use_mmap: UseMmap = "auto", cache: Cache | None = None
 ) -> Matrix:
-    """Open one matrix of an AnnData file; no element of it is read.
+    """Open one matrix of an AnnData file without reading its values.
 
     Parameters
     ----------
     path
-        An ``.h5ad`` file, a Zarr directory, or a zipped Zarr directory; or a place behind a URL.
+        Path of an ``.h5ad`` file, a Zarr directory or a zipped Zarr directory, or a place behind a URL.
     key
-        Where the matrix is: ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"``, ``"raw/X"``.
+        Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``.
     use_mmap
-        Map uncompressed files of this machine into memory: always, never, or (``"auto"``) unless
-        `dasksc.storage.mapping` forbids it in the thread that reads. It is the fastest way, but a file that is
-        truncated while it is being read kills the process.
+        Memory-map uncompressed local files: always (True), never (False), or unless `dasksc.storage.mapping`
+        forbids it in the reading thread (``"auto"``). Mapping is the fastest way to read, but the process is
+        killed if a file is truncated during a read.
     cache
-        Where blocks of what is behind a URL are kept on this machine.
+        Local cache for blocks of remote files.
 
     Returns
     -------
     Matrix
-        CSR or dense; what is stored by columns (CSC) comes as CSR, at a cost that is logged.
+        CSR or dense matrix. A matrix stored by columns (CSC) is returned as CSR; the cost is logged.
 
     Raises
     ------
     MissingPathError
-        If there is nothing at `path`.
+        If `path` does not exist.
     MissingKeyError
-        If there is no such matrix; the message lists those there are.
+        If the file has no matrix at `key`. The message lists its matrices.
     CorruptDataError
-        If the file is truncated, or the arrays of the matrix do not fit each other.
+        If the file is truncated, or the arrays of the matrix are inconsistent.
     StorageError
-        If what is at `path` is neither HDF5 nor Zarr.
+        If `path` is neither HDF5 nor Zarr.
     InputError
-        If what is at `key` is not a matrix of numbers.
+        If the element at `key` is not a matrix of numbers.
     """
     if not isinstance(path, Place):
         path = os.path.abspath(os.fspath(path))
@@ -80,7 +80,7 @@ def open_matrix(
         return _open_hdf5(_hdf5_bytes(path, cache), key.strip("/"), use_mmap=use_mmap)
     except DaskscError:
         raise
-    # What h5py and zarr-python raise at damaged metadata: RuntimeError, KeyError, UnicodeDecodeError, TypeError.
+    # On damaged metadata, h5py and zarr-python raise RuntimeError, KeyError, UnicodeDecodeError or TypeError.
     except Exception as error:
         if not is_of_content(error):
             error.add_note(f"while {key!r} of {path} was opened")
@@ -95,24 +95,24 @@ def open_matrix(
 
 @contextmanager
 def open_place(place: Place, *, cache: Cache | None) -> Iterator[Any]:
-    """Open what is at a place, for what describes cells and genes.
+    """Open the root of a remote file, for reading the tables of cells and genes.
 
     Parameters
     ----------
     place
-        Of an ``.h5ad`` file or a Zarr store.
+        Place of an ``.h5ad`` file or a Zarr store.
     cache
-        Where blocks of it are kept on this machine.
+        Local cache for blocks of the file.
 
     Yields
     ------
     h5py.File or zarr.Group
-        Its root.
+        Root of the file or store.
 
     Raises
     ------
     StorageError
-        If it is neither, or cannot be read; see `open_matrix`.
+        If `place` is neither HDF5 nor Zarr, or cannot be read; see `open_matrix`.
     """
     if place.is_zarr():
         yield ZarrFile(place).root()
@@ -122,20 +122,20 @@ def open_place(place: Place, *, cache: Cache | None) -> Iterator[Any]:
 
 
 def as_matrix(array: Any, label: str) -> Matrix:
-    """Return an array in memory as a matrix.
+    """Wrap an array in memory as a matrix.
 
     Parameters
     ----------
     array
-        Two dimensions: numpy, or any of scipy's sparse matrices and arrays. CSR and C-contiguous arrays
-        are not copied; others are converted once, here.
+        Two-dimensional NumPy array, or any sparse matrix or array of SciPy. CSR and C-contiguous arrays
+        are not copied; others are converted once by this call.
     label
-        What to call it in errors.
+        Name of the matrix in error messages.
 
     Returns
     -------
     Matrix
-        CSR if `array` is sparse, otherwise dense.
+        CSR matrix if `array` is sparse, otherwise dense.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: UseMmap) -> 
     check_path(root, path, name, folder=os.path.dirname(path) if isinstance(data, LocalFile) else None)
     parent, _, last = name.rpartition("/")
     if parent and isinstance(root.get(parent), h5py.Dataset) and last in (root[parent].dtype.names or ()):
-        # AnnData before 0.7 wrote obsm as one table with a field for each array.
+        # AnnData before 0.7 stored obsm as one structured dataset with a field per array.
         if isinstance(data, LocalFile):
             check_item(root[parent], path, folder=os.path.dirname(path))
         array = H5Array(file, parent, field=last)
@@ -191,7 +191,7 @@ def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: UseMmap) -> 
 
 
 def _hdf5_array(file: H5File, name: str, *, use_mmap: UseMmap) -> StoredArray:
-    """Return an array that is read without HDF5 if its layout is known, otherwise through h5py."""
+    """Return an array that is read directly if its layout is supported, otherwise through h5py."""
     array = H5Array(file, name)
     try:
         return hdf5_layout.direct_array(file.file, file.open()[name], label=array.label, use_mmap=use_mmap)
@@ -216,7 +216,7 @@ def _open_zarr(path: str | Place, key: str, *, use_mmap: UseMmap, cache: Cache |
 
 
 def _zarr_array(file: ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | None) -> StoredArray:
-    """Return an array that is read without zarr-python if its layout is known, otherwise through it."""
+    """Return an array that is read directly if its layout is supported, otherwise through zarr-python."""
     array = ZarrArray(file, name)
     try:
         if isinstance(file.path, Place):
@@ -239,7 +239,7 @@ def _matrix(
     if is_array:
         values = array("")
         return DenseMatrix(label=label, values=values, dtype=_logical(values.dtype, attributes, label))
-    # h5sparse_* were written before AnnData 0.7.
+    # AnnData before 0.7 wrote attributes named h5sparse_*.
     encoding = attributes.get("encoding-type", attributes.get("h5sparse_format"))
     shape = attributes.get("shape", attributes.get("h5sparse_shape"))
     if encoding not in ("csr_matrix", "csc_matrix", "csr", "csc") or shape is None:
@@ -258,13 +258,16 @@ def _matrix(
 
 
 def _logical(stored: np.dtype[Any], attributes: Mapping[str, Any], label: str) -> np.dtype[Any]:
-    """Return the type to compute in on values of a stored type: that of what was converted, if the store says it."""
+    """Return the data type for computation on values of type `stored`.
+
+    A converted store records the data type of its input, which is preferred.
+    """
     _check_numeric(stored, label)
     if "dasksc" not in attributes:
         return logical_dtype(stored)
     converted = np.dtype(attributes["dasksc"]["dtype"])
     _check_numeric(converted, label)
-    # Never one that does not hold what is stored, whatever the attribute says.
+    # The attribute must not select a type that cannot represent the stored values.
     return logical_dtype(np.promote_types(stored, converted))
 
 
@@ -278,14 +281,14 @@ def _check_numeric(dtype: np.dtype[Any], label: str) -> None:
 
 
 def _legacy_name(root: h5py.Group, key: str) -> str:
-    # AnnData before 0.7 wrote raw beside the others, with a dot.
+    # AnnData before 0.7 stored raw at the top level, with a dot in its name.
     if key.startswith("raw/") and key not in root and key.replace("/", ".", 1) in root:
         return key.replace("/", ".", 1)
     return key
 
 
 def _keys(root: Any) -> list[str]:
-    """Return the keys of the matrices that a file has."""
+    """Return the keys of the matrices in a file."""
     keys = [key for key in ("X", "raw/X", "raw.X") if key in root]
     for group in ("layers", "obsm"):
         if group in root:

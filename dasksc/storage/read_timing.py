@@ -1,4 +1,4 @@
-"""How long a fetch reads and decodes: counted where that happens, in the thread that does it."""
+"""Time that fetches spend reading and decoding, measured per thread where it is spent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Spent:
-    """What was counted in a thread.
+    """Time spent in a thread.
 
     Parameters
     ----------
     read_s
-        Seconds in which bytes were asked for, waited for and copied.
+        Seconds spent on requesting, awaiting and copying bytes.
     decode_s
-        Seconds in which codecs ran. On mapped files that includes the waiting for pages.
+        Seconds spent in codecs. For memory-mapped files this includes waiting for pages.
     """
 
     read_s: float = 0.0
@@ -39,12 +39,12 @@ _thread = _Thread()
 
 
 def here() -> Spent:
-    """Return what is being counted in this thread, for loops over chunks to add to."""
+    """Return the current counter of this thread, for loops over chunks to add to."""
     return _thread.spent
 
 
 class Clock:
-    """Counts what the calling thread spends inside a ``with`` block, which gives the `Spent`."""
+    """Context manager that measures the calling thread inside a ``with`` block and yields its `Spent`."""
 
     def __enter__(self) -> Spent:
         self._outer = _thread.spent
@@ -58,7 +58,7 @@ class Clock:
 
 
 class _Counted:
-    """A ``with`` block whose time is added up, at the price of a microsecond."""
+    """Context manager that adds the duration of a ``with`` block to a counter, at a cost of one microsecond."""
 
     __slots__ = ("_start", "_to")
 
@@ -76,17 +76,17 @@ class _Counted:
 
 
 def reading() -> _Counted:
-    """Count a ``with`` block as reading."""
+    """Return a context manager that counts a ``with`` block as reading."""
     return _Counted("read_s")
 
 
 def decoding() -> _Counted:
-    """Count a ``with`` block as decoding."""
+    """Return a context manager that counts a ``with`` block as decoding."""
     return _Counted("decode_s")
 
 
 def read_from(source: Iterator[T]) -> Iterator[T]:
-    """Yield what `source` yields; what it takes to do so is reading."""
+    """Yield the items of `source`, and count the time that it takes to produce them as reading."""
     while True:
         with reading():
             try:

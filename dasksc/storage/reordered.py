@@ -1,4 +1,4 @@
-"""Some rows of a matrix, in another order."""
+"""Selection and reordering of the rows of a matrix."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["TakenMatrix"]
 
 
 class TakenMatrix:
-    """Rows of a matrix in any order. They are read in the order they are stored in, and nothing is copied.
+    """Selected rows of a matrix in any order. Rows are read in stored order, and no data is rewritten.
 
     Parameters
     ----------
     matrix
-        Whose rows.
+        Underlying matrix.
     rows
-        Row numbers in it, shape (n_obs,), int64; repeats allowed.
+        Row numbers in `matrix`, shape (n_obs,), int64; repeats allowed.
     """
 
     def __init__(self, matrix: Matrix, rows: NDArray[np.int64]) -> None:
@@ -40,16 +40,16 @@ class TakenMatrix:
         self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
 
     def n_missing(self, columns: Columns | None = None) -> int:
-        """Return how many columns are NaN where what they are of lacks them; see `StackedMatrix.n_missing`."""
+        """Return the number of columns that are NaN because a part lacks them; see `StackedMatrix.n_missing`."""
         return self._matrix.n_missing(columns) if isinstance(self._matrix, StackedMatrix | TakenMatrix) else 0
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes: that of the matrix."""
+        """Memory that a fetch takes, equal to that of the underlying matrix."""
         return self._matrix.cost
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
-        """Bring `rows` within reach; see `Matrix.fetch`."""
+        """Fetch rows; see `Matrix.fetch`."""
         wanted = self._rows[check_rows(self.label, self.shape[0], rows)]
         if not np.any(wanted[1:] < wanted[:-1]):
             return self._matrix.fetch(wanted)

@@ -1,4 +1,4 @@
-"""Where in memory the wanted pieces of an array lie."""
+"""Memory addresses of the requested runs of an array."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["Reached"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reached:
-    """Runs of an array, each contiguous somewhere in memory.
+    """Addresses of runs of an array, each contiguous in memory.
 
-    Build it with `Reached.inside`, which bounds every address; the kernels trust them.
+    Use `Reached.inside`, which checks the bounds of every address; the kernels do not check them.
 
     Parameters
     ----------
     at
         Address of the first element of each run, shape (n_runs,), uint64.
     dtype
-        Type of the elements in memory, native byte order.
+        Data type of the elements in memory, native byte order.
     held_bytes
-        Anonymous memory that these runs keep alive.
+        Anonymous memory that these runs keep alive, in bytes.
     owners
-        What keeps the memory at `at` alive.
+        Objects that keep the memory at `at` alive.
     """
 
     at: NDArray[np.uint64]
@@ -46,25 +46,25 @@ class Reached:
         sizes: NDArray[np.int64],
         held_bytes: int,
     ) -> Reached:
-        """Address runs inside `buffers`.
+        """Return the addresses of runs inside `buffers`.
 
         Parameters
         ----------
         buffers
-            C-contiguous arrays of any type; at least one.
+            C-contiguous arrays of any data type; at least one.
         dtype
-            Type of the elements.
+            Data type of the elements.
         which
-            Which buffer each run lies in.
+            Number of the buffer of each run, shape (n_runs,), or one number for all runs.
         offsets, sizes
-            Where in it each run starts, and how long it is, in bytes, shape (n_runs,).
+            Offset of each run in its buffer and size of the run, in bytes, shape (n_runs,).
         held_bytes
-            Anonymous memory behind the buffers.
+            Anonymous memory behind the buffers, in bytes.
 
         Raises
         ------
         ValueError
-            If a run leaves its buffer: a mistake of the reader, caught before anything is read.
+            If a run extends beyond its buffer. This is an error of the reader, detected before any access.
         """
         begins = np.array([buffer.ctypes.data for buffer in buffers], dtype=np.uint64)
         lengths = np.array([buffer.nbytes for buffer in buffers], dtype=np.int64)
@@ -79,7 +79,7 @@ class Reached:
 
     @classmethod
     def joined(cls, parts: Sequence[Reached]) -> Reached:
-        """Return the runs of several, one after the other; they are of one type."""
+        """Concatenate the runs of several objects with the same data type."""
         return cls(
             at=np.concatenate([part.at for part in parts]),
             dtype=parts[0].dtype,
@@ -93,5 +93,5 @@ class Reached:
 
     @property
     def like(self) -> NDArray[Any]:
-        """An empty array of the elements' type, for the kernels."""
+        """Empty array of the elements' data type, for the kernels."""
         return np.empty(0, dtype=self.dtype)

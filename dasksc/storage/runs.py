@@ -1,4 +1,4 @@
-"""Arithmetic of runs: half-open intervals [start, stop) along the first axis of an array."""
+"""Arithmetic of runs, which are half-open intervals [start, stop) along the first axis of an array."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["cut", "locate", "merge"]
 def merge(
     starts: NDArray[np.int64], stops: NDArray[np.int64], *, gap: int, chunk: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the few disjoint runs that cover the given ones.
+    """Merge runs into few disjoint runs that cover them.
 
     Parameters
     ----------
     starts, stops
-        Runs by ascending start, shape (n,), int64. They may touch, overlap, repeat and be empty.
+        Runs in ascending order of start, shape (n,), int64. They may touch, overlap, repeat and be empty.
     gap
-        Neighbours this many elements apart, or fewer, become one run: reading the gap costs less
+        Largest distance in elements between neighbours that are merged. Reading such a gap costs less
         than another request.
     chunk
-        Neighbours that meet in the same chunk of this many elements become one run, so that no
-        chunk is read twice. 1 where there are no chunks.
+        Chunk length in elements. Neighbours in the same chunk are merged, so that no chunk is read
+        twice. Use 1 if there are no chunks.
 
     Returns
     -------
@@ -46,19 +46,19 @@ def locate(
     run_starts: NDArray[np.int64],
     run_stops: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return where each run begins in the concatenation of the runs that cover it.
+    """Return the offset of each run in the concatenation of the covering runs.
 
     Parameters
     ----------
     starts, stops
-        Runs as given to `merge`.
+        Runs as passed to `merge`.
     run_starts, run_stops
-        Runs as returned by it.
+        Runs as returned by `merge`.
 
     Returns
     -------
     numpy.ndarray
-        Offsets, shape (n,), int64; 0 for empty runs, which lie nowhere.
+        Offsets, shape (n,), int64; 0 for empty runs.
     """
     lengths = run_stops - run_starts
     before = np.cumsum(lengths) - lengths
@@ -72,7 +72,7 @@ def locate(
 def cut(
     starts: NDArray[np.int64], stops: NDArray[np.int64], *, chunk: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut runs where chunks meet.
+    """Cut runs at chunk boundaries.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def cut(
     Returns
     -------
     tuple
-        ``(chunks, starts, stops)`` of the pieces, ascending; `chunks` are the numbers of their chunks.
+        ``(chunks, starts, stops)`` of the pieces, ascending; `chunks` holds the chunk number of each piece.
     """
     first = starts // chunk
     n_pieces = (stops - 1) // chunk - first + 1

@@ -1,4 +1,4 @@
-"""Arrays that a library reads by slices: what h5py's and zarr-python's have in common."""
+"""Common base of arrays that h5py or zarr-python reads by slices."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from dasksc.storage.runs import locate, merge
 
 __all__ = ["SlicedArray"]
 
-# A slice of neighbours with what lies between them is read up to this size, then what is wanted is kept.
+# Maximum size of a slice that covers neighbouring runs and the gaps between them, from which the runs are copied.
 _SLICE_BYTES = 8 * 2**20
 
 
 class ReadSlice(Protocol):
-    """Fills an array with the elements ``[start, stop)`` along the first axis."""
+    """Function that fills an array with the elements ``[start, stop)`` along the first axis."""
 
     def __call__(self, start: int, stop: int, *, into: NDArray[Any]) -> None: ...
 
 
 class SlicedArray:
-    """An array read by slices; what it has in `shape`, `dtype` and `label` is as in `StoredArray`.
+    """Array that a library reads by slices.
 
     Parameters
     ----------
     label, shape, dtype
         As in `StoredArray`.
     chunk
-        Length of a chunk along the first axis; 1 where there are none.
+        Length of a chunk along the first axis; 1 if there are no chunks.
     gap_bytes
-        Runs closer than this are read as one slice.
+        Largest gap in bytes between runs that are read as one slice.
     """
 
     def __init__(self, *, label: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunk: int, gap_bytes: int) -> None:
@@ -48,26 +48,26 @@ class SlicedArray:
 
     @property
     def chunk_length(self) -> int:
-        """Length of a chunk along the first axis; 0 where there are none."""
+        """Length of a chunk along the first axis; 0 if there are no chunks."""
         return self._chunk if self._chunk > 1 else 0
 
     def held_share(self, run: float) -> float:
-        """Return 1: what is wanted is copied, and nothing else kept."""
+        """Return 1, since exactly the requested runs are copied and kept."""
         return 1.0
 
     @property
     def working_bytes(self) -> int:
-        """A slice, and chunks that the library decodes."""
+        """Memory for a slice, and for the chunks that the library decodes, in bytes."""
         stride = row_bytes(self)
-        # Chunks are decoded step by step, filters may widen them, and the slice is put together of them.
+        # Chunks are decoded in several steps, filters may widen them, and the slice is assembled from them.
         return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 6 * stride * self._chunk
 
     def reader(self) -> ReadSlice:
-        """Return what reads, after a check that the array is the one that was opened."""
+        """Return the function that reads slices, after a check that the array has not changed since it was opened."""
         raise NotImplementedError
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Read the runs into one block, neighbours by one slice."""
+        """Read the runs into one block, with one slice for neighbouring runs."""
         read = self.reader()
         stride = row_bytes(self)
         kept_starts, kept_stops = merge(starts, stops, gap=0, chunk=1)
@@ -87,7 +87,7 @@ class SlicedArray:
         )
 
     def _slices(self, starts: list[int], stops: list[int]) -> Iterator[list[tuple[int, int]]]:
-        """Yield the runs, disjoint and ascending, that are read by one slice."""
+        """Yield groups of disjoint, ascending runs, each group read by one slice."""
         stride = max(row_bytes(self), 1)
         gap, longest = self._gap_bytes // stride, max(_SLICE_BYTES // stride, self._chunk)
         runs: list[tuple[int, int]] = []
@@ -103,18 +103,18 @@ class SlicedArray:
             yield runs
 
     def _read(self, read: ReadSlice, runs: list[tuple[int, int]], *, into: NDArray[Any]) -> None:
-        """Read runs by one slice, or one by one if it cannot be read: what is broken may lie in a gap."""
+        """Read runs by one slice, or one by one if the slice cannot be read, since the damage may lie in a gap."""
         start, stop = runs[0][0], runs[-1][1]
         try:
             if len(runs) == 1:
-                with reading():  # and decoding, which the library does not tell apart
+                with reading():  # includes decoding, which the library does not separate
                     read(start, stop, into=into)
             else:
                 whole = np.empty((stop - start, *self.shape[1:]), into.dtype)
                 with reading():
                     read(start, stop, into=whole)
                 np.concatenate([whole[a - start : b - start] for a, b in runs], out=into)
-        # Codecs raise whatever they like (blosc a RuntimeError, gzip a zlib.error).
+        # Codecs may raise any exception (blosc a RuntimeError, gzip a zlib.error).
         except Exception as error:
             if not is_of_content(error):
                 raise

@@ -1,4 +1,4 @@
-"""Arrays that lie uncompressed in one file: mapped, and gathered from where they lie, or read."""
+"""Arrays stored uncompressed in one file, memory-mapped or read."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ __all__ = ["Extents", "PlainArray"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extents:
-    """Where the rows of an array (elements, if it has one dimension) lie in a file.
+    """Location in a file of the rows of an array (of its elements, if it has one dimension).
 
     Parameters
     ----------
     firsts
-        First row of each extent, shape (n_extents,), int64, ascending from 0; its rows reach to the next.
+        First row of each extent, shape (n_extents,), int64, ascending from 0. An extent ends where the
+        next one begins.
     offsets
-        Byte at which each extent starts, shape (n_extents,), int64; -1 where nothing was ever written.
+        Byte offset of each extent, shape (n_extents,), int64; -1 if it was never written.
     """
 
     firsts: NDArray[np.int64]
@@ -38,7 +39,7 @@ class Extents:
 
     @classmethod
     def joined(cls, *, firsts: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Extents:
-        """Return the extents, those joined that follow each other in the file."""
+        """Return extents after joining those that are contiguous in the file."""
         written = offsets >= 0
         follows = (offsets[1:] == offsets[:-1] + (firsts[1:] - firsts[:-1]) * row_bytes) & written[:-1]
         follows |= ~written[1:] & ~written[:-1]
@@ -48,18 +49,18 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Places:
-    """Where rows lie in memory.
+    """Location of rows in memory.
 
     Parameters
     ----------
     source
-        Bytes of the map of a file, or read from it.
+        Bytes of a memory-mapped file, or bytes read from it.
     is_mapped
-        Which of the two.
+        True if `source` is memory-mapped.
     firsts, ends
         Rows ``[firsts[i], ends[i])`` of each place, ascending.
     offsets
-        Byte of `source` at which each place starts; -1 where nothing was ever written.
+        Byte offset of each place in `source`; -1 if it was never written.
     """
 
     source: NDArray[np.uint8]
@@ -70,24 +71,25 @@ class _Places:
 
 
 class PlainArray:
-    """An uncompressed array in one file.
+    """Uncompressed array in one file.
 
-    Mapped, only rows that cross extents are copied; otherwise the wanted rows are read.
+    If the file is memory-mapped, only runs that cross extents are copied. Otherwise the requested rows are
+    read.
 
     Parameters
     ----------
     label
-        What to call it in errors.
+        Name of the array in error messages.
     shape, dtype
-        As stored; native byte order.
+        Shape and data type as stored, in native byte order.
     file
-        The file it is in.
+        File that contains the array.
     extents
-        Where in it.
+        Location of the rows in the file.
     fill
-        What is read where nothing was written, a scalar of `dtype`.
+        Value of elements that were never written, a scalar of `dtype`.
     use_mmap
-        Whether to map the file.
+        Use of a memory map, see `UseMmap`.
 
     Raises
     ------
@@ -123,16 +125,16 @@ class PlainArray:
 
     @property
     def working_bytes(self) -> int:
-        """What is read ahead, where it is not mapped."""
+        """Memory for reading ahead, in bytes; 0 if the file is mapped."""
         return 0 if maps(self._use_mmap) else self._file.working_bytes
 
     def held_share(self, run: float) -> float:
-        """Return 1 for what is read; of what is mapped, runs that cross extents are copied."""
+        """Return 1 if the file is read; if it is mapped, the share of runs that cross extents and are copied."""
         n_ends = max(len(self._extents.firsts) - 1, 0)
         return min(1.0, run * n_ends / max(1, self.shape[0])) if maps(self._use_mmap) else 1.0
 
     def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Address runs inside the map, after asking for the pages they lie in, or read them."""
+        """Return the addresses of runs in the map, after requesting their pages, or read the runs."""
         with reading():
             self._file.check()
             return self._reach_mapped(starts, stops) if maps(self._use_mmap) else self._reach_read(starts, stops)
@@ -150,7 +152,7 @@ class PlainArray:
         return self._reach_in(places, starts, stops)
 
     def _reach_in(self, places: _Places, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
-        """Address runs inside memory; copy those that cross from one place to the next."""
+        """Return the addresses of runs in memory; runs that cross from one place to the next are copied."""
         sizes = (stops - starts) * self._row_bytes
         filled = sizes > 0
         which = np.searchsorted(places.firsts, starts, side="right") - 1
@@ -225,7 +227,7 @@ class PlainArray:
     def _read_past_cache(
         self, begins: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> _Places | None:
-        """Read the pieces of runs with `LocalFile.read_past_cache`; None where that is not the way."""
+        """Read the pieces of runs with `LocalFile.read_past_cache`; return None if it does not apply."""
         assert isinstance(self._file, LocalFile)
         written = np.flatnonzero(offsets >= 0)
         order = written[np.argsort(offsets[written], kind="stable")]
@@ -242,7 +244,7 @@ class PlainArray:
     def _pieces(
         self, starts: NDArray[np.int64], stops: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Cut runs at extents; return first row, offset (-1 where nothing was written) and size in bytes of each."""
+        """Cut runs at extents; return first row, byte offset (-1 if never written) and size in bytes per piece."""
         firsts, offsets = self._extents.firsts, self._extents.offsets
         begins = np.union1d(starts, firsts)
         run = np.searchsorted(starts, begins, side="right") - 1

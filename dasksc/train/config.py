@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dasksc import InputError, MissingPathError
 from dasksc.train.config_problems import problems_in
 from dasksc.train.guide_layout import translated
+from dasksc.train.validation_config import Paths, Validation, _Section, no_bool
 from dasksc.train.yaml_trees import copied, read_yaml, set_value
 
 __all__ = [
@@ -34,29 +35,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def _no_bool(value: Any) -> Any:
-    # pydantic takes true for 1.
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
 def _none_if_off(value: Any) -> Any:
     return None if value is False or value == 0 else value
 
 
-_Positive = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
-_Count = Annotated[int, Field(ge=0), BeforeValidator(_no_bool)]
-_Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_no_bool)]
-
-
-def _of_one_modality(path: str | list[str] | dict[str, str]) -> str | list[str] | dict[str, str]:
-    paths = [path] if isinstance(path, str) else path.values() if isinstance(path, dict) else path
-    if any(one.endswith(".h5mu") for one in paths):
-        raise ValueError(
-            "files of several modalities are read from Python (dasksc.scDataset); give an .h5ad or .zarr of one"
-        )
-    return path
+_Positive = Annotated[int, Field(ge=1), BeforeValidator(no_bool)]
+_Count = Annotated[int, Field(ge=0), BeforeValidator(no_bool)]
 
 
 def _no_dict(genes: Any) -> Any:
@@ -67,14 +51,7 @@ def _no_dict(genes: Any) -> Any:
     return genes
 
 
-_Paths = Annotated[str | list[str] | dict[str, str], AfterValidator(_of_one_modality)]
 _Genes = Annotated[list[str] | list[int] | str | None, BeforeValidator(_no_dict)]
-
-
-class _Section(BaseModel):
-    """Keys that are not in the schema are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Named(BaseModel):
@@ -92,35 +69,6 @@ class Named(BaseModel):
     def arguments(self) -> dict[str, Any]:
         """What was given beside the name."""
         return dict(self.model_extra or {})
-
-
-class Validation(_Section):
-    """Which rows are kept from training.
-
-    Parameters
-    ----------
-    share
-        Of the rows, or of the values of `by`.
-    by, groups, stratify
-        Columns of obs, as for `dasksc.split`: whose values are held out as a whole (donors, plates), whose values are
-        not to be on both sides, and of which both sides are to have their share.
-    path
-        Another atlas, instead of rows of the one that is trained on.
-    seed
-        Of the choice.
-    """
-
-    share: _Share = 0.1
-    by: str | None = None
-    groups: str | list[str] | None = None
-    stratify: str | list[str] | None = None
-    path: _Paths | None = None
-    seed: int = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_share(cls, value: Any) -> Any:
-        return {"share": value} if isinstance(value, int | float) else value
 
 
 class Open(_Section):
@@ -160,7 +108,11 @@ class Data(_Section):
     batch_size
         Rows of a batch, per rank.
     genes
-        Names or positions, or the path of a file with one name a line.
+        Names or positions, or the path of a file with one name a line, or of a vocabulary (``.json``, ``.pkl``), whose
+        genes are the columns by ascending id.
+    genes_missing, genes_key, genes_repeated
+        As for `dasksc.scDataset`: what becomes of names that the atlas lacks, the column of var that names are compared
+        with, and what becomes of names that several columns have.
     filter
         An expression over obs, such as ``"n_counts > 500"``, in training and validation.
     num_workers, prefetch_factor
@@ -169,17 +121,20 @@ class Data(_Section):
         Default: where there is a GPU.
     """
 
-    path: _Paths
+    path: Paths
     open: Open = Open()
     strategy: Strategy = Strategy()
     validation: Annotated[Validation | None, BeforeValidator(_none_if_off)] = None
     batch_size: _Positive = 64
     fetch_factor: _Positive | None = 64
     drop_last: bool = False
-    obs: list[str] = []
-    layers: list[str] = []
-    obsm: list[str] = []
+    obs: list[str] = Field(default=[])
+    layers: list[str] = Field(default=[])
+    obsm: list[str] = Field(default=[])
     genes: _Genes = None
+    genes_missing: Literal["error", "zero", "drop"] = "error"
+    genes_key: str | None = None
+    genes_repeated: Literal["error", "sum"] = "error"
     filter: str | None = None
     layout: Literal["dense", "csr"] = "dense"
     dtype: str | None = "float32"

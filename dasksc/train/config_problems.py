@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dasksc.train.import_paths import nearest
+from dasksc.atlas.lookup import nearest
 
 __all__ = ["problems_in"]
 

@@ -18,9 +18,12 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc.atlas.condition_splits import ConditionRequest
 from dasksc.atlas.encoding import encode_column
-from dasksc.train.config import Config, Data, Validation
+from dasksc.train.config import Config, Data
 from dasksc.train.import_paths import check_arguments, find
+from dasksc.train.validation_config import Validation
+from dasksc.transforms.vocabulary import PICKLES
 
 __all__ = ["STRATEGIES", "Loader", "Loaders", "make_loaders", "on_device"]
 
@@ -36,7 +39,7 @@ STRATEGIES: dict[str, type[SamplingStrategy]] = {
 # Given to scDataset as they are.
 _SCDATASET_ARGUMENTS = [
     *("batch_size", "fetch_factor", "layers", "obsm", "filter", "layout", "dtype"),
-    *("scheduler", "prefetch", "memory_limit"),
+    *("scheduler", "prefetch", "memory_limit", "genes_missing", "genes_key", "genes_repeated"),
 ]
 
 
@@ -138,11 +141,14 @@ class Loaders:
         The data sets; no validation where nothing was held out.
     facts
         What a model's constructor may ask for (`dasksc.train.models`).
+    split_table
+        How many conditions and cells of each context are trained on and held out; None where none were split.
     """
 
     training: Loader
     validation: Loader | None
     facts: dict[str, Any]
+    split_table: pd.DataFrame | None = None
 
 
 def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Loaders:
@@ -173,9 +179,11 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
     if isinstance(weights, str):
         options["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
-    held_out = None
+    held_out = split_table = None
     if data.validation is not None and data.validation.path is None:
-        rest, held_out = split_rows(adata, data.validation)
+        parts = _parts_of(adata, data.validation)
+        rest, held_out = parts.values()
+        split_table = getattr(parts, "table", None)
         if "indices" in options:
             raise InputError("data.strategy.indices and data.validation.share both say which rows are trained on")
         if isinstance(options.get("weights"), np.ndarray):
@@ -212,6 +220,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
             f"{training.world_size} x data.batch_size={data.batch_size}. Lower data.batch_size, or set "
             "data.drop_last=false"
         )
+    match = training.gene_match
+    if match is not None:
+        common["genes"] = list(match.names)
     facts = _facts(training, adata, label, tokens, None if common["genes"] is None else len(common["genes"]))
     validation = None
     if data.validation is not None:
@@ -221,7 +232,11 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
             held = dasksc.open(data.validation.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
             if data.filter is not None:
                 held_out = dasksc.rows_where(held, data.filter)  # before labels change
-            common |= {"genes": _same_genes(held, adata, common["genes"]), "filter": None}
+            if match is None or (data.genes_missing, data.genes_key, data.genes_repeated) == ("error", None, "error"):
+                common["genes"] = _same_genes(held, adata, common["genes"])
+            elif data.genes_missing == "drop":
+                common["genes_missing"] = "error"  # others may be missing there
+            common["filter"] = None
             _relabel(held, training.categories, warns=rank == 0)
         validation = scDataset(held, dasksc.Streaming(indices=held_out), equal_ranks=False, **_known(common))
         if odd := validation.categories.keys() - training.categories.keys():
@@ -238,6 +253,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         training=Loader(training, data, pin_memory=pinned),
         validation=None if validation is None else Loader(validation, data, pin_memory=pinned),
         facts=facts,
+        split_table=split_table,
     )
 
 
@@ -292,22 +308,36 @@ def _first(names: list[Any]) -> str:
 
 def split_rows(adata: Any, validation: Validation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows that are trained on and those held out: the same on every rank."""
-    parts = dasksc.split(
+    rest, held_out = _parts_of(adata, validation).values()
+    return rest, held_out
+
+
+def _parts_of(adata: Any, validation: Validation) -> dict[str, NDArray[np.int64]]:
+    options: dict[str, Any] = {}
+    if validation.hold_out is None:
+        options["fractions"] = {"training": 1 - validation.share, "validation": validation.share}
+    return dasksc.split(
         adata,
-        fractions={"training": 1 - validation.share, "validation": validation.share},
         by=validation.by,
         groups=validation.groups,
         stratify=validation.stratify,
+        conditions=validation.conditions,
+        hold_out=validation.hold_out,
+        few_shot=validation.few_shot,
+        control=validation.control,
         seed=validation.seed,
+        **options,
     )
-    return parts["training"], parts["validation"]
 
 
 def _columns(data: Data) -> list[Any]:
     """Return the columns of obs by which rows are held out."""
-    if data.validation is None:
+    held = data.validation
+    if held is None:
         return []
-    given = (data.validation.by, data.validation.groups, data.validation.stratify)
+    if held.conditions is not None:
+        return ConditionRequest.of(held.conditions, held.hold_out, held.few_shot, held.control).needed
+    given = (held.by, held.groups, held.stratify)
     return [name for names in given for name in (names if isinstance(names, list) else [names])]
 
 
@@ -336,6 +366,8 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 def _genes(genes: Any) -> Any:
     if not isinstance(genes, str):
         return genes
+    if Path(genes).suffix in (".json", *PICKLES):
+        return Path(genes)
     try:
         return Path(genes).read_text().split()
     except OSError as error:

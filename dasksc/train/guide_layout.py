@@ -32,6 +32,7 @@ import os
 from typing import Any
 
 from dasksc import InputError
+from dasksc.config import is_whole
 
 __all__ = ["translated"]
 
@@ -123,8 +124,7 @@ def _is_name(vocabulary: Any) -> bool:
 
 def _is_number_of_rows(value: Any) -> bool:
     # 1e4 is a float in YAML.
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return is_whole and not isinstance(value, bool) and value >= 1
+    return (is_whole(value) or (isinstance(value, float) and value.is_integer())) and value >= 1
 
 
 def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 from dasksc import InputError
+from dasksc.atlas.lookup import nearest
 
-__all__ = ["arguments_of", "check_arguments", "find", "nearest"]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that says which of the `known` names was meant."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(names))}"
+__all__ = ["arguments_of", "check_arguments", "find"]
 
 
 def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -10,20 +11,19 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from dasksc import DaskscError, InputError, World
+from dasksc import DaskscError, InputError, World, errors
 from dasksc.planning.ranks import LAUNCHERS
 from dasksc.platforms import cpus_of_process
 from dasksc.train.config import Training
 
 __all__ = [
+    "as_rank",
     "launch",
     "local_rank_of",
     "n_nodes_of",
@@ -31,16 +31,17 @@ __all__ = [
     "node_rank_of",
     "processes_to_start",
     "rendezvous",
-    "telling_once",
 ]
 
 _PORTS = range(20_000, 30_000)
 
-# Names the folder in which the ranks that `launch` has started note what they have told.
-_TOLD = "DASKSC_TRAIN_TOLD"
-# A rank that lost another leaves the telling to that one, or to the launcher, which looks for ranks that ended every
-# 0.1 s and then ends the others.
+# Set in the ranks that `launch` starts, for which it tells why they fail.
+_LAUNCHED = "DASKSC_TRAIN_LAUNCHED"
+# A rank that lost another lets that one end first: the launcher looks for ranks that ended every 0.1 s and then ends
+# the others.
 _GRACE_S = 3.0
+# What a rank records where another was not there; gloo's have no type.
+_LOST_ANOTHER = re.compile(r"Dist\w*Error:|RuntimeError: .*gloo/", re.DOTALL)
 
 
 def processes_to_start(
@@ -127,7 +128,7 @@ def launch(
     DaskscError
         If a rank ended without telling why by itself, as by a signal; or if this process was told to stop.
     SystemExit
-        With exit code 1, if ranks failed and have told why (`telling_once`).
+        With exit code 1, if ranks failed and it was told why.
     """
     options = [f"--nproc-per-node={n_processes}", f"--max-restarts={max_restarts}"]
     if n_nodes == 1:
@@ -147,14 +148,15 @@ def launch(
             *(f"--nnodes={n_nodes}", f"--node-rank={node_rank}", f"--master-addr={found['MASTER_ADDR']}"),
             f"--master-port={found['MASTER_PORT']}",
         ]
-    with _failures_in_a_line(), _room_to_tell(), contextlib.nullcontext() if max_restarts else _quiet_launcher():
-        _torchrun([*options, "--module", "dasksc", *arguments])
+    with _failures_in_a_line(), _telling_causes(n_processes * node_rank, is_quiet=not max_restarts) as folder:
+        _torchrun([*options, f"--log-dir={folder}", "--module", "dasksc", *arguments])
 
 
 def _torchrun(options: list[str]) -> None:
     from torch.distributed import run
 
-    run.main(options)
+    # Not main, which takes the failures of ranks for its own, and says that it has no file to record them in.
+    run.run(run.parse_args(options))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -202,77 +204,85 @@ def _death(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _room_to_tell() -> Iterator[None]:
-    """Make the folder for `telling_once` in the ranks."""
-    with tempfile.TemporaryDirectory(prefix="dasksc-") as folder:
-        os.environ[_TOLD] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_TOLD]
+def _telling_causes(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
+    """Tell why ranks fail, the same error once for each start; yield the folder for the files of `record`.
 
-
-@contextlib.contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Leave out what torch's launcher logs of ranks that failed, which the ranks and `deaths_of` tell."""
+    Parameters
+    ----------
+    first_rank
+        Of this node.
+    is_quiet
+        Whether to leave out what torch's launcher logs of ranks that failed.
+    """
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    told: set[tuple[str, str]] = set()
 
-    def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(("failed (exitcode", "Sending process"))
+    def passes(record: logging.LogRecord) -> bool:
+        has_failed = str(record.msg).startswith("failed (exitcode")
+        if has_failed:  # before ranks are started again
+            _tell(Path(folder), told, first_rank=first_rank)
+        return not is_quiet or not (has_failed or str(record.msg).startswith("Sending process"))
 
-    logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_news)
+    with tempfile.TemporaryDirectory(prefix="dasksc-") as folder:
+        logger.addFilter(passes)
+        os.environ[_LAUNCHED] = "1"
+        try:
+            yield folder
+        finally:
+            del os.environ[_LAUNCHED]
+            logger.removeFilter(passes)
+            _tell(Path(folder), told, first_rank=first_rank)
 
 
-@contextlib.contextmanager
-def telling_once() -> Iterator[None]:
-    """Tell why this rank fails, unless a rank that `launch` started beside it on this node has told the same.
+def _tell(folder: Path, told: set[tuple[str, str]], *, first_rank: int) -> None:
+    """Print why ranks failed that is not among what was `told`; an error of dasksc as a line, others with traceback."""
+    for attempt in sorted(folder.glob("*/attempt_*")):
+        causes = {}
+        for file in attempt.glob("*/error.json"):
+            with contextlib.suppress(ValueError):  # a rank that was killed while it wrote
+                causes[int(file.parent.name)] = json.loads(file.read_text())
+        of_itself = {rank: cause for rank, cause in causes.items() if not _LOST_ANOTHER.match(_said(cause))}
+        for rank, cause in sorted((of_itself or causes).items()):
+            name, _, text = _said(cause).partition(": ")
+            if isinstance(getattr(errors, name, None), type):
+                key, text = text, f"dasksc: {text}\n"
+            else:
+                trace = cause["message"]["extraInfo"]["py_callstack"]
+                # Messages of the same error name devices and addresses that differ; those of frames are indented.
+                key = "".join([name, *(line for line in trace.splitlines() if line.startswith(" "))])
+                text = f"dasksc: rank {first_rank + rank} failed:\n{trace}"
+            if (attempt.name, key) not in told and name != "BrokenPipeError":
+                told.add((attempt.name, key))
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
-    An error of dasksc is a line, any other its traceback. Ranks that were started otherwise raise their errors as they
-    are.
+
+def _said(cause: Mapping[str, dict[str, str]]) -> str:
+    return cause["message"]["message"]
+
+
+def as_rank(run: Callable[[], None]) -> None:
+    """Run what a rank does, and record why it fails where a launcher of torch's asks for it.
 
     Raises
     ------
     SystemExit
-        With exit code 1, instead of the error.
+        With exit code 1, instead of an error that `launch` tells, once for all its ranks. Ranks that were started
+        otherwise raise their errors as they are.
     """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     try:
-        yield
+        # Without the file it would turn on Python's fault handler all the same.
+        (record(run) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run)()
     except BrokenPipeError:
         raise  # a reader that has gone, which click knows
     except Exception as error:
-        if _TOLD not in os.environ:
+        if _LAUNCHED not in os.environ:
             raise
-        _tell(error, Path(os.environ[_TOLD]), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if _LOST_ANOTHER.match(f"{type(error).__name__}: {error}"):
+            time.sleep(_GRACE_S)
         raise SystemExit(1) from error
-
-
-def _tell(error: Exception, folder: Path, *, attempt: str) -> None:
-    if _lost_another(error):
-        time.sleep(_GRACE_S)
-        if any(folder.glob(f"{attempt}-*")):
-            return
-    if isinstance(error, DaskscError):
-        key, text = str(error), f"dasksc: {error}\n"
-    else:
-        # Messages of the same error name devices and addresses that differ.
-        key = type(error).__name__ + "".join(traceback.format_tb(error.__traceback__))
-        text = "".join([f"dasksc: rank {World.detect().rank} failed:\n", *traceback.format_exception(error)])
-    with contextlib.suppress(FileNotFoundError):  # the launcher has gone, and the folder with it
-        try:
-            (folder / f"{attempt}-{zlib.crc32(key.encode())}").touch(exist_ok=False)
-        except FileExistsError:
-            return
-    sys.stderr.write(text)  # at once, for others may write too
-    sys.stderr.flush()
-
-
-def _lost_another(error: Exception) -> bool:
-    """Whether an error only says that another rank was not there; gloo's have no type."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]) -> int:

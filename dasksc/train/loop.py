@@ -36,7 +36,7 @@ from dasksc.train.parallel import (
     unused_of,
 )
 from dasksc.train.profiling import profiling
-from dasksc.train.report import Report, plot
+from dasksc.train.report import Report, plot, shown
 from dasksc.train.saved_models import build_model, save_model
 
 __all__ = ["fit"]
@@ -90,6 +90,8 @@ class _Run:
         self.place = place
         self.folder = Path(training.checkpoint_dir)
         self.loaders: Loaders = make_loaders(config, device=place.device, rank=place.rank)
+        if place.rank == 0 and self.loaders.split_table is not None:
+            say(f"what is trained on and held out:\n{shown(self.loaders.split_table)}")
         self.model_arguments = _model_arguments(config, self.loaders.facts)
         torch.manual_seed(training.seed)  # the same parameters on every rank
         model = build_model(config.model.name, self.model_arguments)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dasksc import InputError
+from dasksc.config import is_whole
 
 __all__ = ["BUILT_IN", "Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
 
@@ -57,7 +58,7 @@ def _check_sizes(dropout: Any, *, at_least: int, **sizes: Any) -> None:
     """Refuse sizes and shares that make no layer; `num_layers` is at least `at_least`, others 1."""
     for name, size in sizes.items():
         least = at_least if name == "num_layers" else 1
-        if isinstance(size, bool) or not isinstance(size, int) or size < least:
+        if not is_whole(size) or size < least:
             raise InputError(f"model.{name}={size!r} must be a whole number of at least {least}")
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise InputError(f"model.dropout={dropout!r} must be a number in [0, 1)")

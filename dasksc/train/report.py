@@ -8,13 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from dasksc.train.loggers import text_of
 
-__all__ = ["Report", "plot"]
+__all__ = ["Report", "plot", "shown"]
 
 logger = logging.getLogger(__name__)
 
 _N_MARKED = 40
+_N_SHOWN = 40
 _TITLES = {
     "loss": "loss",
     "accuracy": "accuracy",
@@ -84,6 +87,12 @@ class Report:
         }
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def shown(table: pd.DataFrame) -> str:
+    """Return a table as text, all of its columns and the sums of all rows, without rows beyond forty."""
+    whole = table.sum().rename("all").to_frame().T
+    return str(pd.concat([table.iloc[:_N_SHOWN], whole]).rename_axis(table.index.name).to_string())
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:

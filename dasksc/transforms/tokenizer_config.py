@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dasksc.atlas.lookup import nearest
 from dasksc.errors import InputError
 from dasksc.transforms.tokens import RankTokens, ValueBins, check_choice
 from dasksc.transforms.vocabulary import Vocabulary
@@ -61,6 +61,4 @@ def from_config(
 def _check_names(section: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise InputError(f"{section} has no setting {name!r}; {hint}")
+            raise InputError(f"{section} has no setting {name!r}; {nearest(name, known)}")

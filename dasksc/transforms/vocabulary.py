@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import pickletools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -19,7 +21,18 @@ __all__ = ["CLS", "MASK", "PAD", "Missing", "Vocabulary"]
 PAD, MASK, CLS = "<pad>", "<mask>", "<cls>"
 """Names of the tokens that are no genes."""
 
+PICKLES = (".pkl", ".pickle")
+"""Endings of vocabulary files that are pickles."""
+
 _NAMES_TOLD = 5
+
+_MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+# What a pickle of a dict of numbers by name consists of, in any protocol; none of it imports or calls anything.
+_PLAIN = _MEMO | {
+    *("PROTO", "FRAME", "MARK", "STOP", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "EMPTY_DICT", "DICT"),
+    *("SETITEM", "SETITEMS", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1"),
+}
 
 Missing: TypeAlias = Literal["error", "drop"]
 
@@ -89,7 +102,8 @@ class Vocabulary:
         Parameters
         ----------
         path
-            A JSON object of ids by name (``{"<pad>": 0, "CD4": 1}``), or, of any other ending than ``.json``, text with
+            A JSON object of ids by name (``{"<pad>": 0, "CD4": 1}``), as scGPT ships it; a pickled dict of these
+            (``.pkl``, ``.pickle``), as Geneformer ships it, of which nothing is run; or, of any other ending, text with
             one name a line, whose ids are 0 for the first line, and so on.
 
         Returns
@@ -106,9 +120,13 @@ class Vocabulary:
         """
         path = Path(path)
         try:
+            if path.suffix in PICKLES:
+                return cls(_unpickled(path))
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise MissingPathError(f"there is no vocabulary file {os.fspath(path)!r}") from error
+        except IsADirectoryError as error:
+            raise InputError(f"{path} is a folder; give the vocabulary file in it") from error
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{path} is no text; a vocabulary is a .json of ids by name, or one name a line"
@@ -124,6 +142,12 @@ class Vocabulary:
                 f'{path} must hold an object of ids by name, such as {{"CD4": 0}}; got a {type(ids).__name__}'
             )
         return cls(ids)
+
+    @property
+    def genes(self) -> list[str]:
+        """Names by ascending id, without tokens that are no genes: names in angle brackets, such as ``"<pad>"``."""
+        by_id = sorted(self.ids, key=self.ids.__getitem__)
+        return [name for name in by_id if not (name.startswith("<") and name.endswith(">"))]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -160,6 +184,25 @@ class Vocabulary:
                 f"{_some(map(repr, absent))}. Are both symbols, or both Ensembl ids? missing='drop' leaves them out"
             )
         return ids
+
+
+def _unpickled(path: Path) -> dict[str, int]:
+    """Return the dict of whole numbers by name in a pickle, which may hold nothing else: other pickles run code."""
+    content = path.read_bytes()
+    what = f"{path} must hold a pickled dict of ids by name, whole numbers by strings"
+    try:
+        for opcode, argument, _ in pickletools.genops(content):
+            # A place in the memo makes a list that long.
+            if opcode.name not in _PLAIN or (opcode.name in _MEMO and (argument or 0) > len(content)):
+                raise InputError(f"{what}; {opcode.name} makes another object, which is not read")
+        ids = pickle.loads(content)
+    except (ValueError, IndexError, EOFError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{what}; it cannot be read: {error}") from error
+    if not isinstance(ids, dict) or not all(isinstance(name, str) for name in ids):
+        raise InputError(f"{what}; got a {type(ids).__name__}")
+    return ids
 
 
 def _numbered(names: list[str], where: str) -> dict[str, int]:

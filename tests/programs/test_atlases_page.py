@@ -6,6 +6,7 @@ import re
 import shlex
 import warnings
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -59,13 +60,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_programs_run_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(folder)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     programs = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(programs) == 9
+    assert len(programs) == 12
     for program in programs:
         exec(program, names)
     printed = capsys.readouterr().out
     assert "(600, 16) ['1', '2']" in printed
+    assert "2 of 3 genes matched by var_names (66.7%); 1 missing are zeros: g999\n" in printed
+    (shown,) = re.findall(r"```text\n(census.*?)```", TEXT, flags=re.DOTALL)
+    assert shown in printed
+    assert "source: census 55.8% (33.3% stored), plate 1 28.0% (33.3% stored), plate 2 16.2%" in printed
+    assert names["batches"][0] == [18, 9, 5]
     assert "torch.Size([64, 20])\n" in printed
     assert "(300, 20)" in printed
     assert "torch.Size([64, 20]) torch.Size([64, 5]) torch.Size([64])" in printed

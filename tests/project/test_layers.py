@@ -43,6 +43,7 @@ ROOMS = [
     "batches",
     "transforms",
     "loader",
+    "summaries",
     "inspection",
     "conversion",
     "dashboard",
@@ -63,13 +64,13 @@ LIBRARIES = {
     "h5py": ({"storage", "atlas", "inspection", "conversion"}, set()),
     "zarr": ({"storage", "atlas", "inspection", "conversion"}, {"cli"}),
     "numcodecs": ({"storage", "conversion"}, set()),
-    "anndata": ({"atlas", "loader", "inspection", "conversion", "cli"}, {"transforms", "multiindexable"}),
+    "anndata": ({"atlas", "loader", "summaries", "inspection", "conversion", "cli"}, {"transforms", "multiindexable"}),
     "numba": ({"kernels"}, set()),
     "distributed": ({"dashboard"}, {"atlas", "executor", "loader", "inspection", "conversion"}),
     "dask": (
         {
             *("config", "memory", "pushdown", "atlas", "executor", "batches"),
-            *("loader", "inspection", "conversion", "dashboard", "cli"),
+            *("loader", "summaries", "inspection", "conversion", "dashboard", "cli"),
         },
         set(),
     ),
@@ -82,6 +83,7 @@ PIP_NAMES = {
     "yaml": "pyyaml",
     "scdataset": "scDataset",
     "scvi": "scvi-tools",
+    "skmisc": "scikit-misc",
 }
 # Libraries that the package does without until somebody asks for what needs them, and the extra that brings each.
 IN_EXTRAS = {
@@ -92,6 +94,7 @@ IN_EXTRAS = {
     "pydantic": "train",
     "scdataset": "bench",
     "scvi": "scvi",
+    "skmisc": "hvg",
     "tqdm": "demo",
     "transformers": "transformers",
 }

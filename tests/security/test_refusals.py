@@ -6,8 +6,9 @@ One file for each guard, and those that are in order and resemble them; `test_ho
 from __future__ import annotations
 
 import errno
-import os
+import json
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -231,17 +232,47 @@ def test_tables_of_large_chunks_are_read_as_before(
     np.testing.assert_array_equal(dasksc.open(path).uns["large"], values)
 
 
-def test_a_child_of_a_fork_opens_and_leaves_zarr_as_it_was(tmp_path: Path) -> None:
-    path = write_store(full(), tmp_path, "zarr3")
-    before = zarr.config.get("codec_pipeline.path")
-    with zarr_guard.chunks_that_fit(), zarr_guard._setting:
-        pid = os.fork()
-        if pid == 0:
-            # Not pytest's: what fails here must not go on there.
-            os._exit(zarr.config.get("codec_pipeline.path") != before or not zarr_guard._setting.acquire(timeout=5))
-        assert os.waitpid(pid, 0)[1] == 0
-    assert zarr.config.get("codec_pipeline.path") == before
-    assert dasksc.open(path).n_obs == 20
+@pytest.mark.parametrize("format", ["zarr2", "zarr3"])
+def test_other_threads_decode_as_they_configured_zarr_while_a_store_is_read(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_store(full(), tmp_path, format)
+    if format == "zarr2":  # X is read through zarr-python, too
+        group = zarr.open_group(path, mode="r+", use_consolidated=False)
+        group.create_array("X", data=VALUES[:20], chunks=(7, 6), compressors=numcodecs.BZ2(1), overwrite=True)
+        group["X"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+        zarr.consolidate_metadata(path)
+    of_user = zarr.create_array(tmp_path / "user", data=np.arange(9), chunks=(3,))
+    before = str(zarr.config.get("codec_pipeline.path"))
+    seen, get = [], zarr_guard.GuardedLocalStore.get
+
+    async def watched(self: Any, *arguments: Any, **named: Any) -> Any:
+        # While the store is read, this is what another thread of the program would find.
+        with ThreadPoolExecutor(1) as thread:
+            seen.append(thread.submit(lambda: str(zarr.config.get("codec_pipeline.path"))).result())
+        return await get(self, *arguments, **named)
+
+    monkeypatch.setattr(zarr_guard.GuardedLocalStore, "get", watched)
+    adata = dasksc.open(path)
+    assert adata.X[:3].compute().shape == (3, 6)
+    assert len(seen) > 20
+    assert set(seen) == {before}
+    np.testing.assert_array_equal(of_user[:], np.arange(9))
+
+
+@pytest.mark.parametrize("format", ["zarr2", "zarr3"])
+def test_stores_that_name_the_codec_with_a_bound_themselves_are_refused(tmp_path: Path, format: str) -> None:
+    path = write_store(full(), tmp_path, format)
+    if format == "zarr2":
+        no_bound = {"codec": None, "dtype": "|V999999999", "chunks": [20], "is_counted": False, "refused": None}
+        recompressed(path, "obs/n", compressor={"id": "dasksc_bounded"} | no_bound)
+    else:
+        document = json.loads((path / "obs/n/zarr.json").read_text())
+        named = {"name": "dasksc_bounded", "configuration": {"codecs": [], "is_counted": False, "refused": None}}
+        edited(path / "obs/n/zarr.json", codecs=[*document["codecs"], named])
+        zarr.consolidate_metadata(path)
+    with pytest.raises(StorageError, match="dasksc_bounded"):
+        dasksc.open(path)
 
 
 @pytest.mark.parametrize("swollen", ["chunk", "metadata"])

@@ -24,6 +24,7 @@ __all__ = ["interface"]
 MODULES = (
     *("dasksc", "dasksc.errors", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.dashboard"),
     *("dasksc.train", "dasksc.train.config", "dasksc.train.models", "dasksc.integrations.data_module"),
+    "dasksc.integrations.cell_load",
 )
 # Importing these imports a trainer, which takes longer than all the rest.
 TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")

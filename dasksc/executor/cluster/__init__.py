@@ -1,1 +1,1 @@
-"""Fetches on the workers of a Dask cluster."""
+"""Execution of fetches on the workers of a Dask cluster."""

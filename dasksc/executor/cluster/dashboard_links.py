@@ -1,4 +1,7 @@
-"""Where a dashboard can be opened: Dask's own link has the scheduler's host in it, wherever the dashboard listens."""
+"""Links to dashboards.
+
+Dask's link contains the host of the scheduler, even if the dashboard listens on another address.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ _ANYWHERE = ("", "0.0.0.0", "::")
 
 
 def with_host(link: str, listens_at: tuple[str, int] | None) -> str:
-    """Return Dask's link to a dashboard with the host at which it listens.
+    """Return Dask's link to a dashboard with the host on which the dashboard listens.
 
-    Unchanged where the dashboard listens on every interface, and where the link is the site's own, as through a
-    proxy (``distributed.dashboard.link`` in Dask's configuration).
+    The link is unchanged if the dashboard listens on every interface, or if the site configures its own link, such
+    as that of a proxy (``distributed.dashboard.link`` in Dask's configuration).
     """
     if listens_at is None:
         return link

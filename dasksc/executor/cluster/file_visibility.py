@@ -1,7 +1,7 @@
-"""Whether the workers of a cluster see the files that a rank has opened.
+"""Verification that the workers of a cluster see the files that a rank has opened.
 
-A rank takes the fingerprints of the files behind its task while it pickles it, and each worker compares
-them with what is at the same paths where it runs.
+A rank computes fingerprints of the files behind its task while pickling it. Each worker compares them with
+the files at the same paths on its machine.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _SAMPLE_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """A file as a process sees it.
+    """Fingerprint of a file as seen by a process.
 
     Parameters
     ----------
     identity
-        Its path, size and time of change.
+        Path, size and modification time.
     digest
-        Of its first and last bytes; None where it cannot be read.
+        Digest of the first and last bytes; None if the file cannot be read.
     """
 
     identity: FileIdentity
@@ -40,7 +40,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, path: str) -> Fingerprint:
-        """Take the fingerprint of the file at `path`."""
+        """Compute the fingerprint of the file at `path`."""
         identity = FileIdentity.of(path)
         digest = hashlib.blake2b(digest_size=16)
         with open(path, "rb") as file:
@@ -50,7 +50,7 @@ class Fingerprint:
         return cls(identity=identity, digest=digest.hexdigest())
 
     def complaint(self) -> str | None:
-        """Say how the file at the path differs, here and now; None if it does not."""
+        """Return how the file at the path on this machine differs; None if it does not."""
         path = self.identity.path
         try:
             here = Fingerprint.of(path)
@@ -67,12 +67,12 @@ class Fingerprint:
 
 
 def complaint(fingerprints: Sequence[Fingerprint]) -> str | None:
-    """Say what is wrong with the first file that differs here; None if all are the same."""
+    """Return how the first differing file differs on this machine; None if all files are the same."""
     return next((said for fingerprint in fingerprints if (said := fingerprint.complaint())), None)
 
 
 def pickle_with_files(task: Callable[[Any], Any]) -> tuple[bytes, tuple[Fingerprint, ...]]:
-    """Pickle `task`, once, and take the fingerprints of the files that it will read."""
+    """Pickle `task` once; return the pickle and the fingerprints of the files that it will read."""
     buffer = io.BytesIO()
     scout = _Scout(buffer)
     scout.dump(task)
@@ -80,7 +80,7 @@ def pickle_with_files(task: Callable[[Any], Any]) -> tuple[bytes, tuple[Fingerpr
 
 
 class _Scout(cloudpickle.Pickler):
-    """Notes the files that what it pickles has opened."""
+    """Pickler that records the files opened by the pickled objects."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -90,7 +90,7 @@ class _Scout(cloudpickle.Pickler):
         if isinstance(obj, FileIdentity) and os.path.isfile(obj.path):
             self.paths.add(obj.path)
         elif isinstance(obj, DaskMatrix):
-            # It pickles itself into bytes, which hide what is inside.
+            # A `DaskMatrix` pickles itself to bytes, which hide the objects inside.
             inner = _Scout(io.BytesIO())
             inner.dump(obj.array)
             self.paths |= inner.paths

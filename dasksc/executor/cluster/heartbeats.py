@@ -1,4 +1,4 @@
-"""Which workers of a cluster have fallen silent: their processes are frozen, or their machines are gone."""
+"""Detection of Dask workers that have fallen silent, because a process is frozen or a machine is gone."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dasksc._compat.distributed import heartbeat_interval
 
 __all__ = ["Heartbeats"]
 
-_SILENT_S = 5.0  # and five heartbeats that did not come, which is more where there are many workers
+_SILENT_S = 5.0  # Minimum silence, unless five heartbeats take longer; their interval grows with the number of workers.
 
 
 class Heartbeats:
-    """When the scheduler has heard from its workers, by its own clock, which may differ from that of this machine."""
+    """Times of the workers' last heartbeats by the scheduler's clock, which may differ from that of this machine."""
 
     def __init__(self) -> None:
-        self._latest = 0.0  # of any worker, by the scheduler's clock
-        self._known_at = 0.0  # here
+        self._latest = 0.0  # Last heartbeat of any worker, by the scheduler's clock.
+        self._known_at = 0.0  # Time at which this process received it, in seconds of `perf_counter`.
 
     def silent(self, workers: Mapping[str, Mapping[str, Any]], *, asked_at: float) -> dict[str, float]:
-        """Return for how many seconds, at least, those that have fallen silent have not been heard from.
+        """Return the silent workers by address, with a lower bound of their silence in seconds.
 
-        `workers` is what the scheduler answered when it was asked for its identity at `asked_at`, in seconds of
-        `perf_counter`. A scheduler that takes long to answer may itself be what has heard nothing.
+        `workers` is the scheduler's answer to an identity request sent at `asked_at`, in seconds of `perf_counter`.
+        The time until the answer does not count as silence, because a slow scheduler may not have processed heartbeats.
         """
         latest = max((float(worker["last_seen"]) for worker in workers.values()), default=0.0)
         if latest > self._latest:

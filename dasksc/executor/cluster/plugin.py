@@ -1,4 +1,4 @@
-"""What runs on the workers, and on the scheduler, of a distributed cluster."""
+"""Code that runs on the workers and on the scheduler of a distributed cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dasksc._compat.distributed import carrier_of, take_back_plugin, worker_plug
 from dasksc.errors import StorageError
 from dasksc.executor import metrics
 from dasksc.executor.cluster import file_visibility
-from dasksc.executor.cluster import transport as transport  # registers how results travel, here and on the workers
+from dasksc.executor.cluster import transport as transport  # registers the serializers of results
 from dasksc.executor.local import Timed
 from dasksc.executor.memory_admission import Headroom
 from dasksc.storage.buffers import Recycling
@@ -26,10 +26,10 @@ __all__ = ["Carrier", "Envelope", "Janitor", "Stray", "carriers", "parcel", "run
 
 
 class Carrier(WorkerPlugin):
-    """Carries a window's task to every worker, also to one that joins later.
+    """Worker plugin that holds a window's task on every Dask worker, including workers that join later.
 
-    A future that holds the task would do the same, but tasks that depend on a future are sent to the
-    workers that hold it, and a scattered one is lost with its worker.
+    A future that holds the task would not do: Dask sends tasks that depend on a future to the workers that
+    hold it, and scattered data is lost with its worker.
     """
 
     def __init__(self, task: Callable[[Any], Any]) -> None:
@@ -38,11 +38,11 @@ class Carrier(WorkerPlugin):
         self._n_running = 0
 
     def setup(self, worker: object) -> None:
-        """Show at the worker's ``/metrics`` what its fetches do."""
+        """Export the totals of the worker's fetches at its ``/metrics``."""
         metrics.export()
 
     def run(self, argument: Any) -> Timed:
-        """Run one fetch."""
+        """Run one fetch; return its duration in seconds and its result."""
         with self._lock:
             self._n_running += 1
         try:
@@ -57,13 +57,13 @@ class Carrier(WorkerPlugin):
         return self._task(argument)
 
     async def teardown(self, worker: object) -> None:
-        """Wait for the fetches that are running; Dask calls this when the window closes."""
+        """Wait for the running fetches. Dask calls this when the window closes."""
         while self._n_running:
             await asyncio.sleep(0.005)
 
 
 class Envelope:
-    """A task on its way, which arrives as a `RemoteCarrier`."""
+    """Pickled task that unpickles as a `RemoteCarrier`."""
 
     def __init__(self, pickled: bytes, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         self._pickled = pickled
@@ -74,7 +74,7 @@ class Envelope:
 
 
 class RemoteCarrier(Carrier):
-    """Carries a task in another process, where a result is made into what travels."""
+    """Carrier in another process, which compacts results before they are sent."""
 
     def __init__(self, pickled: bytes, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         super().__init__(cloudpickle.loads(pickled))
@@ -82,14 +82,14 @@ class RemoteCarrier(Carrier):
         self._files = files
         self._asked = False
         self._closed = False
-        self._largest: int | None = None  # of the results, in bytes
+        self._largest: int | None = None  # Size of the largest result, in bytes.
         self._recycling = Recycling()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteCarrier, (self._pickled, self._files)
 
     def _fetch(self, argument: Any) -> Any:
-        if not self._asked:  # a worker that has joined since the window began
+        if not self._asked:  # This worker may have joined after the window checked the files.
             said = file_visibility.complaint(self._files)
             if said is not None:
                 raise StorageError(f"The Dask worker at {distributed.get_worker().address} {said}.")
@@ -103,7 +103,7 @@ class RemoteCarrier(Carrier):
 
         room = Headroom.of(distributed.get_worker())
         result = room.run(fetch, size=self._largest, is_wanted=lambda: not self._closed)
-        if not has_begun:  # None is what it returns then, but a task may return that, too
+        if not has_begun:  # `run` then returned None, which is also a valid result of a task.
             return Stray()
         n_bytes = _n_bytes(result)
         if n_bytes is not None:
@@ -111,21 +111,22 @@ class RemoteCarrier(Carrier):
         return result
 
     async def teardown(self, worker: object) -> None:
-        """Have fetches that wait for room end, too; see `Carrier.teardown`."""
+        """Also end the fetches that wait for memory; see `Carrier.teardown`."""
         self._closed = True
         await super().teardown(worker)
 
     def _compact(self, argument: Any) -> Any:
         result = self._task(argument)
-        # In the task, on a thread of its own: the event loop that sends it has others to serve, and what is
-        # mapped would weigh nothing in the worker's accounts.
+        # Done in the thread of the task: the worker's event loop, which sends the result, must stay
+        # responsive. The worker does not count memory-mapped data, so a compact copy also makes its
+        # memory accounting correct.
         compact = getattr(result, "compact", None)
         return result if compact is None else compact()
 
 
 def _n_bytes(result: Any) -> int | None:
-    """Return what a result takes; None if it does not tell, so that only one such fetch runs at a time."""
-    # What a task returns that leaves its result in a file, such as a conversion's, waits for no room.
+    """Return the size of a result in bytes; None if unknown, so that only one such fetch runs at a time."""
+    # Tasks that write their result to a file, such as those of a conversion, need no memory admission.
     if result is None or isinstance(result, int):
         return 0
     n_bytes = getattr(result, "nbytes", None)
@@ -133,12 +134,12 @@ def _n_bytes(result: Any) -> int | None:
 
 
 def parcel(inside: bytes) -> WorkerPlugin:
-    """Return what holds a pickled task on every worker that can import dasksc; to others it does no harm."""
+    """Return a plugin that loads a pickled task on workers that can import dasksc and does nothing on others."""
 
-    # Made in a function it travels as a whole: workers with other work to do may have no dasksc, and a plugin that
-    # they cannot read would keep them from starting.
+    # A class defined in a function is pickled by value. Workers with other work may lack dasksc, and a
+    # plugin that they cannot unpickle would keep them from starting.
     class Parcel(WorkerPlugin):
-        """Opened where it arrives."""
+        """Plugin that unpickles its content on the worker."""
 
         def __init__(self) -> None:
             self.inside = inside
@@ -148,15 +149,15 @@ def parcel(inside: bytes) -> WorkerPlugin:
             return {"inside": self.inside, "carrier": None}
 
         def setup(self, worker: Any) -> None:
-            """Unpack the task."""
+            """Unpickle the task and set it up."""
             try:
                 self.carrier = pickle.loads(self.inside)
             except ImportError:
-                return  # whoever sends a fetch here is told
+                return  # A fetch sent to this worker raises the error.
             self.carrier.setup(worker)
 
         async def teardown(self, worker: Any) -> None:
-            """Wait for the fetches that are running."""
+            """Wait for the running fetches."""
             if self.carrier is not None:
                 await self.carrier.teardown(worker)
 
@@ -164,14 +165,14 @@ def parcel(inside: bytes) -> WorkerPlugin:
 
 
 class Janitor(SchedulerPlugin):
-    """Takes the tasks of a Client back from the workers when it goes, be it that its process was killed."""
+    """Scheduler plugin that removes a Client's tasks from the workers when the Client disconnects or is killed."""
 
     def __init__(self, client_id: str) -> None:
         self._client_id = client_id
         self._tidying: list[asyncio.Future[Any]] = []
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """Take back what the Client left."""
+        """Remove the tasks that the Client left on the workers."""
         if client != self._client_id:
             return
         prefix = token_prefix(client)
@@ -181,16 +182,16 @@ class Janitor(SchedulerPlugin):
 
 
 def token_prefix(client_id: str) -> str:
-    """Return what the names of the tasks of a Client begin with."""
+    """Return the prefix of the names of a Client's tasks."""
     return f"dasksc-{client_id}-"
 
 
-# Carriers of the windows whose cluster lives in this process: nothing is pickled.
+# Carriers of windows whose cluster runs in this process, by token; these are never pickled.
 carriers: dict[str, Carrier] = {}
 
 
 class Stray:
-    """The result of a fetch whose window was closed before it began: of no use to anyone."""
+    """Result of a fetch whose window was closed before the fetch began; it is discarded."""
 
 
 def run_fetch(token: str, argument: Any) -> Timed:

@@ -1,4 +1,4 @@
-"""Connecting to the cluster that rank 0 has started, whose address is in the store of the process group."""
+"""Connection of a rank to the cluster started by rank 0, through the store of the process group."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from dasksc.executor.schedulers import connected, remember_security
 
 __all__ = ["attempt", "join", "tell"]
 
-_FIRST_TRY_S = 2.0  # to connect to what may be gone; each further try takes twice as long
+# Timeout of the first attempt to connect to a scheduler that may be gone; it doubles with each further
+# attempt.
+_FIRST_TRY_S = 2.0
 
 
 def attempt() -> str:
-    """Return how often torchrun, on this machine, has started the ranks anew."""
+    """Return how many times torchrun has restarted the ranks of this machine, as a string."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def tell(store: Any, answer: dict[str, Any]) -> None:
-    """Tell the other ranks, if there are any, what has become of the start."""
+    """Publish the result of the start to the other ranks, if there are any."""
     if store is not None:
         store.set("address", json.dumps(answer))
 
@@ -34,9 +36,9 @@ def tell(store: Any, answer: dict[str, Any]) -> None:
 def join(store: Any, *, security: Security | None, timeout_s: float) -> StartedCluster:
     """Connect to the cluster of rank 0.
 
-    The store of torchrun's agent outlives ranks that it restarts, so what is read first may be the address of a
-    scheduler that is gone. The number of the attempt cannot tell: machines count restarts each by themselves. So an
-    address that does not answer is read again.
+    The store of torchrun's agent outlives the ranks that it restarts, so the first address read may be that of a
+    scheduler that is gone. The restart count cannot identify it, because each machine counts its own restarts. An
+    address that does not answer is therefore read again.
     """
     deadline = time.monotonic() + timeout_s
     try_s = _FIRST_TRY_S
@@ -50,7 +52,7 @@ def join(store: Any, *, security: Security | None, timeout_s: float) -> StartedC
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise _no_connection(answer["address"], error, timeout_s=timeout_s) from error
-        except (TypeError, ValueError) as error:  # certificates that one side has and the other has not
+        except (TypeError, ValueError) as error:  # Only one side has certificates.
             raise _no_connection(answer["address"], error, timeout_s=timeout_s) from error
         try_s *= 2
         time.sleep(POLL_S)
@@ -67,10 +69,10 @@ def join(store: Any, *, security: Security | None, timeout_s: float) -> StartedC
 
 
 def _answer(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
-    """Wait for what rank 0 tells; raise what it failed with."""
+    """Wait for the answer of rank 0 and return it; raise the error that rank 0 failed with."""
     try:
         store.wait(["address"], dt.timedelta(seconds=max(POLL_S, deadline - time.monotonic())))
-    except RuntimeError as error:  # torch.distributed.DistStoreError is one
+    except RuntimeError as error:  # Includes torch.distributed.DistStoreError.
         raise StartError(
             f"rank 0 has not started a Dask cluster within {timeout_s:g} s. Every rank must call start_cluster, "
             "equally often; raise timeout_s if starting takes longer"
@@ -79,7 +81,7 @@ def _answer(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(store.get("address"))
         if "error" not in answer:
             return answer
-        # A failure of ranks that were restarted since is not one of these, if another answer follows.
+        # An error of ranks that have been restarted since is obsolete if another answer follows.
         if answer["attempt"] == attempt() or time.monotonic() >= deadline:
             raise StartError(f"rank 0 could not start the Dask cluster: {answer['error']}")
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Fetches that were sent to workers, each of which is sent again if its worker does not go on."""
+"""Fetches sent to Dask workers, and their resubmission if a worker pauses or falls silent."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ logger = logging.getLogger("dasksc.window.cluster")
 
 
 class SentFetches:
-    """The fetches of a window that have been sent to workers, until they are released.
+    """Fetches of a window from their submission until their release.
 
     Parameters
     ----------
     client
-        Through which they are sent.
+        Client that submits them.
     token
-        What their task is called on the workers.
+        Name of their task on the workers.
     name
-        What their keys begin with.
+        Prefix of their keys.
     watchdog
-        What tells which workers do not go on.
+        Monitor that detects paused and silent workers.
     connections
-        By which results come here.
+        Connections through which results arrive.
 
     Attributes
     ----------
     closed
-        Whether the window has been closed: nothing is sent again.
+        True once the window is closed. Fetches are then no longer sent again.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class SentFetches:
         self._name = name
         self._watchdog = watchdog
         self._connections = connections
-        self._futures: dict[int, Any] = {}  # of distributed's
-        self._n_again = 0  # fetches sent again
+        self._futures: dict[int, Any] = {}  # Futures of distributed.
+        self._n_again = 0  # Number of fetches sent again.
         self.closed = False
 
     def send(self, k: int, argument: Any) -> None:
-        """Send fetch `k`."""
+        """Submit fetch `k`."""
         self._futures[k] = self._submitted(argument, key=(self._name, k))
 
     def _submitted(self, argument: Any, *, key: tuple[Any, ...]) -> Any:
@@ -66,37 +66,37 @@ class SentFetches:
             argument,
             key=key,
             pure=False,
-            # Earlier fetches first, however quickly one follows another.
+            # Earlier fetches have priority, no matter how quickly the next one is submitted.
             fifo_timeout="0 ms",
             workers=self._watchdog.others or None,
             allow_other_workers=bool(self._watchdog.others),
         )
 
     def release(self, k: int) -> None:
-        """Let the scheduler forget fetch `k`."""
+        """Release the future of fetch `k`, so that the scheduler forgets it."""
         future = self._futures.pop(k, None)
         if future is not None:
             if future.cancelled():
-                # client.restart() forgets futures without a word to the scheduler, and what was on its way to it
-                # meanwhile is there: a second future of the key can be released.
+                # client.restart() drops futures without notifying the scheduler, which may have received
+                # the task in the meantime. Releasing a second future of the same key removes it.
                 future = distributed.Future(future.key, self._client)
             future.release()
 
     def release_all_but(self, kept: Container[int]) -> None:
-        """Let the scheduler forget all fetches but these."""
+        """Release the futures of all fetches except `kept`."""
         for k, future in list(self._futures.items()):
             if k not in kept:
                 future.release()
 
     async def finished(self, k: int, argument: Any) -> Any:
-        """Wait until fetch `k` has ended; whether it failed or was cancelled is told by gather.
+        """Wait until fetch `k` has finished, failed or been cancelled; return its future.
 
-        A worker that pauses at its memory limit keeps what was sent to it, for ever if need be, and so does one whose
-        process is frozen; Dask moves only what is slow to others. The fetch that is waited for is sent again, and if a
-        worker has fallen silent, those after it are, too.
+        Gathering the future raises the error of a failed fetch. A worker that pauses at its memory limit, or whose
+        process is frozen, may keep its fetches forever, because Dask moves fetches only from workers that are slow. The
+        earliest fetch is therefore sent again, and so are the later ones if a worker has fallen silent.
         """
         if self._watchdog.others and perf_counter() - self._watchdog.looked_at > STUCK_S:
-            await self._watchdog.look()  # else nothing would be sent to a worker that goes on or joins
+            await self._watchdog.look()  # Otherwise, no fetch would be sent to a worker that recovers or joins.
         while True:
             future = self._futures[k]
             ended = asyncio.ensure_future(future.exception())
@@ -122,13 +122,14 @@ class SentFetches:
             self._send_again(k, argument, future)
 
     async def gathered(self, k: int, argument: Any, future: Any) -> Timed | None:
-        """Bring the result of fetch `k`; None if it was sent again, as the worker that holds it has fallen silent."""
+        """Return the result of fetch `k`; None if it was sent again because the worker holding it is silent."""
         direct = await self._connections.are_direct()
         gathers: set[asyncio.Future[Timed]] = set()
 
         def begin() -> None:
             gather = asyncio.ensure_future(self._client.gather(future, direct=direct))
-            # One from a silent worker is left alone, see ClusterRunner._close; that it fails in the end is no matter.
+            # A gather from a silent worker is not cancelled, see ClusterRunner._close. Retrieving its
+            # exception keeps asyncio from reporting it.
             gather.add_done_callback(lambda gather: gather.cancelled() or gather.exception())
             gathers.add(gather)
 
@@ -151,7 +152,7 @@ class SentFetches:
                     self._send_again(k, argument, future)
                     return None
                 if address is None and len(gathers) == 1:
-                    begin()  # the Client may have merged the first with one from the worker that is silent
+                    begin()  # The Client may have merged the first gather with one from the silent worker.
         except asyncio.CancelledError:
             for gather in gathers:
                 gather.cancel()

@@ -1,8 +1,8 @@
 """Fetches on the workers of a distributed cluster.
 
-Each fetch is one task and one future. As soon as it has finished, its result is brought here (by the
-Client's own event loop, while the consumer is busy) and the future is released, so that a worker holds
-a result no longer than it takes to send it.
+Each fetch is one task and one future. As soon as it has finished, its result is transferred to this process
+by the Client's own event loop, even while the consumer is busy. The future is then released, so that a worker holds
+a result only until it has sent it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["ClusterRunner"]
 
 logger = logging.getLogger("dasksc.window.cluster")
 
-_CLOSE_S = 30.0  # for results on their way when the window closes
+_CLOSE_S = 30.0  # Maximum wait for transfers under way when a window closes.
 
-# Clients whose scheduler has a janitor.
+# Clients whose scheduler has a `Janitor`.
 _tidied: weakref.WeakSet[distributed.Client] = weakref.WeakSet()
 
 
 class ClusterRunner:
-    """Runs fetches through a Client."""
+    """Runner of fetches through a Client."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ClusterRunner:
     ) -> None:
         self._client = client
         self._argument = argument
-        # Windows may share a name, and a result of an earlier one must never be taken for this one's.
+        # Windows may share a name, and must not receive each other's results.
         number = uuid.uuid4().hex
         self._token = token_prefix(client.id) + number
         self._name = f"{name}-{number[:8]}"
@@ -81,7 +81,7 @@ class ClusterRunner:
 
     @property
     def needs_executors(self) -> bool:
-        """Whether the scheduler lives in this process."""
+        """True if the scheduler runs in this process."""
         return self._in_process or self._local_scheduler() is not None
 
     def submit(self, k: int) -> concurrent.futures.Future[Timed]:
@@ -91,7 +91,7 @@ class ClusterRunner:
         return asyncio.run_coroutine_threadsafe(self._bring(k, argument), event_loop(self._client))
 
     def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
-        """Release every future and take the task back from the workers."""
+        """Release every future and remove the task from the workers."""
         carrier = carriers.pop(self._token, None)
         loop = event_loop(self._client)
         if self._client.status == "closed" or not loop.is_running():
@@ -107,20 +107,20 @@ class ClusterRunner:
                 logger.warning("A fetch of a closed window still runs on the cluster of %s.", address)
 
     async def _introduce(self, envelope: Envelope, files: tuple[file_visibility.Fingerprint, ...]) -> None:
-        """Give the task to every worker, having asked those that are new whether they see its files."""
+        """Register the task on every worker, after checking that new workers see its files."""
         client = self._client
         await ask_workers(client, files)
         if client not in _tidied:
             try:
                 await client.register_plugin(Janitor(client.id), name=token_prefix(client.id))
-            except Exception as error:  # a scheduler that unpickles nothing
+            except Exception as error:  # The scheduler may be configured not to unpickle.
                 logger.info("If this process is killed, its tasks stay on the workers: %s", error)
             _tidied.add(client)
         inside = pickle.dumps(envelope)
         try:
             await client.register_plugin(parcel(inside), name=self._token)
         except OSError as error:
-            # A worker that leaves just then fails the call.
+            # The call fails if a worker leaves during it.
             logger.info("Sending the task again, as a worker has left: %s", error)
             await client.register_plugin(parcel(inside), name=self._token)
 
@@ -157,14 +157,14 @@ class ClusterRunner:
         self._fetches.closed = True
         lost = self._connection.close()
         if exiting and self.needs_executors:
-            # A scheduler that is about to lose its executors must have nothing of ours left to do.
-            # Without the task, what has not begun ends at once.
+            # The scheduler is about to lose its executors and must have no work of this window by then.
+            # Without the task, fetches that have not begun end immediately.
             await self._take_task_back(carrier)
             await _ended(pending)
             await self._forgotten()
             return
-        # Cancelling a gather would cancel any other that the Client has merged it with, so
-        # what is arriving arrives; the rest is woken by losing its future.
+        # Cancelling a gather would also cancel others that the Client merged with it, so transfers under
+        # way are completed. Releasing their futures wakes the remaining fetches.
         self._fetches.release_all_but(self._arriving)
         await _ended(pending)
         if not lost:
@@ -173,12 +173,13 @@ class ClusterRunner:
     async def _take_task_back(self, carrier: Carrier | None) -> None:
         if carrier is not None:
             await carrier.teardown(None)
-        elif self._client.status == "running":  # else nobody to tell; to reconnect takes half a minute to fail
+        # Otherwise the Client is disconnected, and an attempt to reconnect fails after half a minute.
+        elif self._client.status == "running":
             taking = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))
             try:
                 while not (await asyncio.wait({taking}, timeout=STUCK_S))[0]:
                     if (await self._watchdog.look())[1]:
-                        return  # a worker that has fallen silent is told, but not waited for
+                        return  # A silent worker is not waited for.
                 await taking
             except (OSError, ValueError) as error:
                 logger.debug("The task was gone already: %s", error)

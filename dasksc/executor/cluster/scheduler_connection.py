@@ -1,4 +1,4 @@
-"""The connection to the scheduler of a distributed cluster, and when it is lost."""
+"""Connection to the scheduler of a distributed cluster, and detection of its loss."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["SchedulerConnection"]
 
 T = TypeVar("T")
 
-_PROBE_S = 5.0  # between questions whether the scheduler is there, at most
+_PROBE_S = 5.0  # Maximum time between two probes of the scheduler.
 
 
 class SchedulerConnection:
-    """The connection of a window to its scheduler, which is asked all the while whether it is there.
+    """Connection of a window to its scheduler, which is probed continuously.
 
     Parameters
     ----------
     client
-        What is connected.
+        Client of the scheduler.
     in_process
-        Whether the scheduler lives in this process, so that it cannot be lost.
+        True if the scheduler runs in this process and so cannot be lost.
     """
 
     def __init__(self, client: Any, *, in_process: bool) -> None:
@@ -37,7 +37,7 @@ class SchedulerConnection:
         self._watching: asyncio.Task[str] | None = None
 
     async def unless_lost(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """Wait for what `begin` begins, but not longer than the scheduler is there."""
+        """Await ``begin()``; raise `ConnectionError` as soon as the scheduler is lost."""
         if self._in_process:
             return await begin()
         if self._watching is None:
@@ -50,7 +50,7 @@ class SchedulerConnection:
         try:
             return await doing
         except (FutureCancelledError, CommClosedError) as error:
-            # The Client cancels what it waited for; a question under way to the scheduler breaks off.
+            # A lost connection makes the Client cancel its futures and breaks off pending requests.
             if self._closed:
                 raise
             if isinstance(error, FutureCancelledError) and self._client.status == "running":
@@ -61,7 +61,7 @@ class SchedulerConnection:
             raise ConnectionError(_gone(self._client)) from error
 
     def close(self) -> bool:
-        """Ask no more; return whether the scheduler was lost."""
+        """Stop probing; return True if the scheduler was lost."""
         self._closed = True
         lost = self._watching is not None and self._watching.done()
         if self._watching is not None:
@@ -70,11 +70,14 @@ class SchedulerConnection:
 
 
 async def _lost(client: Any) -> str:
-    """Wait until the scheduler is out of reach, and say so; within ``dasksc.scheduler-timeout`` of its last answer."""
+    """Wait until the scheduler is unreachable; return an error message.
+
+    Returns within ``dasksc.scheduler-timeout`` of the scheduler's last answer.
+    """
     timeout_s = parse_timedelta(config.get("scheduler-timeout"))
     probe_s = min(_PROBE_S, timeout_s / 4)
     scheduler = client.scheduler
-    if client.status == "connecting":  # again, to one that has restarted
+    if client.status == "connecting":  # The Client is reconnecting to a scheduler that has restarted.
         await _status_other_than(client, "connecting", timeout_s)
     while client.status == "running":
         try:

@@ -1,4 +1,4 @@
-"""Who may connect to the cluster of a run: certificates, secrets, and addresses that need neither."""
+"""Authentication of the cluster of a run: certificates, secrets, and addresses that need neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LOOPBACK", "SECRET_FILE", "is_loopback", "refuse_untrusted", "secure
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _ROLES = ("client", "scheduler", "worker")
-# How to make what `security` takes.
+# Instructions for creating the file of `security`, used in error messages.
 SECRET_FILE = (
     "the path of a file that only you can read and every rank finds, made by "
     "openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem"
@@ -24,7 +24,7 @@ SECRET_FILE = (
 
 
 def temporary_certificates() -> Security:
-    """Make certificates for this run, which are kept in memory."""
+    """Create certificates for this run, kept in memory."""
     try:
         return Security.temporary()
     except ImportError as error:
@@ -35,7 +35,7 @@ def temporary_certificates() -> Security:
 
 
 def secured(given: object) -> Security | None:
-    """Return the certificates that a user gave; a file is refused if others than its user can get at it."""
+    """Return the certificates given by the user; refuse a file that other users can access."""
     if given is None:
         return None
     if isinstance(given, Security):
@@ -55,7 +55,7 @@ def secured(given: object) -> Security | None:
         raise WrongTypeError(f"security={given!r} is neither a distributed.Security nor a path. Give {SECRET_FILE}")
     try:
         contexts = ssl_contexts(security, _ROLES)
-    except OSError as error:  # an ssl.SSLError is one
+    except OSError as error:  # Includes ssl.SSLError.
         raise InputError(
             f"{what} has no certificate and private key that fit each other ({error}). Give {SECRET_FILE}"
         ) from error
@@ -67,7 +67,10 @@ def secured(given: object) -> Security | None:
 
 
 def refuse_untrusted(address: str, security: Security | None) -> None:
-    """Refuse an address from the store, which anybody may have written, unless certificates tell who is there."""
+    """Raise `ValueError` for an address from the store that this rank cannot trust.
+
+    Anyone may have written it. Without `security`, the address must be loopback; with `security`, encrypted.
+    """
     host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
     if security is None and not (host in LOOPBACK or is_loopback(host)):
         raise ValueError("it is not on loopback, and this rank has no security=")
@@ -76,8 +79,8 @@ def refuse_untrusted(address: str, security: Security | None) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address, not a name, is loopback."""
+    """Return True if `address` is a loopback IP address; False for a name."""
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # Not an address.
         return False

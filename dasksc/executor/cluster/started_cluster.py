@@ -1,4 +1,4 @@
-"""The Dask cluster that the ranks of a run share."""
+"""Dask cluster shared by the ranks of a run."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ __all__ = ["POLL_S", "StartedCluster"]
 
 logger = logging.getLogger("dasksc.window.start")
 
-POLL_S = 0.05  # between looks into the store of the process group
+POLL_S = 0.05  # Time between polls of the store of the process group.
 
 
 class StartedCluster:
-    """A Dask cluster that the ranks of a run share, and this rank's Client of it.
+    """A Dask cluster shared by the ranks of a run, and this rank's Client.
 
-    `start_cluster` makes it. A context manager: leaving it closes this rank's Client, and on rank 0, once
-    the other ranks have left too, the cluster.
+    Created by `start_cluster`. As a context manager, it closes this rank's Client on exit. Rank 0 then also closes
+    the cluster, once the other ranks have closed their Clients.
 
     Parameters
     ----------
     client
-        This process's Client, the active one until it is closed.
+        Client of this process, the active one until it is closed.
     cluster
-        The `distributed.LocalCluster`, on the rank that started it; else None.
+        The `distributed.LocalCluster` on the rank that started it; None on the others.
     dashboard_link
-        Where the dashboard is, as seen from rank 0's machine; None without one.
+        Link to the dashboard as seen from the machine of rank 0; None without a dashboard.
     store
-        Of the process group; None for a single rank.
+        Store of the process group; None for a single rank.
     token
-        What tells this start from others in the store.
+        Identifier of this start in the store.
     n_others
-        Ranks that rank 0 waits for.
+        Number of ranks that rank 0 waits for.
     timeout_s
-        How long it does.
+        Time in seconds that rank 0 waits for them.
 
     Attributes
     ----------
     address
-        Of the scheduler.
+        Address of the scheduler.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class StartedCluster:
         Parameters
         ----------
         wait_s
-            How long rank 0 waits for the other ranks to close theirs; default: as long as it waited for the
-            start. Then it closes the cluster all the same, with a warning.
+            Time in seconds that rank 0 waits for the other ranks to close their Clients; default: `timeout_s`. It then
+            closes the cluster regardless, with a warning.
         """
         if self._closed:
             return
@@ -106,7 +106,7 @@ class StartedCluster:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A rank that has failed waits for nobody: the others may be waiting for it.
+        # A failed rank does not wait, because the other ranks may be waiting for it.
         self.close(wait_s=None if exc_type is None else 0.0)
 
     def __repr__(self) -> str:

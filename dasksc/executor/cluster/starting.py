@@ -7,13 +7,12 @@ import itertools
 import logging
 import os
 import uuid
-from numbers import Integral
-from typing import TypeGuard
 
 import distributed
 from distributed.security import Security
 
 from dasksc._compat.distributed import ensure_ip, listening_at
+from dasksc.config import is_whole
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
 from dasksc.executor.cluster.rendezvous import attempt, join, tell
@@ -27,7 +26,7 @@ __all__ = ["start_cluster"]
 
 logger = logging.getLogger("dasksc.window.start")
 
-# Modules that the scheduler loads when it starts, by name.
+# Names of the modules that the scheduler loads at startup.
 PRELOAD = ["dasksc.dashboard"]
 
 _ordinals = itertools.count()
@@ -47,65 +46,68 @@ def start_cluster(
 ) -> StartedCluster:
     """Start a Dask cluster that all ranks of this run share, and connect to it.
 
-    Rank 0 starts a scheduler and workers on its machine. The others learn the address through the key-value
-    store of the ``torch.distributed`` process group, which must be initialised if there are several ranks;
-    it is no collective, and every rank must call it equally often. The Client is the active one, so data
-    sets made without ``scheduler=`` use it. As scheduler and workers are processes of their own kind, the
+    Rank 0 starts a scheduler and workers on its machine. The other ranks read the address from the key-value
+    store of the ``torch.distributed`` process group, which must be initialized if there are several ranks. This
+    is not a collective operation, but every rank must make the same number of calls. The Client becomes the
+    active one, so data sets created without ``scheduler=`` use it. Workers may be separate processes, so the
     program needs the guard ``if __name__ == "__main__":``.
 
     Parameters
     ----------
     n_workers
-        Workers; default: one process a core, or with ``processes=False`` one.
+        Number of Dask workers. Default: one process per core, or one worker with ``processes=False``.
     threads_per_worker
-        Threads of each; default: the cores divided by the workers.
+        Number of threads of each worker. Default: the number of cores divided by the number of workers.
     processes
-        Whether workers are processes. Default: if there are several ranks. With ``False`` they are threads of
-        rank 0, which for a single rank costs no serialisation.
+        If True, each worker is a process; if False, the workers are threads of rank 0, which avoids
+        serialization for a single rank. Default: True if there are several ranks.
     host
-        Where scheduler and workers listen: an address of this machine, or a name that leads to one. Anything but this
-        machine's loopback is encrypted, and both ends must show a certificate: several ranks that of `security`, a
-        single rank one that is made for this run and kept in memory.
+        Address of this machine, or a name that resolves to one, on which scheduler and workers listen.
+        Connections are encrypted unless `host` is the loopback of this machine, and both ends must present a
+        certificate. Several ranks use the certificate of `security`. A single rank creates one for this run and
+        keeps it in memory.
     port
-        Of the scheduler; 0 takes a free one.
+        Port of the scheduler; 0 selects a free one.
     dashboard_address
-        Where the dashboard listens, unencrypted; None for none.
+        Address on which the dashboard listens, unencrypted; None disables the dashboard.
     memory_limit
-        Of each worker; as for `distributed.LocalCluster`. ``"auto"`` is no limit for workers that are threads, to which
-        all that the program holds would be counted.
+        Memory limit of each worker, as for `distributed.LocalCluster`. For workers that are threads, ``"auto"``
+        means no limit, because all memory of the program would count towards it.
     security
-        The secret that ranks know each other by: the path of a file in PEM format with a private key and its
-        certificate, the same on every rank and readable by its user alone, or a `distributed.Security`. Loopback is
-        encrypted, too, if it is given. It does not go through the store. ::
+        Secret that authenticates the ranks: a `distributed.Security`, or the path of a PEM file with a private
+        key and its certificate. The file must be the same on every rank and readable only by its user. If given,
+        loopback connections are encrypted as well. The secret is never written to the store. ::
 
             openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem
     timeout_s
-        How long the ranks wait for rank 0 to start, and rank 0 for the others to leave.
+        Time in seconds that the ranks wait for rank 0 to start the cluster, and that rank 0 waits for the others
+        to leave it.
 
     Returns
     -------
     StartedCluster
-        With the attributes ``client`` and ``address``; close it, or use it in a ``with`` statement.
+        Cluster with the attributes ``client`` and ``address``. Close it, or use it in a ``with`` statement.
 
     Raises
     ------
     InputError
-        If an argument cannot work, there are several ranks and no process group, several ranks have no `security` and
-        `host` is not loopback, other users can read the file of `security`, or ranks run on several machines and
-        `host` is loopback, also by way of a name.
+        If an argument is invalid; if there are several ranks and no process group; if there are several ranks
+        without `security` and `host` is not loopback; if other users can read the file of `security`; or if ranks
+        run on several machines and `host` is loopback or resolves to it.
     StartError
-        If rank 0 failed, did not answer in time or cannot be reached; says why. Rank 0 raises what it failed with,
-        having closed what it had started.
+        If rank 0 failed, did not answer in time or cannot be reached; the message gives the reason. Rank 0 closes
+        everything it has started and raises its original error.
 
     Notes
     -----
-    Whoever can connect to a Dask scheduler can run any program on its workers; without `security` that is every user
-    of the machine. A rank without `security` connects to nothing but loopback, wherever the store leads it.
+    Anyone who can connect to a Dask scheduler can run any program on its workers. Without `security`, that is
+    every user of the machine. A rank without `security` connects only to loopback, whatever address the store
+    contains.
     """
     world = World.detect()
     several = world.world_size > 1
     store = shared_store(f"dasksc/cluster/{next(_ordinals)}") if several else None
-    if several and not hasattr(store, "wait"):  # that of JAX cannot be waited for
+    if several and not hasattr(store, "wait"):  # The store of JAX has no `wait`.
         raise InputError(
             f"there are {world.world_size} ranks (from {world.source}) and no process group through which they could "
             "find each other. Call torch.distributed.init_process_group first"
@@ -154,7 +156,7 @@ def start_cluster(
                 link = with_host(str(cluster.dashboard_link), listening_at(cluster.scheduler))
             tell(store, {"address": cluster.scheduler_address, "dashboard": link, "token": token})
         except BaseException as error:
-            # At once, before what was started is closed: the others wait for it.
+            # Publish the error before closing anything, because the other ranks are waiting.
             with contextlib.suppress(RuntimeError):
                 tell(store, {"error": f"{type(error).__name__}: {error}", "attempt": attempt()})
             raise
@@ -181,16 +183,16 @@ def _check(
     is_spread: bool,
     is_secret: bool,
 ) -> None:
-    """Refuse arguments that cannot work, whatever the machine."""
+    """Raise `InputError` for arguments that are invalid on any machine."""
     if not isinstance(host, str) or not host:
         raise InputError(f"host={host!r} must be a name or an address of this machine, such as '127.0.0.1'")
-    if not _is_count(port, least=0) or port > 65535:
+    if not is_whole(port) or not 0 <= port <= 65535:
         raise InputError(f"port={port!r} must be a whole number from 0, which takes a free one, to 65535")
     for name, value, least in (("n_workers", n_workers, 0), ("threads_per_worker", threads_per_worker, 1)):
-        if value is not None and not _is_count(value, least=least):
+        if value is not None and (not is_whole(value) or value < least):
             raise InputError(f"{name}={value!r} must be None or a whole number of at least {least}")
     if dashboard_address is not None and not isinstance(dashboard_address, str):
-        example = f"{LOOPBACK[0]}:{dashboard_address if _is_count(dashboard_address, least=0) else 0}"
+        example = f"{LOOPBACK[0]}:{dashboard_address if is_whole(dashboard_address) and dashboard_address >= 0 else 0}"
         raise InputError(f"dashboard_address={dashboard_address!r} must be None or host and port, as {example!r}")
     if not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise InputError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
@@ -206,12 +208,11 @@ def _check(
         )
 
 
-def _is_count(value: object, *, least: int) -> TypeGuard[int]:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
-
-
 def _check_resolved(host: str, *, is_spread: bool) -> None:
-    """Refuse a name that other machines know and that is loopback here, as the own name in Debian's /etc/hosts is."""
+    """Raise `InputError` for a name that resolves to loopback on this machine, but not on others.
+
+    Debian's /etc/hosts does this for the name of the machine. If all ranks run on this machine, log a warning instead.
+    """
     try:
         address = ensure_ip(host)
     except OSError as error:
@@ -261,7 +262,7 @@ def _local_cluster(
 
 
 def _sizes(n_workers: int | None, n_threads: int | None, *, processes: bool) -> tuple[int, int]:
-    """Settle workers and threads of each, by the cores that this process may use."""
+    """Return the number of workers and the threads of each, from the cores available to this process."""
     n_cpus = cpu_count()
     if n_workers is None:
         n_workers = max(1, n_cpus // (n_threads or 1)) if processes else 1

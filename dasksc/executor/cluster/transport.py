@@ -1,8 +1,8 @@
-"""How fetched rows travel between the processes of a Dask cluster: as their arrays, and nothing else.
+"""Serialization of fetched rows between the processes of a Dask cluster.
 
-Dask asks `sizeof` what a result weighs in a worker's memory, and its serialisers for a small header and
-the frames that go to the socket as they are. Without them a fetch would be pickled, and one that is
-mapped from a file would weigh nothing and be copied by the worker's event loop.
+Dask determines the memory of a result with `sizeof`. Its serializers convert a result to a small header and to
+frames, which are written to the socket without a copy. Without the functions registered here, Dask would pickle
+fetched rows. Memory-mapped rows would count as zero bytes, and the worker's event loop would copy them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _dump_arrays(arrays: Sequence[NDArray[Any]]) -> tuple[Header, Frames]:
 
 
 def _load_arrays(header: Header, frames: Frames) -> list[NDArray[Any]]:
-    # At whatever byte a frame begins: the kernels mind as little as with files.
+    # A frame may begin at any byte; the kernels accept unaligned arrays, as they do for mapped files.
     return [np.frombuffer(frame, dtype=dtype) for frame, dtype in zip(frames, header["dtypes"], strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Workers that have paused at their memory limit, or have fallen silent, and what is said of them."""
+"""Detection of Dask workers that have paused at their memory limit or fallen silent, and warnings about them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["STUCK_S", "Watchdog"]
 
 logger = logging.getLogger("dasksc.window.cluster")
 
-STUCK_S = 3.0  # a fetch may take; then it is looked whether its worker still works
-_SURE_S = 1.0  # between the looks that tell that a worker has fallen silent
+STUCK_S = 3.0  # Time a fetch may take before its worker is checked.
+_SURE_S = 1.0  # Time between the two checks that find a worker silent.
 
 
 class Watchdog:
-    """Looks after the workers of a Client while a window waits for them.
+    """Monitor of a Client's workers while a window waits for them.
 
     Parameters
     ----------
     client
-        Whose workers.
+        Client of the cluster.
 
     Attributes
     ----------
     looked_at
-        When it was last looked, in seconds of `perf_counter`.
+        Time of the last check, in seconds of `perf_counter`.
     others
-        Addresses of the workers that run and have not fallen silent, if any have.
+        Addresses of the running workers that are not silent; empty if no worker is silent.
     """
 
     def __init__(self, client: Any) -> None:
@@ -44,30 +44,31 @@ class Watchdog:
         self._said_silent: set[str] = set()
 
     async def look(self) -> tuple[dict[str, Any], dict[str, float]]:
-        """Ask which workers there are, and for how long some have been silent."""
+        """Return the workers by address, and the silence of each silent worker in seconds."""
         for is_sure in (False, True):
             self.looked_at = asked_at = perf_counter()
             workers = await workers_of(self._client)
             silent = self._heartbeats.silent(workers, asked_at=asked_at)
             if is_sure or not silent:
                 break
-            await asyncio.sleep(_SURE_S)  # where this process or the scheduler has slept, heartbeats lie unread
+            # After this process or the scheduler was suspended, heartbeats may be unprocessed.
+            await asyncio.sleep(_SURE_S)
         running = [address for address, worker in workers.items() if worker["status"] == "running"]
         self.others = [address for address in running if address not in silent] if silent else []
         return workers, silent
 
     async def whereabouts(self, future: Any, addresses: list[str]) -> str | None:
-        """Return which of these workers a fetch waits on, if any."""
+        """Return the address of the worker to which a fetch is assigned; None if it is not among `addresses`."""
         if not addresses:
             return None
         try:
             keys_of = await processing(self._client, addresses)
-        except KeyError:  # one has left just then
+        except KeyError:  # A worker has just left.
             return None
         return next((address for address, keys in keys_of.items() if future.key in keys), None)
 
     def is_given_up(self, k: int, address: str, silence_s: float) -> bool:
-        """Whether others can do what a worker that has fallen silent holds; says, once, that it has."""
+        """Return True if other workers can take over from a silent one; warn once about each silent worker."""
         if address not in self._said_silent:
             self._said_silent.add(address)
             logger.warning(
@@ -82,7 +83,7 @@ class Watchdog:
         return bool(self.others)
 
     def say_alone(self, k: int, workers: Mapping[str, Any]) -> None:
-        """Say, once, that no worker runs on which fetch `k` could."""
+        """Warn, once, that no worker is running that could execute fetch `k`."""
         if self._said_alone:
             return
         self._said_alone = True

@@ -1,4 +1,4 @@
-"""What is asked of workers before they get the first task: whether they see its files, and where they are."""
+"""Checks of workers before their first task: visibility of its files, and location of the workers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ __all__ = ["ask_workers"]
 
 logger = logging.getLogger("dasksc.window.cluster")
 
-# Schedulers of whose workers it was said that threads are faster.
+# Addresses of schedulers for which the advice to use threads was logged.
 _advised: set[str] = set()
 
-# What workers have answered, by Client: they are asked once.
+# Workers and files already checked, by Client. Each pair is checked once.
 _asked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[file_visibility.Fingerprint, ...]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...]) -> None:
-    """Refuse workers that do not see the files; say, once, that threads beat processes on this machine."""
+    """Raise an error if workers cannot import dasksc or do not see `files`.
+
+    Warns once per scheduler if all workers are other processes of this machine, where threads are faster.
+    """
     asked = _asked.setdefault(client, set())
     workers = await workers_of(client)
     new = [address for address in workers if (address, files) not in asked]
@@ -41,7 +44,7 @@ async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...
                 f"The worker at {address} of the Dask scheduler at {client.scheduler.address} cannot import dasksc "
                 f"({result}). Install the same version on every worker, or give the fetches a cluster of their own."
             )
-    # Others have left just then.
+    # Other workers have just left.
     answers = {address: result for address, result in results.items() if not isinstance(result, BaseException)}
     said = {address: answer[2] for address, answer in answers.items() if answer[2] is not None}
     if said:

@@ -1,4 +1,4 @@
-"""Whether the workers of a distributed cluster can be reached from here."""
+"""Detection of workers of a distributed cluster that this process cannot connect to."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["WorkerConnections"]
 
 logger = logging.getLogger("dasksc.window.cluster")
 
-_CONNECT_S = 3.0  # to a worker on a network that lets us through; a firewall drops silently
+_CONNECT_S = 3.0  # Timeout of a connection to a worker; a firewall may drop packets without an error.
 
 
 class WorkerConnections:
-    """The connections of a window to the workers, by which results can bypass the scheduler.
+    """Direct connections of a window to the workers, through which results bypass the scheduler.
 
     Parameters
     ----------
     client
-        Whose workers.
+        Client of the cluster.
     in_process
-        Whether they live in this process.
+        True if the workers run in this process.
     """
 
     def __init__(self, client: Any, *, in_process: bool) -> None:
@@ -35,7 +35,7 @@ class WorkerConnections:
         self._direct: asyncio.Task[bool] | None = None
 
     async def are_direct(self) -> bool:
-        """Return whether this process can connect to all workers; found out once."""
+        """Return True if this process can connect to all workers. Tested once."""
         if self._in_process:
             return True
         if self._direct is None:
@@ -43,12 +43,12 @@ class WorkerConnections:
         return await asyncio.shield(self._direct)
 
 
-# What was found out about a Client's workers, so that it is looked into, and said, once.
+# Reachability of workers by Client and address. Each worker is tested, and warned about, once.
 _reachable: weakref.WeakKeyDictionary[distributed.Client, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 async def _workers_are_reachable(client: Any) -> bool:
-    """Whether this process can connect to the workers, so that results can bypass the scheduler."""
+    """Return True if this process can connect to all workers, so that results can bypass the scheduler."""
     known = _reachable.setdefault(client, {})
     workers = await workers_of(client)
     unknown = [address for address in workers if address not in known]

@@ -1,21 +1,20 @@
-"""Array code that treats every row alone, run on the rows taken instead of on whole chunks.
+"""Row-local array code, run on the fetched rows instead of on whole chunks.
 
-For ``da.log1p(X * s)`` the rows wanted of the result need the same rows of X and of s, nothing else.
-`Compiler` walks the graph of an array from each of its row chunks down to the stored matrices and
-turns it into nodes that know which of their own rows each row needs:
+Requested rows of ``da.log1p(X * s)`` depend only on the same rows of X and of s. `Compiler` walks the graph of an
+array from each of its row chunks down to the stored matrices. It translates the graph into nodes that map their own
+rows to the rows of their inputs:
 
 - `Read`: rows (and columns) of a stored matrix;
-- `Take`: some rows of a node, in some order: a getitem task;
-- `Concat`: the rows of several nodes one after another;
+- `Take`: a selection of the rows of a node, in any order: a getitem task;
+- `Concat`: the rows of several nodes, concatenated;
 - `Apply`: any other task, whose row i comes from row i of each of its inputs.
 
-A fetch asks the nodes what rows they need, reads each matrix once, and computes from the leaves up. Row chunks
-whose graphs differ only in the names of what goes in are computed as one: the rows of a fetch lie in as many
-chunks as there are blocks of them.
+A fetch collects the rows that the nodes need, reads each matrix once, and computes from the leaves up. Row chunks
+whose graphs differ only in the names of their inputs are computed together, since the rows of a fetch lie in as many
+chunks as the fetch has blocks.
 
-That a graph has this shape follows from the indices of Dask's blockwise layers and from block numbers.
-That a *function* treats every row alone cannot be read off a graph; `dasksc.pushdown.trust` says who vouches for it.
-Before the first row is served, all functions are tried on made-up rows, together, in parts and one by one. Where some
-are merely believed, the first row chunk of each kind that is fetched from is also computed whole, once in each process,
-and compared.
+The indices of Dask's blockwise layers and the block numbers show that a graph has this structure. A graph does not
+show that a *function* treats every row independently; `dasksc.pushdown.trust` states the trust in each function.
+Before the first fetch, all functions are tried on synthetic rows: together, in parts and one by one. If some functions
+are merely believed, the first fetched row chunk of each kind is also computed whole, once per process, and compared.
 """

@@ -1,4 +1,7 @@
-"""Which row chunks are computed alike, so that one trial is enough for them, and one call computes several."""
+"""Classification of row chunks by their computation.
+
+One trial covers all row chunks of a kind, and one call computes several of them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ __all__ = ["kinds_of"]
 
 
 def kinds_of(blocks: list[list[Node]]) -> list[int]:
-    """Number the row chunks so that those have one number that are computed alike."""
+    """Assign the same kind number to row chunks that undergo the same computation.
+
+    Each row chunk is compared with the three latest kinds only, so row chunks of different kinds may still be alike.
+    """
     kinds: list[int] = []
     samples: list[list[Node]] = []
     for block in blocks:
-        # What is unlike its neighbours is mostly the first or the last of an array.
+        # A row chunk that differs from its neighbours is mostly the first or the last of an array.
         for kind in range(len(samples) - 1, max(-1, len(samples) - 4), -1):
             if len(block) == len(samples[kind]) and all(map(_alike, block, samples[kind])):
                 kinds.append(kind)
@@ -30,7 +36,7 @@ def kinds_of(blocks: list[list[Node]]) -> list[int]:
 
 
 def _alike(one: Node, other: Node) -> bool:
-    """Whether two nodes do the same to rows that lie elsewhere."""
+    """Return True if two nodes apply the same operations to different rows."""
     if one is other:
         return True
     if isinstance(one, Read) and isinstance(other, Read):
@@ -53,13 +59,16 @@ def _alike(one: Node, other: Node) -> bool:
 
 
 def _input_places(node: Apply) -> list[bool] | None:
-    """Of the references in a task, in order, which are to inputs; None if some are where they cannot be seen."""
+    """Return a flag per reference in a task, in order: True if it refers to an input.
+
+    Return None if `flat` does not find all references of the task.
+    """
     keys = [item.key for item in flat(node.task) if isinstance(item, TaskRef)]
     return [key in node.inputs for key in keys] if set(keys) == node.task.dependencies else None
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two tasks have the same functions and values in them, and references in the same places."""
+    """Return True if two tasks contain the same functions and values, and references in the same places."""
     ones, others = list(flat(one)), list(flat(other))
     if len(ones) != len(others):
         return False
@@ -73,5 +82,5 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-# Values that are the same if they are written alike, which 0.0 and -0.0 are not; others are if they are one object.
+# Classes whose values are equal if their repr is equal, which tells 0.0 from -0.0. Others are compared by identity.
 _COMPARABLE = (str, bytes, bool, int, float, complex, slice, type(None), np.generic, np.dtype)

@@ -1,4 +1,4 @@
-"""Turns the graph of a Dask array into nodes, where it treats every row alone."""
+"""Compiler from the graph of a row-local Dask array to nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ shuffle_getitem, concatenate_arrays = shuffle_functions()
 
 
 class Compiler:
-    """Turns the graph of an array into nodes, or raises `NotRowLocalError`."""
+    """Compiler from the graph of an array to nodes; raises `NotRowLocalError` if the array is not row-local."""
 
     def __init__(self, array: da.Array, *, strict: bool) -> None:
         self._array = array
@@ -45,7 +45,7 @@ class Compiler:
         self._nodes: dict[Key, Node] = {}
 
     def blocks(self) -> list[list[Node]]:
-        """The nodes of every row chunk, one for each chunk of columns."""
+        """Return the nodes of every row chunk, one per column chunk."""
         n_row_chunks, n_column_chunks = self._array.numblocks
         blocks = []
         for i in range(n_row_chunks):
@@ -71,7 +71,7 @@ class Compiler:
         if not isinstance(node, Task):
             raise NotRowLocalError(f"layer {layer_of(key)!r} holds a {type(node).__name__}")
         if _is_one_of(node.func, GETITEMS) and node.args and isinstance(node.args[0], TaskRef):
-            source, index = _checked(key, node.args[:2], TaskRef, object)  # more are how, not what
+            source, index = _checked(key, node.args[:2], TaskRef, object)  # further arguments do not select rows
             return self._taken(key, source.key, self._literal(key, index))
         if node.func is shuffle_getitem:
             source, index = _checked(key, node.args, (TaskRef, Alias), object)
@@ -95,7 +95,7 @@ class Compiler:
         return self._applied(key, node)
 
     def _literal(self, key: Key, value: Any) -> Any:
-        """A value in the graph: itself, or behind a reference to one."""
+        """Return a literal value of the graph, resolving a reference to it."""
         if isinstance(value, TaskRef):
             value = self._graph.node(value.key)
         if isinstance(value, GraphNode):
@@ -105,7 +105,7 @@ class Compiler:
                 return value.value
             try:
                 return value({})
-            except Exception as error:  # whatever a function in the graph raises
+            except Exception as error:  # a function in the graph may raise any exception
                 raise NotRowLocalError(f"layer {layer_of(key)!r} takes rows that raised {error!r}") from error
         return value
 
@@ -151,11 +151,11 @@ class Compiler:
         return Apply(task, inputs, constants, self._graph, lengths.pop(), is_believed)
 
     def _alignment(self, key: Key, task: Task) -> dict[Key, bool]:
-        """Which inputs of a task have the rows of its result."""
+        """Return for each input of a task whether its rows are the rows of the result."""
         layer = self._graph.layers.get(layer_of(key))
         if isinstance(layer, Blockwise):
             return self._blockwise_alignment(key, task, layer)
-        # Elsewhere block numbers tell: the same block of rows in, the same block of rows out.
+        # Other layers are judged by block numbers: the input and the output must be the same block of rows.
         aligned = {}
         for dep in task.dependencies:
             same = isinstance(dep, tuple) and isinstance(key, tuple) and dep[1:2] == key[1:2] != ()
@@ -182,7 +182,10 @@ class Compiler:
         return {dep: by_name.get(dep, by_name.get(layer_of(dep), False)) for dep in task.dependencies}
 
     def _check_functions(self, key: Key, task: Task) -> bool:
-        """Refuse a task that calls what nobody vouches for; return whether it calls what is merely believed."""
+        """Raise `NotRowLocalError` for a task with an untrusted function.
+
+        Return True if the task calls a function that is merely believed to treat every row independently.
+        """
         is_believed = False
         for function, keywords in calls(task):
             trust = trust_in(function, keywords)
@@ -197,7 +200,7 @@ class Compiler:
 
 
 def _checked(key: Key, arguments: tuple[Any, ...], *kinds: Any) -> tuple[Any, ...]:
-    """Arguments of a function of Dask's, if they are of the classes with which Dask calls it."""
+    """Return the arguments of one of Dask's functions; raise `NotRowLocalError` if their classes are not Dask's."""
     if len(arguments) != len(kinds) or not all(map(isinstance, arguments, kinds)):
         raise NotRowLocalError(f"layer {layer_of(key)!r} does not call a function of Dask's as Dask does")
     return arguments
@@ -216,7 +219,7 @@ def _is_hashable(value: Any) -> bool:
 
 
 def _selected(values: Any, index: Any) -> Any:
-    """What an index in a graph selects; None if it does not fit."""
+    """Return the values that an index selects, or None if the index is invalid for them."""
     try:
         return values[index]
     except (IndexError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The graph of a Dask array, all layers together, and what is in its tasks."""
+"""Merged graph of a Dask array, and inspection of its tasks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Key = Any
 
 
 class NotRowLocalError(Exception):
-    """Why an array cannot be computed row by row; never leaves this package."""
+    """Internal error: an array cannot be computed row by row, for the reason in the message."""
 
 
 class Memory(Protocol):
-    """What keeps values for as long as a fetch lasts."""
+    """Cache of values for the duration of a fetch."""
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
-        """Compute once; `alive` are the objects whose ids are in the key."""
+        """Return a cached value, computed at the first call; `alive` are the objects whose ids are in the key."""
 
 
 class Graph:
-    """The tasks of an array, all layers together.
+    """Tasks of a Dask array, with all layers merged.
 
     Parameters
     ----------
     array
-        The array.
+        Dask array.
     """
 
     def __init__(self, array: da.Array) -> None:
@@ -49,15 +49,15 @@ class Graph:
         Raises
         ------
         NotRowLocalError
-            If it has none: computing whole chunks says what is wrong.
+            If the key has no task. Computing whole chunks then raises the actual error.
         """
         if key not in self.nodes:
             raise NotRowLocalError(f"{key!r} is not in its graph")
         return self.nodes[key]
 
     def reaches(self, key: Key) -> bool:
-        """Whether a stored matrix is behind a key."""
-        # Without recursion, since graphs may be deeper than Python's stack.
+        """Return True if a key is computed from a stored matrix."""
+        # A loop instead of recursion, since graphs may be deeper than Python's stack.
         todo = [key]
         while todo:
             current = todo[-1]
@@ -72,7 +72,10 @@ class Graph:
         return self._reaches[key]
 
     def constant(self, key: Key, run: Memory | None) -> Any:
-        """Compute a key that no stored matrix is behind; kept for this run, or, without one, for good."""
+        """Compute a key that does not depend on a stored matrix.
+
+        The value is cached for the duration of `run`; if `run` is None, for the lifetime of the graph.
+        """
         if run is not None:
             return run.kept(("constant", key), lambda: self._computed(key))
         if key not in self._constants:
@@ -93,7 +96,7 @@ class Graph:
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """A task as one row of functions, values and references, from which it could be written again."""
+    """Yield the functions, values and references in a task as a flat, unambiguous sequence."""
     if isinstance(value, Task):
         yield value.func
         yield from flat((value.args, value.kwargs))
@@ -117,11 +120,11 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def keys_in(value: Any) -> list[Key]:
-    """The keys in a list of references, whichever way Dask writes it."""
+    """Return the keys in a list of references, in any of Dask's representations of such a list."""
     parts = value.args if isinstance(value, Task) else value
     return [part.target if isinstance(part, Alias) else part.key for part in parts if isinstance(part, TaskRef | Alias)]
 
 
 def layer_of(key: Key) -> str:
-    """Return the name of the layer that a key is in."""
+    """Return the name of the layer of a key."""
     return str(key[0] if isinstance(key, tuple) else key)

@@ -1,4 +1,4 @@
-"""A Dask array of which every row is computed from single rows of stored matrices."""
+"""Matrix over a Dask array whose every row is computed from single rows of stored matrices."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ __all__ = ["RowLocalMatrix"]
 
 logger = logging.getLogger("dasksc.lazy.rowlocal")
 
-# Rows computed together, about: what a layer makes of fewer would still be in the cache for the next one, but threads
-# that come back to Python oftener wait for each other, which costs more.
+# Approximate number of rows computed together. The results of fewer rows would stay in the CPU cache from one layer to
+# the next. But threads would then return to Python more often and wait for each other, which costs more.
 N_COMPUTED = 4096
 
-# Rows computed together, about, where functions are merely believed: pieces of several chunks may be nearly twice as
-# many, and no more than were tried.
+# The same number where functions are merely believed. Pieces of several chunks may add up to nearly twice as many rows,
+# which must not exceed the number of rows in the trial.
 N_BELIEVED = N_TRIED[False] // 2
 
-# Rows compared at a time, dense.
+# Number of rows that are made dense and compared at a time.
 N_COMPARED = 64
 
 
 class RowLocalMatrix(DaskMatrix):
-    """Rows of a Dask array whose every row comes from single rows of stored matrices.
+    """Matrix over a Dask array whose every row comes from single rows of stored matrices.
 
     Parameters
     ----------
     array
-        Two-dimensional, with known chunk sizes.
+        Two-dimensional Dask array with known chunk sizes.
     label
-        What to call it in errors. Default: the array's name.
+        Name of the matrix in error messages. Default: the name of the array.
     strict
-        Believe no function that is neither known nor declared to treat every row alone.
+        If True, believe no function that is neither known nor declared to treat every row independently.
 
     Raises
     ------
     NotRowLocalError
-        If the graph of the array combines rows, or a function in it is not known to leave them alone.
+        If the graph of the array combines rows, or a function in it is not trusted to keep them apart.
     """
 
     def __init__(self, array: da.Array, label: str | None = None, *, strict: bool = False) -> None:
@@ -68,17 +68,22 @@ class RowLocalMatrix(DaskMatrix):
         except RecursionError as error:
             raise NotRowLocalError(f"its graph could not be followed ({error!r})") from error
         except UnsupportedVersionError as error:
-            # Whole chunks are right for any graph, also for one that is not written as expected here.
+            # Computing whole chunks is correct for any graph, including graphs of an unexpected form.
             say_once(error, without="array code is computed by whole chunks")
             raise NotRowLocalError(str(error)) from error
-        # The kinds of row chunks that were found right; those that are known to be need no reading.
+        # Kinds of row chunks that passed the trial and, if some of their functions are merely believed, the comparison
+        # with stored rows.
         self._proven: set[int] = set()
         self._believed = True
         self._lock = threading.Lock()
         self._layout = self._found_layout()
 
     def _found_layout(self) -> Layout:
-        """What the blocks are, where Dask was told by SciPy what matrix products and powers of them would be."""
+        """Return the layout of the computed blocks.
+
+        Dask's meta may be wrong for elementwise functions, since Dask infers it from SciPy's matrix products and
+        powers.
+        """
         nodes = self._blocks[0] if self._blocks else []
         if self.layout == "csr" or not _may_stay_csr(nodes):
             return self.layout
@@ -87,14 +92,14 @@ class RowLocalMatrix(DaskMatrix):
         try:
             with np.errstate(all="ignore"):
                 return "csr" if all(sp.issparse(run.value((node,), (need,))) for node in nodes) else self.layout
-        except Exception:  # whatever a function raises on rows that it was not written for; the trial will tell
+        except Exception:  # a function may raise anything on synthetic rows; the trial reports it
             return self.layout
 
     @property
     def cost(self) -> FetchCost:
-        """What memory a fetch takes, an estimate: rows as stored, after every layer, and put together.
+        """Estimated memory of a fetch: the rows as stored, after every layer, and concatenated.
 
-        Layers are taken to leave zeros as they are, so that a sparse row has as many values as it has in storage.
+        The estimate assumes that layers keep zeros, so that a sparse row has as many values as it has in storage.
         """
         run = Run()
         for node in self._blocks[0] if self._blocks else []:
@@ -103,13 +108,13 @@ class RowLocalMatrix(DaskMatrix):
         row = self._row_bytes()
         if self.layout == "csr" and costs:
             itemsize = self.dtype.itemsize + np.dtype(np.int32).itemsize
-            # Column numbers of a stored row are of two bytes at the least.
+            # Stored column indices take at least two bytes each.
             values = sum(
                 cost.row / (matrix.stored_dtype.itemsize + 2)
                 for cost, (matrix, _) in zip(costs, run.needs.values(), strict=True)
             )
             row = 8 + min(values, self.shape[1]) * itemsize
-        # One chunk is computed whole, for once, where functions are merely believed.
+        # Where functions are merely believed, one chunk per kind is computed whole, once.
         once = 0 if self._is_all_known else super().cost.fixed
         return FetchCost(
             row=row,
@@ -121,23 +126,23 @@ class RowLocalMatrix(DaskMatrix):
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> Fetched:
-        """Read the rows that `rows` need, once from each stored matrix, and compute on those.
+        """Read the rows that `rows` depend on, with one fetch per stored matrix, and compute on them.
 
         Parameters
         ----------
         rows
-            Ascending row numbers, shape (n_rows,), int64; repeats allowed.
+            Row numbers in ascending order, shape (n_rows,), int64; repeats allowed.
 
         Returns
         -------
         Fetched
-            Position i is ``rows[i]``; held in memory.
+            The rows, in memory; position i holds ``rows[i]``.
 
         Raises
         ------
         InputError
-            If rows do not ascend within [0, n_obs), or what is computed has another shape than the array
-            was declared to have.
+            If `rows` is not ascending within [0, n_obs), or the shape of a computed block differs from
+            its declared shape.
         """
         rows = check_rows(self.label, self.shape[0], rows)
         if not self._rows_are_independent(rows):
@@ -145,11 +150,11 @@ class RowLocalMatrix(DaskMatrix):
         blocks = self._computed(rows)
         if len({tuple(array.dtype for array in _arrays(block)) for block in blocks}) != 1:
             blocks = [stack(blocks, self.layout, self.shape[1], self.dtype)]
-        # Side by side as they are: to copy them into one costs as much as a layer of the graph.
+        # The blocks stay separate: copying them into one costs as much as a layer of the graph.
         return join([_all_rows(block, self.label) for block in blocks])
 
     def _computed(self, rows: NDArray[np.int64]) -> list[Any]:
-        """Compute `rows`, some at a time."""
+        """Compute `rows`, a limited number at a time."""
         n_together = N_COMPUTED if self._is_all_known else N_BELIEVED
         wanted = [
             (number, first, rows[first : min(first + n_together, stop)] - self._bounds[number])
@@ -161,12 +166,12 @@ class RowLocalMatrix(DaskMatrix):
         for _, several in itertools.groupby(wanted, key=lambda one: (self._kinds[one[0]], one[1] // n_together)):
             numbers, _, needs = zip(*several, strict=True)
             blocks.append(joined([self._blocks[number] for number in numbers], needs, run, self))
-            # Their memory, which is still in the cache, is taken for the next ones.
+            # Freeing the values lets the next group use their memory while it is still in the CPU cache.
             run.values.clear()
         return blocks
 
     def _rows_are_independent(self, rows: NDArray[np.int64]) -> bool:
-        """Try what computes `rows`: each kind of row chunk once in each process."""
+        """Return True if every row chunk that `rows` touch passes its trial, run once per kind and process."""
         if len(self._proven) == self._n_kinds and self._believed:
             return True
         with self._lock:
@@ -195,9 +200,9 @@ class RowLocalMatrix(DaskMatrix):
         )
 
     def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
-        """What shows that rows of a block are others when all of it is computed, if anything does."""
+        """Compare rows of a block with the same rows of the whole block; return a description of a difference."""
         whole = self._block(number, need)
-        # Every other row: all rows of a small block, computed in one piece, are the block itself.
+        # Every other row, because all rows of a small block in one piece would be the whole block itself.
         for places in (slice(0, None, 2), slice(1, None, 2)):
             wanted = self._bounds[number] + need[places]
             rows = stack(self._computed(wanted), self.layout, self.shape[1], self.dtype)
@@ -217,7 +222,7 @@ class RowLocalMatrix(DaskMatrix):
         return all(self._is_known(kind) for kind in set(self._kinds))
 
     def _is_known(self, kind: int) -> bool:
-        """Whether nothing that computes row chunks of a kind is merely believed."""
+        """Return True if no function for row chunks of a kind is merely believed."""
         nodes = self._blocks[self._kinds.index(kind)]
         return not any(isinstance(node, Apply) and node.is_believed for node in all_nodes(nodes))
 
@@ -231,7 +236,7 @@ def _all_rows(block: NDArray[Any] | sp.csr_matrix, label: str) -> Fetched:
 
 
 def _may_stay_csr(nodes: list[Node]) -> bool:
-    """Whether some nodes come of CSR rows, by functions of which Dask was told wrongly what they make of them."""
+    """Return True if nodes depend on CSR rows and on an `Elementwise` function, whose meta may be wrong."""
     below = list(all_nodes(nodes))
     return any(isinstance(node, Read) and node.matrix.layout == "csr" for node in below) and any(
         isinstance(function, Elementwise)

@@ -1,7 +1,7 @@
-"""What compiled array code consists of, and its run on the rows that a fetch takes.
+"""Nodes of compiled array code, and their evaluation on the rows of a fetch.
 
-`n_rows` is how many rows a node has; the demand for its rows goes down, their values come up, those of alike nodes one
-after the other.
+Each node has `n_rows` rows. Demand for rows passes down to the leaves and values pass up. The values of nodes of the
+same kind are concatenated.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Read:
 
     matrix: Matrix
     rows: Rows
-    # Which columns, or all.
+    # Column numbers; None stands for all columns.
     columns: NDArray[np.int64] | None = None
 
     @property
     def n_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.rows)
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Note what `need` of the rows comes down to."""
+        """Record the matrix rows behind the rows `need`."""
         run.needs.setdefault(id(self.matrix), (self.matrix, []))[1].append(chosen_rows(self.rows, need))
 
     def value(self, nodes: tuple[Read, ...], needs: Needs, run: Run) -> Any:
-        """Compute `needs` of alike nodes, one after the other."""
+        """Compute the rows `needs` of nodes of the same kind, concatenated."""
         rows, fetched = run.fetched[id(self.matrix)]
         wanted = [chosen_rows(node.rows, need) for node, need in zip(nodes, needs, strict=True)]
         positions = np.searchsorted(rows, np.concatenate(wanted))
@@ -60,7 +60,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Take:
-    """Some rows of a node, and what else a getitem does to them."""
+    """Selected rows of a node, with the remaining indices of the getitem task."""
 
     child: Node
     rows: Rows
@@ -68,15 +68,15 @@ class Take:
 
     @property
     def n_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.rows)
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Note what `need` of the rows comes down to."""
+        """Record the matrix rows behind the rows `need`."""
         run.demand(self.child, self._chosen(need, run))
 
     def value(self, nodes: tuple[Take, ...], needs: Needs, run: Run) -> Any:
-        """Compute `needs` of alike nodes, one after the other."""
+        """Compute the rows `needs` of nodes of the same kind, concatenated."""
         chosen = tuple(node._chosen(need, run) for node, need in zip(nodes, needs, strict=True))
         if all(map(operator.is_, chosen, needs)):
             chosen = needs
@@ -84,7 +84,7 @@ class Take:
         return taken[(slice(None), *self.rest)] if self.rest else taken
 
     def _chosen(self, need: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
-        # The very same need, where the rows are all rows, so that what is computed for it is found again.
+        # A Take of all rows returns the same object, so that values cached under its id are found.
         if isinstance(self.rows, range) and self.rows == range(self.child.n_rows):
             return need
         chosen: NDArray[np.int64] = run.kept(("take", id(self), id(need)), lambda: chosen_rows(self.rows, need), need)
@@ -93,23 +93,23 @@ class Take:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Concat:
-    """The rows of several nodes, one after another."""
+    """Rows of several nodes, concatenated."""
 
     children: tuple[Node, ...]
     bounds: NDArray[np.int64]
 
     @property
     def n_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return int(self.bounds[-1])
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Note what `need` of the rows comes down to."""
+        """Record the matrix rows behind the rows `need`."""
         for child, _, rows in self._parts(need, run):
             run.demand(child, rows)
 
     def value(self, nodes: tuple[Concat, ...], needs: Needs, run: Run) -> Any:
-        """Compute `needs` of alike nodes, one after the other."""
+        """Compute the rows `needs` of nodes of the same kind, concatenated."""
         return _stacked([node._whole(need, run) for node, need in zip(nodes, needs, strict=True)])
 
     def _whole(self, need: NDArray[np.int64], run: Run) -> Any:
@@ -126,7 +126,7 @@ class Concat:
 
     def _split(self, need: NDArray[np.int64]) -> Iterator[tuple[Node, NDArray[np.int64], NDArray[np.int64]]]:
         which = np.searchsorted(self.bounds, need, side="right") - 1
-        # Without rows to take, the first child says what no rows look like.
+        # If no rows are requested, the first child supplies an empty block of the right class.
         for number in np.unique(which).tolist() or [0]:
             places = np.flatnonzero(which == number)
             yield self.children[number], places, need[places] - self.bounds[number]
@@ -134,26 +134,26 @@ class Concat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Apply:
-    """A task on the same rows of all its inputs."""
+    """Task applied to the same rows of all its inputs."""
 
     task: GraphNode
-    # In the order in which the task names them.
+    # In the order in which the task refers to them.
     inputs: Mapping[Key, Node]
-    # Inputs that no stored matrix is behind, and whether their rows are the rows of the block; in that order, too.
+    # Inputs without a stored matrix behind them, in the same order. True if their rows are the rows of the block.
     constants: Mapping[Key, bool]
     graph: Graph
     n_rows: int
-    # Whether it calls what is neither known nor declared to treat every row alone.
+    # True if the task calls a function that is neither known nor declared to treat every row independently.
     is_believed: bool
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Note what `need` of the rows comes down to."""
+        """Record the matrix rows behind the rows `need`."""
         for child in self.inputs.values():
             run.demand(child, need)
 
     def value(self, nodes: tuple[Apply, ...], needs: Needs, run: Run) -> Any:
-        """Compute `needs` of alike nodes, one after the other."""
-        # The first task is called for all: the others say the same of their own inputs.
+        """Compute the rows `needs` of nodes of the same kind, concatenated."""
+        # One call of the first task serves all nodes: their tasks differ only in the names of their inputs.
         children = zip(*(node.inputs.values() for node in nodes), strict=True)
         values = {key: run.value(several, needs) for key, several in zip(self.inputs, children, strict=True)}
         constants = zip(*(node.constants for node in nodes), strict=True)
@@ -171,10 +171,10 @@ Needs = tuple[NDArray[np.int64], ...]
 
 
 def _aligned(nodes: tuple[Apply, ...], keys: tuple[Key, ...], needs: Needs, run: Run) -> Any:
-    """Constants of several nodes, the rows that are needed of each, one after another."""
+    """Return the rows `needs` of the constants of several nodes, concatenated."""
     constants = [node.graph.constant(key, run) for node, key in zip(nodes, keys, strict=True)]
     if len(set(keys)) == 1 and constants[0].shape[0] == 1 != min(node.n_rows for node in nodes):
-        # One row for all, which is broadcast.
+        # A single row, shared by all nodes, is broadcast.
         return constants[0]
     return _stacked(
         [
@@ -191,13 +191,13 @@ def _stacked(blocks: list[Any]) -> Any:
 
 
 def chosen_rows(rows: Rows, need: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers in a matrix, or in a node, of some of the rows taken from it."""
+    """Translate positions in `rows` to row numbers of the underlying matrix or node."""
     return rows.start + rows.step * need if isinstance(rows, range) else rows[need]
 
 
 def all_nodes(nodes: list[Node]) -> Iterator[Node]:
-    """Yield nodes and all that they are computed from."""
-    # Without recursion, since graphs may be deeper than Python's stack.
+    """Yield nodes and all nodes that they are computed from, each once."""
+    # A loop instead of recursion, since graphs may be deeper than Python's stack.
     todo, seen = list(nodes), set()
     while todo:
         node = todo.pop()
@@ -215,7 +215,7 @@ def all_nodes(nodes: list[Node]) -> Iterator[Node]:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One fetch: what is needed of each matrix, what was read of it, and what was computed."""
+    """State of one fetch: rows needed of each matrix, rows read from it, and computed values."""
 
     needs: dict[int, tuple[Matrix, list[NDArray[np.int64]]]] = field(default_factory=dict)
     fetched: dict[int, tuple[NDArray[np.int64], Fetched]] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class Run:
 
     @classmethod
     def reading(cls, wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> Run:
-        """Fetch what `wanted` needs: one fetch of each matrix."""
+        """Start a run on the rows that `wanted` needs, with one fetch per matrix."""
         return cls.started(wanted, lambda matrix, rows: matrix.fetch(rows))
 
     @classmethod
@@ -233,7 +233,7 @@ class Run:
         wanted: list[tuple[list[Node], NDArray[np.int64]]],
         fetch: Callable[[Matrix, NDArray[np.int64]], Fetched],
     ) -> Run:
-        """Take what `wanted` needs from what `fetch` returns, once for each matrix."""
+        """Start a run on the rows that `wanted` needs, and call `fetch` once per matrix to obtain them."""
         run = cls()
         for nodes, need in wanted:
             for node in nodes:
@@ -244,27 +244,27 @@ class Run:
         return run
 
     def demand(self, node: Node, need: NDArray[np.int64]) -> None:
-        """Note what `need` of `node` comes down to; once where it is used twice."""
+        """Record the matrix rows behind the rows `need` of `node`, once even if they are used twice."""
         self.kept(("demand", id(node), id(need)), lambda: node.demand(need, self), need)
 
     def value(self, nodes: tuple[Node, ...], needs: Needs) -> Any:
-        """Compute `needs` of alike nodes, one after the other; once where they are used twice."""
+        """Compute the rows `needs` of nodes of the same kind, concatenated; once even if they are used twice."""
         first: Any = nodes[0]
         key = (*map(id, nodes), *map(id, needs))
         if key not in self.values:
-            # With the needs, whose ids are in the key.
+            # Holding the needs keeps the ids in the key valid.
             self.values[key] = first.value(nodes, needs, self), needs
         return self.values[key][0]
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
-        """Compute once; `alive` are the objects whose ids are in the key."""
+        """Return a cached value, computed at the first call; `alive` are the objects whose ids are in the key."""
         if key not in self.memory:
             self.memory[key] = compute(), alive
         return self.memory[key][0]
 
 
 def joined(blocks: list[list[Node]], needs: Needs, run: Run, matrix: DaskMatrix) -> Any:
-    """The rows `needs` of row chunks of one kind, each given by its column chunks."""
+    """Compute the rows `needs` of row chunks of one kind, each given by its column chunks."""
     n_rows = sum(map(len, needs))
     parts = []
     for nodes, width in zip(zip(*blocks, strict=True), matrix.array.chunks[1], strict=True):

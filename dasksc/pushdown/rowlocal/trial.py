@@ -1,4 +1,4 @@
-"""Tries on made-up rows whether array code treats every row alone."""
+"""Trial of array code on synthetic rows, to detect functions that mix rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from dasksc.storage import Fetched, Matrix, as_matrix
 
 __all__ = ["N_TRIED", "are_equal", "made_up_run", "trial"]
 
-# Made-up rows of the trial: of functions that are known, and of others, whose mixing may depend on how many there are.
+# Number of synthetic rows for functions that are known (True) and for others (False). Whether the others mix rows may
+# depend on the number of rows.
 N_TRIED = {True: 6, False: 41}
 
 
 def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -> str | None:
-    """What shows with made-up values that the rows of a block are not independent, if anything does."""
+    """Test with synthetic values whether the rows of a block are independent.
+
+    Return a description of the first violation, or None.
+    """
     generator = np.random.default_rng(0)
-    # Some come twice, in small blocks most.
+    # Sampling with replacement repeats some rows, most of them in small blocks.
     together = np.sort(generator.integers(n_rows, size=n_tried))
     together[-1] = together[-2]
     places = np.arange(n_tried)
@@ -45,18 +49,18 @@ def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -
                 return "made-up rows gave other values in another order"
     except InputError as error:
         return f"with made-up rows, {error}"
-    except Exception as error:  # whatever a function raises on rows that it was not written for
+    except Exception as error:  # a function may raise anything on synthetic rows
         return f"made-up rows made one raise {error!r}"
     return None
 
 
 def made_up_run(wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> Run:
-    """Make up what `wanted` needs, reading nothing."""
+    """Start a run on synthetic rows for `wanted`, without reading any."""
     return Run.started(wanted, _made_up)
 
 
 def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
-    """Rows unlike each other in scale and in sparsity, within the range of any dtype."""
+    """Return synthetic rows that differ in scale and sparsity, with values in the range of the data type."""
     generator = np.random.default_rng(len(rows))
     largest = np.iinfo(matrix.dtype).max if matrix.dtype.kind in "iu" else 10_000
     scale = np.geomspace(1, min(largest, 10_000) - 1, max(1, len(rows)))[: len(rows)]
@@ -70,5 +74,5 @@ def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
 
 
 def are_equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    """Return whether two blocks are equal, up to rounding."""
+    """Return True if two blocks are equal up to rounding errors."""
     return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)

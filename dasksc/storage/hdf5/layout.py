@@ -1,4 +1,4 @@
-"""Where the bytes of an HDF5 dataset lie, so that they can be read without HDF5."""
+"""Location of the bytes of HDF5 datasets, for reading them directly."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     Parameters
     ----------
     file
-        The file that `dataset` is in.
+        File that contains `dataset`.
     dataset
-        The dataset, open.
+        Open dataset.
     label
-        What to call it in errors.
+        Name of the array in error messages.
     use_mmap
-        Whether files of this machine may be mapped.
+        Use of memory maps for local files, see `UseMmap`.
 
     Raises
     ------
     UnknownLayoutError
-        If it must be read through h5py.
+        If the dataset must be read through h5py.
     CorruptDataError
-        If its bytes lie beyond the end of the file.
+        If its bytes extend beyond the end of the file.
     StorageError
-        If they lie in another file, outside of its folder.
+        If its bytes are in another file, outside the folder of this one.
     """
-    if isinstance(file, LocalFile):  # of a remote one, all was looked at when it was opened
+    if isinstance(file, LocalFile):  # remote files are checked when they are opened
         check_item(dataset, file.path, folder=os.path.dirname(file.path))
     dtype = dataset.dtype
     if dtype.kind not in "biuf" or not dtype.isnative or dtype == np.float16:
@@ -55,7 +55,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)):
         raise UnknownLayoutError("its type has padding")
     plist = dataset.id.get_create_plist()
-    # Of a remote file no link to another one is followed.
+    # Remote files have no links to other files; those are refused when a file is opened.
     if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
         raise UnknownLayoutError("a link leads to it in another file")
     if dataset.is_virtual or plist.get_external_count():
@@ -107,7 +107,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
 
 
 def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
-    """Leave a dataset to h5py if its values lie elsewhere: some versions of HDF5 forget the user block."""
+    """Raise `UnknownLayoutError` if the reported offsets are wrong, since some versions of HDF5 omit the user block."""
     written = np.flatnonzero(offsets >= 0)
     if not dataset.file.userblock_size or not len(written):
         return
@@ -127,10 +127,10 @@ def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: 
 
 
 def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
-    """Whether chunks at the edges were stored as if there were no filters, which an option of HDF5 asks for.
+    """Return True if edge chunks were stored without the filters, which an option of HDF5 requests.
 
-    The library does not tell the option, and such chunks do not say that filters were skipped. Where the size of
-    one leaves it open, it is read both ways.
+    The library does not expose this option, and such chunks do not record that filters were skipped. An edge chunk of
+    ambiguous size is read both ways and compared.
     """
     chunks = dataset.chunks
     grid = [-(-n // length) for n, length in zip(dataset.shape, chunks, strict=True)]
@@ -146,7 +146,7 @@ def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]
         shape = (chunks[0], int(np.prod(chunks[1:], dtype=np.int64)))
         try:
             chunk = chain.decode(data, shape=shape, skipped=skipped, rows=(0, chunks[0])).reshape(chunks)
-        except Exception as error:  # what a codec raises on bytes that were never encoded
+        except Exception as error:  # a codec may raise any exception on bytes that were never encoded
             if not is_of_content(error):
                 raise
             return True

@@ -1,4 +1,4 @@
-"""HDF5 (.h5ad) files through h5py: finding arrays, and reading whatever HDF5 can hold."""
+"""HDF5 (.h5ad) files through h5py: locating arrays, and reading arrays in any HDF5 layout."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]
 
-# Runs closer than this are read as one: a separate HDF5 selection costs tens of microseconds, in which
-# this much is copied from the page cache.
+# Runs closer than this are read as one. A separate HDF5 selection costs tens of microseconds, in which this
+# many bytes are copied from the page cache.
 _GAP_BYTES = 64 * 2**10
 
 
 class H5File:
-    """One HDF5 file, opened in each process when it is first read there.
+    """HDF5 file, opened in each process at its first read.
 
     Parameters
     ----------
     file
-        Where its bytes are.
+        Local or remote file with the bytes.
     """
 
     def __init__(self, file: LocalFile | RemoteFile) -> None:
@@ -43,12 +43,12 @@ class H5File:
         return self.__dict__ | {"_opened": None}
 
     def open(self) -> h5py.File:
-        """Return the file, open in this process, after checking that it is still the same."""
+        """Return the file opened in this process, after a check that it has not changed."""
         self.file.check()
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            # Threads that race here open it more than once, which is harmless; a lock could be held by
-            # another thread while the process forks. A handle inherited through fork is the parent's.
+            # A race between threads opens the file more than once, which is harmless. A lock could be held by
+            # another thread during a fork. A handle inherited by a fork belongs to the parent and is not used.
             opened = os.getpid(), open_remote(self.file) if isinstance(self.file, RemoteFile) else _open(self.path)
             weakref.finalize(self, opened[1].close)
             self._opened = opened
@@ -68,7 +68,7 @@ def _open(path: str) -> h5py.File:
 
 
 def _check_filters(dataset: h5py.Dataset, label: str) -> None:
-    """Refuse what HDF5 lacks a filter for, after a look for the package that has most of them."""
+    """Raise `StorageError` if HDF5 lacks a filter of a dataset, after an attempt to import hdf5plugin."""
     plist = dataset.id.get_create_plist()
     filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
     lacking = [(number, name) for number, _, _, name in filters if not h5py.h5z.filter_avail(number)]
@@ -84,16 +84,16 @@ def _check_filters(dataset: h5py.Dataset, label: str) -> None:
 
 
 class H5Array(SlicedArray):
-    """An HDF5 dataset (or one field of a compound one), read through h5py.
+    """HDF5 dataset, or one field of a compound dataset, read through h5py.
 
     Parameters
     ----------
     file
-        The file it is in.
+        File that contains the dataset.
     name
-        Its path in the file.
+        Path of the dataset in the file.
     field
-        The field to read, where the dataset is compound; AnnData before 0.7 stored `obsm` so.
+        Field to read from a compound dataset, which AnnData before 0.7 used for `obsm`.
     """
 
     def __init__(self, file: H5File, name: str, *, field: str | None = None) -> None:
@@ -111,7 +111,7 @@ class H5Array(SlicedArray):
         self._field = field
 
     def reader(self) -> ReadSlice:
-        """Return what reads, after a check that the file is the one that was opened."""
+        """Return the function that reads slices, after a check that the file has not changed since it was opened."""
         dataset = self._file.open()[self._name]
         _check_filters(dataset, self.label)
 

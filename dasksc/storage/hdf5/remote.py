@@ -1,4 +1,4 @@
-"""HDF5 files in a store: what h5py needs to find arrays in them, read by blocks."""
+"""Remote HDF5 files: metadata, which h5py needs to locate arrays, read in blocks."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ __all__ = ["BlockReader", "open_remote"]
 
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# Where HDF5 begins behind bytes of a user's own, of which an .h5mu file has 512.
+# Possible offsets of the HDF5 signature after a user block; an .h5mu file has one of 512 bytes.
 _BEGINNINGS = (0, 512, 1024, 2048)
 _HEAD_BYTES = 2048 + len(_SIGNATURE)
-# What describes arrays is scattered over a file in pieces of some hundred bytes, in clusters.
+# Metadata of arrays are scattered over a file in clusters of pieces of some hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
-# Reading that goes on from block to block is that of a table: twice as many blocks each time.
+# Sequential reads come from tables; each reads twice as many blocks as the one before, up to this number.
 _LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
-# Names of cells lie in one region, and are read in no order of their blocks. Where so many blocks of a group were
-# asked for, or a group beside it was read whole, all of it is: it is transferred in about a round trip.
+# Names of cells lie in one region, but their blocks are read in no particular order. A group of blocks is read whole,
+# which takes about one round trip, once more than _MOST_MISSED of its blocks were missing or a neighbouring group was
+# read whole.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
 _MOST_MISSED = 2
 
 
 class _Blocks(OrderedDict[int, memoryview]):
-    """The blocks of one object that were read last, 64 MiB of them, by number."""
+    """Most recently read blocks of one object, by number, 64 MiB at most."""
 
 
-# Of each object while anything reads it, for all that do: every matrix of an atlas opens its file.
+# Blocks of each object that is being read, shared by all readers, since every matrix of an atlas opens its file.
 _blocks_of: WeakValueDictionary[tuple[int, str, ObjectIdentity], _Blocks] = WeakValueDictionary()
 
 
 class BlockReader(io.RawIOBase):
-    """An object of a store as a file, for libraries that read a little here and there.
+    """File-like reader of a remote object, for libraries with small scattered reads.
 
-    For one thread at a time, as h5py reads; several readers of an object share what was read.
+    A reader is for one thread at a time, as in h5py. Several readers of an object share their blocks.
 
     Parameters
     ----------
     file
-        The object.
+        Remote object.
     """
 
     def __init__(self, file: RemoteFile) -> None:
@@ -69,17 +70,17 @@ class BlockReader(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the current position."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move the position."""
+        """Change the current position and return it."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.identity.size}[whence]
         self._at = max(0, start + offset)
         return self._at
 
     def readinto(self, into: memoryview | bytearray) -> int:  # type: ignore[override]
-        """Fill `into` from the position on, as far as the object goes; return how many bytes there were."""
+        """Fill `into` from the current position, up to the end of the object; return the number of bytes read."""
         view = memoryview(into).cast("B")
         n_bytes = max(0, min(len(view), self._file.identity.size - self._at))
         done = 0
@@ -94,7 +95,7 @@ class BlockReader(io.RawIOBase):
     def _block(self, number: int) -> memoryview:
         block = self._blocks.get(number)
         if block is not None:
-            with contextlib.suppress(KeyError):  # another reader of the object let it go
+            with contextlib.suppress(KeyError):  # another reader of the object has evicted it
                 self._blocks.move_to_end(number)
             return block
         first, n_blocks = self._wanted(number)
@@ -102,14 +103,14 @@ class BlockReader(io.RawIOBase):
         data = memoryview(bytearray(min(n_blocks * _BLOCK_BYTES, self._file.identity.size - start)))
         self._file.read(start, data)
         for at in range(0, len(data), _BLOCK_BYTES):
-            # Copied, so that each block is let go by itself.
+            # Blocks are copied, so that each one can be freed separately.
             self._blocks[first + at // _BLOCK_BYTES] = memoryview(bytes(data[at : at + _BLOCK_BYTES]))
         while len(self._blocks) > _KEPT_BLOCKS:
             self._blocks.popitem(last=False)
         return data[(number - first) * _BLOCK_BYTES :][:_BLOCK_BYTES]
 
     def _wanted(self, number: int) -> tuple[int, int]:
-        """Return the first of the blocks to be read because one is missing, and how many."""
+        """Return the first block and the number of blocks to read for a missing one."""
         expected, n_blocks = self._following
         if number == expected:
             n_blocks = min(2 * n_blocks, _LONGEST_BLOCKS)
@@ -125,14 +126,14 @@ class BlockReader(io.RawIOBase):
 
 
 def open_remote(file: RemoteFile) -> h5py.File:
-    """Open an object of a store as HDF5.
+    """Open a remote object as an HDF5 file.
 
     Raises
     ------
     StorageError
-        If it is not HDF5, or refers to other files: those would be sought on this machine.
+        If the object is not HDF5, or refers to other files, which HDF5 would look for on this machine.
     CorruptDataError
-        If it is truncated.
+        If the object is truncated.
     """
     head = bytes(file.fetch(0, min(_HEAD_BYTES, file.identity.size))) if file.identity.size else b""
     if not any(head.startswith(_SIGNATURE, at) for at in _BEGINNINGS):

@@ -1,1 +1,1 @@
-"""Objects behind URLs."""
+"""Remote objects behind URLs."""

@@ -1,12 +1,12 @@
-"""Blocks of remote objects, kept in a folder of this machine: bounded, shared by processes, checked when read.
+"""Local cache of blocks of remote objects: bounded, shared by processes, and verified on every read.
 
-A block is a file named by what it is a block of: the object's URL, size, ETag and time of change. So nothing is ever
-changed in place, and another version of an object has other names. Files come by renaming, whole or not at all, and go
-when the folder has grown to its limit, the longest unused first. No lock is held by anybody.
+A block is a file whose name is derived from the object's URL, size, ETag and modification time, and the block's offset.
+Files are therefore never modified in place, and another version of an object has other names. Files appear complete,
+by a rename. When the folder reaches its limit, the least recently used files are removed. There are no locks.
 
-The folder is of one user, mode 0700; one to which others have access is not used. A random key in it, mode 0600,
-enters the name of each block and the tag of each page: whoever does not know it can neither ask what the folder holds
-nor make a file that is taken for a block, whatever access the folder gave before.
+The folder belongs to one user, with mode 0700; a folder that others can access is not used. A random key in it, with
+mode 0600, enters the name of each block and the tag of each page. Without the key nobody can test for the presence of
+a block or forge one, even if the folder was accessible before.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ __all__ = ["BLOCK_BYTES", "Cache"]
 
 logger = logging.getLogger("dasksc.storage")
 
-# What is asked for at once where something is lacking.
+# Size of a block, the unit of requests for missing data.
 BLOCK_BYTES = 2**22
-# Each of these has a tag of its own, so that a few rows do not cost the reading of a block.
+# Size of a page. Each page has a tag of its own, so that reading a few rows does not require reading a whole block.
 _PAGE_BYTES = 2**16
 _TAG_BYTES = 16
 _KEY_BYTES = 32
 _KEY_NAME = "key"
 _DEFAULT_LIMIT = "100GiB"
-# A process measures the folder whenever it has written this share of the limit; found fuller than the second, it is
-# emptied to the third. So four processes that write at once stay below the limit, and n below 15/16 + n/64 of it.
+# A process measures the folder whenever it has written the first share of the limit. A folder above the second share is
+# reduced to the third. Four concurrent writers thus stay below the limit, and n writers below 15/16 + n/64 of it.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
-# A file used within this time is not marked as used again.
+# A file that was used within this time is not marked as used again.
 _FRESH_S = 60.0
-# After this time a half-written file is one that a killed process left.
+# A partial file older than this was left by a killed process.
 _STALE_S = 3600.0
 
-# Bytes that this process has written to each folder since it measured it.
+# Bytes that this process has written to each folder since the last measurement.
 _written: dict[str, float] = {}
-# Device and inode of each folder that this process uses, and the key that was in it.
+# Device and inode of each folder that this process uses, and the key read from it.
 _keys: dict[str, tuple[tuple[int, int], bytes]] = {}
-# Folders that this process cannot use, and why: each is said once.
+# Folders that this process cannot use, with the reason; each pair is logged once.
 _said: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """A folder with blocks of remote objects.
+    """Folder with blocks of remote objects.
 
     Parameters
     ----------
     folder
-        Where it is; made, for this user alone, when the first block is read.
+        Path of the folder. It is created for this user alone when the first block is read.
     limit
-        Bytes that it may hold; while more than four processes write to it, a 64th more for each further one.
+        Maximum size in bytes. With more than four concurrent writers, each further one may add a 64th to it.
     """
 
     folder: str
@@ -74,12 +74,12 @@ class Cache:
 
     @classmethod
     def of(cls, given: Any) -> Cache | None:
-        """Return the cache that a user asked for: a folder, a mapping with ``path`` and ``limit``, or None.
+        """Return the cache for an argument: a folder, a mapping with ``path`` and ``limit``, or None.
 
         Raises
         ------
         InputError
-            If it is anything else.
+            If `given` is anything else, or the limit is less than four blocks.
         """
         if given is None:
             return None
@@ -98,19 +98,19 @@ class Cache:
     def read(
         self, identity: ObjectIdentity, start: int, stop: int, *, request: Callable[[int, int], memoryview]
     ) -> memoryview:
-        """Return bytes [start, stop) of an object; blocks that are not here are requested, and kept.
+        """Return bytes [start, stop) of an object; missing blocks are requested and cached.
 
         Parameters
         ----------
         identity
-            The object.
+            Identity of the object.
         start, stop
-            Within its size.
+            Range of bytes within the size of the object.
         request
-            Returns bytes [start, stop) of it from where it is.
+            Function that requests bytes [start, stop) of the object from its store.
         """
         if identity.etag is None and identity.modified.startswith("1970-01-01"):
-            return request(start, stop)  # nothing would tell another version from this one
+            return request(start, stop)  # versions of the object could not be distinguished
         key = self._key()
         if key is None:
             return request(start, stop)
@@ -128,8 +128,11 @@ class Cache:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def _key(self) -> bytes | None:
-        """Return the key of the folder, made if there is none; None if the folder cannot be used, and say why, once."""
-        # Looked at each time: who may write to the folder above can put another one in its place.
+        """Return the key of the folder, created if missing.
+
+        Return None if the folder cannot be used; the reason is logged once.
+        """
+        # The folder is checked each time, since users with write access to its parent could replace it.
         try:
             try:
                 status = os.stat(self.folder)
@@ -157,7 +160,7 @@ class Cache:
         return _Block(path=os.path.join(self.folder, name[:2], name), key=digest[32:])
 
     def _keep(self, block: _Block, content: memoryview) -> None:
-        """Write a block; what cannot be written is told, and not kept."""
+        """Write a block to the folder; a failure is logged."""
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.dirname(block.path), mode=0o700)
@@ -169,7 +172,7 @@ class Cache:
         except OSError as error:
             logger.warning("a block cannot be kept in the cache %s: %s", self.folder, error)
             return
-        # What was there before this process came may be too much already.
+        # The folder may already exceed its limit at the first write of this process, so it is measured then.
         written = _written.get(self.folder, float("inf")) + len(content)
         _written[self.folder] = written
         if written > self.limit * _MEASURED:
@@ -177,7 +180,7 @@ class Cache:
             self._shrink()
 
     def _shrink(self) -> None:
-        """Remove the longest unused files if all together are near the limit, and what killed processes left."""
+        """Remove partial files of killed processes, and the least recently used blocks if the limit is near."""
         files = []
         now = time.time()
         for folder, _, names in os.walk(self.folder):
@@ -202,21 +205,21 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """A file that holds a block, or will: its bytes, then the tag of each page.
+    """File of a block, which may not exist yet: the bytes of the block, followed by the tag of each page.
 
     Parameters
     ----------
     path
-        Where the file is.
+        Path of the file.
     key
-        What its tags are made with; no other block has it.
+        Key of the tags, unique to this block.
     """
 
     path: str
     key: bytes
 
     def kept(self, n_bytes: int, low: int, high: int) -> memoryview | None:
-        """Return bytes [low, high) of it; None if it is not here, or damaged, in which case it goes."""
+        """Return bytes [low, high) of the block; None if it is missing, or damaged and therefore removed."""
         try:
             number = os.open(self.path, READ_FLAGS)
         except OSError:
@@ -236,7 +239,7 @@ class _Block:
             os.close(number)
 
     def _checked(self, number: int, n_bytes: int, low: int, high: int) -> memoryview:
-        """Return bytes [low, high) of the block in an open file; a ValueError says what is wrong with it."""
+        """Return bytes [low, high) of the block in an open file; raise `ValueError` if it is damaged."""
         n_pages = -(-n_bytes // _PAGE_BYTES)
         if os.fstat(number).st_size != n_bytes + n_pages * _TAG_BYTES:
             raise ValueError("it is not whole")
@@ -249,9 +252,9 @@ class _Block:
         return data[low - start : high - start]
 
     def tags(self, content: memoryview, first: int) -> bytes:
-        """Return the tags of pages, the first of which has this number."""
+        """Return the tags of consecutive pages, starting with page number `first`."""
         pages = (content[at : at + _PAGE_BYTES] for at in range(0, len(content), _PAGE_BYTES))
-        # SHA-256, for which processors have instructions: twice as fast as BLAKE2 without them.
+        # Processors have instructions for SHA-256, which make it twice as fast as BLAKE2.
         return b"".join(
             hmac.new(self.key + number.to_bytes(8, "little"), page, "sha256").digest()[:_TAG_BYTES]
             for number, page in enumerate(pages, first)
@@ -267,7 +270,7 @@ def _read(number: int, offset: int, n_bytes: int) -> memoryview:
 
 @contextlib.contextmanager
 def _new_file(folder: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """Give a file that only this user may read, and its path; it goes unless it is renamed."""
+    """Yield the path of a new file and the file, readable by this user only; it is removed unless it is renamed."""
     path = os.path.join(folder, f"new-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -278,7 +281,7 @@ def _new_file(folder: str) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _key_in(folder: str) -> bytes:
-    """Return the key of a folder, made if there is none."""
+    """Return the key of a folder, created if missing."""
     path = os.path.join(folder, _KEY_NAME)
     if not os.path.lexists(path):
         with _new_file(folder) as (temporary, file):
@@ -287,9 +290,9 @@ def _key_in(folder: str) -> bytes:
             os.fsync(file.fileno())
             file.close()
             try:
-                with contextlib.suppress(FileExistsError):  # the key of the process that is first stays
+                with contextlib.suppress(FileExistsError):  # the key of the first process is kept
                     os.link(temporary, path)
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 os.replace(temporary, path)
     number = os.open(path, READ_FLAGS)
     try:
@@ -303,7 +306,7 @@ def _key_in(folder: str) -> bytes:
 
 
 def _refuse_exposed(status: os.stat_result, remedy: str) -> None:
-    """Refuse what other users have access to; the message names what puts it right."""
+    """Raise `PermissionError` if other users have access; the message includes `remedy`, a command that fixes it."""
     complaint = exposure(status)
     if complaint is not None:
         raise PermissionError(

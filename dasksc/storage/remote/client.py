@@ -1,4 +1,4 @@
-"""What every client of a store offers, and what those clients share: retries, and errors that show no credential."""
+"""Protocol of the clients of stores, with retries and error messages without credentials."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ __all__ = [
 
 T = TypeVar("T")
 
-# What is asked through obstore.
+# URL schemes served by obstore.
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# What is read whole, of unknown size, is metadata: consolidated ones of thousands of arrays have a few MB.
+# Largest object that is read whole. Only metadata have an unknown size; consolidated metadata of thousands of arrays
+# take a few MB.
 WHOLE_BYTES = 2**28
 _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectIdentity:
-    """An object as it was when first seen: where it is, its size in bytes, its ETag and its time of change.
+    """Identity of an object when it was first seen: path, size in bytes, ETag and modification time.
 
-    `path` is for people: a URL without credentials. Servers that give no ETag are trusted by size and time.
+    `path` is a URL without credentials, for display. Without an ETag, size and modification time identify a version.
     """
 
     path: str
@@ -52,14 +53,14 @@ class ObjectIdentity:
     modified: str
 
     def compare(self, now: ObjectIdentity) -> None:
-        """Refuse `now` if it is another identity than this one."""
+        """Raise `CorruptDataError` if `now` differs from this identity."""
         same = self.etag == now.etag if self.etag and now.etag else self.modified == now.modified
         if not same or self.size != now.size:
             raise replaced(self.path)
 
 
 def replaced(path: str) -> CorruptDataError:
-    """Return the error for an object that is no longer the one that was opened."""
+    """Return the error for an object that has changed since it was opened."""
     return CorruptDataError(
         f"{path} was replaced or changed since it was opened. Open it again, and do not write to it while it is "
         "being read."
@@ -67,10 +68,10 @@ def replaced(path: str) -> CorruptDataError:
 
 
 class Client(Protocol):
-    """One store, as the readers see it. Its methods may be called from several threads at once.
+    """Client of one store. Its methods are safe from several threads at once.
 
-    Keys are relative to the root of the store. All raise `MissingPathError` where there is no such object, and
-    `StorageError` where the store does not answer or refuses.
+    Keys are relative to the root of the store. All methods raise `MissingPathError` if an object does not exist, and
+    `StorageError` if the store does not respond or denies access.
     """
 
     def stat(self, key: str) -> ObjectIdentity:
@@ -85,25 +86,28 @@ class Client(Protocol):
         expected: ObjectIdentity | None = None,
         longest: int = WHOLE_BYTES,
     ) -> tuple[memoryview, ObjectIdentity]:
-        """Return bytes [start, stop) of an object, and what it is.
+        """Return bytes [start, stop) of an object, and its identity.
 
-        Refuse it if it is not `expected`, or if all of it is asked for and it is longer than `longest`.
+        Raises
+        ------
+        CorruptDataError
+            If the identity is not `expected`, or the whole object is requested and longer than `longest`.
         """
 
     def listed(self, prefix: str) -> list[str]:
-        """Return the keys of all objects below a prefix, ascending."""
+        """Return the keys of all objects below a prefix, in ascending order."""
 
     def children(self, prefix: str) -> list[str]:
-        """Return the names of what is directly below a prefix, ascending."""
+        """Return the names of the entries directly below a prefix, in ascending order."""
 
 
 def longer(path: str, size: int, longest: int) -> CorruptDataError:
-    """Return the error for an object that is longer than what belongs there can be."""
+    """Return the error for an object that exceeds its maximum length."""
     return CorruptDataError(f"{path} has {size} bytes, where at most {longest} belong. It is not read.")
 
 
 def shortened(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError:
-    """Return the error for an object of which fewer bytes came than were asked for."""
+    """Return the error for a response with fewer bytes than requested."""
     return CorruptDataError(
         f"{path} has {size} bytes, and of {span or 'all'} {n_bytes} came. It is truncated, or was replaced: upload it "
         "again, or open it again."
@@ -111,26 +115,28 @@ def shortened(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError
 
 
 def shown(url: str) -> str:
-    """Return a URL as people may see it: without user, password and query."""
+    """Return a URL without user, password and query, for display."""
     scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
 def url_of(root: str, key: str) -> str:
-    """Return the URL of a key of a store; of what is on a web server, as it is shown."""
+    """Return the URL of a key in a store; for a web server, `root` must be a URL without a query."""
     return f"{root}{'' if root.endswith('/') else '/'}{key}"
 
 
 def patiently(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
-    """Return what a call returns, called again with growing pauses, for up to ``retry-timeout``.
+    """Call a function, and retry it with growing pauses for up to ``retry-timeout``.
+
+    The last error is raised. Errors of this package and programming errors are raised at once.
 
     Parameters
     ----------
     ask
-        What it raises last is raised; errors of this package, and those of a program, at once,
+        Function to call.
     is_final
-        and errors of which this is true.
+        Function that returns True for an error that must not be retried.
     """
     deadline = time.monotonic() + (config.get_seconds("retry-timeout") or 0.0)
     pause = _FIRST_PAUSE_S
@@ -147,7 +153,7 @@ def patiently(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
 
 
 def cleaned(error: Exception, secrets: Sequence[str]) -> str:
-    """Return what a library says, without what it quotes of requests and answers, and without secrets."""
+    """Return the message of a library's error without quoted requests and responses, and without secrets."""
     text = str(error) or type(error).__name__
     code = re.search(r"<Code>(\w+)</Code>", text)
     line = text.partition("\n")[0].partition(": <")[0]
@@ -159,12 +165,12 @@ def cleaned(error: Exception, secrets: Sequence[str]) -> str:
 
 
 def span_of(start: int, stop: int | None) -> str:
-    """Return what bytes [start, stop) are called in errors; nothing where all are meant."""
+    """Return the name of bytes [start, stop) in error messages; an empty string for the whole object."""
     return "" if stop is None else f"bytes {start} to {stop}"
 
 
 def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
-    """Return what must not be shown, the longest first."""
+    """Return the secrets in a URL and in options, longest first."""
 
     def of(values: Mapping[str, Any]) -> Iterator[str]:
         for name, value in values.items():

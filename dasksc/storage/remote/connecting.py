@@ -1,6 +1,6 @@
-"""The client of each store: one in each process, whatever number of arrays, tasks and threads read from it.
+"""Clients of stores, one per store and process, shared by all arrays, tasks and threads.
 
-obstore makes the requests; what it does not know is asked through fsspec (`dasksc.storage.remote.fsspec_client`).
+obstore makes the requests. Schemes that it does not support use fsspec (`dasksc.storage.remote.fsspec_client`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ __all__ = ["client_of", "split_url"]
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the root of the store that a URL is in, and the key in that store."""
+    """Split a URL into the root of its store and the key in the store."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         from dasksc.storage.remote import fsspec_client
 
         return fsspec_client.split_url(url)
     if parts.scheme in ("http", "https"):
-        # What follows the path, a token for example, belongs to every request.
+        # The query, for example a token, belongs to every request.
         return urlunsplit((parts.scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
     if parts.scheme == "file":
         return "file:///", unquote(url.partition("://")[2].partition("/")[2]).strip("/")
-    # Object stores take keys as they are.
+    # Object stores use keys without percent-decoding.
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     return f"{scheme}://{bucket}", key.strip("/")
 
 
 _clients: dict[tuple[Any, ...], Client] = {}
-# obstore's threads do not survive a fork, and requests of a child would wait for them for ever.
+# True in a forked child if obstore was loaded: its threads do not survive a fork, so requests would wait forever.
 _is_orphaned = False
 
 
@@ -52,12 +52,12 @@ after_fork(_after_fork)
 
 
 def client_of(root: str, options: Mapping[str, Any]) -> Client:
-    """Return this process's client of the store at `root`.
+    """Return the client of this process for the store at `root`.
 
     Raises
     ------
     InputError
-        If obstore is not installed, or does not know an option.
+        If obstore is not installed, or an option is unknown or cannot be pickled.
     """
     try:
         key = (os.getpid(), root, pickle.dumps(sorted(options.items())), config.get_seconds("retry-timeout"))
@@ -67,7 +67,7 @@ def client_of(root: str, options: Mapping[str, Any]) -> Client:
         raise InputError(f"storage_options must be plain values that pickle: {error}") from error
     client = _clients.get(key)
     if client is None:
-        # Threads that race here make two, of which one is kept.
+        # A race between threads makes two clients, of which one is kept.
         client = _clients.setdefault(key, _made(root, options))
     return client
 

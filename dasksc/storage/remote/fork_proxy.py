@@ -1,8 +1,13 @@
 """Requests of a forked process, made for it by a new one.
 
-obstore's threads do not survive a fork, and it would wait for them for ever. So a child of a process that has used it
-starts one of its own, which makes its requests: a socket for each thread, questions and answers pickled. It ends with
-the child, whose sockets close.
+``DataLoader(dataset, num_workers=2)`` forks its workers on Linux before Python 3.14, after the process has read from
+the store to open the atlas. obstore's threads do not survive a fork: a request of the worker would wait for them for
+ever, without a word (measured with obstore 0.12.1). So the worker starts a process of its own, in about two seconds,
+which makes its requests: a socket for each thread, questions and answers pickled. It ends with the child, whose sockets
+close.
+
+Ranges of 4 MiB come through at 0.8 GB/s. A `multiprocessing.managers.BaseManager` in its place saves 50 lines, and
+brings three quarters of that: its connections copy once more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that makes requests for a forked one: see `dasksc.storage.remote.fork_proxy`."""
+"""Server process that makes requests for a forked process; see `dasksc.storage.remote.fork_proxy`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dasksc.storage.remote.fork_proxy import received, send
 
 
 def _serve(connection: socket.socket) -> None:
-    """Answer the questions of one thread, until it ends."""
+    """Serve the requests of one thread until it closes the connection."""
     while True:
         try:
             root, options, method, args, kwargs = received(connection)
@@ -22,7 +22,7 @@ def _serve(connection: socket.socket) -> None:
             answer = getattr(client_of(root, options), method)(*args, **kwargs)
             if method == "get":
                 answer = bytes(answer[0]), answer[1]
-        except Exception as error:  # told to who asked
+        except Exception as error:  # sent back to the caller
             answer = error.with_traceback(None)
         send(connection, answer)
 
@@ -32,7 +32,7 @@ def _main(number: int) -> None:
     while True:
         message, numbers, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
-            # At once: threads may be waiting for a server.
+            # Exit without waiting for threads, which may be waiting for a remote server.
             os._exit(0)
         for one in numbers:
             threading.Thread(target=_serve, args=(socket.socket(fileno=one),), daemon=True).start()

@@ -1,8 +1,8 @@
-"""Requests through fsspec, to what obstore does not know: ``hf://``, ``ftp://``, ``sftp://``, ``memory://``, ...
+"""Requests through fsspec, to stores that obstore does not support: ``hf://``, ``ftp://``, ``sftp://``, ``memory://``.
 
-What fsspec's implementations promise differs. Here each thread has one of its own, for many hold one connection; what
-fails is tried again with growing pauses; and reads are followed by looks at what is there now, because they cannot ask
-for a version.
+The implementations of fsspec give different guarantees. Each thread has a file system object of its own, since many
+implementations hold a single connection. Failed requests are retried with growing pauses. Reads cannot request a
+version, so they are followed by a check of the object's identity.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = ["FsspecClient", "split_url"]
 
 T = TypeVar("T")
 
-# What implementations call a version, and a time of change.
+# Names of a version and of a modification time in the implementations.
 _TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum", "hex")
 _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
-# How long a look at an object holds. Some servers tell of whole folders only, or of little in a minute.
+# Time for which the check of an object is valid. Some servers list whole folders only, or limit the request rate.
 _LOOK_S = 1.0
-# How many looks are remembered; more than this are not made in that time.
+# Number of recent checks that are remembered; more are not made within that time.
 _LOOKS = 1024
-# By these nothing tells one version from another, and a cache keeps nothing.
+# Placeholder for an unknown modification time. Versions cannot be distinguished by it, so the cache skips such objects.
 _UNKNOWN_TIME = "1970-01-01"
-# Packages whose modules have other names.
+# Names of packages that differ from the names of their modules.
 _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}
-# These would come again.
+# Errors that a retry would raise again.
 _FINAL = (
     ftplib.error_perm,
     AttributeError,
@@ -63,12 +63,12 @@ _FINAL = (
 
 
 def _class_of(url: str) -> Any:
-    """Return fsspec's class for a URL.
+    """Return the file system class of fsspec for a URL.
 
     Raises
     ------
     InputError
-        If its scheme is not known, or needs a package that is not installed.
+        If the scheme is unknown, or needs a package that is not installed.
     """
     from fsspec.registry import get_filesystem_class, known_implementations, registry
 
@@ -96,7 +96,7 @@ def _class_of(url: str) -> Any:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the root of the file system that a URL is in, and the path in it; together they are the URL."""
+    """Split a URL into the root of its file system and the path in it, whose concatenation is the URL."""
     path = path_in(_class_of(url), url).strip("/")
     url = url.rstrip("/") if path else url
     if not url.endswith(path):
@@ -105,14 +105,14 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 class FsspecClient:
-    """A file system of fsspec; see `dasksc.storage.remote.client.Client`.
+    """Client of a file system of fsspec; see `dasksc.storage.remote.client.Client`.
 
     Parameters
     ----------
     root
-        The URL of the file system; it may hold user, password and host.
+        URL of the file system, which may contain user, password and host.
     options
-        What its class takes. They go before what the URL holds.
+        Options of the file system class. They override those in the URL.
     """
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class FsspecClient:
         self._options = {**options_in_url(self._class, root), **options}
         self._secrets = secrets_of(root, self._options)
         self._mine = threading.local()
-        # When each object was last looked at, the latest last.
+        # Time of the last check of each object, in order of the checks.
         self._looked: dict[str, float] = {}
 
     def stat(self, key: str) -> ObjectIdentity:
@@ -194,7 +194,7 @@ class FsspecClient:
         return url_of(shown(self._root), key)
 
     def _listed(self, look: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
-        """As stores have no folders, one that is not there has nothing in it."""
+        """Return a listing, which is empty for a missing folder, as in object stores."""
         try:
             return self._asked(look, prefix)
         except MissingPathError:
@@ -214,15 +214,15 @@ class FsspecClient:
         return ObjectIdentity(path=self._shown(key), size=int(info["size"]), etag=tag, modified=modified)
 
     def _asked(self, ask: Callable[[Any, str], T], key: str, span: str = "") -> T:
-        """Return what the file system answers, asked again where that may help."""
+        """Run a request on the file system of this thread, with retries, and translate its errors."""
 
         def attempt() -> T:
             try:
                 return ask(self._system(), self._path(key))
             except FileNotFoundError:
                 raise
-            except Exception:  # each implementation has its own
-                self._mine.system = self._mine.file = None  # whose connection may be broken
+            except Exception:  # implementations raise errors of their own
+                self._mine.system = self._mine.file = None  # the connection may be broken
                 raise
 
         try:
@@ -244,7 +244,8 @@ class FsspecClient:
             return range_of(file, start, stop)
         file = system.open(path, "rb")
         if isinstance(file, AbstractBufferedFile):
-            # Its buffer would read megabytes ahead. Kept, because opening asks for the size; it holds no connection.
+            # The file's buffer would read megabytes ahead, so it is bypassed. The file is kept, since opening it
+            # requests the size; it holds no connection.
             self._mine.file = identity, file
             return range_of(file, start, stop)
         with file:
@@ -274,10 +275,10 @@ class FsspecClient:
 
 
 def _is_own(system: Any, method: str) -> bool:
-    """Return whether an implementation has a method of its own."""
+    """Return True if an implementation overrides a method of the base class."""
     from fsspec import AbstractFileSystem
 
-    # Asynchronous ones have them as attributes.
+    # Asynchronous implementations set the methods as attributes of the instance.
     return method in vars(system) or getattr(type(system), method) is not getattr(AbstractFileSystem, method)
 
 

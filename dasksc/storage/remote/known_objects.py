@@ -1,7 +1,7 @@
-"""What a process remembers of the objects that it has read: all of it together, within a number of bytes.
+"""Facts about remote objects that a process has read, in one bounded LRU cache for all stores.
 
-A store may have millions of objects. What is known of one spares a request or shows that the object has changed
-since; of those beyond the limit, the longest unused are forgotten, and met as if for the first time.
+A store may have millions of objects. A cached fact saves a request or shows that an object has changed. Beyond the
+limit, the least recently used facts are dropped, and their objects are treated as new.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Seen"]
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-# Of all stores together; entries that hold nothing but an identity are some 130,000.
+# Total size for all stores: about 130,000 entries that hold only an identity.
 LIMIT_BYTES = 2**26
-# What an entry takes: key, identity with its path, and their places here.
+# Size of an entry: its key, the identity with its path, and the slots in the dict.
 _ENTRY_BYTES = 512
 
 _lock = threading.Lock()
@@ -37,7 +37,7 @@ after_fork(_after_fork)
 
 
 class Seen(Generic[K, V]):
-    """What is known of the objects of one store, as far as it is remembered. Pickles empty."""
+    """Cached facts about the objects of one store. Pickles without them."""
 
     def __init__(self) -> None:
         self._mark = object()
@@ -46,7 +46,7 @@ class Seen(Generic[K, V]):
         return Seen, ()
 
     def get(self, key: K) -> V | None:
-        """Return what is known of an object; None if nothing is."""
+        """Return the fact about an object, or None if there is none."""
         with _lock:
             entry = _kept.get((self._mark, key))
             if entry is None:
@@ -56,14 +56,14 @@ class Seen(Generic[K, V]):
             return value
 
     def keep(self, key: K, value: V, *, n_bytes: int = 0) -> V:
-        """Remember something of an object, unless something is known; return what is known then.
+        """Store a fact about an object unless there is one already; return the stored fact.
 
         Parameters
         ----------
         key, value
-            The object, and what to remember.
+            Key of the object, and the fact.
         n_bytes
-            What `value` holds beyond an identity.
+            Size of `value` beyond that of an identity, in bytes.
         """
         global _n_bytes
         n_bytes += _ENTRY_BYTES

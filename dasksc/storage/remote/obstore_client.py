@@ -1,6 +1,6 @@
 """Requests to object stores and web servers, through obstore.
 
-obstore retries what a server throttles, fails or cuts short, with growing pauses.
+obstore retries requests that a server throttles, fails or cuts short, with growing pauses.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = ["ObstoreClient"]
 
 T = TypeVar("T")
 
-# obstore asks again itself, but not where an answer breaks off that is no object, or of which it knows no version.
+# obstore itself retries a response that breaks off only if it is an object of known version.
 _BROKEN_OFF = "body error"
 
 
 class ObstoreClient:
-    """A store through obstore; see `Client`.
+    """Client of a store through obstore; see `Client`.
 
     Parameters
     ----------
     root
-        The URL of the store.
+        URL of the store.
     options
-        As `obstore.store.from_url` takes them; `client_options` and `retry_config` are completed by defaults.
+        Options of `obstore.store.from_url`; defaults are added to `client_options` and `retry_config`.
     """
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class ObstoreClient:
         except Exception as error:
             if not is_of_content(error):
                 raise
-            # Without the original error, whose text holds what was given.
+            # The original error is dropped, since its text contains the options.
             raise InputError(
                 f"{self._shown} cannot be opened with these storage_options: {cleaned(error, self._secrets)}. They are "
                 "those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
@@ -86,7 +86,7 @@ class ObstoreClient:
         options: dict[str, Any] = {}
         if stop is not None:
             options["range"] = (start, stop)
-        # A weak ETag matches nothing.
+        # If-Match never matches a weak ETag.
         if expected is not None and expected.etag and not expected.etag.startswith("W/"):
             options["if_match"] = expected.etag
 
@@ -120,7 +120,7 @@ class ObstoreClient:
         self._refuse_listing(prefix)
         result = self._asked(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
-        # Some programs make an object that stands for the folder.
+        # Some programs create an object that represents the folder.
         return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
 
     def _asked(self, ask: Callable[[], T], key: str, span: str = "") -> T:
@@ -159,7 +159,7 @@ class ObstoreClient:
         if isinstance(error, exceptions.NotSupportedError):
             return StorageError(f"{path} cannot be read: {reason}. The server must serve byte ranges (Accept-Ranges).")
         what = f"{path}{', ' + span if span else ''} cannot be read: {reason}."
-        # Where no credentials are given, clouds are asked for those of this machine, at an address of their own.
+        # Without credentials, obstore requests those of the machine from the cloud's metadata service.
         is_denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if is_denied or "169.254.169.254" in reason or "metadata.google.internal" in reason:
             return StorageError(
@@ -171,19 +171,19 @@ class ObstoreClient:
 
 
 def _store(root: str, options: Mapping[str, Any]) -> Any:
-    """Return obstore's store, with timeouts and retries that suit long transfers."""
+    """Return a store of obstore with timeouts and retries for long transfers."""
     from obstore.store import HTTPStore, from_url
 
     options = dict(options)
     retry_s = config.get_seconds("retry-timeout") or 0.0
-    # Retries end by the clock, not by count.
+    # Retries are limited by time, not by number.
     retries: dict[str, Any] = {
         "max_retries": 1000 if retry_s else 0,
         "retry_timeout": timedelta(seconds=retry_s),
         "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
     }
     retries |= options.pop("retry_config", None) or {}
-    # A request that transfers nothing is given up, one that is merely slow is not.
+    # A request that transfers nothing times out; a slow one does not.
     client: dict[str, Any] = {"timeout": "1h", "read_timeout": "30s", "connect_timeout": "10s"}
     parts = urlsplit(root)
     if parts.scheme == "file":

@@ -1,7 +1,7 @@
-"""Objects of a store, read by byte ranges: near ones as one request, many requests at once.
+"""Remote objects read by byte ranges, with nearby ranges merged and many concurrent requests.
 
-A range costs the round trip to the server, tens of milliseconds, however short it is. So the requests of a fetch are
-made by threads that do nothing else, far enough ahead to fill the link, and decoding starts with the first answer.
+Each request costs a round trip to the server, tens of milliseconds, even for a short range. Dedicated threads
+therefore make the requests of a fetch, far enough ahead to fill the link, and decoding starts with the first response.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of",
 
 T = TypeVar("T")
 
-# Ranges closer than this are asked for as one. A request costs about half a millisecond of a core beside its round
-# trip, which others hide: in that time a link of 4 Gb/s transfers this much.
+# Ranges closer than this are requested as one. A request costs about half a millisecond of CPU time in addition to its
+# round trip, which other requests hide. In that time a link of 4 Gb/s transfers this many bytes.
 GAP_BYTES = 2**18
-# No request is longer: a connection is slower than a link, and what is decoded first should come first.
+# Maximum size of a request. A connection is slower than the link, and the data to decode first should arrive first.
 REQUEST_BYTES = 2**22
-# What a fetch asks for before it is needed: more than 100 ms of a link of 2 Gb/s.
+# Bytes that a fetch requests ahead: more than 100 ms of a link of 2 Gb/s.
 AHEAD_BYTES = 2**25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Byte ranges that are asked for as one: [start, stop) covers those from `first` up to `after`."""
+    """Byte ranges of one request: bytes [start, stop) cover the ranges with numbers [first, after)."""
 
     start: int
     stop: int
@@ -47,18 +47,19 @@ class Part:
 
 
 def parts_of(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[Part]:
-    """Return ranges in few parts, in their order.
+    """Merge ranges into few parts, preserving their order.
 
     Parameters
     ----------
     ranges
-        Pairs (start, stop) in bytes. Those that do not ascend begin a new part.
+        Pairs (start, stop) in bytes. A range that starts before the end of the preceding one begins a new part.
     gap
-        A range that starts at most this far behind the one before it joins its part,
+        Largest distance in bytes between neighbouring ranges of a part.
     longest
-        unless that would become longer than this.
+        Maximum length of a part in bytes.
     block
-        If not 0, ranges in the same block of so many bytes are in one part anyway, so that none is fetched twice.
+        Block size in bytes, or 0. Ranges in the same block are merged regardless of `gap` and `longest`, so that no
+        block is fetched twice.
     """
     parts: list[Part] = []
     for number, (start, stop) in enumerate(ranges):
@@ -76,13 +77,13 @@ _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request
 
 
 def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
-    """Make calls on other threads, several at a time, and yield what they return in their order.
+    """Run calls on other threads, several at a time, and yield their results in order.
 
     Parameters
     ----------
     calls
-        Each with the bytes that it returns, or holds: of those not yet yielded, at most `AHEAD_BYTES` are
-        asked for, or one.
+        Functions with the number of bytes that each returns or holds. Calls run ahead by at most `AHEAD_BYTES`
+        bytes of unyielded results, or by one call.
     """
     threads = _threads()
     pending: deque[tuple[Future[T], int]] = deque()
@@ -104,16 +105,16 @@ def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
 
 
 class RemoteFile:
-    """An object of a store, read as `dasksc.storage.files.LocalFile` reads files. Pickles.
+    """Remote object with the interface of `dasksc.storage.files.LocalFile`. Can be pickled.
 
     Parameters
     ----------
     place
-        Where it is.
+        Place of the object.
     identity
-        The object as it was when its manifest was made; it is refused when it changed.
+        Identity of the object when its layout was read. Reads raise an error if the object has changed since.
     cache
-        Where blocks of it are kept on this machine, if anywhere.
+        Local cache for blocks of the object, or None.
     """
 
     can_map = False
@@ -126,33 +127,33 @@ class RemoteFile:
 
     @classmethod
     def of(cls, place: Place, *, cache: Cache | None = None) -> RemoteFile:
-        """Return the object that is there now; one request."""
+        """Return the object that exists at a place now; takes one request."""
         return cls(place, place.client.stat(place.key), cache=cache)
 
     def uncached(self) -> RemoteFile:
-        """Return the object without its cache, which would fetch a block of it for each of many scattered pieces."""
+        """Return the object without its cache, which would fetch a whole block for each scattered piece."""
         return RemoteFile(self.place, self.identity)
 
     @property
     def path(self) -> str:
-        """Where the object is, for people."""
+        """Path of the object without credentials, for display."""
         return self.identity.path
 
     def check(self) -> None:
-        """Do nothing: every request tells the server which object is meant."""
+        """Do nothing, since every request checks the version of the object."""
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Do nothing: ranges are asked for ahead as they are read."""
+        """Do nothing, since reads request ranges ahead themselves."""
 
     def fetch(self, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop), by one request or from the cache."""
+        """Return bytes [start, stop), from one request or from the cache."""
         if self._cache is None:
             return self._request(start, stop)
         return self._cache.read(self.identity, start, stop, request=self._request)
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
-        """Yield the bytes of each range; neighbours are read together, and all of them ahead."""
-        # A cache would go on with what was there when the object was opened.
+        """Yield the bytes of each range; nearby ranges are read together, and all are requested ahead."""
+        # A cache alone would not notice that the object has changed since it was opened.
         checks = [] if self._cache is None else [(self._verify, 0)]
         yield from ranges_of([(self, offsets, sizes)], checks=checks)
 
@@ -162,7 +163,7 @@ class RemoteFile:
             pass
 
     def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
-        """Fill each of `views` with the bytes from its offset on, one after the other; yield after each."""
+        """Fill each view with the bytes from its offset on, in order; yield after each."""
         pieces = [
             (offset + at, view[at : at + REQUEST_BYTES])
             for offset, view in zip(offsets, views, strict=True)
@@ -178,7 +179,7 @@ class RemoteFile:
             yield
 
     def parts(self, ranges: Sequence[tuple[int, int]]) -> list[Part]:
-        """Return the requests that ranges take."""
+        """Return the requests needed for ranges."""
         if self._cache is None:
             return parts_of(ranges, gap=GAP_BYTES, longest=REQUEST_BYTES)
         return parts_of(ranges, gap=0, longest=REQUEST_BYTES, block=BLOCK_BYTES)
@@ -203,9 +204,9 @@ def ranges_of(
     Parameters
     ----------
     groups
-        Objects, each with offsets and sizes.
+        Objects, each with the offsets and sizes of its ranges in bytes.
     checks
-        Calls, as `in_order` takes them, that raise where something is amiss; they come first.
+        Calls for `in_order` that run first and raise an error if an object has changed.
     """
     cuts: deque[list[tuple[int, int]]] = deque()
 

@@ -1,4 +1,4 @@
-"""Where an atlas is that is not a path of this machine: a URL, and what it takes to read from there."""
+"""Places of atlases behind URLs, and patterns of paths and URLs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "Place", "is_recursive", "is_url", "m
 
 HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
-# What stands for folders of any depth in a pattern.
+# Part of a pattern that matches folders of any depth.
 _STARS = "**"
 
 
 def is_url(path: str) -> bool:
-    """Return whether `path` is a URL rather than a path."""
+    """Return True if `path` is a URL rather than a local path."""
     return "://" in path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """An atlas behind a URL. Pickles with its options; what it shows has no credentials.
+    """Place of an atlas behind a URL. Pickles with its options; its string form has no credentials.
 
     Parameters
     ----------
     root
         URL of the store.
     key
-        Of the file, or what the keys of a Zarr store begin with.
+        Key of the file, or the common prefix of the keys of a Zarr store.
     options
-        For obstore: credentials, region, endpoint.
+        Options for obstore or fsspec, such as credentials, region and endpoint.
     """
 
     root: str = field(repr=False)
@@ -46,12 +46,12 @@ class Place:
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any] | None = None) -> Place:
-        """Return the place that a URL names.
+        """Return the place of a URL.
 
         Raises
         ------
         InputError
-            If its scheme is not known, or it has no path.
+            If the scheme is unknown, or the URL has no path or a path with ``..``.
         """
         root, key = split_url(url)
         if not key:
@@ -68,33 +68,33 @@ class Place:
 
     @property
     def local(self) -> str | None:
-        """The path of this machine that it is, if it is one."""
+        """Local path of a ``file:`` URL, otherwise None."""
         return f"/{self.key}" if self.root == "file:///" else None
 
     @property
     def is_on_web(self) -> bool:
-        """Whether it is on a web server, which does not tell what it has."""
+        """True if the place is on a web server, which cannot list its files."""
         return self.root.startswith("http")
 
     @property
     def url(self) -> str:
-        """The URL that it is the place of, with what may be in it of credentials; not of web servers."""
+        """URL of the place, including any credentials in it; not valid for web servers."""
         return url_of(self.root, self.key)
 
     @property
     def client(self) -> Client:
-        """What reads from the store, in this process."""
+        """Client of the store in this process."""
         return client_of(self.root, self.options)
 
     def below(self, name: str) -> Place:
-        """Return the place of what is below this one, by its name; parts that are '..' are refused."""
+        """Return the place `name` below this one; raise `InputError` if `name` contains '.' or '..' as a part."""
         parts = [part for part in name.split("/") if part]
         if ".." in parts or "." in parts:
             raise InputError(f"{self}: the name {name!r} leads elsewhere")
         return Place(root=self.root, key="/".join(filter(None, [self.key, *parts])), options=self.options)
 
     def exists(self) -> bool:
-        """Return whether there is an object; one request."""
+        """Return True if an object exists at the place; takes one request."""
         try:
             self.client.stat(self.key)
         except MissingPathError:
@@ -102,19 +102,20 @@ class Place:
         return True
 
     def children(self) -> list[Place]:
-        """Return what is directly below this place, by name.
+        """Return the places directly below this one, sorted by name.
 
         Raises
         ------
         StorageError
-            If it is on a web server, which does not tell.
+            If the place is on a web server, which cannot list its files.
         """
         return [self.below(name) for name in self.client.children(self.key)]
 
     def matching(self) -> list[Place]:
-        """Return the places that fit this one as a pattern, as `matching` has it, by name; one listing a folder.
+        """Return the places that match this one as a pattern, sorted by name; takes one listing per folder.
 
-        Stores do not tell files from folders: ``**`` takes one for each file that is no atlas, too.
+        Patterns are those of `matching`. Stores do not distinguish files from folders, so ``**`` also takes a listing
+        for each file that is not an atlas.
         """
         names = _parts(self.key)
         n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
@@ -144,31 +145,31 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Last part of the key."""
         return self.key.rpartition("/")[2]
 
     def is_zarr(self) -> bool:
-        """Return whether there is a Zarr group; up to three requests."""
+        """Return True if the place is a Zarr group; takes up to three requests."""
         if self.key.endswith(HDF5_ENDINGS):
             return False
         return any(self.below(marker).exists() for marker in ZARR_MARKERS)
 
     @classmethod
     def of_local(cls, path: str) -> Place:
-        """Return a path of this machine as a place."""
+        """Return the place of a local path."""
         return cls(root="file:///", key=os.path.abspath(path).strip("/"))
 
 
 def is_recursive(pattern: str) -> bool:
-    """Return whether a pattern goes on into folders, however deep."""
+    """Return True if a pattern descends into folders of any depth."""
     return _STARS in pattern.split("/")
 
 
 def matching(pattern: str) -> list[str]:
-    """Return the paths of this machine that fit a pattern, as for `glob.glob`, by name.
+    """Return the local paths that match a pattern of `glob.glob`, sorted by name.
 
-    ``**`` stands for folders of any depth, and at its end for what is in them; but for hidden ones, those that links
-    lead to, and what is within a Zarr store.
+    ``**`` matches folders of any depth, and at the end of a pattern their contents. It skips hidden folders, symbolic
+    links and the contents of Zarr stores.
 
     Raises
     ------
@@ -188,14 +189,14 @@ def matching(pattern: str) -> list[str]:
 
 
 def _parts(pattern: str) -> list[str]:
-    """Return the parts of a pattern between slashes, several ``**`` as one, and with what it means at its end."""
+    """Return the parts of a pattern between slashes, with repeated ``**`` merged and ``*`` after a final ``**``."""
     names = pattern.split("/")
     names = [name for number, name in enumerate(names) if name != _STARS or names[number - 1 : number] != [_STARS]]
     return [*names, "*"] if names[-1] == _STARS else names
 
 
 def _folders(folder: str) -> Iterator[str]:
-    """Yield a folder of this machine and those below it, in which ``**`` looks."""
+    """Yield a local folder and all folders below it that ``**`` matches."""
     if not os.path.isdir(folder or "."):
         return
     try:

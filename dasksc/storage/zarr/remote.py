@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
-from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
+from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.known_objects import Seen
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import Place
-from dasksc.storage.safety.zarr_metadata import check_metadata
+from dasksc.storage.safety.zarr_metadata import safe_content
+from dasksc.storage.zarr.chunks import At, File, chunked_array
 from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
-from dasksc.storage.zarr.shard_index import index_bytes, index_places
 
 __all__ = ["PlaceStore", "RemoteMetadata", "direct_array"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +86,12 @@ def direct_array(array: Place, *, label: str, cache: Cache | None) -> StoredArra
     """
     metadata, content = RemoteMetadata.of(array)
     layout = layout_of(os.path.basename(metadata.place.key), content)
-    kind: Callable[..., ChunkSource] = ObjectChunks if layout.shard_shape is None else ObjectShards
-    return ChunkedArray(
-        label=label,
-        shape=layout.shape,
-        chunk_shape=layout.chunk_shape,
-        chain=layout.chain,
-        source=kind(array, layout=layout, metadata=metadata, cache=cache),
-        fill=layout.fill,
-    )
+    objects = StoreObjects(array, layout=layout, metadata=metadata, cache=cache)
+    return chunked_array(objects, layout=layout, label=label)
 
 
-class _Objects:
-    """The stored objects of an array.
+class StoreObjects:
+    """The stored objects of an array behind a URL; see `dasksc.storage.zarr.chunks.Objects`.
 
     Parameters
     ----------
@@ -113,136 +106,75 @@ class _Objects:
     """
 
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
+    can_map = False
 
     def __init__(self, array: Place, *, layout: Layout, metadata: RemoteMetadata, cache: Cache | None) -> None:
         self._array = array
         self._layout = layout
         self._metadata = metadata
         self._cache = cache
+        # As they were when this process first met them.
+        self._seen = Seen[At, ObjectIdentity]()
 
     def check(self) -> None:
-        """Do nothing: `read` checks while it waits for the chunks anyway."""
+        """Do nothing: `contents` and `indexed` check while they wait for the objects anyway."""
 
-    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Return None: nothing is mapped."""
-        return None
+    def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
+        """Yield the bytes of whole objects, those that follow asked for already."""
+        # No codec makes a chunk much longer.
+        longest = 2 * n_bytes + 2**16
+        yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
 
-    def _place(self, at: tuple[int, ...]) -> Place:
+    def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
+        """Yield nothing: nothing is mapped."""
+        return iter(())
+
+    def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
+        """Yield what is made of objects met for the first time, those that follow asked for already."""
+
+        def indexed(at: At) -> T | None:
+            try:
+                file = RemoteFile.of(self._place(at), cache=self._cache)
+            except MissingPathError:
+                return None
+            return index_of(file)
+
+        return self._checked([(partial(indexed, at), 0) for at in ats])
+
+    def file(self, at: At, identity: ObjectIdentity) -> RemoteFile:
+        """Return an object that was met before."""
+        return RemoteFile(self._place(at), identity, cache=self._cache)
+
+    def ranges(self, groups: list[Any]) -> Iterator[Any]:
+        """Yield ranges, those of the next objects asked for already; see `ranges_of`."""
+        return ranges_of(groups)
+
+    def _checked(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> Iterator[Any]:
+        """Yield what calls return; see `in_order`."""
+        answers = in_order([(self._metadata.check, 0), *calls])
+        # The answer of the check comes first, so that nothing of a replaced array is handed out.
+        next(answers)
+        return answers
+
+    def _place(self, at: At) -> Place:
         return self._array.below(self._layout.key(at))
 
-    def _checking(self) -> tuple[Callable[[], Any], int]:
-        """Return the call that refuses an array that was replaced, for `in_order`."""
-        return self._metadata.check, 0
-
-
-class ObjectChunks(_Objects):
-    """Chunks of which each is an object; see `_Objects` and `dasksc.storage.chunked.ChunkSource`."""
-
-    def __init__(self, array: Place, *, layout: Layout, metadata: RemoteMetadata, cache: Cache | None) -> None:
-        super().__init__(array, layout=layout, metadata=metadata, cache=cache)
-        # As they were when this process first met them.
-        self._seen = Seen[tuple[int, ...], ObjectIdentity]()
-
-    @property
-    def _chunk_bytes(self) -> int:
-        return math.prod(self._layout.chunk_shape) * self._layout.chain.dtype.itemsize
-
-    @property
-    def _longest(self) -> int:
-        """The size of the longest object that can be one of these chunks: no codec makes them much longer."""
-        return 2 * self._chunk_bytes + 2**16
-
-    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks, those that follow asked for already."""
-        size = self._chunk_bytes
-        chunks = zip(*(axis.tolist() for axis in np.unravel_index(numbers, self._layout.grid)), strict=True)
-        calls: list[tuple[Callable[[], Any], int]] = [(self._getting(at), size) for at in chunks]
-        for data in in_order([self._checking(), *calls]):
-            # The answer of the check comes first, so that nothing of a replaced array is handed out.
-            if data is not None:
-                yield data
-
-    def _getting(self, at: tuple[int, ...]) -> Callable[[], tuple[Any, int]]:
-        return lambda: (self._get(at), 0)
-
-    def _get(self, at: tuple[int, ...]) -> memoryview | None:
+    def _content(self, at: At, *, longest: int) -> memoryview | None:
         place, seen = self._place(at), self._seen.get(at)
         try:
             if self._cache is not None:
                 if seen is None:  # whether what the cache has is what is there
                     seen = self._seen.keep(at, place.client.stat(place.key))
-                if seen.size > self._longest:
-                    raise CorruptDataError(f"{place} has {seen.size} bytes, where at most {self._longest} belong")
+                if seen.size > longest:
+                    raise CorruptDataError(f"{place} has {seen.size} bytes, where at most {longest} belong")
                 return RemoteFile(place, seen, cache=self._cache).fetch(0, seen.size)
-            data, identity = place.client.get(place.key, expected=seen, longest=self._longest)
+            data, identity = place.client.get(place.key, expected=seen, longest=longest)
         except MissingPathError:
             if seen is not None:
                 raise CorruptDataError(f"{place} was removed since it was opened") from None
             return None
         self._seen.keep(at, identity).compare(identity)
         return data
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Shard:
-    file: RemoteFile
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-
-
-class ObjectShards(_Objects):
-    """Chunks of which many are in an object, behind an index; see `_Objects` and `ChunkSource`."""
-
-    def __init__(self, array: Place, *, layout: Layout, metadata: RemoteMetadata, cache: Cache | None) -> None:
-        super().__init__(array, layout=layout, metadata=metadata, cache=cache)
-        # As they were when this process first met them, (None,) where there was none.
-        self._seen = Seen[tuple[int, ...], tuple[_Shard | None]]()
-
-    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks, those that follow asked for already."""
-        at = np.stack(np.unravel_index(numbers, self._layout.grid))
-        per_shard = np.array(self._layout.per_shard)[:, None]
-        within = np.ravel_multi_index(tuple(at % per_shard), self._layout.per_shard)
-        shard_of = list(zip(*(axis.tolist() for axis in at // per_shard), strict=True))
-        shards = {one: self._seen.get(one) for one in shard_of}
-        unknown = [one for one, known in shards.items() if known is None]
-        calls: list[tuple[Callable[[], Any], int]] = [(self._opening(one), 0) for one in unknown]
-        _, *opened = in_order([self._checking(), *calls])
-        for one, shard in zip(unknown, opened, strict=True):
-            n_bytes = 0 if shard is None else shard.offsets.nbytes + shard.sizes.nbytes
-            shards[one] = self._seen.keep(one, (shard,), n_bytes=n_bytes)
-        ends = [i for i in range(1, len(shard_of) + 1) if i == len(shard_of) or shard_of[i] != shard_of[i - 1]]
-        groups = []
-        written = np.zeros(len(numbers), dtype=bool)
-        for first, after in zip([0, *ends[:-1]], ends, strict=True):
-            (shard,) = shards[shard_of[first]] or (None,)
-            if shard is None:
-                continue
-            offsets, sizes = shard.offsets[within[first:after]], shard.sizes[within[first:after]]
-            identity = shard.file.identity
-            if (offsets + sizes).max() > identity.size:
-                raise CorruptDataError(
-                    f"{identity.path}: a chunk ends at byte {(offsets + sizes).max()}, beyond the object's "
-                    f"{identity.size}. Upload it again."
-                )
-            written[first:after] = offsets >= 0
-            groups.append((shard.file, offsets[offsets >= 0], sizes[offsets >= 0]))
-        chunks = ranges_of(groups)
-        for is_written in written.tolist():
-            yield (next(chunks), 0) if is_written else (None, 0)
-
-    def _opening(self, at: tuple[int, ...]) -> Callable[[], _Shard | None]:
-        return lambda: self._opened(at)
-
-    def _opened(self, at: tuple[int, ...]) -> _Shard | None:
-        """Return a shard's index; None if the shard was never written."""
-        try:
-            file = RemoteFile.of(self._place(at), cache=self._cache)
-        except MissingPathError:
-            return None
-        start, stop = index_bytes(self._layout, file.identity)
-        offsets, sizes = index_places(self._layout, file.identity, bytes(file.fetch(start, stop)))
-        return _Shard(file=file, offsets=offsets, sizes=sizes)
 
 
 class PlaceStore(Store):
@@ -283,9 +215,7 @@ class PlaceStore(Store):
     def _get(self, key: str, byte_range: ByteRequest | None) -> bytes:
         client, name = self._place.client, self._place.below(key).key
         if byte_range is None:
-            content = bytes(client.get(name)[0])
-            check_metadata(str(self._place), key, content)
-            return content
+            return safe_content(str(self._place), key, bytes(client.get(name)[0]))
         if isinstance(byte_range, RangeByteRequest):
             start, stop = byte_range.start, byte_range.end
         else:

@@ -331,6 +331,32 @@ def test_whole_values_of_a_column_are_held_out(atlas):
     assert not set(plates.iloc[held]) & set(plates.iloc[rows])
 
 
+def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas):
+    obs = dasksc.open(atlas).obs
+    common = obs["cell_type"].value_counts().index[0]
+    raw["data"]["validation"] = {
+        "conditions": ["plate", "cell_type"],
+        "hold_out": {"plate": ["plate_0", "plate_3"]},
+        "few_shot": 0.25,
+        "control": {"cell_type": common},
+        "seed": 2,
+    }
+    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    held = np.concatenate([batch["index"].numpy() for batch in loaders.validation])
+    trained = loaders.training.dataset.strategy.indices
+    np.testing.assert_array_equal(np.sort(np.concatenate([held, trained])), np.arange(203))
+    assert set(obs["plate"].iloc[held]) == {"plate_0", "plate_3"}
+    assert common not in set(obs["cell_type"].iloc[held])
+    table = loaders.split_table
+    assert table.loc[["plate_0", "plate_3"], "test cells"].sum() == table["test cells"].sum() == len(held)
+    assert (table.loc[["plate_0", "plate_3"], "train conditions"] == 1).all()
+    told: list[str] = []
+    fit(Config.of(raw, changes=["training.max_steps=1"]), say=told.append)
+    (line,) = [line for line in told if "held out" in line]
+    assert f"{len(held)}" in line.splitlines()[-1]
+    assert line.splitlines()[-1].startswith("all ")
+
+
 def test_a_filter_holds_for_training_and_validation(raw, atlas):
     adata = dasksc.open(atlas)
     raw["data"] |= {"filter": "plate in ['plate_0', 'plate_1', 'plate_2']"}
@@ -413,6 +439,21 @@ def test_another_atlas_that_lacks_genes_is_refused(raw, atlas, tmp_path):
     first = ", ".join(map(repr, dasksc.open(atlas).var_names[:3]))
     with pytest.raises(InputError, match=f"lacks 3 of the 40 genes that are trained on: {first}. Give"):
         train(raw, data__validation={"path": str(tmp_path / "fewer.h5ad")})
+
+
+@pytest.mark.parametrize("missing", ["zero", "drop"])
+def test_another_atlas_gives_the_columns_of_training(raw, atlas, tmp_path, missing):
+    names = [*dasksc.open(atlas).var_names[[5, 1, 9]], "no such gene"]
+    (tmp_path / "vocab.json").write_text(json.dumps({"<pad>": 0} | {name: 9 - i for i, name in enumerate(names)}))
+    ad.read_h5ad(atlas)[:, ::-1].write_h5ad(tmp_path / "reversed.h5ad")
+    raw["data"] |= {"genes": str(tmp_path / "vocab.json"), "genes_missing": missing}
+    raw["data"]["validation"] = {"path": str(tmp_path / "reversed.h5ad")}
+    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    expected = names[::-1] if missing == "zero" else names[2::-1]
+    assert loaders.facts["n_genes"] == len(expected)
+    for loader in (loaders.training, loaders.validation):
+        assert list(loader.dataset.gene_match.names) == expected
+        assert next(iter(loader))["X"].shape[1] == len(expected)
 
 
 def test_another_atlas_with_labels_for_numbers_is_refused(raw, atlas, tmp_path):

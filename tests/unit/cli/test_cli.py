@@ -69,7 +69,7 @@ def test_it_runs_as_a_module_and_ctrl_c_is_exit_code_130(tmp_path: Path) -> None
     path = tmp_path / "atlas.h5ad"
     AnnData(np.ones((50, 3), dtype=np.float32)).write_h5ad(path)
     # It would take a day, and says when it has begun.
-    arguments = ["bench", str(path), "--seconds", "86400", "--loader", "dasksc"]
+    arguments = ["bench", str(path), "--seconds", "86400"]
     with subprocess.Popen(
         [sys.executable, "-m", "dasksc", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as run:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,15 +15,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+import torch
 from anndata import AnnData
 from anndata.io import write_elem
 
 import dasksc
 from dasksc import cli
-from dasksc.cli import _loaders, bench
+from dasksc.cli import bench
 from dasksc.cli._shared import aligned
 from dasksc.inspection import describing
 from dasksc.inspection.description import Rate
+from dasksc.inspection.reading_rates import rate_of
 from tests.support.servers import SECRET, Bucket, serving
 
 pytestmark = pytest.mark.core
@@ -266,86 +264,49 @@ def small(*more: str) -> Sequence[str]:
     ]
 
 
-def measured_here(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure a loader as its process does, without starting one."""
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
-        patched.setattr(sys, "argv", ["_loaders", name, json.dumps(spec)])
-        _loaders.main()
-    return json.loads(printed.getvalue())
+def test_bench_prints_the_median_of_its_rounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([300.0, 2000.0, 1000.0] * 2)
+
+    def measured(dataset: dasksc.scDataset, *, seconds: float, **named: Any) -> Rate:
+        assert (dataset.batch_size, dataset.fetch_size, seconds) == (16, 64, 0.02)
+        return Rate(rows_per_s=next(rates), first_batch_s=1.25, **named)
+
+    monkeypatch.setattr(bench, "rate_of", measured)
+    more = small("--rounds", "3", "--layout", "csr")
+    done = run("bench", folder / "plain.h5ad", *more)
+    assert done.stdout == "1,000 cells/s (300 to 2,000 in 3 rounds); first batch after 1.2 s\n"
+    assert done.stderr.splitlines() == [f"round {n} of 3" for n in (1, 2, 3)]
+    report = run_json("bench", folder / "plain.h5ad", *more)
+    assert report == {
+        "paths": str(folder / "plain.h5ad"),
+        "join": "inner",
+        "layout": "csr",
+        "block": 4,
+        "batch": 16,
+        "fetch": 64,
+        "seconds": 0.02,
+        "rates": [300.0, 2000.0, 1000.0],
+        "rows_per_s": 1000.0,
+        "first_batch_s": 1.25,
+    }
 
 
-@pytest.fixture
-def bench_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_measured", measured_here)
-
-
-def test_bench_ranks_what_is_installed_and_says_why_the_rest_is_not_measured(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    of_its_own = bench._measured
+def test_bench_reads_batches_as_they_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
     monkeypatch.setattr(
-        bench, "_measured", lambda name, spec: (of_its_own if name == "dasksc" else measured_here)(name, spec)
+        bench, "rate_of", lambda dataset, **named: made.append(next(iter(dataset))) or rate_of(dataset, **named)
     )
-    plot = tmp_path / "rates.png"
-    report = run_json("bench", folder / "plain.h5ad", *small("--plot", str(plot), "--layout", "csr"))
-    results = {one["name"]: one for one in report["results"]}
-    assert set(results) == {"dasksc", "scDataset", "annbatch", "AnnLoader"}
-    for name in ("dasksc", "AnnLoader"):
-        assert results[name]["rows_per_s"] > 0, results[name]
-    assert results["annbatch"]["not_measured"] in ("it is not installed", "it reads local .zarr only")
-    rates = [one["rows_per_s"] or 0 for one in report["results"]]
-    assert rates == sorted(rates, reverse=True)
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_prints_a_table_of_medians(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"dasksc": [300.0, 1000.0, 2000.0], "AnnLoader": [50.0, 100.0, 900.0]}
-
-    def measured(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-        assert spec["paths"] == str(folder)
-        return {"rows_per_s": rates[name].pop(0), "first_batch_s": 1.25} if name in rates else {"error": "it broke"}
-
-    monkeypatch.setattr(bench, "_measured", measured)
-    monkeypatch.setattr(bench, "is_installed", lambda name: name != "annbatch")
-    done = run("bench", folder)
-    assert [line.split(maxsplit=3) for line in done.stdout.splitlines()] == [
-        ["loader", "cells/s", "of", "the fastest  first batch"],
-        ["dasksc", "1,000", "100%", "1.2 s"],
-        ["AnnLoader", "100", "10%", "1.2 s"],
-        ["scDataset", "-", "it", "broke"],
-        ["annbatch", "-", "it", "is not installed"],
-    ]
-    assert done.stderr.splitlines()[0] == "round 1 of 3: dasksc"
-    monkeypatch.setattr(bench, "_measured", lambda name, spec: {"error": f"{name} broke"})
-    failed = click.testing.CliRunner().invoke(cli.group, ["bench", str(folder), "--loader", "dasksc"])
-    assert isinstance(failed.exception, dasksc.InputError)
-    assert "dasksc: dasksc broke" in str(failed.exception)
-
-
-def test_a_loader_that_takes_too_long_is_told_and_the_others_go_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = bench._measured
-
-    def impatient(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-        with monkeypatch.context() as patched:
-            if name == "AnnLoader":
-                patched.setattr(bench, "_START_S", 0)
-                return measured(name, {**spec, "seconds": 0.001})
-            return {"rows_per_s": 5.0, "first_batch_s": 1.0}
-
-    monkeypatch.setattr(bench, "_measured", impatient)
-    options = ["--loader", "AnnLoader", "--loader", "dasksc", "--rounds", "2"]
-    results = {one["name"]: one for one in run_json("bench", folder / "plain.h5ad", *options)["results"]}
-    assert results["AnnLoader"]["not_measured"] == "no result within 0.01 s"
-    assert results["dasksc"]["rates"] == [5.0, 5.0]
+    paths = [folder / "plain.h5ad", folder / "gzip.h5ad"]
+    report = run_json("bench", *paths, *small("--layout", "csr", "--join", "outer"))
+    assert report["rows_per_s"] == report["rates"][0] > 0
+    assert report["first_batch_s"] > 0
+    assert made[0].layout == torch.sparse_csr
+    assert len(made[0]) == 16
 
 
 def test_what_a_url_keeps_secret_is_printed_by_no_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
-    monkeypatch.setattr(bench, "_measured", lambda name, spec: {"rows_per_s": 1.0, "first_batch_s": 1.0})
+    monkeypatch.setattr(bench, "rate_of", lambda _, seconds, **named: Rate(rows_per_s=1.0, first_batch_s=1.0, **named))
     with serving(folder) as server:
         host = server.url.partition("://")[2]
         urls = [f"http://user:SECRET@{host}/{name}.h5ad?token=SECRET" for name in ("plain", "gzip")]
@@ -356,59 +317,6 @@ def test_what_a_url_keeps_secret_is_printed_by_no_command(folder: Path, monkeypa
         assert run("info", urls[0], "--seconds", "0").output.startswith(f"http://{host}/plain.h5ad: 300 cells")
         assert run("info", *urls, "--seconds", "0").output.startswith("plain.h5ad, gzip.h5ad: 600 cells")
         assert run_json("bench", urls[0])["paths"] == f"http://{host}/plain.h5ad"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("nowhere/rates.png", "there is no folder .*nowhere"),
-        ("rates.foo", "rates.foo ends in none of .*png"),
-        ("rates.h5ad", "ends in none of"),
-        ("locked/rates.png", "cannot be written"),
-    ],
-)
-def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench, "_measured", lambda name, spec: pytest.fail("it was measured"))
-    (tmp_path / "locked").mkdir()
-    may_write = os.access
-    monkeypatch.setattr(bench.os, "access", lambda path, mode: "locked" not in str(path) and may_write(path, mode))
-    done = run("bench", folder / "plain.h5ad", "--plot", tmp_path / name, exit_code=2)
-    assert re.search(says, " ".join(done.stderr.split())), done.stderr
-    assert not list(tmp_path.rglob("rates*"))
-
-
-@pytest.mark.parametrize("more", [[], ["--json"]])
-def test_what_was_measured_is_printed_also_where_drawing_fails(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    def full(*args: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", full)
-    monkeypatch.setattr(bench, "_measured", lambda name, spec: {"rows_per_s": 5.0, "first_batch_s": 1.0})
-    arguments = ["bench", str(folder), "--loader", "dasksc", "--plot", str(tmp_path / "rates.png"), *more]
-    failed = click.testing.CliRunner().invoke(cli.group, arguments)
-    assert isinstance(failed.exception, dasksc.StorageError)
-    assert re.search(r"rates\.png cannot be written: .*No space left", str(failed.exception))
-    assert "dasksc" in failed.stdout
-    assert "100%" in failed.stdout or json.loads(failed.stdout)["results"][0]["rows_per_s"] == 5
-
-
-@pytest.mark.usefixtures("bench_here")
-def test_bench_says_of_urls_what_cannot_read_them(folder: Path) -> None:
-    pytest.importorskip("obstore")
-    with serving(folder) as server:
-        results = run_json("bench", f"{server.url}/plain.h5ad", *small())["results"]
-    by_name = {one["name"]: one for one in results}
-    assert by_name["dasksc"]["rows_per_s"] > 0
-    for name in ("scDataset", "AnnLoader"):
-        assert by_name[name]["not_measured"] in ("it reads local .h5ad only", "it is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +334,6 @@ def cite(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("bench_here")
 def test_check_and_bench_take_several_modalities(cite: Path) -> None:
     n_obs = run_json("info", cite, "--seconds", 0)["n_obs"]
     assert n_obs == N - 40
@@ -437,9 +344,7 @@ def test_check_and_bench_take_several_modalities(cite: Path) -> None:
     dataset = dasksc.scDataset(cite, dasksc.BlockShuffling(8), 64, seed=0)
     assert run_json("check", cite)["process_bytes"] > 0
     assert run_json("check", cite)["ranks"][0]["n_batches"] == len(dataset)
-    results = {one["name"]: one for one in run_json("bench", cite, *small())["results"]}
-    assert results["dasksc"]["rows_per_s"] > 0
-    assert results["AnnLoader"]["not_measured"] == "it reads local .h5ad only"
+    assert run_json("bench", cite, *small())["rows_per_s"] > 0
 
 
 def test_what_no_command_does_with_several_modalities_is_told_without_python(cite: Path, folder: Path) -> None:
@@ -468,7 +373,6 @@ def flags(bucket: Bucket) -> list[str]:
     return [part for name, value in bucket.options.items() for part in ("--storage-option", f"{name}={value}")]
 
 
-@pytest.mark.usefixtures("bench_here")
 def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
     bucket: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,7 +385,7 @@ def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
             (["info", every, "--seconds", "0"], 2 * N),
             (["check", one, "--label-key", "cell_type"], N),
             (["suggest", one, "--label-key", "cell_type", "--batch-size", "8"], None),
-            (["bench", one, "--loader", "dasksc", *small()], None),
+            (["bench", one, *small()], None),
         )
     ):
         cache = tmp_path / str(number)
@@ -496,12 +400,11 @@ def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
     assert "has no value" in run("check", one, "--storage-option", "region", exit_code=2).stderr
 
 
-@pytest.mark.usefixtures("bench_here")
 def test_what_a_command_may_not_read_is_told_with_the_options_of_commands(folder: Path) -> None:
     pytest.importorskip("obstore")
     with serving(folder) as server:
         server.faults.status = lambda number: 403
-        for arguments in (["info"], ["check"], ["suggest"], ["bench", "--loader", "dasksc", *small()]):
+        for arguments in (["info"], ["check"], ["suggest"], ["bench", *small()]):
             failed = click.testing.CliRunner().invoke(cli.group, [*arguments, f"{server.url}/plain.h5ad"])
             assert isinstance(failed.exception, dasksc.DaskscError), failed.output
             assert "--storage-option skip_signature=true" in str(failed.exception)

@@ -287,6 +287,30 @@ def test_dense_rows_are_copied_from_any_address(stored: str, wanted: str, shift:
     np.testing.assert_array_equal(out, dense[positions][:, COLUMNS].astype(wanted))
 
 
+def test_columns_from_nowhere_are_filled_and_columns_of_zeros_are_zero() -> None:
+    dense = np.arange(1.0, 13.0).reshape(3, 4)
+    rows_at = (address(dense.view(np.uint8).ravel()) + np.arange(3) * 32).astype(np.uint64)
+    sources = np.array([[3, kernels.NOWHERE, kernels.ZERO], [kernels.ZERO, 0, kernels.NOWHERE]])
+    out = garbage((3, 3), "f8")
+    maps = np.array([0, 1, 0], np.int32)
+    kernels.copy_columns(np.array([2, 1, 0]), rows_at, maps, sources, out, np.array([-7.0]), dense[:0, 0])
+    assert out.tolist() == [[12, -7, 0], [0, 5, -7], [4, -7, 0]]
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("u1", "i8"), ("f4", "f4"), ("f4", "f8"), ("u8", "u8"), ("?", "f4")])
+def test_neighbouring_columns_are_added_up_from_left_to_right(stored: str, wanted: str) -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.random((5, 9)) * 250).astype(stored)
+    starts = np.array([0, 2, 3, 9])
+    out = garbage((5, 3), wanted)
+    kernels.add_up(values, starts, out)
+    twin = np.empty((5, 3), wanted)
+    for row, sums in zip(values, twin, strict=True):
+        for g, (start, stop) in enumerate(pairwise(starts)):
+            sums[g] = np.add.accumulate(row[start:stop].astype(wanted))[-1]
+    np.testing.assert_array_equal(out, twin)
+
+
 @pytest.mark.parametrize("width", [20, 300])
 @pytest.mark.parametrize("unsigned", ["uint16", "uint32"])
 def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go(width: int, unsigned: str) -> None:

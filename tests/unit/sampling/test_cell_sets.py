@@ -294,7 +294,7 @@ def test_the_same_ranks_resume_with_the_very_next_batch() -> None:
 
 def test_batches_hold_whole_sets() -> None:
     sampler = bound(screen(), "gene", 8)
-    with pytest.raises(InputError, match="batch_size must be a multiple of set_size=8.*got 20, near 24"):
+    with pytest.raises(InputError, match="batch_size=20 cuts the 8 rows that stay together in a batch; .* such as 24"):
         EpochPlan(sampler=sampler, batch_size=20)
 
 

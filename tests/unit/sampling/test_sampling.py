@@ -265,6 +265,35 @@ CLASS_SIZES = np.array([1000, 500, 30, 3])
 LABELS = np.repeat(np.arange(4), CLASS_SIZES)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1, 2.0, 5, 1000.0, float("inf")])
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_temperature_flattens_the_natural_distribution(temperature: float, replace: bool) -> None:
+    # One row in 40,000 more or less is rounding; draws with replacement lie within five standard deviations.
+    sizes = np.array([8000, 1500, 400, 100])
+    labels = np.repeat(["T", "B", "NK", "mast"], sizes)
+    exact = (sizes / sizes.sum()) ** (1 / temperature)
+    exact /= exact.sum()
+    total = 40_000 if replace else int((sizes / exact).min())
+    strategy = ClassBalancedSampling(labels, 8, temperature=temperature, total_size=total, replace=replace)
+    drawn = np.array([np.sum(labels[rows_of(strategy, len(labels))] == name) for name in ("T", "B", "NK", "mast")])
+    spread = 5 * np.sqrt(total * exact * (1 - exact)) if replace else 1
+    assert drawn.sum() == total
+    assert (abs(drawn - total * exact) <= spread).all()
+
+
+def test_a_temperature_takes_class_weights_and_leaves_out_what_has_no_label() -> None:
+    labels = np.repeat([0, 1, 2, -1], [900, 90, 10, 500])
+    strategy = ClassBalancedSampling(
+        labels, 8, temperature=2.0, class_weights={1: 3.0, 2: 0.0}, replace=False, total_size=40
+    )
+    # Square roots of 900 and 90 are as 10 to sqrt(10), times three.
+    exact = 40 * np.array([10, 3 * np.sqrt(10)]) / (10 + 3 * np.sqrt(10))
+    drawn = np.bincount(labels[rows_of(strategy, len(labels))], minlength=3)
+    assert drawn[2] == 0
+    assert drawn.sum() == 40
+    assert (abs(drawn[:2] - exact) < 1).all()
+
+
 def shares(smoothing: float, factors: Any = 1.0) -> NDArray[np.float64]:
     present = CLASS_SIZES > 0
     share = ((1 - smoothing) / present.sum() + smoothing * CLASS_SIZES / CLASS_SIZES.sum()) * factors
@@ -476,6 +505,11 @@ def hidden(values: Any) -> Any:
         (lambda: ClassBalancedSampling(np.array(3)), "labels must be one per row"),
         (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels cannot be made an array"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing="0"), "smoothing must lie"),
+        (lambda: ClassBalancedSampling([1] * 10, temperature="2"), "temperature must be a positive number"),
+        (lambda: ClassBalancedSampling([1] * 10, temperature=0), "temperature must be a positive number"),
+        (lambda: ClassBalancedSampling([1] * 10, temperature=float("nan")), "temperature must be a positive number"),
+        (lambda: ClassBalancedSampling([1] * 10, temperature=True), "temperature must be a positive number"),
+        (lambda: ClassBalancedSampling([1] * 10, smoothing=0.1, temperature=2), "both say how far to balance"),
         (lambda: dasksc.SamplingStrategy(3), "indices must be one-dimensional"),
     ],
 )

@@ -526,6 +526,12 @@ def test_columns_that_repeat_or_leave_the_matrix_are_refused(positions: list[int
         Columns(positions=np.array(positions), n_vars=3)
 
 
+@pytest.mark.parametrize(("to", "n_out"), [([0, 2], 2), ([-1, 0], 2), ([0], 2), ([0, 1], 1)])
+def test_columns_that_go_nowhere_are_refused(to: list[int], n_out: int) -> None:
+    with pytest.raises(InputError, match=f"2 columns go to {n_out} columns out"):
+        Columns(np.array([0, 2]), 3, np.array(to), n_out)
+
+
 def test_what_anndata_wrote_before_0_7_is_found(tmp_path: Path) -> None:
     """One table with a field for each array of obsm, and raw beside the others, with a dot."""
     path, rows = tmp_path / "old.h5ad", np.arange(30, dtype=np.float32).reshape(10, 3)

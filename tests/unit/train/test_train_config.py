@@ -61,6 +61,11 @@ def test_data_takes_all_that_open_and_scdataset_take():
             {"data": {"path": "a", "validation": {"shar": 1}}},
             "data.validation.shar is not known; did you mean 'share'?",
         ),
+        (
+            {"data": {"path": "a", "validation": {"share": 0.1, "conditions": ["a"], "hold_out": {"a": "b"}}}},
+            "hold_out names what is held out, and share says how much; give one of them",
+        ),
+        ({"data": {"path": "a", "validation": {"few_shot": 1}}}, "data.validation.few_shot=1"),
         ({"data": {"batch_size": 8}}, "data.path is missing"),
         ({"data": {"path": "a.h5mu"}}, "data.path='a.h5mu': files of several modalities are read from Python"),
         ({"data": {"path": {"rna": "a.h5mu"}}}, "data.path={'rna': 'a.h5mu'}: files of several modalities"),
@@ -555,7 +560,7 @@ def test_flags_the_environment_and_slurm_each_say_a_part_of_where_nodes_meet(
     environment, flags, address, port, monkeypatch
 ):
     started = []
-    monkeypatch.setattr("torch.distributed.run.main", started.extend)
+    monkeypatch.setattr("dasksc.train.launch._torchrun", started.extend)
     for name in ("MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", *SRUN, *STEP):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,12 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dasksc import DaskscError, InputError, cli
 from dasksc.train import Config
-from dasksc.train.launch import launch, node_rank_of, telling_once
+from dasksc.train.launch import as_rank, launch, node_rank_of
 from dasksc.train.loop import _Run
 from dasksc.train.parallel import Place
 
@@ -51,17 +52,17 @@ def write(folder: Path, **training: Any) -> Path:
 )
 def test_how_ranks_ended_is_told_where_they_could_not(exit_codes, told, monkeypatch):
     failures = {r: ProcessFailure(local_rank=r, pid=1, exitcode=code, error_file="") for r, code in exit_codes.items()}
-    monkeypatch.setattr(torchrun, "main", raising(ChildFailedError("dasksc", failures)))
+    monkeypatch.setattr("dasksc.train.launch._torchrun", raising(ChildFailedError("dasksc", failures)))
     with pytest.raises(SystemExit if told is None else DaskscError) as error:
         launch(["train"], n_processes=2)
     assert str(error.value).split(" (")[0] == ("1" if told is None else told)
 
 
 def test_a_launcher_that_is_stopped_says_so(monkeypatch):
-    monkeypatch.setattr(torchrun, "main", raising(SignalException("", signal.SIGINT)))
+    monkeypatch.setattr("dasksc.train.launch._torchrun", raising(SignalException("", signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
         launch(["train"], n_processes=2)
-    monkeypatch.setattr(torchrun, "main", raising(SignalException("", signal.SIGTERM)))
+    monkeypatch.setattr("dasksc.train.launch._torchrun", raising(SignalException("", signal.SIGTERM)))
     with pytest.raises(DaskscError, match="stopped by SIGTERM"):
         launch(["train"], n_processes=2)
 
@@ -73,35 +74,66 @@ def raising(error: BaseException) -> Any:
     return raises
 
 
-def test_ranks_tell_the_same_error_once_for_each_start_and_others_too(tmp_path, monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_the_same_error_is_told_once_for_each_start_and_others_too(monkeypatch, capsys):
     monkeypatch.setattr("dasksc.train.launch._GRACE_S", 0.0)
-    monkeypatch.setenv("DASKSC_TRAIN_TOLD", str(tmp_path))
+    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    told: list[str] = []
 
-    def told(error: Exception, attempt: int = 0) -> str:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        with pytest.raises(SystemExit) as end, telling_once():
-            raise error
-        assert end.value.code == 1
-        return capsys.readouterr().err
+    def fail(error: Exception) -> None:
+        raise error
+
+    def starts(*attempts: list[Exception | None]) -> Any:
+        """What torch's launcher does where ranks raise these errors, in each of its starts."""
+
+        def run(options: list[str]) -> None:
+            (folder,) = (one.removeprefix("--log-dir=") for one in options if one.startswith("--log-dir="))
+            for number, raised in enumerate(attempts):
+                for rank, error in enumerate(raised):
+                    file = Path(folder, "run", f"attempt_{number}", str(rank), "error.json")
+                    file.parent.mkdir(parents=True)
+                    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+                    if error is not None:
+                        with pytest.raises(SystemExit) as end:
+                            as_rank(partial(fail, error))
+                        assert end.value.code == 1
+                log.error("failed (exitcode: %s)", 1)
+                told.append(capsys.readouterr().err)
+            failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
+            raise ChildFailedError("dasksc", {0: failure})
+
+        return run
+
+    def of(*attempts: list[Exception | None], node_rank: int = 0) -> list[str]:
+        told.clear()
+        monkeypatch.setattr("dasksc.train.launch._torchrun", starts(*attempts))
+        with pytest.raises(SystemExit):
+            launch(["train"], n_processes=4, node_rank=node_rank)
+        return [*told, capsys.readouterr().err]
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    assert "Connection closed by peer" in told(lost)  # by a rank of another node
-    assert told(InputError("a"), 1) == "dasksc: a\n"
-    assert told(InputError("a"), 1) == ""
-    assert told(InputError("b"), 1) == "dasksc: b\n"
-    assert told(lost, 1) == told(torch.distributed.DistNetworkError("gone"), 1) == ""
+    (alone, at_end) = of([None, lost])  # by a rank of another node
+    assert alone.endswith("Connection closed by peer\n")
+    assert at_end == ""
+    gone = torch.distributed.DistNetworkError("gone")
+    lines = ["dasksc: a\ndasksc: b\n", "dasksc: a\n", ""]
+    assert of([lost, InputError("a"), InputError("a"), InputError("b"), gone], [InputError("a"), gone]) == lines
     # From the same line: what differs may be the number of a device.
-    first, second = told(ValueError("c"), 1), told(ValueError("d"), 1)
-    assert first.startswith("dasksc: rank 0 failed:\nTraceback")
+    different = ValueError("d")
+    different.add_note("in batch 3")
+    first, _ = of([None, ValueError("c"), different], node_rank=1)
+    assert first.startswith("dasksc: rank 5 failed:\nTraceback")
     assert first.endswith("ValueError: c\n")
-    assert second == ""
-    assert told(InputError("a"), 2) == "dasksc: a\n"
 
 
 def test_errors_are_raised_as_they_are_where_the_command_has_not_started_the_ranks(monkeypatch):
-    monkeypatch.delenv("DASKSC_TRAIN_TOLD", raising=False)
-    with pytest.raises(ValueError, match="as it is"), telling_once():
+    monkeypatch.delenv("DASKSC_TRAIN_LAUNCHED", raising=False)
+
+    def fail() -> None:
         raise ValueError("as it is")
+
+    with pytest.raises(ValueError, match="as it is"):
+        as_rank(fail)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +160,7 @@ def test_errors_are_raised_as_they_are_where_the_command_has_not_started_the_ran
     ],
 )
 def test_what_needs_no_ranks_is_told_before_they_are_started(options, changes, told, tmp_path, monkeypatch):
-    monkeypatch.setattr(torchrun, "main", raising(AssertionError("ranks were started")))
+    monkeypatch.setattr("dasksc.train.launch._torchrun", raising(AssertionError("ranks were started")))
     for name in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "GROUP_"))]:
@@ -153,7 +185,7 @@ def test_a_configuration_for_two_nodes_is_refused_on_one_of_torchruns(tmp_path, 
 
 def test_nodes_may_have_unequally_many_gpus(tmp_path, monkeypatch):
     started: list[str] = []
-    monkeypatch.setattr(torchrun, "main", started.extend)
+    monkeypatch.setattr("dasksc.train.launch._torchrun", started.extend)
     config = write(tmp_path, num_gpus=10_001, num_nodes=2)
     options = ["--nproc", "auto", "--node-rank", "0", "--master-addr", "127.0.0.1"]
     shown = CliRunner().invoke(cli.group, ["train", "--config", str(config), *options])

@@ -303,7 +303,8 @@ def test_vocabulary_files_are_read_and_given_what_they_lack(tmp_path, name, text
         ("v.json", b"[1]", "object of ids by name.* got a list"),
         ("v.json", b"{", "is no JSON"),
         ("v.txt", b"a\nb\na\n", "there twice: 'a'"),
-        ("v.pkl", b"\x80\x04\x95", "is no text"),
+        ("v.bin", b"\x80\x04\x95", "is no text"),
+        ("v.pkl", b"\x80\x04\x95", "pickled dict of ids by name"),
     ],
 )
 def test_a_file_that_is_no_vocabulary_is_refused_with_what_it_holds(tmp_path, name, content, message):

@@ -1,0 +1,246 @@
+#!/usr/bin/env python
+"""What do sets of cells with matched controls cost: to plan, and to read?
+
+    python benchmarks/sets.py --cells 200000 --out benchmarks/results/sets
+    python benchmarks/sets.py --plan-rows 100000000 --out benchmarks/results/sets
+
+*Planning*: `CellSets` is bound to the codes of `--plan-rows` cells of 20,000 perturbations in 50 contexts, sorted by
+condition and not, each in a fresh process. Seconds to construct, seconds to the first fetch, and the peak of resident
+memory beyond the codes, a cell. *Reading*: rows a second, controls counted, of sets of 64 with controls, from
+a screen sorted by condition and from the same screen unsorted, beside `BlockShuffling` of as many rows a batch with the
+same runs: blocks of 8, and single rows. Rates are medians over rounds that go through all contenders in turn; the round
+before them is not measured. The atlas is warm in the page cache. Left out: cold files, clusters, several ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anndata
+import numpy as np
+import pandas as pd
+from _atlas import add_options, atlas
+from _harness import measure
+from _machine import read_through
+from _reports import add_out, write_report
+
+import dasksc
+
+N_PERTURBATIONS, N_CONTEXTS = 20_000, 50
+SET_SIZE, BATCH, FETCH_ROWS = 64, 512, 16_384
+CONTROL = {"gene": "control"}
+BY = ["context", "gene"]
+
+# What is to be reached: seconds, bytes a cell, or a share of the rate of the contender named after it.
+TARGETS = {
+    "construct_s sorted": 2.0,
+    "construct_s unsorted": 6.0,
+    "first_fetch_s": 0.01,
+    "bytes_per_cell": 12.0,
+    "sorted": 0.7,
+    "unsorted": 0.8,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the command line says; write and return what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser, cells=200_000)
+    parser.set_defaults(genes=2_000)
+    parser.add_argument("--plan-rows", type=int, default=10**8, help="cells of the plans; 0 leaves them out")
+    parser.add_argument("--groups", type=int, default=100, help="perturbations of the screen that is read")
+    parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="of the batches")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
+    parser.add_argument("--child", choices=["sorted", "unsorted"], help=argparse.SUPPRESS)
+    add_out(parser)
+    options = parser.parse_args(arguments)
+    if options.child:
+        print(json.dumps(planned(options.plan_rows, is_sorted=options.child == "sorted")))
+        return {}
+    plans = {}
+    for order in ("sorted", "unsorted") if options.plan_rows else ():
+        command = [sys.executable, __file__, "--child", order, "--plan-rows", str(options.plan_rows)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=_environment())
+        plans[order] = json.loads(done.stdout.splitlines()[-1])
+    report = {
+        "plan_rows": options.plan_rows,
+        "n_groups": N_PERTURBATIONS * N_CONTEXTS,
+        "plans": plans,
+        **rates_of(options),
+        "set_size": SET_SIZE,
+        "batch": BATCH,
+        "fetch_rows": FETCH_ROWS,
+        "rounds": options.rounds,
+        "load": os.getloadavg()[0],
+    }
+    print(table_of(report))
+    write_report(options.out, report)
+    return report
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+
+
+# --- Planning ---------------------------------------------------------------------------------------
+
+
+def codes_of(n: int, *, is_sorted: bool) -> dict[str, pd.Categorical]:
+    """Return the context and the perturbation of each cell; a twentieth of the cells are controls."""
+    rng = np.random.default_rng(0)
+    context = rng.integers(0, N_CONTEXTS, n, dtype=np.int8)
+    gene = rng.integers(0, N_PERTURBATIONS, n, dtype=np.int16)
+    gene[rng.random(n, dtype=np.float32) < 0.05] = 0
+    if is_sorted:
+        context.sort()
+        bounds = np.searchsorted(context, np.arange(N_CONTEXTS + 1))
+        for start, stop in pairwise(bounds):
+            gene[start:stop].sort()
+    names = ["control", *(f"P{i}" for i in range(1, N_PERTURBATIONS))]
+    return {
+        "context": pd.Categorical.from_codes(context, categories=[f"C{i}" for i in range(N_CONTEXTS)]),
+        "gene": pd.Categorical.from_codes(gene, categories=names),
+    }
+
+
+def memory_bytes(what: str) -> int:
+    """Return a figure of this process's memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) * 1024
+    raise KeyError(what)
+
+
+def planned(n: int, *, is_sorted: bool) -> dict[str, float]:
+    """Bind sets to codes and plan a fetch."""
+
+    def plan_of(columns: Any, n_obs: int) -> Any:
+        strategy = dasksc.CellSets(BY, SET_SIZE, control=CONTROL, unmatched="drop")
+        return dasksc.EpochPlan(sampler=strategy.bind(n_obs, columns.__getitem__), batch_size=BATCH, fetch_factor=16)
+
+    for kind in (True, False):  # compile first
+        plan_of(codes_of(50_000, is_sorted=kind), 50_000).fetch(0)
+    columns = codes_of(n, is_sorted=is_sorted)
+    Path("/proc/self/clear_refs").write_text("5")  # begin the peak anew
+    before = memory_bytes("VmRSS")
+    start = time.perf_counter()
+    plan = plan_of(columns, n)
+    constructed = time.perf_counter()
+    plan.fetch(0)
+    first = time.perf_counter()
+    kept = memory_bytes("VmRSS")
+    times = []
+    for k in range(1, 30):
+        begun = time.perf_counter()
+        plan.fetch(k)
+        times.append(time.perf_counter() - begun)
+    return {
+        "construct_s": constructed - start,
+        "first_fetch_s": first - constructed,
+        "fetch_s": statistics.median(times),
+        "bytes_per_cell": (memory_bytes("VmHWM") - before) / n,
+        "kept_bytes_per_cell": (kept - before) / n,
+    }
+
+
+# --- Reading ----------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """How many rows a batch holds, as `measure` counts them."""
+
+    shape: tuple[int]
+
+
+def screens(options: argparse.Namespace) -> dict[str, Path]:
+    """Return two files of one screen: as it comes, and sorted by condition."""
+    plain = atlas(options)
+    paths = {order: plain.with_name(f"{plain.stem}-screen-{order}.h5ad") for order in ("unsorted", "sorted")}
+    if not all(path.exists() for path in paths.values()):
+        adata = anndata.read_h5ad(plain)
+        rng = np.random.default_rng(0)
+        genes = np.array(["control", *(f"P{i:03d}" for i in range(1, options.groups))])
+        drawn = rng.integers(0, options.groups, adata.n_obs)
+        adata.obs["gene"] = pd.Categorical(genes[np.where(rng.random(adata.n_obs) < 0.1, 0, drawn)])
+        adata.obs["context"] = pd.Categorical(rng.choice([f"C{i}" for i in range(4)], adata.n_obs))
+        adata.write_h5ad(paths["unsorted"])
+        order = adata.obs.sort_values(BY, kind="stable").index
+        adata[order].copy().write_h5ad(paths["sorted"])
+    return paths
+
+
+def rates_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure reading, all contenders in turns."""
+    paths = screens(options)
+    for path in paths.values():
+        read_through(path)
+
+    def epoch_of(order: str, strategy: Any, batch_size: int) -> Callable[[], Iterator[Rows]]:
+        dataset = dasksc.scDataset(
+            paths[order],
+            strategy,
+            batch_size=batch_size,
+            fetch_factor=FETCH_ROWS // BATCH,
+            layout=options.layout,
+            obs=["gene"],
+            rank=0,
+            world_size=1,
+            seed=0,
+        )
+        if isinstance(strategy, dasksc.CellSets):
+            return lambda: (Rows((len(batch.index) + len(batch.control.index),)) for batch in dataset)
+        return lambda: (Rows((len(batch.index),)) for batch in dataset)
+
+    sets = dasksc.CellSets(BY, SET_SIZE, control=CONTROL)
+    contenders = {
+        "sorted": epoch_of("sorted", sets, BATCH // 2),
+        "sorted, BlockShuffling(8)": epoch_of("sorted", dasksc.BlockShuffling(8), BATCH),
+        "unsorted": epoch_of("unsorted", sets, BATCH // 2),
+        "unsorted, BlockShuffling(1)": epoch_of("unsorted", dasksc.BlockShuffling(1), BATCH),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(-1, options.rounds):
+        for name, epoch in contenders.items():
+            found = measure(epoch, seconds=options.seconds, fetch_rows=FETCH_ROWS, consume=None)
+            if i >= 0:  # the round before fills caches and compiles
+                rates[name].append(found.rows_per_s)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    return {
+        "rows_per_s": medians,
+        "runs": rates,
+        "ratios": {
+            order: statistics.median(a / b for a, b in zip(rates[order], rates[beside], strict=True))
+            for order, beside in zip(["sorted", "unsorted"], list(contenders)[1::2], strict=True)
+        },
+    }
+
+
+def table_of(report: dict[str, Any]) -> str:
+    """Return the figures beside what is to be reached."""
+    lines = ["| | found | to reach |", "| --- | ---: | ---: |"]
+    for order, plan in report["plans"].items():
+        limits = TARGETS[f"construct_s {order}"], 1e3 * TARGETS["first_fetch_s"]
+        lines += [
+            f"| construct, {order} | {plan['construct_s']:.2f} s | {limits[0]:.0f} s |",
+            f"| first fetch, {order} | {1e3 * plan['first_fetch_s']:.1f} ms | {limits[1]:.0f} ms |",
+            f"| later fetches, {order} | {plan['fetch_s'] * 1e3:.1f} ms | |",
+            f"| peak memory, {order} | {plan['bytes_per_cell']:.1f} B a cell | {TARGETS['bytes_per_cell']:.0f} B |",
+        ]
+    for order, ratio in report["ratios"].items():
+        lines.append(f"| rows/s of sets, {order}, over blocks | {ratio:.2f} | {TARGETS[order]} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

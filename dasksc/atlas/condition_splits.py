@@ -1,0 +1,300 @@
+"""Conditions, such as a perturbation of a cell line, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dasksc.atlas.filtering import columns_of, holds
+from dasksc.atlas.lookup import known
+from dasksc.errors import InputError
+from dasksc.kernels import draw as draw_kernels
+from dasksc.kernels import permute
+from dasksc.sampling.arrays import EMPTY_INTS
+
+__all__ = ["ConditionRequest", "Conditions", "Parts", "is_control", "table_of"]
+
+_Int64s = NDArray[np.int64]
+_Rows = slice | _Int64s
+
+# Combinations that are counted, in eight bytes each.
+_MAX_COMBINATIONS = 2**28
+_PIECE_ROWS = 2**20
+
+
+class Parts(dict[str, _Int64s]):
+    """The rows of each part of a split by condition, and where its conditions landed.
+
+    Attributes
+    ----------
+    table
+        A row for each context: how many conditions and cells of it each part has, and its control cells.
+    """
+
+    table: pd.DataFrame
+
+    def __init__(self, parts: Mapping[str, _Int64s], table: pd.DataFrame) -> None:
+        super().__init__(parts)
+        self.table = table
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The condition of each row: a combination of values of several columns.
+
+    Parameters
+    ----------
+    columns
+        Names of the columns.
+    values
+        Their values, by code.
+    table
+        Codes of each condition, shape (n_conditions, n_columns), int64.
+    of_row
+        Number of each row's condition, shape (n,), int32.
+    """
+
+    columns: tuple[str, ...]
+    values: tuple[list[Any], ...]
+    table: _Int64s
+    of_row: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, obs: pd.DataFrame, columns: Sequence[str], rows: _Rows, n: int) -> Conditions:
+        """Number the combinations of columns that there are.
+
+        Raises
+        ------
+        InputError
+            If a row has no value, or there are too many combinations.
+        """
+        values: list[list[Any]] = []
+        table = np.zeros((1, 0), dtype=np.int64)
+        of_row = np.zeros(n, dtype=np.int32)
+        for name in columns:
+            codes, labels = _coded(obs, name, rows)
+            n_missing = int((codes < 0).sum())
+            if n_missing:
+                raise InputError(
+                    f"{name!r} is missing in {n_missing} of {n} rows, which are of no condition. Leave these out "
+                    f"(indices=dasksc.rows_where(data, '`{name}`.notna()')), or give them a value"
+                )
+            n_codes = max(1, len(labels))
+            if len(table) * n_codes > _MAX_COMBINATIONS:
+                raise InputError(
+                    f"conditions={list(columns)!r} have {len(table):,} x {n_codes:,} combinations, more than "
+                    f"{_MAX_COMBINATIONS:,}; give columns of fewer values"
+                )
+            of_row *= n_codes
+            of_row += codes
+            counted = np.zeros(len(table) * n_codes + 1, dtype=np.int64)
+            draw_kernels.count_codes(n, of_row, EMPTY_INTS, counted)
+            present = np.flatnonzero(counted[1:])
+            lookup = np.zeros(len(counted) - 1, dtype=np.int32)
+            lookup[present] = np.arange(len(present))
+            for start in range(0, n, _PIECE_ROWS):
+                piece = slice(start, start + _PIECE_ROWS)
+                of_row[piece] = lookup[of_row[piece]]
+            table = np.column_stack([table[present // n_codes], present % n_codes])
+            values.append(labels)
+        return cls(tuple(columns), tuple(values), table, of_row)
+
+    def matching(self, chosen: Mapping[str, Any], option: str) -> NDArray[np.bool_]:
+        """Return which conditions have one of the values given of every column named, shape (n_conditions,)."""
+        found = np.ones(len(self.table), dtype=bool)
+        for name, wanted in chosen.items():
+            if name not in self.columns:
+                raise InputError(f"{option} names {name!r}, which is none of conditions={list(self.columns)!r}")
+            i = self.columns.index(name)
+            codes = [self.values[i].index(known(name, value, self.values[i])) for value in _listed(wanted)]
+            found &= np.isin(self.table[:, i], codes)
+        return found
+
+    def contexts(self, columns: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+        """Return the number of each condition's combination of `columns`, shape (n_conditions,), and their names."""
+        where = [self.columns.index(name) for name in columns]
+        if not where:
+            return np.zeros(len(self.table), dtype=np.int64), ["all"]
+        distinct, numbers = np.unique(self.table[:, where], axis=0, return_inverse=True)
+        names = [
+            ", ".join(str(self.values[i][code]) for i, code in zip(where, codes, strict=True))
+            for codes in distinct.tolist()
+        ]
+        return numbers.reshape(-1).astype(np.int64), names
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionRequest:
+    """How conditions are dealt to the parts of a split, as the arguments of `dasksc.split` say.
+
+    Parameters
+    ----------
+    columns
+        Columns whose combinations are the conditions.
+    hold_out
+        Values by column, several of these mappings, or None.
+    few_shot
+        Share of the conditions held out of each context that is trained on all the same; 0 for none.
+    control
+        Which rows are controls: values by column, or an expression over obs; None for no row.
+    """
+
+    columns: tuple[str, ...]
+    hold_out: tuple[Mapping[str, Any], ...]
+    few_shot: float
+    control: Mapping[str, Any] | str | None
+
+    @classmethod
+    def of(cls, conditions: Any, hold_out: Any, few_shot: Any, control: Any) -> ConditionRequest:
+        """Check the arguments before anything is read."""
+        columns = tuple(dict.fromkeys(_listed(conditions)))
+        if not columns or not all(isinstance(name, str) for name in columns):
+            raise InputError(f"conditions={conditions!r} must be a column of obs, or a list of columns")
+        chosen = () if hold_out is None else (hold_out,) if isinstance(hold_out, Mapping) else tuple(_listed(hold_out))
+        if not all(isinstance(one, Mapping) and one for one in chosen) or (hold_out is not None and not chosen):
+            raise InputError(
+                f"hold_out={hold_out!r} must be values by column, such as {{{columns[0]!r}: ['K562']}}, or a list of "
+                "these"
+            )
+        if isinstance(few_shot, bool) or not isinstance(few_shot, Real) or not 0 <= float(few_shot) < 1:
+            raise InputError(f"few_shot must lie in [0, 1); got {few_shot!r}")
+        if few_shot and not chosen:
+            raise InputError(
+                f"few_shot={few_shot!r} is a share of the conditions that hold_out= names, which is not given; "
+                "fractions= deals conditions at random"
+            )
+        _control_columns(control)
+        return cls(columns, chosen, float(few_shot), control)
+
+    @property
+    def needed(self) -> list[str]:
+        """Columns of obs that have to be read."""
+        return list(dict.fromkeys([*self.columns, *_control_columns(self.control)]))
+
+    @property
+    def context_columns(self) -> tuple[str, ...]:
+        """Columns whose combinations are contexts: those held out by, or else all but the last."""
+        held = {name for one in self.hold_out for name in one}
+        contexts = tuple(name for name in self.columns if name in held)
+        return contexts if contexts and len(contexts) < len(self.columns) else self.columns[:-1]
+
+    def seen_of(self, held: NDArray[np.bool_], contexts: _Int64s, key: np.uint64) -> NDArray[np.bool_]:
+        """Return which of the conditions held out are trained on all the same, shape (n_conditions,).
+
+        Of each context the share `few_shot`, rounded; at least one of two or more, and never all.
+        """
+        seen = np.zeros_like(held)
+        if not self.few_shot:
+            return seen
+        order = np.empty(len(held), dtype=np.int64)
+        permute.shuffle(key, order)
+        for context in np.unique(contexts[held]):
+            own = order[(held & (contexts == context))[order]]
+            n_seen = min(max(1, int(np.floor(self.few_shot * len(own) + 0.5))), len(own) - 1)
+            seen[own[:n_seen]] = True
+        if not seen.any():
+            raise InputError(
+                f"few_shot={self.few_shot} leaves nothing to train on: no context held out has two conditions or more"
+            )
+        return seen
+
+
+def _control_columns(control: Any) -> list[str]:
+    """Return the columns that say which rows are controls.
+
+    Raises
+    ------
+    InputError
+        If `control` is neither values by column nor an expression.
+    """
+    if control is None:
+        return []
+    if isinstance(control, str):
+        return columns_of(control)
+    if isinstance(control, Mapping) and control and all(isinstance(name, str) for name in control):
+        return list(control)
+    raise InputError(
+        f"control={control!r} must be values by column, such as {{'gene': 'non-targeting'}}, or an expression over obs"
+    )
+
+
+def is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> NDArray[np.bool_]:
+    """Return which rows of a table are controls, shape (n_obs,).
+
+    Raises
+    ------
+    MissingKeyError
+        If obs lacks a column, or a column a value that is named.
+    """
+    if control is None:
+        return np.zeros(len(obs), dtype=bool)
+    if isinstance(control, str):
+        return holds(control, obs)
+    found = np.ones(len(obs), dtype=bool)
+    for name, wanted in control.items():
+        codes, labels = _coded(obs, name, slice(None))
+        found &= np.isin(codes, [labels.index(known(name, value, labels)) for value in _listed(wanted)])
+    return found
+
+
+def table_of(
+    conditions: Conditions,
+    contexts: _Int64s,
+    names: list[str],
+    parts: Mapping[str, _Int64s],
+    control: NDArray[np.bool_],
+    index_name: str,
+) -> pd.DataFrame:
+    """Return what of each context landed where.
+
+    Parameters
+    ----------
+    conditions
+        Those of the rows that are split.
+    contexts, names
+        Number of the context of each condition, and the names of contexts.
+    parts
+        Which of the rows each part has, by their places among those that are split.
+    control
+        Which of these are controls.
+    index_name
+        What contexts are called.
+    """
+    columns: dict[str, _Int64s] = {}
+    for name, places in parts.items():
+        own = conditions.of_row[places[~control[places]]]
+        cells = np.bincount(own, minlength=len(contexts))
+        columns[f"{name} conditions"] = np.bincount(contexts[cells > 0], minlength=len(names))
+        columns[f"{name} cells"] = np.bincount(contexts, weights=cells, minlength=len(names)).astype(np.int64)
+    n_controls = np.bincount(conditions.of_row[control], minlength=len(contexts))
+    columns["control cells"] = np.bincount(contexts, weights=n_controls, minlength=len(names)).astype(np.int64)
+    return pd.DataFrame(columns, index=pd.Index(names, name=index_name))
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return one value or several as a list."""
+    is_several = isinstance(value, Sequence | np.ndarray | pd.Index | set | frozenset) and not isinstance(value, str)
+    return list(value) if is_several else [value]
+
+
+def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32], list[Any]]:
+    """Return codes of the values of a column, shape (n,), int32, -1 where missing; and the values.
+
+    Values are in the order of their texts, so that a split depends neither on the order of categories nor on rows.
+    """
+    column = obs[known("obs", name, obs.columns)]
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        codes, values = np.asarray(column.array.codes)[rows], list(column.array.categories)
+    else:
+        codes, uniques = pd.factorize(column.iloc[rows])
+        values = list(uniques)
+    order = sorted(range(len(values)), key=lambda code: str(values[code]))
+    places = np.full(len(values) + 1, -1, dtype=np.int32)  # a missing value's -1 finds the last
+    places[order] = np.arange(len(values))
+    return places[codes], [values[code] for code in order]

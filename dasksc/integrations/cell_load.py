@@ -1,0 +1,291 @@
+"""Experiments of cell-load: its TOML files as one atlas and the rows to train, validate and test on.
+
+Nothing of cell-load is needed. What its files mean is read from its documentation and its class ``ExperimentConfig``
+(https://github.com/ArcInstitute/cell-load).
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+import dasksc
+from dasksc import InputError, MissingPathError
+from dasksc.atlas.lookup import known
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["Experiment", "from_toml"]
+
+logger = logging.getLogger(__name__)
+
+_SECTIONS = ("datasets", "training", "zeroshot", "fewshot")
+_PARTS = ("train", "val", "test")
+_ENDINGS = (".h5", ".h5ad")
+_BRACES = re.compile(r"\{([^{}]+)\}")
+_N_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """An experiment of cell-load.
+
+    Parameters
+    ----------
+    adata
+        All files of its datasets as one atlas, opened by `dasksc.open`. obs has the columns ``dataset`` and ``file``
+        (``"dataset/name of the file"``) beside those of the files.
+    parts
+        Row numbers of ``train``, ``val`` and ``test``, ascending, int64: ``indices`` of a strategy. A perturbation that
+        the file lists for both is in ``val`` and in ``test``. Control cells of all contexts are in ``train``.
+    table
+        A row for each dataset and cell type: its perturbations and cells in each part, and its control cells.
+    """
+
+    adata: AnnData
+    parts: dict[str, NDArray[np.int64]]
+    table: pd.DataFrame
+
+
+def from_toml(
+    path: str | os.PathLike[str],
+    *,
+    cell_type_key: str = "cell_type",
+    pert_col: str = "gene",
+    control_pert: str = "non-targeting",
+    obs: Sequence[str] = (),
+    **options: Any,
+) -> Experiment:
+    """Read an experiment of cell-load.
+
+    Parameters
+    ----------
+    path
+        The TOML file. ``[datasets]`` names files, folders of ``.h5`` and ``.h5ad`` files, or patterns, in which braces
+        stand for several; ``[training]`` the datasets that are trained on; ``[zeroshot]`` cell types
+        (``"dataset.cell_type"``) whose perturbations all belong to ``val`` or ``test``; ``[fewshot]`` lists of
+        perturbations by cell type and part. Relative paths are relative to the working directory, as in cell-load.
+    cell_type_key, pert_col, control_pert
+        The obs columns of cell types and of perturbations, and the perturbation of control cells.
+    obs
+        Further columns of obs to read, such as that of batches.
+    options
+        As for `dasksc.open`, such as ``join="outer"``.
+
+    Returns
+    -------
+    Experiment
+        The atlas, and the rows of each part. Nothing of X is read.
+
+    Raises
+    ------
+    MissingPathError
+        If there is no such file, or no file of a dataset.
+    MissingKeyError
+        If a cell type is in no file of its dataset, or obs lacks a column.
+    InputError
+        If the file is no TOML, or a section holds something else.
+
+    Notes
+    -----
+    Cell types of a dataset that is not in ``[training]`` are left out, unless ``[zeroshot]`` or ``[fewshot]`` names
+    them. Perturbations listed that no cell has are counted in a warning. cell-load pairs cells with controls of their
+    own file only: match on ``"file"`` to do the same.
+    """
+    sections = _sections(path)
+    files = {name: _files_of(name, where) for name, where in sections["datasets"].items()}
+    held = _contexts(sections, files)
+    keys = [f"{name}/{file.stem}" for name, paths in files.items() for file in paths]
+    adata = dasksc.open(
+        [file for paths in files.values() for file in paths],
+        obs=list(dict.fromkeys([cell_type_key, pert_col, *obs])),
+        label="file",
+        keys=keys,
+        **options,
+    )
+    codes = pd.Categorical(adata.obs["file"], categories=keys).codes
+    datasets = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
+    adata.obs["dataset"] = pd.Categorical.from_codes(datasets[codes], categories=list(files))
+    cell_types = adata.obs[cell_type_key].astype(str).to_numpy()
+    perturbations = adata.obs[pert_col].astype("category")
+    is_control = (perturbations == control_pert).to_numpy()
+    if not is_control.any():
+        raise InputError(
+            f"no cell has control_pert={control_pert!r} in obs[{pert_col!r}], which holds "
+            f"{', '.join(map(repr, perturbations.cat.categories[:_N_SHOWN]))}, ..."
+        )
+    context, names = pd.factorize(pd.MultiIndex.from_arrays([adata.obs["dataset"].astype(str), cell_types]))
+    parts = _deal(context, list(names), perturbations, is_control, sections, held)
+    table = _table(context, list(names), perturbations, is_control, parts)
+    return Experiment(adata=adata, parts=parts, table=table)
+
+
+def _sections(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingPathError(f"there is no experiment at {os.fspath(path)!r}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{os.fspath(path)} is no TOML: {error}") from error
+    for name, section in raw.items():
+        known("an experiment of cell-load", name, _SECTIONS)
+        if not isinstance(section, dict):
+            raise InputError(f"{name} = {section!r} must be a section, [{name}]")
+    sections: dict[str, dict[str, Any]] = {name: raw.get(name, {}) for name in _SECTIONS}
+    if not sections["datasets"]:
+        raise InputError(f"{os.fspath(path)} has no [datasets], which name the files")
+    for name, part in sections["training"].items():
+        known("[datasets]", name, sections["datasets"])
+        if part != "train":
+            raise InputError(f"[training] {name} = {part!r} must be 'train'; leave out what is not trained on")
+    return sections
+
+
+def _files_of(name: str, where: Any) -> list[Path]:
+    """Return the files that an entry of ``[datasets]`` stands for, by name."""
+    if not isinstance(where, str):
+        raise InputError(f"[datasets] {name} = {where!r} must be a path")
+    found: list[Path] = []
+    for one in _without_braces(where):
+        if os.path.isfile(one):
+            found.append(Path(one))
+        elif one.endswith(_ENDINGS):
+            found += map(Path, glob.glob(one))
+        else:
+            inside = [file for ending in _ENDINGS for file in glob.glob(os.path.join(_pattern(one), f"*{ending}"))]
+            found += map(Path, inside)
+    if not found:
+        raise MissingPathError(f"[datasets] {name} = {where!r}: there is no .h5 or .h5ad file")
+    stems = [file.stem for file in found]
+    twice = {stem for stem in stems if stems.count(stem) > 1}
+    if twice:
+        raise InputError(f"[datasets] {name} = {where!r} has several files named {sorted(twice)[0]!r}; rename one")
+    return sorted(found, key=lambda file: file.stem)
+
+
+def _pattern(folder: str) -> str:
+    return glob.escape(folder) if os.path.isdir(folder) else folder
+
+
+def _without_braces(text: str) -> Iterable[str]:
+    """Yield what ``a{b,c}`` stands for."""
+    match = _BRACES.search(text)
+    if match is None:
+        yield text
+        return
+    for option in match[1].split(","):
+        yield from _without_braces(text[: match.start()] + option.strip() + text[match.end() :])
+
+
+def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """Return what becomes of cell types that ``[zeroshot]`` and ``[fewshot]`` name, by dataset and cell type."""
+    found: dict[tuple[str, str], Any] = {}
+    for section in ("zeroshot", "fewshot"):
+        for key, value in sections[section].items():
+            # The longest name: those of datasets may hold dots, too.
+            dataset = max((name for name in files if key.startswith(f"{name}.")), key=len, default=None)
+            if dataset is None:
+                if key in files and isinstance(value, dict):
+                    raise InputError(
+                        f"[{section}] {key}.{next(iter(value), '...')} must stand in quotes, as in "
+                        f'"{key}.{next(iter(value), "...")}"; TOML takes the dot for a section'
+                    )
+                raise InputError(
+                    f"[{section}] {key!r} must be 'dataset.cell type' of one of [datasets], {', '.join(files)}"
+                )
+            context = dataset, key.removeprefix(f"{dataset}.")
+            if context in found:
+                raise InputError(f"{key!r} is in [zeroshot] and in [fewshot]; hold it out in one way")
+            found[context] = _whole(key, value) if section == "zeroshot" else _lists(key, value)
+    return found
+
+
+def _whole(key: str, part: Any) -> str:
+    if part not in _PARTS:
+        raise InputError(f"[zeroshot] {key!r} = {part!r} must be one of {', '.join(map(repr, _PARTS))}")
+    return str(part)
+
+
+def _lists(key: str, value: Any) -> dict[str, list[str]]:
+    is_right = isinstance(value, dict) and all(
+        part in _PARTS[1:] and isinstance(names, list) and all(isinstance(name, str) for name in names)
+        for part, names in value.items()
+    )
+    if not is_right:
+        raise InputError(
+            f"[fewshot.{key!r}] must hold lists of perturbations, val = [...] and test = [...]; got {value!r}"
+        )
+    return dict(value)
+
+
+def _deal(
+    context: NDArray[np.int64],
+    names: list[tuple[str, str]],
+    perturbations: pd.Series[Any],
+    is_control: NDArray[np.bool_],
+    sections: Mapping[str, Any],
+    held: Mapping[tuple[str, str], Any],
+) -> dict[str, NDArray[np.int64]]:
+    """Return the rows of each part."""
+    for dataset, cell_type in held:
+        if (dataset, cell_type) not in names:
+            known(f"the dataset {dataset!r}", cell_type, [one for name, one in names if name == dataset])
+    codes, labels = perturbations.cat.codes.to_numpy(), perturbations.cat.categories
+    is_in = {part: np.zeros(len(codes), dtype=bool) for part in _PARTS}
+    absent: list[str] = []
+    for number, name in enumerate(names):
+        own = context == number
+        perturbed = own & ~is_control
+        rule = held.get(name)
+        if rule is None:
+            if name[0] in sections["training"]:
+                is_in["train"] |= own
+            continue
+        is_in["train"] |= own & is_control
+        if isinstance(rule, str):
+            is_in[rule] |= perturbed
+            continue
+        for part, listed in rule.items():
+            chosen = perturbed & np.isin(codes, labels.get_indexer(listed)[labels.get_indexer(listed) >= 0])
+            is_in[part] |= chosen
+            present = set(labels[np.unique(codes[chosen])])
+            absent += [f"{'.'.join(name)}: {one}" for one in listed if one not in present]
+        is_in["train"] |= perturbed & ~(is_in["val"] | is_in["test"])
+    if absent:
+        logger.warning(
+            "%d perturbations of [fewshot] are those of no cell: %s%s",
+            *(len(absent), ", ".join(absent[:_N_SHOWN]), ", ..." if len(absent) > _N_SHOWN else ""),
+        )
+    return {part: np.flatnonzero(rows) for part, rows in is_in.items()}
+
+
+def _table(
+    context: NDArray[np.int64],
+    names: list[tuple[str, str]],
+    perturbations: pd.Series[Any],
+    is_control: NDArray[np.bool_],
+    parts: Mapping[str, NDArray[np.int64]],
+) -> pd.DataFrame:
+    """Return how many perturbations and cells of each context each part has."""
+    codes, n = perturbations.cat.codes.to_numpy().astype(np.int64), len(names)
+    n_codes = len(perturbations.cat.categories) + 1
+    columns = {}
+    for part, rows in parts.items():
+        own = rows[~is_control[rows]]
+        pairs = np.unique(context[own] * n_codes + codes[own] + 1)  # a missing one is a perturbation, too
+        columns[f"{part} perturbations"] = np.bincount(pairs // n_codes, minlength=n)
+        columns[f"{part} cells"] = np.bincount(context[own], minlength=n)
+    columns["control cells"] = np.bincount(context[is_control], minlength=n)
+    return pd.DataFrame(columns, index=pd.MultiIndex.from_tuples(names, names=["dataset", "cell type"]))

@@ -1,0 +1,152 @@
+"""Batches that hold a share of every class: which rows each of them has.
+
+An epoch has `n_units` batches of equally many rows, and class c has ``quotas[c]`` rows of it. A batch has
+``quotas[c] // n_units`` rows of class c, and ``quotas[c] % n_units`` of the batches have one more. Systematic sampling
+[1]_ in whole numbers says which ones: the remainders of all classes are laid one after the other around a circle of
+`n_units` places, and batch u has one more of each class whose part covers ``(stride * u + shift) % n_units``. Since
+`stride` has no factor in common with `n_units`, every batch has a place of its own. So all batches are equally large,
+and every class has its quota exactly.
+
+The rows of a class are drawn in passes. Each goes once through all of its rows, from a random one on, cut into
+runs of neighbours that come in a random order.
+
+.. [1] Madow: On the theory of systematic sampling, II, Annals of Mathematical Statistics 20 (1949).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dasksc.kernels.compiled import kernel
+from dasksc.kernels.permute import N_ROUNDS, below, bits, permuted, shuffle, stream
+
+__all__ = ["drawn_of_class", "floor_sum", "more_before", "stratified_rows"]
+
+_TABLE_RUNS = 256
+# Up to here the order of the runs of a pass is a table: a Feistel network mixes a small domain poorly.
+
+
+@kernel
+def floor_sum(n, m, a, b):
+    """Return the sum of ``(a * i + b) // m`` over i in [0, n), for ``0 <= a < m`` and any `b`, in O(log m)."""
+    total = n * (b // m)
+    b = b % m
+    while True:
+        if a >= m:
+            total += (n - 1) * n // 2 * (a // m)
+            a = a % m
+        if b >= m:
+            total += n * (b // m)
+            b = b % m
+        end = a * n + b
+        if end < m:
+            return total
+        n = end // m
+        b = end % m
+        m, a = a, m
+
+
+@kernel
+def more_before(unit, n_units, first, length, stride, shift):
+    """Return how many of the batches before `unit` lie in the part of the circle from `first` on, of a given length."""
+    if length == 0:
+        return np.int64(0)
+    start = shift - first
+    return floor_sum(unit, n_units, stride, start) - floor_sum(unit, n_units, stride, start - length)
+
+
+@kernel
+def drawn_of_class(first, n_rows, run_rows, key, out):
+    """Write draws ``first ... first + len(out)`` of a class of `n_rows` rows, each the number of a row in it."""
+    table = np.empty(_TABLE_RUNS, dtype=np.int64)
+    round_keys = np.empty(N_ROUNDS, dtype=np.uint64)
+    n_runs = n_rows // run_rows
+    half_bits = 1
+    while 1 << (2 * half_bits) < n_runs:
+        half_bits += 1
+    known = np.int64(-1)
+    turn = np.int64(0)
+    for i in range(out.shape[0]):
+        number = (first + i) // n_rows
+        place = (first + i) % n_rows
+        if number != known:
+            known = number
+            own = stream(key, number)
+            turn = below(own, 0, n_rows)
+            if n_runs <= _TABLE_RUNS:
+                shuffle(stream(own, 1), table[:n_runs])
+            else:
+                for k in range(N_ROUNDS):
+                    round_keys[k] = bits(own, k + 1)
+        run = place // run_rows
+        if run < n_runs:
+            run_at = table[run] if n_runs <= _TABLE_RUNS else permuted(run, n_runs, half_bits, round_keys)
+            place = run_at * run_rows + place % run_rows
+        out[i] = (place + turn) % n_rows
+
+
+@kernel
+def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_rows, stride, shift, keys, out):
+    """Write the rows of all batches of some groups of neighbouring batches.
+
+    Parameters
+    ----------
+    groups
+        Numbers of the groups, shape (n_groups,), int64.
+    group_units
+        Batches of a group, among which the draws of each class are dealt at random.
+    n_units
+        Batches of the epoch.
+    quotas
+        Rows of each class in the epoch, shape (n_classes,), int64; their sum is a multiple of `n_units`.
+    starts
+        Where the rows of each class begin in `members`, shape (n_classes + 1,), int64.
+    members
+        Rows by class, integers.
+    run_rows
+        Neighbouring rows of a class that are drawn together.
+    stride, shift
+        The place of each batch on the circle, see the module.
+    keys
+        Of draws, of groups and of batches, shape (3,), uint64.
+    out
+        Rows, shape (n_groups, group_units, batch_rows), int64; of batches beyond the last nothing is written.
+    """
+    batch_rows = out.shape[2]
+    order = np.empty(batch_rows, dtype=np.int64)
+    filled = np.empty(group_units, dtype=np.int64)
+    for g in range(groups.shape[0]):
+        begin = groups[g] * group_units
+        n_here = min(group_units, n_units - begin)
+        group_key = stream(keys[1], groups[g])
+        filled[:] = 0
+        ahead = np.int64(0)  # of all remainders laid on the circle before this class
+        for c in range(quotas.shape[0]):
+            every = quotas[c] // n_units
+            length = quotas[c] % n_units
+            first_place = ahead % n_units
+            ahead += length
+            if quotas[c] == 0:
+                continue
+            start = begin * every + more_before(begin, n_units, first_place, length, stride, shift)
+            stop = begin + n_here
+            end = stop * every + more_before(stop, n_units, first_place, length, stride, shift)
+            if start == end:
+                continue
+            drawn = np.empty(end - start, dtype=np.int64)
+            drawn_of_class(start, starts[c + 1] - starts[c], run_rows, stream(keys[0], c), drawn)
+            dealt = np.empty(end - start, dtype=np.int64)
+            shuffle(stream(group_key, c), dealt)
+            taken = 0
+            for u in range(n_here):
+                place = (stride * (begin + u) + shift) % n_units
+                n_of_class = every + ((place - first_place) % n_units < length)
+                for _ in range(n_of_class):
+                    out[g, u, filled[u]] = members[starts[c] + drawn[dealt[taken]]]
+                    filled[u] += 1
+                    taken += 1
+        for u in range(n_here):
+            shuffle(stream(keys[2], begin + u), order)
+            batch = out[g, u].copy()
+            for i in range(batch_rows):
+                out[g, u, i] = batch[order[i]]

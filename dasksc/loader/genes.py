@@ -1,0 +1,236 @@
+"""Genes asked for, matched with the columns of an atlas."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+
+from dasksc.atlas.lookup import known
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.sampling.arrays import array_of
+from dasksc.storage import Columns
+from dasksc.transforms.vocabulary import Vocabulary
+
+__all__ = ["GeneMatch", "GeneRequest", "Missing", "Repeated"]
+
+logger = logging.getLogger("dasksc.dataset")
+
+Missing = Literal["error", "zero", "drop"]
+Repeated = Literal["error", "sum"]
+
+_N_SHOWN = 3
+# A smaller share of matches suggests names of another kind, such as symbols beside Ensembl IDs.
+_FEW = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneMatch:
+    """How the genes asked for matched the columns of an atlas; printing it shows a summary.
+
+    Parameters
+    ----------
+    names
+        The gene of each column of a batch, in order.
+    n_wanted
+        Genes that were asked for.
+    missing
+        Those that the atlas lacks, in the order asked for.
+    filled
+        Whether missing genes are columns of zeros; otherwise they are left out.
+    n_summed
+        Columns of the atlas whose name repeats and which are added up with others.
+    matched_by
+        What names were compared with: ``"var_names"``, or a column of var.
+    """
+
+    names: tuple[str, ...]
+    n_wanted: int
+    missing: tuple[str, ...]
+    filled: bool
+    n_summed: int
+    matched_by: str
+
+    @property
+    def n_matched(self) -> int:
+        """Genes asked for that the atlas has."""
+        return self.n_wanted - len(self.missing)
+
+    @property
+    def share(self) -> float:
+        """Share of the genes asked for that the atlas has."""
+        return self.n_matched / self.n_wanted
+
+    def __str__(self) -> str:
+        text = f"{self.n_matched:,} of {self.n_wanted:,} genes matched by {self.matched_by} ({self.share:.1%})"
+        if self.missing:
+            shown = ", ".join(self.missing[:_N_SHOWN]) + (", ..." if len(self.missing) > _N_SHOWN else "")
+            text += f"; {len(self.missing):,} missing are {'zeros' if self.filled else 'left out'}: {shown}"
+        if self.n_summed:
+            text += f"; {self.n_summed:,} columns of repeated names are added up"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class GeneRequest:
+    """The columns of X and the layers that a batch has, as the arguments of `scDataset` say.
+
+    Raises
+    ------
+    InputError
+        If a value is none that the argument takes.
+    """
+
+    genes: Any = None
+    missing: Missing = "error"
+    key: str | None = None
+    repeated: Repeated = "error"
+
+    def __post_init__(self) -> None:
+        for option, value, allowed in (
+            ("genes_missing", self.missing, get_args(Missing)),
+            ("genes_repeated", self.repeated, get_args(Repeated)),
+        ):
+            if value not in allowed:
+                raise InputError(f"{option} must be {' or '.join(map(repr, allowed))}; got {value!r}")
+        if self.key is not None and not isinstance(self.key, str):
+            raise WrongTypeError(f"genes_key must be the name of a column of var; got {self.key!r}")
+        if self.genes is None and self._names_only:
+            raise InputError(f"{self._names_only} cannot be used without genes=")
+
+    @property
+    def _names_only(self) -> str:
+        """The options given that mean something for names only."""
+        given = {
+            "genes_missing=": self.missing != "error",
+            "genes_key=": self.key is not None,
+            "genes_repeated=": self.repeated != "error",
+        }
+        return ", ".join(name for name, is_given in given.items() if is_given)
+
+    def of(self, modality: str) -> GeneRequest:
+        """Return the request for one of several modalities, whose genes are a dict."""
+        if self.genes is None or modality not in self.genes:
+            return GeneRequest()
+        return GeneRequest(self.genes[modality], self.missing, self.key, self.repeated)
+
+    def columns_of(self, var: pd.DataFrame | None, n_vars: int) -> tuple[Columns | None, GeneMatch | None]:
+        """Return the columns that names, a mask or positions choose, and how names matched; None: all, or no names.
+
+        Parameters
+        ----------
+        var
+            The table of genes of an atlas; None for an array, whose columns have no names.
+        n_vars
+            Columns of the matrix.
+        """
+        genes = self.genes
+        if genes is None:
+            return None, None
+        if isinstance(genes, os.PathLike):
+            genes = Vocabulary.read(genes)
+        if isinstance(genes, Vocabulary):
+            genes = genes.genes
+        if isinstance(genes, str):
+            raise WrongTypeError(
+                f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}], or the path of a vocabulary: "
+                f"genes=pathlib.Path({genes!r})"
+            )
+        if isinstance(genes, set | frozenset | Mapping):
+            # The order of a set differs between processes, and with it the columns.
+            raise WrongTypeError(
+                f"genes is a {type(genes).__name__}, which has no order; give a list: genes=sorted(...), or, of ids by "
+                "name, dasksc.tokens.Vocabulary(...)"
+            )
+        wanted = np.arange(n_vars)[genes] if isinstance(genes, slice) else array_of("genes", genes)
+        if wanted.ndim != 1:
+            raise InputError(f"genes has shape {wanted.shape}; give one list of names, a mask or positions")
+        if wanted.dtype == np.bool_:
+            if wanted.shape != (n_vars,):
+                raise InputError(f"genes is a mask of shape {wanted.shape} for {n_vars} columns")
+            wanted = np.flatnonzero(wanted)
+        if not len(wanted):
+            raise InputError("genes leave no column; give at least one")
+        if wanted.dtype.kind not in "iu":
+            if wanted.dtype.kind not in "UOT":
+                raise InputError(f"genes holds {wanted.dtype}; names, a mask or whole positions are needed")
+            return self._matched(wanted.tolist(), var, n_vars)
+        if self._names_only:
+            raise InputError(f"{self._names_only} cannot be used here: genes= holds positions or a mask, and no names")
+        if wanted.max() >= n_vars:  # also those that int64 does not hold
+            raise InputError(f"genes holds position {wanted.max()}; positions lie in [0, {n_vars})")
+        wanted = wanted.astype(np.int64)
+        if wanted.min() < 0:
+            raise InputError(f"genes holds position {wanted.min()}; positions lie in [0, {n_vars})")
+        return Columns(wanted, n_vars), None
+
+    def _matched(self, wanted: list[Any], var: pd.DataFrame | None, n_vars: int) -> tuple[Columns, GeneMatch]:
+        matched_by = "var_names" if self.key is None else f"var[{self.key!r}]"
+        places: dict[Any, int] = {}
+        repeats: dict[Any, list[int]] = {}
+        for i, name in enumerate(self._names_in(var, n_vars)):
+            if name is not None and places.setdefault(name, i) != i:
+                repeats.setdefault(name, []).append(i)
+        unclear = [name for name in wanted if name in repeats]
+        if unclear and self.repeated == "error":
+            raise InputError(
+                f"{matched_by} repeats {unclear[:_N_SHOWN]}, so they do not say which column; give positions, or "
+                "genes_repeated='sum' to add them up"
+            )
+        if len(set(wanted)) < len(wanted):
+            twice = next(name for name, n in Counter(wanted).items() if n > 1)
+            raise InputError(f"a column was asked for twice: genes= repeats {twice!r}; ask for each gene once")
+        missing = [name for name in wanted if name not in places]
+        if missing and (self.missing == "error" or len(missing) == len(wanted)):
+            self._refuse(missing, len(wanted), matched_by, places)
+        kept = [name for name in wanted if name in places] if self.missing == "drop" else wanted
+        taken = [
+            (i, to) for to, name in enumerate(kept) if name in places for i in (places[name], *repeats.get(name, ()))
+        ]
+        positions, to = np.array(taken, dtype=np.int64).T
+        match = GeneMatch(
+            names=tuple(map(str, kept)),
+            n_wanted=len(wanted),
+            missing=tuple(map(str, missing)),
+            filled=self.missing == "zero",
+            n_summed=sum(1 + len(repeats[name]) for name in kept if name in repeats),
+            matched_by=matched_by,
+        )
+        if match.share < _FEW:
+            logger.warning("%s. Are both names of one kind, such as Ensembl IDs? genes_key= compares others", match)
+        else:
+            logger.info("%s", match)
+        return Columns(positions, n_vars, to, len(kept)), match
+
+    def _names_in(self, var: pd.DataFrame | None, n_vars: int) -> Sequence[Any]:
+        """Return the names of the columns of an atlas, None where there is none."""
+        if var is None:
+            if self.key is not None:
+                raise InputError(f"genes_key={self.key!r} names a column of var, and an array has none")
+            return range(n_vars)
+        if self.key is None:
+            return list(var.index)
+        column = var[known("var", self.key, var.columns)]
+        return [None if is_missing else str(name) for name, is_missing in zip(column, column.isna(), strict=True)]
+
+    def _refuse(self, missing: list[Any], n_wanted: int, matched_by: str, places: dict[Any, int]) -> None:
+        if len(missing) == n_wanted > 1:
+            held = ", ".join(map(repr, list(places)[:_N_SHOWN]))
+            asked = ", ".join(map(repr, missing[:_N_SHOWN]))
+            raise MissingKeyError(
+                f"none of the {n_wanted:,} genes is in {matched_by}, which has {held}, ...; asked for were {asked}, "
+                "... . Are both symbols, or both Ensembl IDs? genes_key= compares a column of var instead"
+            )
+        try:
+            known(matched_by, missing[0], places)
+        except MissingKeyError as error:
+            more = f". {len(missing):,} of {n_wanted:,} genes are missing" if len(missing) > 1 else ""
+            raise MissingKeyError(
+                f"{error}{more}. genes_missing='zero' makes missing genes columns of zeros, 'drop' leaves them out"
+            ) from None

@@ -1,0 +1,110 @@
+"""The share of an epoch that each class gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+
+__all__ = ["largest_remainders", "most_drawn", "refuse_beyond", "shares_of"]
+
+_Int64s = NDArray[np.int64]
+
+
+def shares_of(
+    counts: _Int64s,
+    names: list[Any],
+    *,
+    smoothing: float = 0.0,
+    temperature: float | None = None,
+    class_weights: Mapping[Any, float] | None = None,
+) -> NDArray[np.float64]:
+    """Return the probability of each class, shape (n_classes,), summing to 1.
+
+    Parameters
+    ----------
+    counts
+        Rows of each class, shape (n_classes,); at least one is positive.
+    names
+        Their labels.
+    smoothing, temperature, class_weights
+        As for `dasksc.ClassBalancedSampling`.
+
+    Raises
+    ------
+    InputError
+        If `class_weights` are no factors by label, or leave nothing to draw.
+    """
+    present = counts > 0
+    share = np.zeros(len(names), dtype=np.float64)
+    if temperature is None:
+        share[present] = (1 - smoothing) / present.sum()
+        share += smoothing * counts / counts.sum()
+    else:
+        # Of the commonest class 1, whatever the temperature: powers of small frequencies would underflow.
+        share[present] = (counts[present] / counts.max()) ** (1 / temperature)
+    share *= _factors(class_weights, names)
+    if not share.sum() > 0:
+        raise InputError("class_weights leave nothing to draw: every class present has weight 0")
+    share /= share.sum()
+    return share
+
+
+def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
+    weights: Any = class_weights or {}
+    if not isinstance(weights, Mapping):
+        raise WrongTypeError(f"class_weights must be a dict of factors by label; got {weights!r}")
+    factors = np.ones(len(names), dtype=np.float64)
+    position = {name: i for i, name in enumerate(names)}
+    for name, factor in weights.items():
+        if name not in position:
+            raise MissingKeyError(f"class_weights names {name!r}, which is not a label; labels are {names[:20]}")
+        if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
+            raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor!r}")
+        factors[position[name]] = float(factor)
+    return factors
+
+
+def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
+    """Return `total` rows divided among classes by their shares: rounded down, and up where most is lost.
+
+    Parameters
+    ----------
+    share
+        Of each class, shape (n_classes,), summing to 1.
+    total
+        Rows to divide.
+
+    Returns
+    -------
+    NDArray
+        Rows of each class, shape (n_classes,), int64, summing to `total`.
+    """
+    exact = share * total
+    quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
+    short = total - int(quotas.sum())
+    quotas[np.argsort(-(exact - quotas), kind="stable")[:short]] += 1
+    return quotas
+
+
+def most_drawn(counts: _Int64s, share: NDArray[np.float64]) -> int:
+    """Return how many rows can be drawn by share without replacement: as many as the rarest class allows."""
+    wanted = share > 0
+    # A hair above the quotient, so that 3 rows at share 3/9 allow 9 and not 8.
+    return int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
+
+
+def refuse_beyond(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
+    """Refuse to draw more rows of a class than it has."""
+    over = np.flatnonzero(quotas > counts)
+    if len(over):
+        c = int(over[0])
+        raise InputError(
+            f"total_size={quotas.sum()} takes {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
+            "total_size or draw with replace=True"
+        )

@@ -1,0 +1,219 @@
+"""Draws whose every batch holds a share of each class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.kernels import permute
+from dasksc.kernels import sets as set_kernels
+from dasksc.kernels import stratified as kernels
+from dasksc.sampling.candidates import Candidates
+from dasksc.sampling.class_shares import largest_remainders, most_drawn, refuse_beyond
+from dasksc.sampling.digests import digest_of
+from dasksc.sampling.draws import sorted_rows
+from dasksc.sampling.random_keys import Purpose, epoch_keys
+
+__all__ = ["StratifiedRows", "StratifiedSampler"]
+
+_Int64s = NDArray[np.int64]
+
+_GROUP_UNITS = 16
+# Batches among which the draws of a class are dealt at random: neighbours are read together, and mixed.
+
+_PIECE_ROWS = 2**20
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StratifiedRows:
+    """The rows of one epoch, batch after batch; any batch is found when it is asked for.
+
+    Parameters
+    ----------
+    sampler
+        What is drawn.
+    keys
+        Of draws, groups, batches and of where batches begin on the circle, shape (4,), uint64.
+    """
+
+    sampler: StratifiedSampler
+    keys: NDArray[np.uint64]
+
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+        """See `Draw.rows`."""
+        sampler = self.sampler
+        n_units = sampler.n_rows // sampler.unit
+        circle = _stride(n_units), int(permute.below(self.keys[3], 0, n_units))
+        units, within = np.divmod(positions, sampler.unit)
+        groups, which = np.unique(units // _GROUP_UNITS, return_inverse=True)
+        out = np.empty(len(positions), dtype=np.int64)
+        n_together = max(1, _PIECE_ROWS // (_GROUP_UNITS * sampler.unit))
+        for first in range(0, len(groups), n_together):
+            some = groups[first : first + n_together]
+            drawn = np.empty((len(some), _GROUP_UNITS, sampler.unit), dtype=np.int64)
+            source = sampler.quotas, sampler.starts, sampler.members, sampler.run_rows
+            kernels.stratified_rows(some, _GROUP_UNITS, n_units, *source, *circle, self.keys[:3], drawn)
+            is_one = len(some) == len(groups)
+            here = slice(None) if is_one else np.flatnonzero((which >= first) & (which < first + len(some)))
+            out[here] = drawn[which[here] - first, units[here] % _GROUP_UNITS, within[here]]
+        rows = sampler.candidates.rows(out)
+        return sorted_rows(rows) if ascending else rows
+
+    def digest(self) -> bytes:
+        """See `Draw.digest`."""
+        return digest_of(self.keys).encode()
+
+
+def _stride(n_units: int) -> int:
+    """Return a number without a factor in common with `n_units`, whose multiples are spread evenly."""
+    stride = max(1, int(n_units * _GOLDEN))
+    while gcd(stride, n_units) > 1:
+        stride += 1
+    return stride % n_units if n_units > 1 else 0
+
+
+@dataclass(frozen=True, eq=False)
+class StratifiedSampler:
+    """Batches that each hold a share of every class, the epoch as a whole exactly.
+
+    Parameters
+    ----------
+    candidates
+        The rows to draw from.
+    members
+        Their positions by class, integers.
+    starts
+        Where those of each class begin, shape (n_classes + 1,), int64.
+    share
+        The probability of each class, shape (n_classes,).
+    names
+        Labels of the classes, for errors.
+    run_rows
+        Neighbouring rows of a class that are drawn together.
+    total_size
+        Rows of an epoch; None: as many as there are, or as the rarest class allows.
+    replace
+        Whether a class with fewer rows than its quota is gone through again.
+    batch_rows
+        Rows of a batch; None: all of an epoch are one.
+    """
+
+    candidates: Candidates
+    members: NDArray[Any]
+    starts: _Int64s
+    share: NDArray[np.float64]
+    names: list[Any]
+    run_rows: int
+    total_size: int | None
+    replace: bool
+    batch_rows: int | None = None
+    shuffle_blocks: ClassVar[bool] = True
+    shuffle_rows: ClassVar[bool] = True
+    is_shuffled: ClassVar[bool] = False
+    n_controls: ClassVar[int] = 0
+
+    @classmethod
+    def of(
+        cls, candidates: Candidates, codes: NDArray[Any], lookup: _Int64s, counts: _Int64s, **options: Any
+    ) -> StratifiedSampler:
+        """Put candidates in the order of their classes, in four bytes each.
+
+        Parameters
+        ----------
+        candidates
+            The rows to draw from.
+        codes, lookup
+            Their classes, as for `dasksc.kernels.draw`.
+        counts
+            Candidates of each class.
+        options
+            The other parameters.
+        """
+        starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        members = np.empty(starts[-1], dtype=np.int32 if candidates.n < 2**31 else np.int64)
+        set_kernels.list_members(codes[lookup] if len(lookup) else codes, starts.copy(), members)
+        return cls(candidates, members, starts, **options)
+
+    def of_batches(self, batch_rows: int) -> StratifiedSampler:
+        """Return the same for batches of a given size; itself if it has one.
+
+        Raises
+        ------
+        InputError
+            If `total_size` is no number of whole batches, or there are too few rows for one.
+        """
+        if self.batch_rows is not None:
+            return self
+        total = self._total
+        if self.total_size is None:
+            total = total // batch_rows * batch_rows
+            if not total and self.replace:
+                total = batch_rows
+            if not total:
+                raise InputError(
+                    f"per_batch=True draws {self._total} rows without replacement, fewer than batch_size={batch_rows}; "
+                    "lower batch_size, or draw with replace=True"
+                )
+        elif total % batch_rows:
+            near = max(1, total // batch_rows) * batch_rows
+            raise InputError(
+                f"per_batch=True makes whole batches, and total_size={total} is no multiple of batch_size="
+                f"{batch_rows}; give {near} or {near + batch_rows}"
+            )
+        sampler = replace(self, total_size=total, batch_rows=batch_rows)
+        if not self.replace:
+            refuse_beyond(sampler.quotas, np.diff(self.starts), self.names)
+        return sampler
+
+    @cached_property
+    def _total(self) -> int:
+        if self.total_size is not None:
+            return self.total_size
+        if self.replace:
+            return self.candidates.n
+        return most_drawn(np.diff(self.starts), self.share)
+
+    @cached_property
+    def quotas(self) -> _Int64s:
+        """Rows of each class in an epoch, shape (n_classes,), int64."""
+        return largest_remainders(self.share, self._total)
+
+    @property
+    def n_rows(self) -> int:
+        """See `Sampler.n_rows`."""
+        return self._total
+
+    @property
+    def unit(self) -> int:
+        """Rows of a batch, which stay together."""
+        return max(1, self._total) if self.batch_rows is None else self.batch_rows
+
+    @property
+    def block_size(self) -> int:
+        """See `Sampler.block_size`."""
+        return _GROUP_UNITS
+
+    def draw(self, seed: int, epoch: int) -> StratifiedRows:
+        """See `Sampler.draw`."""
+        return StratifiedRows(sampler=self, keys=epoch_keys(seed, epoch, Purpose.DRAW, n=4))
+
+    def digest(self) -> str:
+        """See `Sampler.digest`."""
+        return digest_of(
+            "stratified",
+            self.candidates.digest(),
+            self.members,
+            self.starts,
+            self.quotas,
+            self.run_rows,
+            self.replace,
+            self.batch_rows,
+        )

@@ -1,0 +1,194 @@
+"""The stored chunks of a Zarr array, one in an object or many, over whatever holds the objects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError
+from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
+from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.files import LocalFile
+from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.remote.known_objects import Seen
+from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.zarr.layout import Layout
+from dasksc.storage.zarr.shard_index import index_bytes, index_places
+
+__all__ = ["At", "File", "Objects", "chunked_array"]
+
+T = TypeVar("T")
+
+At: TypeAlias = tuple[int, ...]
+"""Numbers of an object in the grid of objects, one for each axis."""
+File: TypeAlias = LocalFile | RemoteFile
+
+
+class Objects(Protocol):
+    """The stored objects of an array: a source of bytes. Pickles.
+
+    Objects that were changed or removed since the array was opened are refused with a `CorruptDataError`.
+    """
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that stored bytes take while a fetch is read; see `ChunkSource.working_bytes`."""
+
+    @property
+    def can_map(self) -> bool:
+        """Whether the thread that asks may map the objects into memory."""
+
+    def check(self) -> None:
+        """Refuse an array that was replaced, if that is known before objects are read."""
+
+    def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
+        """Yield the bytes of whole objects, None where there is none; each holds one chunk of `n_bytes` elements."""
+
+    def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
+        """Yield whole objects where they lie mapped, each as one chunk."""
+
+    def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
+        """Yield what is made of objects met for the first time, None where there is none."""
+
+    def file(self, at: At, identity: Any) -> File:
+        """Return an object that was met before."""
+
+    def ranges(self, groups: list[tuple[Any, NDArray[np.int64], NDArray[np.int64]]]) -> Iterator[Any]:
+        """Yield the bytes of ranges, valid until the next is asked for; a group is a file, offsets and sizes."""
+
+
+def chunked_array(objects: Objects, *, layout: Layout, label: str) -> ChunkedArray:
+    """Return the array whose chunks are in stored objects, laid out as its metadata say."""
+    source: ChunkSource = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
+    return ChunkedArray(
+        label=label,
+        shape=layout.shape,
+        chunk_shape=layout.chunk_shape,
+        chain=layout.chain,
+        source=source,
+        fill=layout.fill,
+    )
+
+
+class _Chunks:
+    """Chunks of which each is an object; a `ChunkSource`."""
+
+    def __init__(self, objects: Objects, layout: Layout) -> None:
+        self._objects = objects
+        self._grid = layout.grid
+        self._n_bytes = math.prod(layout.chunk_shape) * layout.chain.dtype.itemsize
+
+    @property
+    def working_bytes(self) -> int:
+        """See `ChunkSource.working_bytes`."""
+        return self._objects.working_bytes
+
+    def check(self) -> None:
+        """Refuse an array that was replaced."""
+        self._objects.check()
+
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
+        """Yield the chunks; see `ChunkSource.read`."""
+        for data in self._objects.contents(_tuples(np.unravel_index(numbers, self._grid)), n_bytes=self._n_bytes):
+            yield data, 0
+
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Yield the chunks one by one; see `ChunkSource.mapped`."""
+        if not self._objects.can_map:
+            return None
+        return self._objects.mapped(_tuples(np.unravel_index(numbers, self._grid)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shard:
+    identity: FileIdentity | ObjectIdentity
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+class _Shards:
+    """Chunks of which many are in an object, behind an index; a `ChunkSource`."""
+
+    def __init__(self, objects: Objects, layout: Layout) -> None:
+        self._objects = objects
+        self._layout = layout
+        # As they were when this process first met them, (None,) where there was none.
+        self._seen = Seen[At, tuple[_Shard | None]]()
+
+    @property
+    def working_bytes(self) -> int:
+        """See `ChunkSource.working_bytes`."""
+        return self._objects.working_bytes
+
+    def check(self) -> None:
+        """Refuse an array that was replaced."""
+        self._objects.check()
+
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
+        """Yield the chunks; see `ChunkSource.read`."""
+        places = list(self._places(numbers))
+        groups = [
+            (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in places if file is not None
+        ]
+        chunks = self._objects.ranges(groups)
+        for _, offsets, _ in places:
+            for is_written in (offsets >= 0).tolist():
+                yield (next(chunks), 0) if is_written else (None, 0)
+
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Yield the chunks shard by shard; see `ChunkSource.mapped`."""
+        return self._mapped(numbers) if self._objects.can_map else None
+
+    def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
+        for file, offsets, sizes in self._places(numbers):
+            if file is None:
+                yield MappedChunks(at=np.zeros(len(offsets), dtype=np.uint64), sizes=sizes, owner=None)
+            else:
+                assert isinstance(file, LocalFile)
+                at, owner = file.mapped_ranges(offsets, sizes)
+                yield MappedChunks(at=at, sizes=sizes, owner=owner)
+
+    def _places(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the shard (None if it was never written), offsets (-1 likewise) and sizes of runs of chunks."""
+        at = np.stack(np.unravel_index(numbers, self._layout.grid))
+        per_shard = np.array(self._layout.per_shard)[:, None]
+        shard_at = at // per_shard
+        within = np.ravel_multi_index(tuple(at % per_shard), self._layout.per_shard)
+        firsts = np.append(True, (shard_at[:, 1:] != shard_at[:, :-1]).any(axis=0)).nonzero()[0][: len(numbers)]
+        of_runs = _tuples(shard_at[:, firsts])
+        shards = self._shards(of_runs)
+        for one, chunks in zip(of_runs, np.split(within, firsts)[1:], strict=True):
+            shard = shards[one]
+            if shard is None:
+                yield None, np.full(len(chunks), -1), np.zeros(len(chunks), dtype=np.int64)
+                continue
+            offsets, sizes = shard.offsets[chunks], shard.sizes[chunks]
+            if (offsets + sizes).max() > shard.identity.size:
+                raise CorruptDataError(
+                    f"{shard.identity.path}: a chunk ends at byte {(offsets + sizes).max()}, beyond its "
+                    f"{shard.identity.size}. Copy, download or upload it again."
+                )
+            yield self._objects.file(one, shard.identity), offsets, sizes
+
+    def _shards(self, ats: list[At]) -> dict[At, _Shard | None]:
+        """Return the indexes of shards, remembered; None for a shard that was never written."""
+        known = {at: self._seen.get(at) for at in ats}
+        unknown = [at for at, shard in known.items() if shard is None]
+        for at, shard in zip(unknown, self._objects.indexed(unknown, self._indexed), strict=True):
+            n_bytes = 0 if shard is None else shard.offsets.nbytes + shard.sizes.nbytes
+            known[at] = self._seen.keep(at, (shard,), n_bytes=n_bytes)
+        return {at: shard and shard[0] for at, shard in known.items()}
+
+    def _indexed(self, file: File) -> _Shard:
+        start, stop = index_bytes(self._layout, file.identity)
+        offsets, sizes = index_places(self._layout, file.identity, file.fetch(start, stop))
+        return _Shard(identity=file.identity, offsets=offsets, sizes=sizes)
+
+
+def _tuples(axes: Any) -> list[At]:
+    return list(zip(*(axis.tolist() for axis in axes), strict=True))

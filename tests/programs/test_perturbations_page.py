@@ -1,0 +1,73 @@
+"""The page of perturbation screens, and its example: a model of sets beats the means on held-out conditions."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import anndata
+import numpy as np
+import pytest
+from train_perturbation import make_screen
+
+from tests.support.programs import ROOT, TORCHRUN, ended, run, run_page
+
+pytestmark = pytest.mark.programs
+
+
+def named_screen(folder, n_cells=4_000):
+    """Write a screen with the names that the page uses."""
+    path = folder / "made.h5ad"
+    make_screen(path, n_cells=n_cells, n_lines=2, n_perturbations=5, n_genes=40)
+    adata = anndata.read_h5ad(path)
+    adata.obs["cell_line"] = adata.obs.cell_line.cat.rename_categories(["K562", "RPE1"])
+    adata.obs["gene"] = adata.obs.gene.cat.rename_categories({"P01": "GATA1"})
+    adata.write_h5ad(folder / "screen.h5ad")
+    return path
+
+
+def test_the_page_runs(tmp_path):
+    path = named_screen(tmp_path)
+    run_page(ROOT / "docs" / "perturbations.md", tmp_path, path)
+
+
+def test_a_screen_sorted_by_the_command_of_the_page_is_read_in_runs(tmp_path):
+    named_screen(tmp_path)
+    command = [sys.executable, "-m", "dasksc", "convert", "screen.h5ad", "screen.zarr", "--group-by", "cell_line,gene"]
+    run(command, cwd=tmp_path)
+    written = anndata.read_zarr(tmp_path / "screen.zarr").obs
+    keys = list(zip(written.cell_line.astype(str), written.gene.cat.codes, strict=True))
+    assert keys == sorted(keys)
+
+
+def test_the_model_beats_both_means_on_two_ranks(tmp_path):
+    program = ROOT / "examples" / "train_perturbation.py"
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", program, "--cells", "16000", "--epochs", "10"]
+    printed = run(command, TMPDIR=str(tmp_path))
+    assert len(re.findall(r"^epoch \d+: loss", printed, re.MULTILINE)) == 10
+    assert "20 conditions held out" in printed
+    errors = dict(re.findall(r"^  (.*?) +(\d\.\d+)$", printed, re.MULTILINE))
+    assert set(errors) == {"set model", "same perturbation, other lines", "mean of all"}
+    model, same, mean = (float(errors[name]) for name in errors)
+    assert model < 0.9 * same < 0.9 * mean
+
+
+def test_the_screen_has_effects_only_where_genes_are_expressed(tmp_path):
+    make_screen(tmp_path / "screen.h5ad", n_cells=6_000, n_lines=2, n_perturbations=3, n_genes=60)
+    adata = anndata.read_h5ad(tmp_path / "screen.h5ad")
+    assert adata.obs.cell_line.is_monotonic_increasing
+    X = np.log1p(adata.X.toarray())
+    for line in adata.obs.cell_line.cat.categories:
+        own = (adata.obs.cell_line == line).to_numpy()
+        is_control = (adata.obs.gene == "non-targeting").to_numpy()
+        base = X[own & is_control].mean(axis=0)
+        change = np.abs(X[own & ~is_control].mean(axis=0) - base)
+        assert change[base < 0.2].max() < 0.1 < change[base > 0.8].max()
+
+
+def test_a_missing_file_ends_every_rank(tmp_path):
+    program = ROOT / "examples" / "train_perturbation.py"
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", program, tmp_path / "nothing.h5ad"]
+    done = ended(command, cwd=tmp_path)
+    assert done.returncode
+    assert "there is nothing at" in done.stderr

@@ -1,0 +1,309 @@
+"""Genes matched by name, with a vocabulary, by another column of var: what a batch has in each column."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import anndata
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from anndata import AnnData
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc.errors import DaskscError, InputError, MissingKeyError, StorageError
+from dasksc.loader import parts_of
+from dasksc.tokens import Vocabulary
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Variable names are not unique")]
+
+N_OBS = 13
+HELD = ["a", "b", "c", "b", "d", "a", "b"]
+KEYS = ["E1", "E2", "E3", None, "E2", "E5", "E6"]
+
+
+def values(dtype: str = "float32") -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.where(rng.random((N_OBS, len(HELD))) < 0.5, rng.integers(1, 90, (N_OBS, len(HELD))), 0).astype(dtype)
+
+
+def atlas(layout: str, dtype: str = "float32", names: list[str] | None = None) -> AnnData:
+    dense = values(dtype)
+    var = pd.DataFrame({"key": KEYS, "place": np.arange(7)}, index=HELD if names is None else names)
+    x = sp.csr_matrix(dense) if layout == "csr" else dense
+    return AnnData(X=x, var=var, obs=pd.DataFrame(index=np.arange(N_OBS).astype(str)), layers={"half": x})
+
+
+def batch(adata: Any, **options: Any) -> Any:
+    (one,) = dasksc.scDataset(
+        adata, dasksc.Streaming(), N_OBS, rank=0, world_size=1, scheduler="synchronous", **options
+    )
+    return one.to_dense().numpy() if hasattr(one, "to_dense") else one
+
+
+def expected(wanted: list[str], held: list[Any], dtype: str, *, drop: bool = False) -> np.ndarray:
+    """What NumPy says, in 64 bits."""
+    wide = values(dtype).astype("f8")
+    columns = [wide[:, [name == one for one in held]].sum(axis=1) for name in wanted if not drop or name in held]
+    return np.stack(columns, axis=1)
+
+
+@pytest.mark.parametrize("stored", ["csr", "dense"])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "float64", "int64"])
+@pytest.mark.parametrize("key", [None, "key"])
+def test_missing_genes_are_zeros_and_repeated_ones_sums(stored: str, layout: str, dtype: str, key: str | None) -> None:
+    wanted = ["d", "x", "b", "a", "y"] if key is None else ["E5", "E9", "E2", "E1"]
+    adata = atlas(stored, dtype)
+    dataset = dasksc.scDataset(
+        *(adata, dasksc.Streaming(), N_OBS),
+        genes=wanted,
+        layout=layout,
+        layers=["half"],
+        genes_missing="zero",
+        genes_repeated="sum",
+        genes_key=key,
+        rank=0,
+        world_size=1,
+    )
+    (one,) = dataset
+    held = HELD if key is None else KEYS
+    for tensor in (one.X, one.layers["half"]):
+        np.testing.assert_array_equal(tensor.to_dense().numpy(), expected(wanted, held, dtype))
+    match = dataset.gene_match
+    assert match.names == tuple(wanted)
+    assert match.missing == tuple(name for name in wanted if name not in held)
+    assert (match.n_wanted, match.n_matched, match.n_summed) == ((5, 3, 5) if key is None else (4, 3, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    stored=st.sampled_from(["csr", "dense"]),
+    layout=st.sampled_from(["csr", "dense"]),
+    missing=st.sampled_from(["zero", "drop"]),
+)
+def test_any_choice_of_names_is_what_numpy_selects(data: Any, stored: str, layout: str, missing: str) -> None:
+    names = data.draw(st.lists(st.sampled_from("abcdefg"), min_size=7, max_size=7))
+    wanted = data.draw(st.lists(st.sampled_from("abcdefghij"), min_size=1, unique=True))
+    adata = atlas(stored, names=names)
+    options = {"genes": wanted, "layout": layout, "genes_missing": missing, "genes_repeated": "sum"}
+    if not set(wanted) & set(names):
+        with pytest.raises(MissingKeyError):
+            batch(adata, **options)
+        return
+    np.testing.assert_array_equal(batch(adata, **options), expected(wanted, names, "float32", drop=missing == "drop"))
+
+
+@pytest.mark.parametrize("stored", ["csr", "dense"])
+def test_atlases_that_lack_genes_are_aligned_like_one(stored: str, tmp_path: Path) -> None:
+    # The parts number their columns differently, and one of them lacks "d": 0 by fill_value, as all of "x" is.
+    first, second = (
+        atlas(stored, names=list("abcdefg")),
+        atlas(stored, names=list("gfedcba"))[:, [0, 1, 2, 4, 5, 6]].copy(),
+    )
+    paths = [tmp_path / "1.h5ad", tmp_path / "2.h5ad"]
+    for one, path in zip((first, second), paths, strict=True):
+        one.write_h5ad(path)
+    joined = anndata.concat([first, second], join="outer", fill_value=0, index_unique="-")
+    assert joined.n_vars == 7
+    table = joined.to_df()
+    opened = dasksc.open(paths, join="outer", fill_value=0, index_unique="-")
+    opened.var["group"] = ["A", "B", "A", "B", "C", "A", "D"]
+    grouped = table.T.groupby(dict(zip(joined.var_names, opened.var["group"][joined.var_names], strict=True))).sum().T
+    for layout in ("csr", "dense"):
+        (one,) = dasksc.scDataset(
+            *(opened, dasksc.Streaming(), 2 * N_OBS),
+            genes=["D", "A", "x", "B"],
+            genes_key="group",
+            genes_missing="zero",
+            genes_repeated="sum",
+            layout=layout,
+            rank=0,
+            world_size=1,
+        )
+        found = pd.DataFrame(one.to_dense().numpy(), columns=list("DAxB"), index=table.index)
+        np.testing.assert_array_equal(found[["A", "B", "D"]], grouped[["A", "B", "D"]])
+        assert not found["x"].any()
+
+
+@pytest.mark.parametrize("stored", ["csr", "dense"])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_sums_that_the_wanted_type_cannot_hold_are_refused(stored: str, layout: str) -> None:
+    adata = AnnData(X=np.full((4, 3), 200, "u1"), var=pd.DataFrame(index=["a", "b", "a"]))
+    if stored == "csr":
+        adata.X = sp.csr_matrix(adata.X)
+    options = {"genes": ["a"], "genes_repeated": "sum", "layout": layout}
+    (found,) = dasksc.scDataset(adata, dasksc.Streaming(), 4, rank=0, world_size=1, **options)
+    assert found.to_dense().flatten().tolist() == [400.0] * 4
+    with pytest.raises((InputError, StorageError), match=r"holds 400|from 400 to 400"):
+        list(dasksc.scDataset(adata, dasksc.Streaming(), 4, rank=0, world_size=1, dtype="uint8", **options))
+
+
+def test_vocabularies_give_columns_by_ascending_id_without_their_special_tokens(tmp_path: Path) -> None:
+    ids = {"<pad>": 0, "c": 7, "d": 3, "<cls>": 1, "z": 5, "<eoc>": 9}
+    as_json, pickled, listed = tmp_path / "vocab.json", tmp_path / "token_dictionary.pkl", tmp_path / "genes.txt"
+    as_json.write_text(json.dumps(ids))
+    pickled.write_bytes(pickle.dumps(ids))
+    listed.write_text("<pad>\nd\nz\nc\n")
+    for genes in (Vocabulary(ids), as_json, pickled, listed):
+        dataset = dasksc.scDataset(
+            atlas("csr"), dasksc.Streaming(), 4, genes=genes, genes_missing="zero", rank=0, world_size=1
+        )
+        assert dataset.gene_match.names == ("d", "z", "c")
+        assert str(dataset.gene_match) == "2 of 3 genes matched by var_names (66.7%); 1 missing are zeros: z"
+        assert "genes    2 of 3 genes matched" in str(dasksc.check(dataset))
+        np.testing.assert_array_equal(
+            batch(atlas("csr"), genes=genes, genes_missing="zero"), expected(["d", "z", "c"], HELD, "float32")
+        )
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickled_vocabularies_of_any_protocol_are_read(protocol: int, tmp_path: Path) -> None:
+    ids = {f"ENSG{i:011}": i for i in range(300)} | {"<pad>": 70_000, "Ångström": 2**33}
+    path = tmp_path / "tokens.pickle"
+    path.write_bytes(pickle.dumps(ids, protocol=protocol))
+    assert {name: Vocabulary.read(path).ids[name] for name in ids} == ids
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(Runs()),
+        pickle.dumps({"a": Runs()}),
+        pickle.dumps({"a": 1.5}),
+        pickle.dumps([1, 2]),
+        pickle.dumps({1: 2}),
+        pickle.dumps({"a": 1})[:-3],
+        b"\x80\x04r\xff\xff\xff\x7f.",
+        b"(t.",
+        b"0.",
+        b"",
+        b"no pickle",
+        pickle.dumps({"a": np.int64(1)}),
+    ],
+    ids=range(12),
+)
+def test_pickles_of_anything_else_are_refused_and_run_nothing(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tokens.pkl").write_bytes(content)
+    with pytest.raises(InputError, match=r"tokens\.pkl must hold a pickled dict of ids by name"):
+        Vocabulary.read("tokens.pkl")
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"genes": ["a"]}, r"var_names repeats \['a'\].*genes_repeated='sum'"),
+        ({"genes": ["c", "x", "y"]}, r"var_names has no 'x'.*2 of 3 genes are missing.*genes_missing='zero'"),
+        ({"genes": ["x", "y"], "genes_missing": "zero"}, "none of the 2 genes is in var_names, which has 'a', 'b'"),
+        ({"genes": ["E2"], "genes_key": "key"}, r"var\['key'\] repeats \['E2'\]"),
+        ({"genes": ["E2"], "genes_key": "kez"}, "var has no 'kez'; did you mean 'key'"),
+        ({"genes": ["c", "d", "c"]}, "genes= repeats 'c'; ask for each gene once"),
+        ({"genes": ["c"], "genes_missing": "zeros"}, "genes_missing must be 'error' or 'zero' or 'drop'; got 'zeros'"),
+        ({"genes": ["c"], "genes_repeated": "mean"}, "genes_repeated must be 'error' or 'sum'; got 'mean'"),
+        ({"genes": [0, 1], "genes_key": "key"}, "genes_key= cannot be used here: genes= holds positions"),
+        ({"genes_missing": "zero"}, "genes_missing= cannot be used without genes="),
+        ({"genes": [-1]}, r"genes holds position -1; positions lie in \[0, 7\)"),
+        ({"genes": Path("nowhere.json")}, "there is no vocabulary file"),
+        ({"genes": ["c"], "genes_key": 3}, "genes_key must be the name of a column of var; got 3"),
+    ],
+    ids=range(13),
+)
+def test_genes_that_cannot_be_matched_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(DaskscError, match=match):
+        dasksc.scDataset(atlas("csr"), dasksc.Streaming(), 4, rank=0, world_size=1, **options)
+
+
+def test_a_key_of_an_array_is_refused() -> None:
+    with pytest.raises(InputError, match="names a column of var, and an array has none"):
+        dasksc.scDataset(da.ones((4, 3)), dasksc.Streaming(), 4, genes=["a"], genes_key="key", rank=0, world_size=1)
+
+
+def test_few_matches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dasksc.dataset"):
+        batch(atlas("csr"), genes=["c", "x", "y"], genes_missing="drop")
+        batch(atlas("csr"), genes=["c", "d"])
+    said = [record.levelname for record in caplog.records if "matched" in record.message]
+    assert said == ["WARNING", "INFO"]
+    assert "1 of 3 genes matched by var_names (33.3%); 2 missing are left out: x, y. Are both" in caplog.text
+
+
+def test_missing_genes_of_a_dense_atlas_are_no_nan_where_parts_lack_others(caplog: pytest.LogCaptureFixture) -> None:
+    adatas = [AnnData(np.ones((3, 2), "f4"), var=pd.DataFrame(index=names)) for names in (["a", "b"], ["a", "c"])]
+    for adata in adatas:
+        adata.obs_names = [f"{i}{id(adata)}" for i in range(3)]
+    opened = dasksc.open(adatas, join="outer")
+    caplog.clear()
+    (one,) = dasksc.scDataset(
+        opened, dasksc.Streaming(), 6, genes=["x", "b", "a"], genes_missing="zero", rank=0, world_size=1
+    )
+    nan = float("nan")
+    np.testing.assert_array_equal(one.numpy(), [[0, 1, 1]] * 3 + [[0, nan, 1]] * 3)
+    assert "batches have NaN in 1 of 3 columns" in caplog.text
+    assert "fill_value=0" in caplog.text
+
+
+def test_each_modality_has_a_match_of_its_own() -> None:
+    names = [f"c{i}" for i in range(N_OBS)]
+    rna, prot = atlas("csr", names=list("abcdefg")), atlas("dense", names=list("tuvwxyz"))
+    rna.obs_names = prot.obs_names = names
+    dataset = dasksc.scDataset(
+        *(dasksc.Modalities({"rna": rna, "prot": prot}), dasksc.Streaming(), N_OBS),
+        genes={"prot": ["z", "q"], "rna": Vocabulary.of_genes("ag")},
+        genes_missing="zero",
+        rank=0,
+        world_size=1,
+    )
+    (one,) = dataset
+    assert {name: match.names for name, match in dataset.gene_match.items()} == {"rna": ("a", "g"), "prot": ("z", "q")}
+    np.testing.assert_array_equal(one["rna"].X.numpy(), values()[:, [0, 6]])
+    np.testing.assert_array_equal(one["prot"].X.numpy(), np.stack([values()[:, 6], np.zeros(N_OBS)], axis=1))
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_memory_of_sums_and_of_columns_of_zeros_is_projected(layout: str) -> None:
+    def row_bytes(**options: Any) -> float:
+        dataset = dasksc.scDataset(
+            *(atlas("dense"), dasksc.Streaming(), 4),
+            genes_missing="zero",
+            layout=layout,
+            rank=0,
+            world_size=1,
+            **options,
+        )
+        return parts_of(dataset).source.batch_row_bytes
+
+    wanted = ["c", *(f"x{i}" for i in range(99))]
+    few, many = row_bytes(genes=["c"]), row_bytes(genes=wanted)
+    assert many - few == (99 * 4 if layout == "dense" else 100 * 8)
+    summed = row_bytes(genes=[*wanted, "b"], genes_repeated="sum")
+    assert summed - many == (4 if layout == "dense" else 8) + 3 * 8 + 16
+
+
+def test_ranks_with_other_sums_have_other_fingerprints() -> None:
+    def fingerprint(**options: Any) -> str:
+        return dasksc.scDataset(
+            *(atlas("csr"), dasksc.Streaming(), 4), genes=["E2"], genes_key="key", rank=0, world_size=1, **options
+        ).fingerprint
+
+    one = atlas("csr")
+    one.var["key"] = ["E1", "E2", "E3", None, "E4", "E5", "E6"]
+    alone = dasksc.scDataset(one, dasksc.Streaming(), 4, genes=["E2"], genes_key="key", rank=0, world_size=1)
+    assert fingerprint(genes_repeated="sum") != alone.fingerprint
