@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 STRATEGIES: dict[str, type[SamplingStrategy]] = {
     name: getattr(dasksc, cls)
-    for cls in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling")
+    for cls in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling", "CellSets")
     for name in (cls, "".join(f"_{c.lower()}" if c.isupper() else c for c in cls).lstrip("_"))
 }
 """Sampling strategies by both of their names."""
@@ -171,10 +171,15 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     strategy_class = find(data.strategy.name, STRATEGIES, what="data.strategy.name")
     options = dict(data.strategy.arguments)
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
-    weights = options.get("weights")
+    in_sets = issubclass(strategy_class, dasksc.CellSets)
+    weights = None if in_sets else options.get("weights")
     needed = [name for name in (*obs, options.get("label_key"), weights, *_columns(data)) if isinstance(name, str)]
-    # A filter may name any column.
-    columns = list(dict.fromkeys(needed)) if data.filter is None else None
+    if in_sets:
+        check_arguments(strategy_class, options, what="data.strategy")
+        needed += dasksc.CellSets(**options).obs_columns
+    # A filter, and an expression that says which cells are controls, may name any column.
+    names_columns = data.filter is not None or isinstance(options.get("control"), str)
+    columns = None if names_columns else list(dict.fromkeys(needed))
     names = data.open.index_unique is not None
     adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
     if isinstance(weights, str):
@@ -228,7 +233,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     if data.validation is not None:
         held = adata
         if data.validation.path is not None:
-            columns = obs if data.filter is None else None
+            columns = list(dict.fromkeys([*obs, *needed] if in_sets else obs)) if not names_columns else None
             held = dasksc.open(data.validation.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
             if data.filter is not None:
                 held_out = dasksc.rows_where(held, data.filter)  # before labels change
@@ -238,7 +243,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
                 common["genes_missing"] = "error"  # others may be missing there
             common["filter"] = None
             _relabel(held, training.categories, warns=rank == 0)
-        validation = scDataset(held, dasksc.Streaming(indices=held_out), equal_ranks=False, **_known(common))
+        validation = scDataset(
+            held, _validated_by(strategy_class(**options), held_out), equal_ranks=False, **_known(common)
+        )
         if odd := validation.categories.keys() - training.categories.keys():
             raise InputError(
                 f"obs {sorted(odd)} of data.validation.path are labels, and those of data.path are numbers"
@@ -255,6 +262,15 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         facts=facts,
         split_table=split_table,
     )
+
+
+def _validated_by(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
+    """Return the strategy of validation: all rows once, in sets beside any of the controls if training draws sets."""
+    if isinstance(strategy, dasksc.CellSets):
+        controls = None if strategy.control is None else slice(None)
+        changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}
+        return replace(strategy, indices=held_out, control_indices=controls, **changes)
+    return dasksc.Streaming(indices=held_out)
 
 
 def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
