@@ -4,9 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from dasksc._compat.unsupported import attribute, needed
+from dasksc._compat.unsupported import UnsupportedVersionError, attribute, needed
 
-__all__ = ["default_store", "is_stacking_fetcher"]
+__all__ = ["check_training", "default_store", "is_stacking_fetcher"]
+
+
+def check_training(version: str) -> None:
+    """Refuse a version of PyTorch in which training is wrong or cannot be saved.
+
+    Before 2.7, ``torch.distributed.checkpoint.save`` has no ``no_dist``, and FSDP fails on CPUs. In 2.7 and 2.8, two
+    ranks under FSDP on CPUs have other losses than one process.
+
+    Parameters
+    ----------
+    version
+        ``torch.__version__``.
+
+    Raises
+    ------
+    UnsupportedVersionError
+        Before 2.9.
+    """
+    if tuple(map(int, version.split(".")[:2])) < (2, 9):
+        raise UnsupportedVersionError("torch", "FSDP and checkpoints as in 2.9")
 
 
 def default_store(distributed: Any) -> Any:

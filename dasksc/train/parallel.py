@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, StorageError, TrainingError, World
+from dasksc._compat.torch import check_training
 from dasksc.planning.process_groups import leave_group
 from dasksc.train.config import Config, Fsdp, Training
 from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
@@ -236,7 +237,13 @@ def places(training: Training) -> Iterator[Place]:
     ------
     Place
         Where this process is.
+
+    Raises
+    ------
+    UnsupportedVersionError
+        With a PyTorch before 2.9.
     """
+    check_training(torch.__version__)
     world = World.detect()
     strategy = strategy_of(training, world.world_size, n_nodes_of(world, os.environ))
     on_gpu = torch.cuda.is_available()
