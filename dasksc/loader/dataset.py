@@ -321,16 +321,8 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def groups(self) -> Any:
-        """Labels of the groups of `CellSets`: a data frame whose row g describes code g of ``batch.sets``.
-
-        Raises
-        ------
-        InputError
-            If the strategy draws no sets.
-        """
-        if not isinstance(self._sampler, SetSampler):
-            raise InputError(f"groups are those of dasksc.CellSets; this data set draws by {self.strategy!r}")
-        return self._sampler.table
+        """Labels of the groups of `CellSets`: a data frame whose row g describes code g of ``batch.sets``; else None."""
+        return self._sampler.table if isinstance(self._sampler, SetSampler) else None
 
     @property
     def rank(self) -> int:

@@ -216,9 +216,8 @@ def test_transforms_hooks_and_devices(path: Path) -> None:
     assert all(len(set(labels[i : i + 8])) == 1 for labels in rows for i in range(0, len(labels), 8))
 
 
-def test_groups_need_sets(path: Path) -> None:
-    with pytest.raises(InputError, match="groups are those of dasksc.CellSets"):
-        _ = dasksc.scDataset(path, dasksc.Streaming(), 8).groups
+def test_there_are_no_groups_without_sets(path: Path) -> None:
+    assert dasksc.scDataset(path, dasksc.Streaming(), 8).groups is None
 
 
 def test_a_missing_column_names_the_argument(path: Path) -> None:
