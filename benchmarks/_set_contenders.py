@@ -1,7 +1,7 @@
 """Loaders of sets that `sets.py` compares, each as its users would have it fastest.
 
-Run by `_harness.Contender` as ``python _set_contenders.py NAME SPEC``. A builder returns a function that starts an epoch
-of tensors of the targets, dense float32, shape (rows of whole sets, n_vars). Controls are made beside them.
+Run by `_harness.Contender` as ``python _set_contenders.py NAME SPEC``. A builder returns a function that starts an
+epoch of tensors of the targets, dense float32, shape (rows of whole sets, n_vars). Controls are made beside them.
 """
 
 from __future__ import annotations

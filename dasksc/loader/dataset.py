@@ -321,7 +321,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def groups(self) -> Any:
-        """Labels of the groups of `CellSets`: a data frame whose row g describes code g of ``batch.sets``; else None."""
+        """Labels of the groups of `CellSets`: a table whose row g describes code g of ``batch.sets``; otherwise None."""
         return self._sampler.table if isinstance(self._sampler, SetSampler) else None
 
     @property
