@@ -157,8 +157,8 @@ class scDataset(IterableDataset[Any]):
     transform
         Function applied to each `Batch`, whose result is yielded, such as `dasksc.tokens.RankTokens` or
         `dasksc.transforms.Downsample`. A list of functions is applied in order. Unlike hooks, transforms receive
-        tensors and run ahead of the loop, in several threads at once. If a transform has a method ``at_epoch``, the result of
-        ``transform.at_epoch(epoch)`` is applied in that epoch; if it has ``at_batch``, the result of
+        tensors and run ahead of the loop, in several threads at once. If a transform has a method ``at_epoch``, the
+        result of ``transform.at_epoch(epoch)`` is applied in that epoch; if it has ``at_batch``, the result of
         ``transform.at_batch(number)`` is applied to a batch. No two batches of an epoch share a number, on any rank.
     genes_missing
         Treatment of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
