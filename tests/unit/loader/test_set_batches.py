@@ -197,6 +197,16 @@ def test_expressions_and_filters(path: Path) -> None:
     assert max(obs.dose.iloc[batch.control.index.numpy()].max() for batch in every) > 0.9
 
 
+def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:
+    # As many rows as "cells" has letters, and as a mapping has groups.
+    for weights in ("cells", {"A": 1.0, "B": 1.0, "C": 1.0, "ctrl": 1.0}):
+        rows = [int(np.flatnonzero(screen().obs.gene == gene)[0]) for gene in ("A", "B", "C", "ctrl")]
+        rows += [int(np.flatnonzero(screen().obs.gene == "A")[1])] * (weights == "cells")
+        few = dasksc.CellSets("gene", 1, indices=rows, weights=weights)
+        data = dataset(path, few, batch_size=1, filter="dose >= 0")
+        assert {row for batch in data for row in batch.index.tolist()} <= set(rows)
+
+
 def test_a_batch_of_one_class(path: Path) -> None:
     obs = screen().obs
     for batch in dataset(path, dasksc.CellSets("gene", 32)):
