@@ -68,7 +68,7 @@ class Conditions:
 
     @classmethod
     def of(cls, obs: pd.DataFrame, columns: Sequence[str], rows: _Rows, n: int) -> Conditions:
-        """Number the combinations of values that occur.
+        """Enumerate the combinations of values that occur.
 
         Raises
         ------

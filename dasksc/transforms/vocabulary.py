@@ -76,7 +76,7 @@ class Vocabulary:
 
     @classmethod
     def of_genes(cls, genes: Iterable[str]) -> Vocabulary:
-        """Number genes in the given order, after the special tokens: padding 0, mask 1, cell 2, genes from 3.
+        """Assign ids to genes in the given order, after the special tokens: padding 0, mask 1, cell 2, genes from 3.
 
         Parameters
         ----------
