@@ -1,4 +1,4 @@
-"""What is private in PyTorch, which is imported when it is used."""
+"""Private parts of PyTorch, which is imported on use."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ def check_training(version: str) -> None:
 def default_store(distributed: Any) -> Any:
     """Return the store of the process group.
 
-    That of ``torch.distributed.distributed_c10d._get_default_store``, for which there is no public name; raises where
-    missing.
+    There is no public equivalent of ``torch.distributed.distributed_c10d._get_default_store``; raises if missing.
 
     Parameters
     ----------
     distributed
-        ``torch.distributed``.
+        Module ``torch.distributed``.
     """
     module = attribute(distributed, "distributed_c10d", library="torch")
     return attribute(module, "_get_default_store", library="torch")()
 
 
 def is_stacking_fetcher(caller: object) -> bool:
-    """Whether an object is what fetches for a DataLoader that stacks what an iterable data set yields.
+    """Return True if an object fetches for a DataLoader that stacks the elements of an iterable data set.
 
-    By ``_IterableDatasetFetcher`` and its two attributes; raises where missing.
+    Uses ``_IterableDatasetFetcher`` and two of its attributes; raises if missing.
     """
     with needed("torch"):
         from torch.utils.data import default_collate

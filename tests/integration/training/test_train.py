@@ -347,7 +347,7 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
     trained = [row for batch in loaders.training for row in batch.index.tolist()]
     held = [row for batch in loaders.validation for row in batch.index.tolist()]
     assert not set(trained) & set(held)
-    rows, held_out = split_rows(dasksc.open(atlas), Validation(share=0.3))
+    _, held_out = split_rows(dasksc.open(atlas), Validation(share=0.3))
     targets = obs["cell_type"].to_numpy() != common
     assert set(held) == set(held_out[targets[held_out]].tolist())
     controls = [row for batch in loaders.validation for row in batch.control.index.tolist()]
