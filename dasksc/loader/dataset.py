@@ -228,12 +228,8 @@ class scDataset(IterableDataset[Any]):
         super().__init__()
         self.strategy = strategy
         self.batch_size = config.whole_number("batch_size", batch_size)
-        flags: dict[str, Any] = {"drop_last": drop_last, "equal_ranks": equal_ranks}
-        for name, value in flags.items():
-            if isinstance(value, str):
-                raise InputError(f"{name} must be True or False; got {value!r}, which counts as True")
-        self.drop_last = bool(drop_last)
-        self.equal_ranks = bool(equal_ranks)
+        self.drop_last = config.true_or_false("drop_last", drop_last)
+        self.equal_ranks = config.true_or_false("equal_ranks", equal_ranks)
         self.fetch_callback = fetch_callback
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
