@@ -30,6 +30,25 @@ _N_SHOWN = 3
 
 
 @dataclass(frozen=True, eq=False)
+class Expression:
+    """An expression over obs, and the rows for which it holds.
+
+    Parameters
+    ----------
+    text
+        The expression.
+    holds
+        Whether it holds for each row, shape (n_obs,).
+    """
+
+    text: str
+    holds: NDArray[np.bool_]
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+
+@dataclass(frozen=True, eq=False)
 class CellSets(BuiltInStrategy):
     """Sets of cells of one group, such as one perturbation in one cell line, beside matched control cells.
 
@@ -64,7 +83,8 @@ class CellSets(BuiltInStrategy):
         Neighbouring cells of a group that are drawn and read together, where the atlas is sorted by group; cells
         are drawn one by one where it is not. ``dasksc convert --group-by`` sorts it.
     indices
-        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all.
+        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all. A row that is
+        given twice counts as two cells, and may come twice in a set.
     control
         The control cells: labels by obs column, such as ``{"gene": "non-targeting"}`` (a list for several), an
         expression over obs as in ``scDataset(filter=)``, or a boolean mask of all rows.
@@ -80,7 +100,7 @@ class CellSets(BuiltInStrategy):
     control_indices
         Rows to draw control cells from. Default: those to draw targets from.
     include_control
-        Whether groups of control cells are targets, too.
+        Whether groups of control cells are targets, too. Such a cell may be its own control.
 
     Raises
     ------
@@ -174,7 +194,7 @@ class CellSets(BuiltInStrategy):
             The obs columns of the expression.
         """
         match = tuple(name for name in self.by if name not in columns) if self.match is None else self.match
-        return replace(self, control=mask, match=match)
+        return replace(self, control=Expression(str(self.control), mask), match=match)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
         """See `bind`."""
@@ -312,7 +332,8 @@ class CellSets(BuiltInStrategy):
     # --- Control cells --------------------------------------------------------------------------------
 
     def _named(self) -> str:
-        return repr(self.control) if isinstance(self.control, Mapping | str) else "a mask"
+        control = self.control.text if isinstance(self.control, Expression) else self.control
+        return repr(control) if isinstance(control, Mapping | str) else "a mask"
 
     def _match(self) -> tuple[str, ...]:
         if self.match is not None:
@@ -338,7 +359,7 @@ class CellSets(BuiltInStrategy):
             for column in others:
                 result &= column.where(control[column.name])
             return result
-        mask = np.asarray(control)
+        mask = np.asarray(control.holds if isinstance(control, Expression) else control)
         if mask.dtype != np.bool_ or mask.shape != (n_obs,):
             raise InputError(
                 f"control must be a dict of labels by column, an expression, or a boolean mask of {n_obs} rows; got "
