@@ -368,7 +368,7 @@ class CellSets(BuiltInStrategy):
         return mask
 
 
-def _names(argument: str, given: str | Sequence[str]) -> tuple[str, ...]:
+def _names(argument: str, given: str | Iterable[str]) -> tuple[str, ...]:
     """Return column names as a tuple."""
     if not isinstance(given, Iterable):
         raise WrongTypeError(f"{argument} must be the name of an obs column or a list of names; got {given!r}")
