@@ -422,7 +422,7 @@ def _maker(
 ) -> BatchMaker:
     return BatchMaker(
         obs=encoded,
-        codes=frozenset(categories),
+        codes={name: len(labels) for name, labels in categories.items()},
         layout=request.layout,
         dtype=request.value_dtype,
         columns=columns,

@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.config import whole_number
+from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.planning.consumed_segments import Deal, Rounds, Stretch
@@ -63,7 +64,7 @@ _COMPUTED_AT_ONCE = 2**20
 _BATCHES_AT_MOST = 2**48
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EpochPlan:
     """Plan of one epoch for one rank.
 
@@ -113,6 +114,9 @@ class EpochPlan:
                 f"batch_size={self.batch_size} cuts the {unit} rows that stay together in a batch; give a multiple of "
                 f"{unit}, such as {-(-self.batch_size // unit) * unit}"
             )
+
+    def __repr__(self) -> str:
+        return constructor(self, sampler=f"{type(self.sampler).__name__} of {self.n_rows:,} rows")
 
     # --- Sizes: closed forms, computed without drawing rows unless a segment of the epoch was read before ---
 

@@ -29,7 +29,7 @@ _CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop", "lo
 _N_SHOWN = 3
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CellSets(BuiltInStrategy):
     """Sets of cells of one group, such as one perturbation in one cell line, beside matched control cells.
 
