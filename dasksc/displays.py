@@ -74,12 +74,12 @@ def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) ->
     function
         Function with default values.
     given
-        Values by name. Names that the function does not accept are ignored.
+        Values by name, such as ``locals()``. Other names than those of arguments, and ``self``, are ignored.
     """
     return {
         name: brief(given[name])
         for name, parameter in inspect.signature(function).parameters.items()
-        if name in given and not _is_default(given[name], parameter.default)
+        if name in given and name != "self" and not _is_default(given[name], parameter.default)
     }
 
 

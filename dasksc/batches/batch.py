@@ -12,25 +12,18 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc._compat.torch import is_stacking_fetcher
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import Columns, Fetched, Layout, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "refuse_stacking"]
+__all__ = ["Batch", "BatchMaker", "Categories"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that these are in beta. Where warnings
 # are errors, that would end an epoch, so the warning is triggered and ignored here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
-
-
-_STACKED = (
-    "the DataLoader has a batch_size of its own, and would stack batches of shape (batch_size, n_vars) to "
-    "(1, batch_size, n_vars). The data set makes the batches: DataLoader(dataset, batch_size=None)"
-)
 
 
 class _Named(dict[str, Any]):
@@ -136,24 +129,6 @@ class Batch(_Named):
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory."""
         return cast(Batch, _map_tensors(self, pin))
-
-
-def refuse_stacking(caller: Any) -> None:
-    """Raise an error for a DataLoader that would stack batches.
-
-    Parameters
-    ----------
-    caller
-        Object that requests the iterator of a data set. For a DataLoader, this is its fetcher, in this process or
-        in a DataLoader worker.
-
-    Raises
-    ------
-    InputError
-        If `caller` stacks its items, as a DataLoader does unless its ``batch_size`` is None.
-    """
-    if is_stacking_fetcher(caller):
-        raise InputError(_STACKED)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

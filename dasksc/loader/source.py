@@ -204,6 +204,11 @@ class Hooks:
     batch_callback: Callable[[Any, Any], Any] | None = None
     batch_transform: Callable[[Any], Any] | None = None
 
+    def __post_init__(self) -> None:
+        for name, hook in vars(self).items():
+            if hook is not None and not callable(hook):
+                raise WrongTypeError(f"{name} must be callable; got {hook!r}")
+
     def __bool__(self) -> bool:
         return any(vars(self).values())
 
