@@ -94,8 +94,9 @@ def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
         Name and value of each row, in plain text; lines of a value are separated by newlines.
     """
     style = "text-align: left; vertical-align: top; padding: 0.1em 1em 0.1em 0; border: 0; background: none"
+    name_style = "white-space: nowrap; font-weight: normal; opacity: 0.7"
     body = "".join(
-        f'<tr style="background: none"><th scope="row" style="{style}; font-weight: normal; opacity: 0.7">'
+        f'<tr style="background: none"><th scope="row" style="{style}; {name_style}">'
         f'{html.escape(name)}</th><td style="{style}">{html.escape(text).replace(chr(10), "<br>")}</td></tr>'
         for name, text in rows
     )
