@@ -19,6 +19,13 @@ _N_SHOWN = 3
 _N_CHARACTERS = 60
 # Libraries whose objects have a shape and a data type that are known without computing.
 _ARRAYS = ("numpy", "pandas", "scipy", "torch", "dask")
+_BRACKETS: dict[type, tuple[str, str]] = {
+    dict: ("{", "}"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+}
 _PLAIN = (str, int, float, tuple, list)
 
 
@@ -30,7 +37,7 @@ def brief(value: Any) -> str:
         return repr(value)
     if isinstance(value, type):
         return value.__qualname__
-    if type(value) in (list, tuple, set, frozenset, dict):
+    if type(value) in _BRACKETS:
         return _collection(value)
     if isinstance(value, functools.partial):
         return f"partial({brief(value.func)})"
@@ -119,7 +126,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _collection(value: Any) -> str:
-    first, last = {dict: "{}", set: "{}", list: "[]", tuple: "()"}.get(type(value), ("frozenset({", "})"))
+    first, last = _BRACKETS[type(value)]
     if not value:
         return f"{type(value).__name__}()" if isinstance(value, set | frozenset) else f"{first}{last}"
     items: Sequence[Any] = list(value.items() if isinstance(value, dict) else value)

@@ -66,5 +66,5 @@ def _lengths(item: Any) -> set[int]:
     if isinstance(item, Mapping | tuple | list):
         own = {len(item)} if isinstance(item, list) else set[int]()
         return own.union(*map(_lengths, item.values() if isinstance(item, Mapping) else item))
-    shape = getattr(item, "shape", ())
+    shape: tuple[int, ...] = getattr(item, "shape", ())
     return {int(shape[0])} if len(shape) else set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, is_dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -71,8 +71,8 @@ class SamplingStrategy:
             self._indices = np.sort(np.flatnonzero(array) if array.dtype == np.bool_ else array)
 
     def __repr__(self) -> str:
-        indices = None if is_dataclass(self) else self._indices
-        return constructor(self) if indices is None else constructor(self, indices=brief(indices))
+        # Subclasses of users that are dataclasses have fields instead.
+        return constructor(self) if self._indices is None else constructor(self, indices=brief(self._indices))
 
     def get_len(self, data_collection: Any) -> int:
         """Return the number of rows of an epoch."""
