@@ -43,9 +43,10 @@ from dasksc.config import whole_number
 from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.planning.consumed_segments import Deal, Rounds, Stretch
+from dasksc.planning.consumed_segments import Deal, Stretch
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.label_entropy import Diversity, diversity_of
+from dasksc.planning.rank_sequence import RankSequence
 from dasksc.planning.rank_sizes import RankSizes
 from dasksc.planning.rotation import rotated
 from dasksc.sampling.block_order import BlockOrder
@@ -60,8 +61,6 @@ __all__ = ["EpochPlan"]
 
 _Int64s = NDArray[np.int64]
 
-# Number of positions of a piece that are computed at a time.
-_COMPUTED_AT_ONCE = 2**20
 # Of one stretch of an epoch.
 _BATCHES_AT_MOST = 2**48
 
@@ -270,10 +269,6 @@ class EpochPlan:
         return int(permute.below(self._deal_keys[0], 0, self._sizes.n_rounds + 1))
 
     @property
-    def _rounds(self) -> Rounds:
-        return Rounds(block_size=self._block, piece_round=self._piece_round, n_piece=len(self._piece))
-
-    @property
     def _left_from(self) -> int:
         """Random offset at which dealing of the leftover units begins, so that the surplus unit varies."""
         if not (self.sampler.shuffle_blocks or self.sampler.shuffle_rows) or not self._sizes.n_left:
@@ -281,48 +276,15 @@ class EpochPlan:
         return int(permute.below(self._deal_keys[1], 0, self._sizes.n_left))
 
     @cached_property
-    def _piece(self) -> _Int64s:
-        """Positions, in storage order, of this rank's piece of the leftover."""
-        size, n_larger = divmod(self._sizes.n_left, self.world_size)
-        start = self._left_from + self.rank * size + min(self.rank, n_larger)
-        piece = np.empty(self._sizes.n_piece(self.rank), dtype=np.int64)
-        for done in range(0, len(piece), _COMPUTED_AT_ONCE):
-            out = piece[done : done + _COMPUTED_AT_ONCE]
-            left = np.arange(start + done, start + done + len(out), dtype=np.int64)
-            out[:] = self._left_at(left % self._sizes.n_left)
-        return piece
-
-    def _left_at(self, left: _Int64s) -> _Int64s:
-        """Return the positions, in storage order, of leftover units given by their numbers in the leftover."""
-        deal = self._deal
-        n_full = deal.n_full - self._sizes.n_rounds * self.world_size
-        block, within = np.divmod(left, self._block)
-        is_full = block < n_full
-        found = np.empty_like(left)
-        blocks = self._order.at(deal.first + deal.n_full - n_full + block[is_full])
-        found[is_full] = blocks * self._block + within[is_full]
-        found[~is_full] = deal.rest[left[~is_full] - n_full * self._block]
-        return found
-
-    def _positions(self, start: int, stop: int) -> _Int64s:
-        """Return the positions, in storage order, of the range ``[start, stop)`` of this rank's sequence."""
-        out = np.empty(stop - start, dtype=np.int64)
-        order = self._order
-        permute.deal(
-            start,
-            self._block,
-            self.rank,
-            self.world_size,
-            self._deal.first,
-            self._piece_round,
-            self._piece,
-            order.n_blocks,
-            order.table,
-            order.half_bits,
-            order.round_keys,
-            out,
+    def _sequence(self) -> RankSequence:
+        return RankSequence(
+            rank=self.rank,
+            sizes=self._sizes,
+            order=self._order,
+            deal=self._deal,
+            piece_round=self._piece_round,
+            left_from=self._left_from,
         )
-        return out
 
     def _stored(self, positions: _Int64s) -> _Int64s:
         """Return positions, rotated if rows are dropped; otherwise blocks begin at multiples of their size."""
@@ -365,7 +327,7 @@ class EpochPlan:
         start = k * self._fetch_units
         # The last fetch includes its dropped units, so that the permutation drops a random subset.
         stop = min(start + self._fetch_units, self._sizes.n_sequence(self.rank))
-        positions = self._positions(start, stop)
+        positions = self._sequence.positions(start, stop)
         order = np.arange(len(positions), dtype=np.int64)
         if self.sampler.shuffle_rows:
             if not self.sampler.is_shuffled:
@@ -428,15 +390,15 @@ class EpochPlan:
         unread = [plan._unread(n_batches * self._batch) for plan in plans]
         rest = [loose for _, _, loose in unread]
         # Rounds that no rank has touched remain a range of the order.
-        first = max(plan._rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
-        end = min(plan._rounds.ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
+        first = max(plan._sequence.rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
+        end = min(plan._sequence.rounds.ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
         if first >= end or not self.sampler.shuffle_blocks:
             first = end = 0
         for plan, (start, stop, _) in zip(plans, unread, strict=True):
-            for low, high in plan._rounds.outside(start, stop, first, end):
-                rest.append(plan._positions(low, high))
-                if plan._is_padded and low <= plan._padding < high:
-                    rest[-1] = np.delete(rest[-1], plan._padding - low)
+            for low, high in plan._sequence.rounds.outside(start, stop, first, end):
+                rest.append(plan._sequence.positions(low, high))
+                if plan._is_padded and low <= plan._sequence.end_of_piece < high:
+                    rest[-1] = np.delete(rest[-1], plan._sequence.end_of_piece - low)
         positions = np.concatenate(rest)
         if not self.sampler.shuffle_blocks:
             positions.sort()
@@ -479,18 +441,13 @@ class EpochPlan:
             stop = last * self._fetch_units
         found = np.concatenate(loose)
         if self._is_padded:
-            found = found[found != self._piece[-1]]
+            found = found[found != self._sequence.piece[-1]]
         return start, max(start, stop), found
 
     @property
     def _is_padded(self) -> bool:
         """True if this rank's piece ends in a unit that another rank also has."""
         return self._sizes.is_padded(self.rank)
-
-    @property
-    def _padding(self) -> int:
-        """Position of the padding unit in this rank's sequence."""
-        return self._piece_round * self._block + len(self._piece) - 1
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks; equal digests mean equal batches."""
