@@ -9,7 +9,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import dask.array as da
@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import config
-from dasksc.atlas import filtering
 from dasksc.batches.batch import Batch
 from dasksc.batches.stacking import refuse_stacking
 from dasksc.displays import brief, changed_arguments, html_table
@@ -30,6 +29,7 @@ from dasksc.executor.schedulers import (
     remember_security,
     securities_for_child,
 )
+from dasksc.loader.binding import bound, columns_of_expressions
 from dasksc.loader.display import display_rows
 from dasksc.loader.epoch_run import EpochRun, Placement
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
@@ -38,18 +38,16 @@ from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, sta
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
-from dasksc.loader.source import Hooks, IndexedSource, MatrixSource, source_of
+from dasksc.loader.source import Hooks, MatrixSource, source_of
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
-from dasksc.sampling.binding import bind, is_random, restricted
+from dasksc.sampling.binding import is_random
 from dasksc.sampling.cell_sets import CellSets
 from dasksc.sampling.named import StrategyName, as_strategy
-from dasksc.sampling.samplers import Sampler
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
-from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.storage import Layout, UseMmap
 from dasksc.transforms.composed import as_transform
 
@@ -242,6 +240,7 @@ class scDataset(IterableDataset[Any]):
         self._arguments = changed_arguments(scDataset.__init__, locals())
         self.strategy = strategy = as_strategy(strategy, label_key=label_key)
         self._arguments["strategy"] = brief(strategy)
+        del self._arguments["data_collection"]
         self.batch_size = config.whole_number("batch_size", batch_size)
         flags: dict[str, Any] = {"drop_last": drop_last, "equal_ranks": equal_ranks, "return_index": return_index}
         for name, value in flags.items():
@@ -266,34 +265,18 @@ class scDataset(IterableDataset[Any]):
             *(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets),
             return_index=bool(return_index),
         )
-        filtered_by = [] if filter is None else filtering.columns_of(filter)
-        control = getattr(strategy, "control", None)
-        controlled_by = filtering.columns_of(control) if isinstance(control, str) else []
         self._source = source_of(
             data_collection,
             request,
             self._hooks,
             strategy=strategy,
-            filtered_by=[*filtered_by, *controlled_by],
+            filtered_by=columns_of_expressions(strategy, filter),
             mmap=mmap,
         )
         self.collection = self._source.collection
         self.categories = self._source.categories
         self.gene_match = getattr(self._source, "gene_match", None)
-        if filter is not None:
-            self.strategy = strategy = restricted(strategy, self._source.rows_where(filter), repr(filter))
-        if isinstance(control, str):
-            self.strategy = strategy = cast(CellSets, strategy).with_control(
-                self._source.rows_where(control), controlled_by
-            )
-        self._sampler: Sampler = bind(strategy, self.collection, self._source.n_obs, self._source.labels_of)
-        if isinstance(self._sampler, StratifiedSampler):
-            self._sampler = self._sampler.of_batches(self.batch_size)
-        if self._sampler.n_controls and isinstance(self._source, IndexedSource):
-            raise InputError(
-                "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed "
-                "yield rows, which have no place for controls"
-            )
+        self.strategy, self._sampler = bound(strategy, self._source, filter=filter, batch_size=self.batch_size)
         self._session = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self._projection = MemoryProjection(
             self._source,
@@ -629,7 +612,7 @@ class scDataset(IterableDataset[Any]):
     def _changed(self) -> dict[str, str]:
         """Return the strategy, the batch size, and other arguments that differ from their defaults, as text."""
         current = ("fetch_factor", "drop_last", "equal_ranks", *_CALLED)
-        hidden = ("data_collection", "label_key", "batch_size", *current)
+        hidden = ("label_key", "batch_size", *current)
         return {
             "strategy": self._arguments["strategy"],
             "batch_size": str(self.batch_size),
