@@ -28,6 +28,7 @@ from dasksc.executor.schedulers import (
     resolve_scheduler,
     securities_for_child,
 )
+from dasksc.executor.tasks import fetch_name
 from dasksc.loader.epoch_run import EpochRun, Placement
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.loader.position import STATE_VERSION, EpochPosition, parse_state
@@ -629,7 +630,7 @@ class scDataset(IterableDataset[Any]):
         return epoch_array(
             self._source.matrices["X"],
             plan,
-            name=f"dasksc-fetch-{self._source.name}-e{plan.epoch}-r{plan.rank}",
+            name=fetch_name(self._source.name, plan),
             layout=maker.layout,
             dtype=maker.dtype,
             columns=maker.columns.get("X"),
