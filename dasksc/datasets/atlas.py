@@ -28,7 +28,7 @@ def synthetic(
     n_donors: int = 8,
     n_batches: int = 4,
     batch_key: str = "batch",
-    n_markers: int = 50,
+    n_markers: int = 15,
     donor_effect: float = 0.2,
     batch_effect: float = 0.1,
     seed: int = 0,
@@ -91,7 +91,7 @@ def synthetic(
     log-normal over genes.
 
     Memory is 8 bytes for each gene of each profile, about 20 bytes for each cell, and a few chunks of 2,048
-    cells. Two cores write about 60,000 cells of 2,000 genes per second.
+    cells. Two cores write about 150,000 cells of 2,000 genes per second.
 
     Examples
     --------

@@ -29,6 +29,7 @@ CONDA_NAMES = {
     "matplotlib": ["matplotlib-base"],
     "dask": ["dask", "distributed"],
     "prometheus-client": ["prometheus_client"],
+    "build": ["python-build"],
 }
 
 

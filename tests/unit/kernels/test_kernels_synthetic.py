@@ -37,7 +37,7 @@ def twin(first_cell, groups, depths, keep, other):
     """Rows of the kernel as dicts of counts, one draw after the other."""
     n_genes = keep.shape[1]
     for i, (group, depth) in enumerate(zip(groups, depths, strict=True)):
-        key, counts, n = permute.stream(KEY, first_cell + i + 1), {}, 0
+        key, counts, n = np.uint64(permute.stream(KEY, first_cell + i + 1)), {}, 0
         while len(counts) < depth:
             word = int(permute.bits(key, n))
             gene = ((word >> 32) * n_genes) >> 32
