@@ -103,8 +103,8 @@ def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, tota
             counts[gene] += 1
             molecules += 1
         total[cell] = molecules
-        for gene in range(n_genes):  # branch-free: the next gene overwrites an unseen one
-            indices[end] = gene
-            data[end] = counts[gene]
-            end += counts[gene] > 0
-            counts[gene] = 0
+        for column in range(n_genes):  # branch-free: the next gene overwrites an unseen one
+            indices[end] = column
+            data[end] = counts[column]
+            end += counts[column] > 0
+            counts[column] = 0

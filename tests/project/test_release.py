@@ -46,7 +46,7 @@ def test_the_recipe_has_the_dependencies_of_the_project():
 def test_the_recipe_is_one_for_rattler_build():
     rattler_build = pytest.importorskip("rattler_build")
     (variant,) = rattler_build.Stage0Recipe.from_file(ROOT / "recipe" / "recipe.yaml").render()
-    rendered = variant.recipe().to_dict()
+    rendered = variant.recipe.to_dict()
     assert rendered["package"] == {"name": "dasksc", "version": PROJECT["version"]}
     assert rendered["build"]["noarch"] == "python"
 
