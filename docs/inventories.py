@@ -118,7 +118,8 @@ def write(folder: Path) -> dict[str, tuple[str, str]]:
         for role, names, page in entries:
             for name in names.split():
                 known_as = [name, *(alias for alias, target in ALIASES.items() if target == name)]
-                lines += [f"{one} py:{role} 1 {page.format(name)}#{name} {name}" for one in known_as]
+                anchor = f"module-{name}" if role == "module" else name
+                lines += [f"{one} py:{role} 1 {page.format(name)}#{anchor} {name}" for one in known_as]
         header = f"# Sphinx inventory version 2\n# Project: {library}\n# Version: \n"
         header += "# The remainder of this file is compressed using zlib.\n"
         path = folder / f"{library}.inv"
