@@ -40,6 +40,7 @@ myst_heading_anchors = 4
 default_role = "py:obj"
 autosummary_generate = True
 autodoc_typehints = "signature"
+python_maximum_signature_line_length = 88  # longer ones have a line for each parameter
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True
@@ -73,6 +74,7 @@ html_favicon = "_static/mark.svg"
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
+    "navbar_persistent": [],  # the search is in the navigation
     "logo": {"image_light": "_static/logo-light.svg", "image_dark": "_static/logo-dark.svg", "alt_text": "dasksc"},
 }
 

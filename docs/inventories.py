@@ -99,8 +99,16 @@ LIBRARIES: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
     ),
 }
 
-# Names by which docstrings and annotations mention a class that is documented under another name.
+# Names by which annotations mention a class that is documented under another name.
 ALIASES = {
+    "AnnData": "anndata.AnnData",
+    "Callable": "collections.abc.Callable",
+    "Client": "distributed.Client",
+    "Iterable": "collections.abc.Iterable",
+    "IterableDataset": "torch.utils.data.IterableDataset",
+    "Iterator": "collections.abc.Iterator",
+    "Mapping": "collections.abc.Mapping",
+    "Sequence": "collections.abc.Sequence",
     "anndata._core.anndata.AnnData": "anndata.AnnData",
     "dask.array.core.Array": "dask.array.Array",
     "distributed.client.Client": "distributed.Client",
