@@ -22,7 +22,7 @@ Examples:
 def command(folder: str, overwrite: bool) -> None:
     """Write the files that the guides of the documentation read to FOLDER.
 
-    The files are small atlases of raw counts, about 4 MB together, the same on every call.
+    The files are small atlases of raw counts, about 5 MB together, the same on every call.
     """
     from dasksc.datasets import demo_data
 

@@ -15,6 +15,7 @@ from anndata import AnnData
 from anndata.io import write_elem
 
 from dasksc.datasets.atlas import synthetic
+from dasksc.datasets.design import names
 from dasksc.datasets.screen import synthetic_screen
 from dasksc.errors import InputError
 
@@ -25,7 +26,7 @@ _PROTEINS = ("CD3", "CD4", "CD8a", "CD14", "CD19")
 
 
 def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, str]:
-    """Write the files that the guides of the documentation read, about 4 MB, in a few seconds.
+    """Write the files that the guides of the documentation read, about 5 MB, in a few seconds.
 
     All matrices hold raw counts. The files are the same on every call.
 
@@ -48,7 +49,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
 
     Notes
     -----
-    ``atlas.h5ad`` has 2,000 cells and 300 genes, ``g0`` to ``g299``. Its obs has ``cell_type`` (6 types), ``donor``
+    ``atlas.h5ad`` has 2,000 cells and 300 genes, ``gene_000`` to ``gene_299``. Its obs has ``cell_type`` (6 types), ``donor``
     (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
     ``plates/2.h5ad`` have 300 cells of two other donors each, and share 100 genes. ``cite.h5mu`` is a MuData of 600
     cells with the modalities ``rna`` and ``prot``, whose cells are in different orders. ``screen.h5ad`` is a
@@ -62,7 +63,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         "cite.h5mu": "600 cells, 300 genes and 5 proteins",
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
     }
-    if not overwrite and (existing := [name for name in contents if (folder / name).exists()]):
+    if not overwrite and (existing := [file for file in contents if (folder / file).exists()]):
         raise InputError(f"{folder} has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite).")
     (folder / "plates").mkdir(parents=True, exist_ok=True)
     _cells(folder / "atlas.h5ad", 2_000, range(300), donors=range(12), seed=0)
@@ -84,7 +85,7 @@ def _cells(path: Path, n_obs: int, genes: range, *, donors: range, seed: int) ->
     n_vars = genes.stop
     synthetic(path, n_obs, n_vars, n_types=len(_TYPES), n_donors=len(donors), n_batches=3, seed=seed, overwrite=True)
     adata = anndata.read_h5ad(path)[:, list(genes)].copy()
-    adata.var_names = [f"g{i}" for i in genes]
+    adata.var_names = names("gene", 300)[genes.start : genes.stop]
     adata.obs_names = [f"cell{seed}-{i}" for i in range(n_obs)]
     adata.obs["cell_type"] = adata.obs["cell_type"].cat.rename_categories(list(_TYPES))
     adata.obs["donor"] = adata.obs["donor"].cat.rename_categories([f"d{i}" for i in donors])
