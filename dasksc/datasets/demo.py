@@ -63,7 +63,8 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         "cite.h5mu": "600 cells, 300 genes and 5 proteins",
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
     }
-    if not overwrite and (existing := [file for file in contents if (folder / file).exists()]):
+    existing = [file for file in contents if (folder / file).exists()]
+    if existing and not overwrite:
         raise InputError(f"{folder} has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite).")
     (folder / "plates").mkdir(parents=True, exist_ok=True)
     _cells(folder / "atlas.h5ad", 2_000, range(300), donors=range(12), seed=0)
