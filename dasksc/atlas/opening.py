@@ -21,7 +21,14 @@ from dasksc.atlas.assemble import raw_of, unchecked
 from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
 from dasksc.atlas.inputs import Part, is_anncollection, parts_of, quoted
-from dasksc.atlas.options import ACCEPTED, Openable, OpenOptions, check_mmap
+from dasksc.atlas.options import (
+    ACCEPTED,
+    Openable,
+    OpenOptions,
+    check_mmap,
+    names_given,
+    refuse_feature_choice,
+)
 from dasksc.atlas.stored_anndata import open_path
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.storage import Cache, UseMmap
@@ -46,15 +53,17 @@ def open(
     raw: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    feature_types: str | Sequence[str] | None = None,
+    genome: str | Sequence[str] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
     Parameters
     ----------
     data
-        The path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its
-        arrays are shared, not copied), read with ``backed="r"`` (X comes from its file, everything
-        else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
+        The path of an ``.h5ad`` file, of a 10x ``.h5`` file (CellRanger 2 and later) or of a Zarr store (v2 or v3), or
+        an `AnnData`: in memory (its arrays are shared, not copied), read with ``backed="r"`` (X comes from its file,
+        everything else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
         (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and those that fsspec knows).
 
         Several, one below the other: a list of these and of what follows, or a dict of these by their keys; a pattern
@@ -93,6 +102,12 @@ def open(
         A folder of this machine for blocks of what is read, or ``{"path": ..., "limit": "100GiB"}``; also of paths
         that are no URLs, such as those of a network file system. Default: ``dasksc.cache`` of Dask's
         configuration, for URLs only.
+    feature_types
+        Feature types to keep of 10x ``.h5`` files, such as ``"Gene Expression"``, one or several. Default: all.
+        Files of CellRanger 2 have genes only.
+    genome
+        Genomes to keep of 10x ``.h5`` files, one or several. Default: all. A file of CellRanger 2 has a matrix with
+        cells of its own for each genome; if there are several, choose one.
 
     Returns
     -------
@@ -110,7 +125,7 @@ def open(
     StorageError
         If what is there is not an AnnData file or store (`CorruptDataError`: a damaged one).
     MissingKeyError
-        If obs has no column of a name in `obs`, or there is no raw.
+        If obs has no column of a name in `obs`, there is no raw, or a 10x file has no such feature type or genome.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
@@ -134,7 +149,12 @@ def open(
     if not names and index_unique is not None:
         raise InputError("index_unique= is of names, which names=False leaves out")
     options = OpenOptions(
-        mmap=mmap, has_names=names, storage_options=dict(storage_options or {}), cache=Cache.of(cache)
+        mmap=mmap,
+        has_names=names,
+        storage_options=dict(storage_options or {}),
+        cache=Cache.of(cache),
+        feature_types=names_given("feature_types", feature_types),
+        genomes=names_given("genome", genome),
     )
     with unchecked():
         parts = parts_of(data, options.storage_options)
@@ -172,6 +192,7 @@ def open(
 
 def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if isinstance(data, AnnData):
+        refuse_feature_choice(options, "an AnnData")
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
         return open_path(os.fspath(data), obs, options)
@@ -183,6 +204,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
 def _open_part(part: Part, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if part.obs is None:
         return _open_one(part.data, obs, options)
+    refuse_feature_choice(options, "an AnnCollection")
     return open_anndata(part.data, obs, options, table=part.obs)
 
 

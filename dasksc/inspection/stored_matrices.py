@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import zarr
 
+from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices
 from dasksc.errors import StorageError
 from dasksc.inspection.description import StoredMatrix
 from dasksc.storage import Cache, Place, is_url, open_place
@@ -64,6 +65,9 @@ def _matrices_of(root: Any, prefix: str = "") -> Iterator[StoredMatrix]:
         for name in root["mod"]:
             yield from _matrices_of(root["mod"][name], f"{name}/")
         return
+    for name in cell_ranger_matrices(root):
+        arrays = [root[name][part] for part in ("data", "indices", "indptr")]
+        yield _matrix("X", "csr", arrays[0], arrays)
     keys = ["X", *(f"{group}/{name}" for group in ("layers", "obsm") if group in root for name in root[group]), "raw/X"]
     for key in keys:
         if key not in root:

@@ -18,6 +18,7 @@ from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, 
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import layout as hdf5_layout
+from dasksc.storage.hdf5.cell_ranger import csr_attributes, is_cell_ranger_matrix
 from dasksc.storage.hdf5.reader import H5Array, H5File
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
@@ -42,9 +43,11 @@ def open_matrix(
     Parameters
     ----------
     path
-        Path of an ``.h5ad`` file, a Zarr directory or a zipped Zarr directory, or a place behind a URL.
+        Path of an ``.h5ad`` file, an ``.h5`` file of CellRanger, a Zarr directory or a zipped Zarr directory, or a
+        place behind a URL.
     key
-        Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``.
+        Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``, or the group of a
+        matrix in an ``.h5`` file of CellRanger.
     use_mmap
         Memory-map uncompressed local files: always (True), never (False), or unless `dasksc.storage.mapping`
         forbids it in the reading thread (``"auto"``). Mapping is the fastest way to read, but the process is
@@ -183,7 +186,7 @@ def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: UseMmap) -> 
     item = root[name]
     return _matrix(
         f"{path}:/{name}",
-        attributes=dict(item.attrs),
+        attributes=csr_attributes(item, data) if is_cell_ranger_matrix(item) else dict(item.attrs),
         is_array=isinstance(item, h5py.Dataset),
         members=list(item) if isinstance(item, h5py.Group) else [],
         array=lambda member: _hdf5_array(file, f"{name}/{member}".rstrip("/"), use_mmap=use_mmap),
