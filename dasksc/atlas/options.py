@@ -18,8 +18,9 @@ __all__ = ["ACCEPTED", "OpenOptions", "Openable", "check_mmap", "names_given", "
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
 ACCEPTED = (
-    "the path of an .h5ad file, of a 10x .h5 file or of a Zarr store (a directory), an AnnData (in memory, backed, or "
-    "of Dask arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or a directory of them"
+    "the path of an .h5ad file, of a 10x .h5 file or of a Zarr store (a directory or a .zarr.zip file), an AnnData "
+    "(in memory, backed, or of Dask arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or "
+    "a directory of them"
 )
 
 

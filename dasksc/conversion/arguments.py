@@ -85,7 +85,7 @@ class Recipe:
         return asdict(self) | {"keys": None if keys is None else [str(key) for key in keys]}
 
 
-_FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom")
+_FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom", ".zip")
 
 
 def target_path(target: Any) -> Path:

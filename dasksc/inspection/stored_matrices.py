@@ -18,6 +18,8 @@ from dasksc.errors import StorageError
 from dasksc.inspection.description import StoredMatrix
 from dasksc.storage import Cache, Place, is_url, open_place
 from dasksc.storage.safety.zarr_codecs import codecs_within
+from dasksc.storage.zarr.reader import ZarrFile
+from dasksc.storage.zarr.zipped import is_zip
 
 __all__ = ["Stored", "alike", "stored_part"]
 
@@ -55,6 +57,8 @@ def _root_of(part: Any) -> Iterator[Any]:
             yield root
     elif os.path.isdir(path):
         yield zarr.open_group(path, mode="r")
+    elif is_zip(path):
+        yield ZarrFile(path).root()
     else:
         with h5py.File(path, "r") as file:
             yield file

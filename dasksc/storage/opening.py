@@ -29,6 +29,8 @@ from dasksc.storage.safety.hdf5_links import check_item, check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
+from dasksc.storage.zarr.zipped import ZipArchive, is_zip
+from dasksc.storage.zarr.zipped import direct_array as zipped_array
 
 __all__ = ["as_matrix", "open_matrix", "open_place"]
 
@@ -78,7 +80,7 @@ def open_matrix(
         if not os.path.exists(path):
             raise MissingPathError(f"there is nothing at {path}")
     try:
-        if path.is_zarr() if isinstance(path, Place) else os.path.isdir(path) or path.endswith(".zip"):
+        if path.is_zarr() if isinstance(path, Place) else os.path.isdir(path) or is_zip(path):
             return _open_zarr(path, key.strip("/"), use_mmap=use_mmap, cache=cache)
         return _open_hdf5(_hdf5_bytes(path, cache), key.strip("/"), use_mmap=use_mmap)
     except DaskscError:
@@ -224,6 +226,8 @@ def _zarr_array(file: ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | 
     try:
         if isinstance(file.path, Place):
             return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
+        if is_zip(file.path):
+            return zipped_array(ZipArchive.of(file.path), name, label=array.label, use_mmap=use_mmap)
         return local_zarr.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         _log_slow(array, "zarr-python", reason)
