@@ -61,9 +61,10 @@ def open(
     Parameters
     ----------
     data
-        The path of an ``.h5ad`` file, of a 10x ``.h5`` file (CellRanger 2 and later) or of a Zarr store (v2 or v3), or
-        an `AnnData`: in memory (its arrays are shared, not copied), read with ``backed="r"`` (X comes from its file,
-        everything else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
+        The path of an ``.h5ad`` file, of a 10x ``.h5`` file (CellRanger 2 and later) or of a Zarr store (v2 or v3; a
+        directory, or a ``.zarr.zip`` file of this machine), or an `AnnData`: in memory (its arrays are shared, not
+        copied), read with ``backed="r"`` (X comes from its file, everything else, with your edits, from the object), or
+        of Dask arrays already. Paths may be URLs
         (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and those that fsspec knows).
 
         Several, one below the other: a list of these and of what follows, or a dict of these by their keys; a pattern

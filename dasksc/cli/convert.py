@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import click
 from dask.utils import format_bytes
 
 import dasksc
 from dasksc.cli._shared import StorageOptions, url_options
+from dasksc.loader.genes import Missing, Repeated
 
 __all__ = ["command"]
 
@@ -19,6 +21,7 @@ Examples:
   dasksc convert atlas.h5ad atlas.zarr --verify
   dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate --merge same
   dasksc convert atlas.h5ad by-type.zarr --group-by cell_type --memory-limit 16GiB
+  dasksc convert atlas.h5ad t-cells.zarr --filter "cell_type == 'T cell'" --genes genes.txt --genes-missing zero
   dasksc convert s3://bucket/atlas.h5ad atlas.zarr --cache /scratch/blocks
   dasksc convert atlas.h5ad atlas.zarr --scheduler tcp://node0:8786
 """
@@ -36,6 +39,27 @@ Examples:
 )
 @click.option("--group-by", metavar="COLUMNS", help="Put cells together that agree in obs columns: cell_line,gene.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the shuffle.")
+@click.option("--filter", metavar="EXPRESSION", help="Write only cells for which this holds: 'n_genes > 500'.")
+@click.option(
+    "--genes",
+    metavar="FILE|NAME,...",
+    help="Write these genes, in this order: names by commas, or a vocabulary file (.json, .pkl, or one name a line).",
+)
+@click.option(
+    "--genes-missing",
+    type=click.Choice(["error", "zero", "drop"]),
+    default="error",
+    show_default=True,
+    help="Genes that the input lacks: refuse them, write columns of zeros, or leave them out.",
+)
+@click.option("--genes-key", metavar="COLUMN", help="Compare names with this column of var.  [default: var_names]")
+@click.option(
+    "--genes-repeated",
+    type=click.Choice(["error", "sum"]),
+    default="error",
+    show_default=True,
+    help="Genes that several columns of the input have: refuse them, or add the columns up.",
+)
 @click.option(
     "--join",
     type=click.Choice(["inner", "outer"]),
@@ -72,6 +96,11 @@ def command(
     order: str,
     group_by: str | None,
     seed: int,
+    filter: str | None,
+    genes: str | None,
+    genes_missing: Missing,
+    genes_key: str | None,
+    genes_repeated: Repeated,
     join: str,
     label: str | None,
     keys: str | None,
@@ -90,8 +119,9 @@ def command(
 ) -> None:
     """Write atlases anew, as one shuffled Zarr store that is quick to load.
 
-    IN is an .h5ad file, a Zarr store, a directory of them, a pattern, or a URL; several become one. OUT.zarr appears
-    when all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it was.
+    IN is an .h5ad file, a 10x .h5 file, a Zarr store, a directory of them, a pattern, or a URL; several become one.
+    OUT.zarr appears when all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where
+    it was.
     """
     report = dasksc.convert(
         inputs[0] if len(inputs) == 1 else list(inputs),
@@ -99,6 +129,11 @@ def command(
         order="keep" if order == "keep" else "shuffle",
         group_by=None if group_by is None else group_by.split(","),
         seed=seed,
+        filter=filter,
+        genes=None if genes is None else Path(genes) if Path(genes).is_file() else genes.split(","),
+        genes_missing=genes_missing,
+        genes_key=genes_key,
+        genes_repeated=genes_repeated,
         join="outer" if join == "outer" else "inner",
         label=label,
         keys=None if keys is None else keys.split(","),
@@ -122,6 +157,8 @@ def command(
         f"{report.elapsed_s:.1f} s" + (", verified" if report.is_verified else "")
     )
     click.echo("  " + ", ".join(f"{name} ({dtype})" for name, dtype in report.types.items()))
+    if report.genes:
+        click.echo(f"  {report.genes}")
     if report.left_out:
         click.echo(f"  left out: {', '.join(report.left_out)}")
 

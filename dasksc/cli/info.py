@@ -38,8 +38,8 @@ def command(
 ) -> None:
     """Tell what is in an atlas: cells, obs, chunks and codecs, how fast it is read, and what to do about it.
 
-    PATH is an .h5ad file, a Zarr store, a directory of them, or a pattern in quotes; several are one atlas. Or the
-    .h5mu file or Zarr store of a MuData, whose modalities are listed.
+    PATH is an .h5ad file, a 10x .h5 file, a Zarr store (zipped or not), a directory of them, or a pattern in quotes;
+    several are one atlas. Or the .h5mu file or Zarr store of a MuData, whose modalities are listed.
     """
     if storage_options and any(map(is_url, paths)):
         found = _behind_urls(paths, join, storage_options, cache, seconds)

@@ -532,7 +532,8 @@ def test_soak_finds_cells_that_are_lost_repeated_or_in_the_same_order(monkeypatc
 def test_files_compares_joined_files_and_some_genes_and_counts_handles(work):
     options = ["--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--small-files", "12", "--layouts", "csr"]
     report = call("files", work, *SIZES, *options)
-    for one in (*report["joined"].values(), report["genes"]):
+    assert list(report["formats"]["csr"]) == ["10x", "zipped"]
+    for one in (*report["joined"].values(), report["genes"], *report["formats"]["csr"].values()):
         first, second = one["cells_per_s"].values()
         assert one["ratio"] == first / second > 0
     assert report["opening"]["n_files"] == 12

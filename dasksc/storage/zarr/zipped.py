@@ -6,6 +6,7 @@ reads the directory; members are read by byte ranges, so that threads and forked
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
@@ -346,7 +347,7 @@ class ZipMembers(Store):
             start = max(0, stop - byte_range.suffix)
         elif byte_range is not None:
             start = byte_range.offset
-        data = self._archive.read(key, start, stop)
+        data = await asyncio.to_thread(self._archive.read, key, start, stop)
         assert data is not None
         return prototype.buffer.from_bytes(data if byte_range else safe_content(self._archive.path, key, data))
 
