@@ -1,7 +1,7 @@
 """Feed single-cell atlases on disk to PyTorch.
 
-`open` wraps an atlas as an AnnData of Dask arrays without reading it, a sampling strategy says what
-an epoch draws, and `scDataset` yields it as torch tensors, each rank its own share.
+`open` returns an atlas as an AnnData of lazy Dask arrays, a sampling strategy determines the rows of
+an epoch, and `scDataset` yields them as torch tensors, with a share for each rank.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 
 try:
     __version__ = version("dasksc")
-except PackageNotFoundError:  # imported from a checkout that is not installed
+except PackageNotFoundError:  # imported from a source tree that is not installed
     __version__ = "0+unknown"
 
-# Where each public name lives. Loaded when first used, so that planning and reading need no torch.
+# Module of each public name. Names are imported on first use, so that planning and reading do not require torch.
 _HOMES = {
     "AnnDataView": "dasksc.atlas.view",
     "Batch": "dasksc.batches.batch",

@@ -241,6 +241,7 @@ def test_a_file_among_several_may_lack_a_feature_type(tmp_path: Path) -> None:
         dasksc.open(paths, feature_types=[PROTEINS], join="outer")
 
 
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
 @pytest.mark.parametrize("options", [{}, {"feature_types": GENES, "genome": "mm10"}])
 def test_it_is_read_through_a_cache(tmp_path: Path, v3: Path, options: Any) -> None:
     same(dasksc.open(v3, cache=tmp_path / "cache", **options), dasksc.open(v3, **options).to_memory())
