@@ -40,7 +40,8 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
         if missing:
             raise StorageError(
                 f"{where} holds no AnnData: it has no {' and no '.join(missing)}, "
-                f"only {', '.join(sorted(root)) or 'nothing'}"
+                f"only {', '.join(sorted(root)) or 'nothing'}. Give a file that AnnData wrote, or a 10x file of "
+                "counts, such as filtered_feature_bc_matrix.h5"
             )
         return read_root(where, root, obs, options)
 

@@ -68,6 +68,10 @@ def read_cell_ranger(path: str | Place, root: h5py.File, obs: Sequence[str] | No
     for column, stored in (*features.items(), *held.items(), ("barcodes", group["barcodes"])):
         if not isinstance(stored, h5py.Dataset) or stored.shape is None or stored.ndim != 1:
             raise CorruptDataError(f"{path}:/{name} has no list of {column}. Copy or download the file again.")
+    if "filtered_barcodes" in held and held["filtered_barcodes"].dtype.kind not in "biu":
+        raise CorruptDataError(
+            f"{path}:/{name}/filtered_barcodes has dtype {held['filtered_barcodes'].dtype}; booleans are needed"
+        )
     check_before_reading(path, {"features": list(features.values()), "barcodes": list(held.values())})
     _check_lengths(path, name, features)
     var = pd.DataFrame(

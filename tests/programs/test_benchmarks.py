@@ -369,12 +369,13 @@ def test_summaries_compares_passes_with_reading_and_scanpy(work, tmp_path, capsy
 
     out = tmp_path / "summaries"
     sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES)]
-    options = ["--rounds", "1", "--top", "50", "--batches", "", "--by", "plate", "--out", str(out)]
+    options = ["--rounds", "1", "--top", "50", "--batches", "1", "--groups", "3", "--out", str(out)]
     report = summaries.main([*sizes, *options])
     assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
     assert all(seconds > 0 for seconds in report["seconds"].values())
     assert report["n_differ"] <= 2
-    assert "| statistics by plate |" in capsys.readouterr().out
+    assert all(ratio > 0 for ratio in report["ratios"].values())
+    assert "| statistics, 3 groups |" in capsys.readouterr().out
 
 
 def test_augmentation_compares_transforms_with_none(work, tmp_path, capsys):

@@ -334,7 +334,8 @@ def test_there_is_no_raw(v3: Path) -> None:
 
 def _with(path: Path, name: str, value: Any, **options: Any) -> None:
     with h5py.File(path, "r+") as file:
-        del file[f"matrix/{name}"]
+        if name in file["matrix"]:
+            del file[f"matrix/{name}"]
         if value is not None:
             file.create_dataset(f"matrix/{name}", data=value, **options)
 
@@ -353,6 +354,7 @@ def _with(path: Path, name: str, value: Any, **options: Any) -> None:
         ("barcodes", np.zeros((60, 2)), "barcodes"),
         ("barcodes", h5py.Empty("S5"), "barcodes"),
         ("features/name", np.array([b"a"] * 19), "different lengths"),
+        ("filtered_barcodes", np.array([b"x"] * 60), r"filtered_barcodes has dtype .*booleans are needed"),
         ("features/id", None, r"lacks id"),
         ("features/name", None, r"lacks name"),
         ("features/feature_type", None, r"lacks feature_type"),
