@@ -18,10 +18,10 @@ from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, paths_of, plan_of
 from dasksc.conversion.rows import Order
 from dasksc.conversion.tables import check_tables
-from dasksc.conversion.task_runner import check_progress
-from dasksc.conversion.work_folder import Workplace
 from dasksc.errors import DaskscError, MissingKeyError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
+from dasksc.output.progress import check_progress
+from dasksc.output.work_folder import Workplace
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -44,6 +44,7 @@ ROOMS = [
     "transforms",
     "loader",
     "inspection",
+    "output",
     "conversion",
     "dashboard",
     "integrations",
@@ -59,17 +60,23 @@ ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public name
 
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
-    "torch": ({"batches", "transforms", "loader", "integrations", "train"}, {"planning", "multiindexable", "cli"}),
-    "h5py": ({"storage", "atlas", "inspection", "conversion"}, set()),
-    "zarr": ({"storage", "atlas", "inspection", "conversion"}, {"cli"}),
-    "numcodecs": ({"storage", "conversion"}, set()),
-    "anndata": ({"atlas", "loader", "inspection", "conversion", "cli"}, {"transforms", "multiindexable"}),
+    "torch": (
+        {"batches", "transforms", "loader", "inference", "integrations", "train"},
+        {"planning", "multiindexable", "cli"},
+    ),
+    "h5py": ({"storage", "atlas", "inspection", "conversion", "inference"}, set()),
+    "zarr": ({"storage", "atlas", "inspection", "conversion", "inference"}, {"cli"}),
+    "numcodecs": ({"storage", "output"}, set()),
+    "anndata": (
+        {"atlas", "loader", "inspection", "output", "conversion", "inference", "cli"},
+        {"transforms", "multiindexable"},
+    ),
     "numba": ({"kernels"}, set()),
     "distributed": ({"dashboard"}, {"atlas", "executor", "loader", "inspection", "conversion"}),
     "dask": (
         {
             *("config", "memory", "pushdown", "atlas", "executor", "batches"),
-            *("loader", "inspection", "conversion", "dashboard", "cli"),
+            *("loader", "inspection", "output", "conversion", "inference", "dashboard", "cli"),
         },
         set(),
     ),
