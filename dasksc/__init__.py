@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dasksc.conversion import ConversionReport, convert
     from dasksc.executor.cluster.started_cluster import StartedCluster
     from dasksc.executor.cluster.starting import start_cluster
+    from dasksc.inference import PredictionReport, predict
     from dasksc.inspection.describing import describe
     from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
@@ -71,6 +72,7 @@ _HOMES = {
     "GeneMatch": "dasksc.loader.genes",
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
+    "PredictionReport": "dasksc.inference",
     "SamplingStrategy": "dasksc.sampling.strategies",
     "StartedCluster": "dasksc.executor.cluster.started_cluster",
     "Streaming": "dasksc.sampling.strategies",
@@ -85,6 +87,7 @@ _HOMES = {
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
     "open": "dasksc.atlas.opening",
+    "predict": "dasksc.inference",
     "row_local": "dasksc.pushdown",
     "rows_where": "dasksc.atlas.filtering",
     "scDataset": "dasksc.loader",
@@ -112,6 +115,7 @@ __all__ = [
     "MissingPathError",
     "Modalities",
     "MultiIndexable",
+    "PredictionReport",
     "RankMismatchError",
     "SamplingStrategy",
     "StartError",
@@ -132,6 +136,7 @@ __all__ = [
     "fetch_transform_adata",
     "hf_tahoe_to_tensor",
     "open",
+    "predict",
     "row_local",
     "rows_where",
     "scDataset",

@@ -18,6 +18,7 @@ from anndata import AnnData
 
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import raw_of, unchecked
+from dasksc.atlas.attaching import attach_elements, check_attach
 from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
 from dasksc.atlas.inputs import Part, is_anncollection, parts_of, quoted
@@ -46,6 +47,7 @@ def open(
     raw: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    attach: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
@@ -93,6 +95,11 @@ def open(
         A folder of this machine for blocks of what is read, or ``{"path": ..., "limit": "100GiB"}``; also of paths
         that are no URLs, such as those of a network file system. Default: ``dasksc.cache`` of Dask's
         configuration, for URLs only.
+    attach
+        Elements of other stores to add, such as those that `dasksc.predict` writes: paths by key,
+        ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
+        read. The store must have the cells of the atlas, in its order: their number is compared, and their names
+        unless ``names=False``.
 
     Returns
     -------
@@ -104,13 +111,14 @@ def open(
     Raises
     ------
     InputError
-        If `data` is of another kind, or several do not fit together, such as by ``"inner"`` without a common variable.
+        If `data` is of another kind, or several do not fit together, such as by ``"inner"`` without a common variable;
+        or if the cells of a store in `attach` are others.
     MissingPathError
         If there is nothing at the path.
     StorageError
         If what is there is not an AnnData file or store (`CorruptDataError`: a damaged one).
     MissingKeyError
-        If obs has no column of a name in `obs`, or there is no raw.
+        If obs has no column of a name in `obs`, or there is no raw; or if a store in `attach` has no such key.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
@@ -120,6 +128,8 @@ def open(
     if merge not in (None, *MERGES) and not callable(merge):
         raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
     check_fill_value(fill_value, join)
+    if attach is not None:
+        check_attach(attach)
     given: dict[str, Any] = {
         "label": label,
         "keys": keys,
@@ -158,6 +168,8 @@ def open(
             )
             if index_unique is None:
                 remedy = "index_unique='-' adds the key of its atlas to each"
+        if attach is not None:
+            attach_elements(result, attach, options)
     if not names:
         number_rows(result)
     elif any_repeat(result.obs_names):

@@ -46,6 +46,7 @@ ROOMS = [
     "inspection",
     "output",
     "conversion",
+    "inference",
     "dashboard",
     "integrations",
     "dataset",  # modules that users know by these names

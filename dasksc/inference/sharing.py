@@ -1,0 +1,200 @@
+"""What a rank predicts, and how ranks learn that all are done."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dasksc.errors import StorageError
+from dasksc.inference.outputs import Output, Outputs, nan_rows
+from dasksc.inference.work import UnitWriter, Work, runs_of
+from dasksc.loader.dataset import scDataset
+from dasksc.loader.row_range import over_range
+from dasksc.planning.agreement import shared_store
+from dasksc.planning.process_groups import torch_distributed
+from dasksc.planning.ranks import World
+
+__all__ = ["Share", "await_others", "most_of_ranks", "noting_end"]
+
+_LOOK_S = 0.05
+# Number of predictions that this process has begun, by rank and group, which tells their notes apart.
+_ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
+
+
+class Share:
+    """Units that one rank predicts: the missing ones of a contiguous range of all units.
+
+    Parameters
+    ----------
+    work
+        Work that the units belong to.
+    dataset
+        Data set whose request is used.
+    world
+        Rank and world size.
+    outputs
+        What the model may return.
+    """
+
+    def __init__(self, work: Work, dataset: scDataset, world: World, outputs: Outputs) -> None:
+        first, last = (work.n_units * rank // world.world_size for rank in (world.rank, world.rank + 1))
+        self.units = work.missing(first, last)
+        self._has_taken = False
+        self._dataset = dataset
+        self._work = work
+        self._outputs = outputs
+        self._writer = UnitWriter(work)
+        self._starts = self._batch_starts()
+        ranges = list(map(work.rows, self.units))
+        self.n_rows = sum(stop - start for start, stop in ranges)
+        self.n_rows_done = sum(b - a for a, b in map(work.rows, range(first, last))) - self.n_rows
+        self.n_batches = sum(-(-(stop - start) // work.batch_size) for start, stop in ranges)
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        for first, last in runs_of(self.units):
+            yield self._work.rows(first)[0], self._work.rows(last - 1)[1]
+
+    def _batch_starts(self) -> Iterator[tuple[int, int]]:
+        for start, stop in self._ranges():
+            for at in range(start, stop, self._work.batch_size):
+                yield at, min(self._work.batch_size, stop - at)
+
+    def batches(self, *, device: Any = None, n_calls: int | None = None) -> Iterator[Any]:
+        """Yield the batches of the missing units, in order.
+
+        Parameters
+        ----------
+        device
+            Device of the batches. Default: that of the data set.
+        n_calls
+            Number of batches to yield at least. Surplus batches repeat the last one, or are the first of the atlas if
+            there is no other; `take` discards them.
+        """
+        batch = None
+        for start, stop in self._ranges():
+            # A name is kept of one batch, so that the memory of others can be used again.
+            for batch in over_range(self._dataset, start, stop, device=device):
+                yield batch
+        n_surplus = 0 if n_calls is None else n_calls - self.n_batches
+        if n_surplus > 0 and batch is None:
+            batch = next(iter(over_range(self._dataset, 0, self._work.batch_size, device=device)))
+        for _ in range(n_surplus):
+            yield batch
+
+    def take(self, returned: Any, *, nan_allowed: bool, first: Callable[[tuple[Output, ...]], None]) -> int:
+        """Write what the model returned for the next batch; return its number of rows, 0 for surplus ones.
+
+        Parameters
+        ----------
+        returned
+            Array, tensor, or dict of these.
+        nan_allowed
+            If False, refuse rows with NaN.
+        first
+            Called with the outputs of the first batch; may refuse them.
+
+        Raises
+        ------
+        InputError
+            If it is refused (`Outputs.arrays`), or has NaN.
+        """
+        start, n_rows = next(self._starts, (0, 0))
+        if not n_rows:
+            return 0
+        arrays = self._outputs.arrays(returned, n_rows)
+        described = self._outputs.described(arrays)
+        if not self._has_taken:
+            first(described)
+            self._has_taken = True
+        nan = nan_rows(arrays)
+        if nan and not nan_allowed:
+            name, rows = next(iter(nan.items()))
+            raise NanError(name, len(rows), [start + int(row) for row in rows[:5]])
+        self._writer.take(start, arrays, described, nan)
+        return n_rows
+
+    def abandon(self) -> None:
+        """Remove the files of an unfinished unit."""
+        self._writer.abandon()
+
+
+class NanError(Exception):
+    """NaN in predictions, before the cells have names."""
+
+    def __init__(self, name: str, n: int, rows: list[int]) -> None:
+        super().__init__(name, n, rows)
+        self.name, self.n, self.rows = name, n, rows
+
+
+def most_of_ranks(n: int, device: torch.device | None) -> int:
+    """Return the largest `n` of all ranks of the process group. All ranks must call it."""
+    distributed = torch_distributed()
+    if distributed is None:
+        return n
+    value = torch.tensor(n, device=device)
+    distributed.all_reduce(value, distributed.ReduceOp.MAX)
+    return int(value)
+
+
+@contextlib.contextmanager
+def noting_end(world: World) -> Iterator[Any]:
+    """Leave a note for the other ranks of the process group when this one ends, however it does.
+
+    Yields
+    ------
+    Store or None
+        Store of the notes; None without other ranks or a process group.
+    """
+    store = None
+    if world.world_size > 1:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        number = next(_ordinals[world.rank, world.group])
+        store = shared_store(f"dasksc/predict/{attempt}/{world.group}/{number}")
+    try:
+        yield store
+    except BaseException as error:
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.compare_set(f"rank {world.rank}", "", f"failed {type(error).__name__}: {error}")
+        raise
+
+
+def await_others(store: Any, world: World, work: Work) -> None:
+    """Wait until every rank is done or one has failed.
+
+    Parameters
+    ----------
+    store
+        Store of the notes, as `noting_end` yields it.
+    world
+        Rank and world size.
+    work
+        Work that is shared, for the message.
+
+    Raises
+    ------
+    StorageError
+        If another rank failed.
+    """
+    store.compare_set(f"rank {world.rank}", "", "done")
+    waiting = set(range(world.world_size))
+    while waiting:
+        for rank in sorted(waiting):
+            if not store.check([f"rank {rank}"]):
+                continue
+            note = store.get(f"rank {rank}").decode()
+            if note != "done":
+                raise StorageError(
+                    f"rank {rank} {note}. What is done is kept in {work.folder}: the same again does the rest, on any "
+                    "number of ranks"
+                )
+            waiting.discard(rank)
+        if waiting:
+            time.sleep(_LOOK_S)
