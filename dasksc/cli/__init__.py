@@ -27,6 +27,7 @@ Examples:
   dasksc check atlas.zarr --label-key cell_type --world-size 8
   dasksc suggest atlas.zarr --batch-size 256
   dasksc train --config classifier.yaml --nproc auto
+  dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
 """
 
 

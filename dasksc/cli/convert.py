@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import click
 from dask.utils import format_bytes
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, url_options
+from dasksc.cli._shared import StorageOptions, can_show_progress, url_options
 
 __all__ = ["command"]
 
@@ -112,7 +111,7 @@ def command(
         verify=verify,
         storage_options=dict(storage_options),
         cache=cache,
-        progress=_can_show_progress() if progress is None else progress,
+        progress=can_show_progress() if progress is None else progress,
     )
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=1))
@@ -124,13 +123,3 @@ def command(
     click.echo("  " + ", ".join(f"{name} ({dtype})" for name, dtype in report.types.items()))
     if report.left_out:
         click.echo(f"  left out: {', '.join(report.left_out)}")
-
-
-def _can_show_progress() -> bool:
-    if not sys.stderr.isatty():
-        return False
-    try:
-        import tqdm  # noqa: F401
-    except ImportError:
-        return False
-    return True

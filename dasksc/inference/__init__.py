@@ -43,7 +43,7 @@ from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
 from dasksc.inference.digests import digest_of
 from dasksc.inference.outputs import Output, Outputs, check_name
-from dasksc.inference.sharing import NanError, Share, await_others, most_of_ranks, noting_end
+from dasksc.inference.sharing import NanError, Notes, Share, most_of_ranks
 from dasksc.inference.targets import Target, target_of
 from dasksc.inference.work import Work
 from dasksc.loader.dataset import parts_of, scDataset
@@ -266,14 +266,14 @@ class Predictions:
     def run(self, *, shown: bool = False) -> PredictionReport:
         """Predict what is missing, and publish what is complete."""
         begun = time.perf_counter()
-        with noting_end(self.world) as store, self.explaining():
+        notes = Notes(self.world)
+        with notes.of_failure(), self.explaining():
             share = self.begin()
             n_done = 0
             if share is not None:
                 n_done = self._loop(share, shown=shown)
                 self.publish()
-            if store is not None:
-                await_others(store, self.world, self.work)
+            notes.await_others(self.work)
         return self.report(n_done, time.perf_counter() - begun)
 
     def begin(self) -> Share | None:

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 __all__ = ["digest_of"]
 
 Update = Callable[[bytes | memoryview], None]
+# Objects that were added, by their ids: kept alive, so that no other object gets the id of one of them.
+Seen = dict[int, Any]
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -42,11 +44,11 @@ def digest_of(value: Any) -> str:
         32 hexadecimal digits. O(bytes of parameters).
     """
     hashed = hashlib.blake2b(digest_size=16)
-    _add(value, hashed.update, set())
+    _add(value, hashed.update, {})
     return hashed.hexdigest()
 
 
-def _add(value: Any, update: Update, seen: set[int]) -> None:
+def _add(value: Any, update: Update, seen: Seen) -> None:
     """Add a value to a digest; objects that hold themselves are added once."""
     if isinstance(value, _PLAIN):
         update(repr((type(value).__name__, value)).encode())
@@ -60,7 +62,7 @@ def _add(value: Any, update: Update, seen: set[int]) -> None:
     if id(value) in seen:
         update(b"again")
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, nn.Module):
         _add_module(value, update, seen)
     elif isinstance(value, MethodType):
@@ -103,9 +105,9 @@ def _add_tensor(tensor: torch.Tensor, update: Update) -> None:
         update(flat.view(torch.uint8).numpy().data)
 
 
-def _add_module(module: nn.Module, update: Update, seen: set[int]) -> None:
+def _add_module(module: nn.Module, update: Update, seen: Seen) -> None:
     for name, part in module.named_modules():
-        seen.add(id(part))
+        seen[id(part)] = part
         update(name.encode())
         # Sharding derives a class of its own from that of each module.
         classes = [cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule)]
@@ -116,14 +118,16 @@ def _add_module(module: nn.Module, update: Update, seen: set[int]) -> None:
         for key, held in sorted(vars(part).items()):
             if not key.startswith("_") and key != "training" and isinstance(held, (*_PLAIN, tuple, list)):
                 update(key.encode())
-                _add(held, update, set())
+                _add(held, update, {})
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         update(name.encode())
         _add_tensor(tensor, update)
 
 
-def _add_function(function: FunctionType, update: Update, seen: set[int]) -> None:
+def _add_function(function: FunctionType, update: Update, seen: Seen) -> None:
     update(_source_of(function))
+    if function.__name__ == "<lambda>":  # several may share a line of source code
+        update(_code_of(function.__code__))
     for held in (function.__defaults__, function.__kwdefaults__):
         _add(held, update, seen)
     for cell in function.__closure__ or ():

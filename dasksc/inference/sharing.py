@@ -21,7 +21,7 @@ from dasksc.planning.agreement import shared_store
 from dasksc.planning.process_groups import torch_distributed
 from dasksc.planning.ranks import World
 
-__all__ = ["Share", "await_others", "most_of_ranks", "noting_end"]
+__all__ = ["NanError", "Notes", "Share", "most_of_ranks"]
 
 _LOOK_S = 0.05
 # Number of predictions that this process has begun, by rank and group, which tells their notes apart.
@@ -143,58 +143,68 @@ def most_of_ranks(n: int, device: torch.device | None) -> int:
     return int(value)
 
 
-@contextlib.contextmanager
-def noting_end(world: World) -> Iterator[Any]:
-    """Leave a note for the other ranks of the process group when this one ends, however it does.
-
-    Yields
-    ------
-    Store or None
-        Store of the notes; None without other ranks or a process group.
-    """
-    store = None
-    if world.world_size > 1:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        number = next(_ordinals[world.rank, world.group])
-        store = shared_store(f"dasksc/predict/{attempt}/{world.group}/{number}")
-    try:
-        yield store
-    except BaseException as error:
-        if store is not None:
-            with contextlib.suppress(RuntimeError):
-                store.compare_set(f"rank {world.rank}", "", f"failed {type(error).__name__}: {error}")
-        raise
-
-
-def await_others(store: Any, world: World, work: Work) -> None:
-    """Wait until every rank is done or one has failed.
+class Notes:
+    """Notes of the ranks on how they ended, in the store of the process group.
 
     Parameters
     ----------
-    store
-        Store of the notes, as `noting_end` yields it.
     world
-        Rank and world size.
-    work
-        Work that is shared, for the message.
-
-    Raises
-    ------
-    StorageError
-        If another rank failed.
+        Rank and world size. Ranks are matched by the order in which they predict.
     """
-    store.compare_set(f"rank {world.rank}", "", "done")
-    waiting = set(range(world.world_size))
-    while waiting:
-        for rank in sorted(waiting):
-            if not store.check([f"rank {rank}"]):
-                continue
-            note = store.get(f"rank {rank}").decode()
-            if note != "done":
-                raise StorageError(
-                    f"rank {rank} {note}. What is done is kept in {work.folder}: the same again does the rest, on any "
-                    "number of ranks"
-                )
-            waiting.discard(rank)
-        if waiting:
-            time.sleep(_LOOK_S)
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store: Any = None
+        if world.world_size > 1:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            number = next(_ordinals[world.rank, world.group])
+            self._store = shared_store(f"dasksc/predict/{attempt}/{world.group}/{number}")
+
+    @contextlib.contextmanager
+    def of_failure(self) -> Iterator[None]:
+        """Leave a note when what is done here fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Leave a note that this rank has failed."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its process
+                self._store.compare_set(f"rank {self._world.rank}", "", f"failed {type(error).__name__}: {error}")
+
+    def await_others(self, work: Work) -> None:
+        """Leave a note that this rank is done, and wait until every rank is, or one has failed.
+
+        Without a process group there is nothing to wait through.
+
+        Parameters
+        ----------
+        work
+            Work that is shared, for the message.
+
+        Raises
+        ------
+        StorageError
+            If another rank failed.
+        """
+        store = self._store
+        if store is None:
+            return
+        store.compare_set(f"rank {self._world.rank}", "", "done")
+        waiting = set(range(self._world.world_size))
+        while waiting:
+            for rank in sorted(waiting):
+                if not store.check([f"rank {rank}"]):
+                    continue
+                note = store.get(f"rank {rank}").decode()
+                if note != "done":
+                    raise StorageError(
+                        f"rank {rank} {note}. What is done is kept in {work.folder}: the same again does the rest, on "
+                        "any number of ranks"
+                    )
+                waiting.discard(rank)
+            if waiting:
+                time.sleep(_LOOK_S)

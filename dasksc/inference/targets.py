@@ -266,6 +266,8 @@ class InFile:
         self._key = key
         self._is_source = is_source
         self._identity = FileIdentity.of(str(self.path))
+        if not h5py.is_hdf5(self.path):
+            raise InputError(f"{path} is no h5ad file; give out='emb.zarr' for a store beside it")
         with h5py.File(self.path, "r") as file:
             if "obs" not in file or not isinstance(file["obs"], h5py.Group):
                 raise InputError(

@@ -137,7 +137,7 @@ class Work(WorkFolder):
             dtype=np.dtype(output.dtype),
             chunk_rows=chunk,
             shard_rows=self.unit_rows,
-            codec="lz4",
+            codec="stored" if np.dtype(output.dtype).kind == "f" else "lz4hc",
         )
 
     def folder_of(self, output: Output) -> Path:

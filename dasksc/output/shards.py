@@ -44,11 +44,12 @@ from numpy.typing import NDArray
 __all__ = ["Codec", "ShardedArray", "ShardWriter", "Shuffle"]
 
 Shuffle = Literal["noshuffle", "shuffle"]
-Codec = Literal["lz4hc", "lz4"]
+Codec = Literal["lz4hc", "stored"]
 
 # Index entry of a chunk that was not written.
 _ABSENT = 2**64 - 1
-_LEVELS = {"lz4hc": 4, "lz4": 5}
+# Name and level of Blosc; level 0 copies.
+_CODECS = {"lz4hc": ("lz4hc", 4), "stored": ("lz4", 0)}
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
 # Smallest unit of decoding. Runs of cells begin and end anywhere in a block, so small blocks waste less. For values of
 # two bytes or more, C-Blosc makes no blocks below 64 KiB; this setting selects that minimum.
@@ -71,8 +72,8 @@ class ShardedArray:
         Byte shuffle of Blosc: ``"shuffle"`` groups the bytes of a chunk's elements by significance before
         compression, ``"noshuffle"`` does not.
     codec
-        ``"lz4hc"`` for what is written once and read often; ``"lz4"`` for what hardly compresses, such as embeddings:
-        several times as fast to encode.
+        ``"lz4hc"`` compresses. ``"stored"`` does not: LZ4 saves 6 percent of an embedding of float32 at 300 million
+        values per second, and storing them takes a thirtieth of the time.
     """
 
     shape: tuple[int, ...]
@@ -112,8 +113,8 @@ class ShardedArray:
             to_bytes["configuration"] = {"endian": "little"}
         compression = {
             "typesize": self.dtype.itemsize,
-            "cname": self.codec,
-            "clevel": _LEVELS[self.codec],
+            "cname": _CODECS[self.codec][0],
+            "clevel": _CODECS[self.codec][1],
             "shuffle": self.shuffle,
             "blocksize": _BLOCK_BYTES,
         }
@@ -189,8 +190,8 @@ class ShardWriter:
         assert self._file is not None
         # Zarr stores edge chunks with their full shape.
         self._chunk[self._n_held :] = 0
-        codec, shuffle = self._array.codec, _SHUFFLES[self._array.shuffle]
-        encoded = blosc.compress(self._chunk, codec.encode(), _LEVELS[codec], shuffle, _BLOCK_BYTES)
+        (codec, level), shuffle = _CODECS[self._array.codec], _SHUFFLES[self._array.shuffle]
+        encoded = blosc.compress(self._chunk, codec.encode(), level, shuffle, _BLOCK_BYTES)
         self._file.write(encoded)
         self._index[self._n_chunks] = self.n_bytes, len(encoded)
         self.n_bytes += len(encoded)

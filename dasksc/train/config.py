@@ -24,6 +24,7 @@ __all__ = [
         "Model",
         "Named",
         "Optimizer",
+        "Predict",
         "Profile",
         "Scheduler",
         "Strategy",
@@ -327,6 +328,36 @@ class Training(_Section):
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
 
+class Predict(_Section):
+    """What is predicted at the end of the training, for every cell, by `dasksc.predict`.
+
+    Parameters
+    ----------
+    out
+        Path of the store to create or extend, or of the h5ad file with `in_place`.
+    path
+        Of the atlas to read. Default: `data.path`, all of its cells.
+    key
+        Name in obsm.
+    method
+        Of the model. Default: ``embed`` where it has that, otherwise the model itself. ``predict`` of a classifier
+        writes the column ``predicted`` of obs.
+    batch_size
+        Rows of a batch, per rank. Default: `data.batch_size`.
+    in_place, overwrite, nan
+        As for `dasksc.predict`.
+    """
+
+    out: str
+    path: Paths | None = None
+    key: str = "X_emb"
+    method: str | None = None
+    batch_size: _Positive | None = None
+    in_place: bool = False
+    overwrite: bool = False
+    nan: Literal["error", "report"] = "error"
+
+
 class Config(_Section):
     """A training: what is read, what is trained, and how.
 
@@ -340,12 +371,15 @@ class Config(_Section):
         How.
     tokenizer
         For models of tokens.
+    predict
+        What is predicted at the end, if anything.
     """
 
     data: Data
     model: Model
     training: Training = Training()
     tokenizer: Tokenizer | None = None
+    predict: Predict | None = None
 
     def written(self) -> dict[str, Any]:
         """Return it as it is written down: without what may be secret."""

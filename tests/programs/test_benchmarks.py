@@ -364,6 +364,22 @@ def test_tokens_compares_transforms_with_plain_functions(work, tmp_path, capsys)
     assert "| NumPy, in the loop |" in capsys.readouterr().out
 
 
+def test_predict_compares_writing_with_the_loop_alone(work, tmp_path, capsys):
+    import predict
+
+    out = tmp_path / "predict"
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), "--batch", "64"]
+    report = predict.main([*sizes, "--rounds", "1", "--out", str(out)])
+    assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
+    assert {layout: set(rates) for layout, rates in report["cells_per_s"].items()} == {
+        "dense": {"loop", "predict"},
+        "csr": {"loop", "predict"},
+    }
+    assert report["least_share"] > 0
+    assert list(map(int, report["peak_bytes"])) == [CELLS // 4, CELLS]
+    assert "| dense |" in capsys.readouterr().out
+
+
 def test_plain_tokens_are_the_genes_of_a_cell_by_descending_value():
     import tokens
     import torch

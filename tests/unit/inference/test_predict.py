@@ -352,6 +352,7 @@ def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
     ("out", "options", "error", "message"),
     [
         ("atlas.h5ad", {}, InputError, "in_place=True"),
+        ("text.h5ad", {"in_place": True}, InputError, "no h5ad file"),
         ("none.h5ad", {"in_place": True}, MissingPathError, "there is none at"),
         ("none.zarr", {"in_place": True}, MissingPathError, "there is none at"),
         ("folder", {}, InputError, "is no Zarr store"),
@@ -363,9 +364,10 @@ def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
 )
 def test_wrong_targets_and_arguments_are_refused(atlas, tmp_path, out, options, error, message):
     (tmp_path / "folder").mkdir()
+    (tmp_path / "text.h5ad").write_text("no atlas")
     with pytest.raises(error, match=message):
         predict(Embedder(), atlas, out if "://" in out else tmp_path / out, **options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "folder", "text.h5ad"]
 
 
 # --- What models may not return ---------------------------------------------------------------------------
@@ -520,6 +522,7 @@ def test_digests_tell_models_functions_and_what_they_hold_apart():
     assert len(set(same)) == 1
     different = [
         model, model.both, Embedder(6), Embedder(seed=1), Configured(1.0), Configured(2.0), scaled, others,
+        lambda x: x + 1, lambda x: x + 2,
         functools.partial(scaled, 1), functools.partial(scaled, 2), np.log1p, np.exp, torch.sum, torch.mean,
         nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.GELU()), {"a": 1}, {"a": 2}, None,
     ]  # fmt: skip
