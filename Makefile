@@ -86,7 +86,7 @@ docs: $(VENV)/.dev
 # The core tests with the lowest versions that pyproject.toml allows, but for torch, whose other builds are of gigabytes.
 # Versions that old warn about what is newer than they are.
 lowest:
-	test -x .venv-lowest/bin/uv || { $(PYTHON) -m venv .venv-lowest && .venv-lowest/bin/python -m pip install --quiet uv "$$(grep '^torch==' constraints.txt)"; }
+	test -x .venv-lowest/bin/uv || { $(PYTHON) -m venv .venv-lowest && .venv-lowest/bin/python -m pip install --quiet --no-deps uv "$$(grep '^torch==' constraints.txt)"; }
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[test]' "$$(grep '^torch==' constraints.txt)"
 	.venv-lowest/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup -m core -W ignore::DeprecationWarning \
 	    -W ignore::PendingDeprecationWarning -W ignore::FutureWarning $(PYTEST_ARGS)

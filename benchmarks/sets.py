@@ -10,6 +10,11 @@ memory beyond the codes, a cell. *Reading*: rows a second, controls counted, of 
 a screen sorted by condition and from the same screen unsorted, beside `BlockShuffling` of as many rows a batch with the
 same runs: blocks of 8, and single rows. Rates are medians over rounds that go through all contenders in turn; the round
 before them is not measured. The atlas is warm in the page cache. Left out: cold files, clusters, several ranks.
+
+``--cell-load-python`` and ``--annbatch-python`` name interpreters with these libraries: *peers* are then measured in
+turns, each in a process of its own. cell-load draws sets of 64 with controls from the sorted file, in two workers and
+by runs, as it recommends; annbatch draws batches of one class from its own store of that file, beside `CellSets` of one
+class without controls from the file itself, both in runs of 64.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +36,7 @@ import anndata
 import numpy as np
 import pandas as pd
 from _atlas import add_options, atlas
-from _harness import measure
+from _harness import Contender, compete, measure
 from _machine import read_through
 from _reports import add_out, write_report
 
@@ -49,6 +55,8 @@ TARGETS = {
     "bytes_per_cell": 12.0,
     "sorted": 0.7,
     "unsorted": 0.8,
+    "cell-load": 10,
+    "annbatch": 1.5,
 }
 
 
@@ -62,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="of the batches")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
+    for peer in ("cell-load", "annbatch"):
+        parser.add_argument(f"--{peer}-python", help=f"an interpreter with {peer}")
     parser.add_argument("--child", choices=["sorted", "unsorted"], help=argparse.SUPPRESS)
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -78,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "n_groups": N_PERTURBATIONS * N_CONTEXTS,
         "plans": plans,
         **rates_of(options),
+        "peers": peers_of(options),
         "set_size": SET_SIZE,
         "batch": BATCH,
         "fetch_rows": FETCH_ROWS,
@@ -174,6 +185,7 @@ def screens(options: argparse.Namespace) -> dict[str, Path]:
         drawn = rng.integers(0, options.groups, adata.n_obs)
         adata.obs["gene"] = pd.Categorical(genes[np.where(rng.random(adata.n_obs) < 0.1, 0, drawn)])
         adata.obs["context"] = pd.Categorical(rng.choice([f"C{i}" for i in range(4)], adata.n_obs))
+        adata.obs["condition"] = (adata.obs.context.astype(str) + " " + adata.obs.gene.astype(str)).astype("category")
         adata.write_h5ad(paths["unsorted"])
         order = adata.obs.sort_values(BY, kind="stable").index
         adata[order].copy().write_h5ad(paths["sorted"])
@@ -226,6 +238,43 @@ def rates_of(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def peers_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Measure sets a second beside other libraries, those whose interpreters are given."""
+    path = screens(options)["sorted"]
+    logs = options.work / "logs"
+    logs.mkdir(exist_ok=True)
+    common = {"set_size": SET_SIZE, "batch": BATCH // 2, "fetch": FETCH_ROWS // 2, "work": str(options.work)}
+    common |= {"path": str(path), "weights": "cells", "block": 8, "workers": 2, "by": BY, "control": CONTROL}
+    pairs: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
+    if options.cell_load_python:
+        pairs["cell-load"] = options.cell_load_python, common, common
+    if options.annbatch_python:
+        store = options.work / f"{path.stem}-annbatch"
+        ours = common | {"by": "condition", "control": None, "block": SET_SIZE, "batch": SET_SIZE}
+        if not store.exists():
+            spec = json.dumps(ours | {"annbatch_path": str(store)})
+            script = Path(__file__).with_name("_set_contenders.py")
+            subprocess.run([options.annbatch_python, str(script), "write annbatch store", spec], check=True)
+        pairs["annbatch"] = options.annbatch_python, ours, ours | {"path": str(store)}
+    found = {}
+    for peer, (python, ours, theirs) in pairs.items():
+        starts = [
+            partial(
+                Contender,
+                name,
+                python=interpreter,
+                script=Path(__file__).with_name("_set_contenders.py"),
+                spec=spec,
+                log=logs / f"sets-{peer}-{name}.log",
+            )
+            for name, interpreter, spec in (("dasksc", sys.executable, ours), (peer, python, theirs))
+        ]
+        results = compete(starts, rounds=options.rounds, seconds=options.seconds, warm_up_s=2.0)
+        rates = {one.name: statistics.median(one.produced) / SET_SIZE for one in results}
+        found[peer] = rates | {"ratio": rates["dasksc"] / rates[peer]}
+    return found
+
+
 def table_of(report: dict[str, Any]) -> str:
     """Return the figures beside what is to be reached."""
     lines = ["| | found | to reach |", "| --- | ---: | ---: |"]
@@ -239,6 +288,11 @@ def table_of(report: dict[str, Any]) -> str:
         ]
     for order, ratio in report["ratios"].items():
         lines.append(f"| rows/s of sets, {order}, over blocks | {ratio:.2f} | {TARGETS[order]} |")
+    for peer, rates in report["peers"].items():
+        target = TARGETS[peer]
+        lines.append(
+            f"| {rates['dasksc']:,.0f} sets/s, over {peer} ({rates[peer]:,.0f}) | {rates['ratio']:.1f} | {target} |"
+        )
     return "\n".join(lines)
 
 

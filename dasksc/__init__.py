@@ -1,7 +1,7 @@
 """Feed single-cell atlases on disk to PyTorch.
 
-`open` wraps an atlas as an AnnData of Dask arrays without reading it, a sampling strategy says what
-an epoch draws, and `scDataset` yields it as torch tensors, each rank its own share.
+`open` returns an atlas as an AnnData of lazy Dask arrays, a sampling strategy determines the rows of
+an epoch, and `scDataset` yields them as torch tensors, with a share for each rank.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ if TYPE_CHECKING:
         SamplingStrategy,
         Streaming,
     )
+    from dasksc.summaries import Statistics, highly_variable_genes, normalize, statistics
     from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
 try:
     __version__ = version("dasksc")
-except PackageNotFoundError:  # imported from a checkout that is not installed
+except PackageNotFoundError:  # imported from a source tree that is not installed
     __version__ = "0+unknown"
 
-# Where each public name lives. Loaded when first used, so that planning and reading need no torch.
+# Module of each public name. Names are imported on first use, so that planning and reading do not require torch.
 _HOMES = {
     "AnnDataView": "dasksc.atlas.view",
     "Batch": "dasksc.batches.batch",
@@ -76,6 +77,7 @@ _HOMES = {
     "SamplingStrategy": "dasksc.sampling.strategies",
     "StartedCluster": "dasksc.executor.cluster.started_cluster",
     "Streaming": "dasksc.sampling.strategies",
+    "Statistics": "dasksc.summaries",
     "World": "dasksc.planning.ranks",
     "adata_to_mindex": "dasksc.transforms.hooks",
     "bionemo_to_tensor": "dasksc.transforms.hooks",
@@ -86,6 +88,8 @@ _HOMES = {
     "estimate_sample_size": "dasksc.inspection.suggestions",
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
+    "highly_variable_genes": "dasksc.summaries",
+    "normalize": "dasksc.summaries",
     "open": "dasksc.atlas.opening",
     "predict": "dasksc.inference",
     "row_local": "dasksc.pushdown",
@@ -93,6 +97,7 @@ _HOMES = {
     "scDataset": "dasksc.loader",
     "split": "dasksc.atlas.splitting",
     "start_cluster": "dasksc.executor.cluster.starting",
+    "statistics": "dasksc.summaries",
     "suggest_parameters": "dasksc.inspection.suggestions",
 }
 _MODULES = ("dashboard", "experimental", "integrations", "tokens", "train", "transforms")
@@ -120,6 +125,7 @@ __all__ = [
     "SamplingStrategy",
     "StartError",
     "StartedCluster",
+    "Statistics",
     "StorageError",
     "Streaming",
     "TrainingError",
@@ -135,6 +141,8 @@ __all__ = [
     "experimental",
     "fetch_transform_adata",
     "hf_tahoe_to_tensor",
+    "highly_variable_genes",
+    "normalize",
     "open",
     "predict",
     "row_local",
@@ -142,6 +150,7 @@ __all__ = [
     "scDataset",
     "split",
     "start_cluster",
+    "statistics",
     "suggest_parameters",
     "tokens",
     "transforms",

@@ -1,8 +1,8 @@
-"""Several collections indexed as one.
+"""Indexing of several collections as one.
 
-`MultiIndexable` keeps things that share their rows (a matrix, its labels, a second modality) in step:
-taking rows of it takes the same rows of every member. `count_rows` and `take_rows` say what "rows"
-means for the kinds of collection users bring, in one place.
+`MultiIndexable` holds collections with the same rows (a matrix, its labels, a second modality): indexing its rows
+indexes the rows of every member. `count_rows` and `take_rows` define rows for the supported types of
+collections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def count_rows(data: Any) -> int:
     Parameters
     ----------
     data
-        Anything with a ``shape`` or a ``len()``. SciPy's sparse matrices have only the former.
+        Object with a ``shape`` or a ``len()``. Sparse matrices of SciPy have only a shape.
     """
     shape = getattr(data, "shape", None)
     if isinstance(shape, tuple) and shape:
@@ -37,15 +37,15 @@ def take_rows(data: Any, rows: Any) -> Any:
     Parameters
     ----------
     data
-        A NumPy array, SciPy sparse matrix, tensor, AnnData, pandas object, list, or anything else
-        that is indexed by an array of positions.
+        NumPy array, SciPy sparse matrix, tensor, AnnData, pandas object, list, or another object
+        that can be indexed by an array of positions.
     rows
-        A slice, a sequence or array of positions, or a boolean mask.
+        Slice, sequence or array of positions, or boolean mask.
 
     Returns
     -------
     Any
-        What the indexing of `data` gives; a list for a list.
+        Result of indexing `data`; a list for a list.
     """
     if hasattr(data, "iloc"):
         return data.iloc[rows]
@@ -55,31 +55,31 @@ def take_rows(data: Any, rows: Any) -> Any:
 
 
 class MultiIndexable:
-    """Collections that share their rows, indexed together.
+    """Collections with the same rows, indexed together.
 
     Parameters
     ----------
     *indexables
-        The members by position, or one mapping of names to members.
+        Members by position, or one mapping of names to members.
     names
         Names for members given by position.
     unstructured
-        Whatever else belongs to the data (gene names, a description); kept as it is when rows are taken.
+        Further elements of the data (gene names, a description), which indexing of rows does not change.
     **named_indexables
-        The members by name.
+        Members by name.
 
     Raises
     ------
     InputError
-        If the members differ in length, or `names` does not fit them.
+        If the members have different lengths, or `names` does not fit them.
     TypeError
-        If there is no member, if members are given both by position and by name, or if one has no length.
+        If there is no member, members are given both by position and by name, or a member has no length.
 
     Notes
     -----
-    ``multi[0]`` and ``multi["X"]`` are members; ``multi[rows]``, with a slice, an array, a list or a mask,
-    is a `MultiIndexable` of those rows. ``len(multi)`` counts rows, `count` counts members, and iterating
-    gives the members.
+    ``multi[0]`` and ``multi["X"]`` are members. ``multi[rows]``, with a slice, an array, a list or a mask,
+    is a `MultiIndexable` of those rows. ``len(multi)`` is the number of rows, `count` the number of members, and
+    iteration yields the members.
 
     Examples
     --------
@@ -147,7 +147,7 @@ class MultiIndexable:
 
     @property
     def unstructured(self) -> dict[str, Any]:
-        """What is kept beside the members, itself and not a copy."""
+        """Elements other than the members; the dict itself, not a copy."""
         return self._unstructured
 
     @property
@@ -180,7 +180,7 @@ class MultiIndexable:
         return f"{type(self).__name__}({members}, samples={len(self)}{beside})"
 
     def keys(self) -> list[Any]:
-        """Return the names, or the positions where there are none."""
+        """Return the names of the members, or their positions if they have no names."""
         return list(range(self.count)) if self._names is None else list(self._names)
 
     def values(self) -> list[Any]:
@@ -192,23 +192,22 @@ class MultiIndexable:
         return iter(zip(self.keys(), self._indexables, strict=True))
 
     def to(self, device: Any, *, non_blocking: bool = False) -> MultiIndexable:
-        """Return the same rows with what torch can hold on `device`.
+        """Return the same rows with tensors on `device`.
 
         Parameters
         ----------
         device
-            Anything torch takes for one.
+            Device, as accepted by torch.
         non_blocking
-            Whether a copy from pinned memory may still be under way on return.
+            If True, copies from pinned memory may be in progress on return.
 
         Returns
         -------
         MultiIndexable
-            Numeric and boolean NumPy arrays become tensors (sharing memory with the array when they stay
-            on the CPU), tensors and members with a ``to`` of their own are moved. Everything else (text,
-            SciPy matrices, pandas objects, `unstructured`) is the same object as before. So are
-            categoricals: AnnData numbers the categories of every selection anew, and codes that differ
-            from batch to batch must not look like labels.
+            Numeric and boolean NumPy arrays become tensors (on the CPU, they share memory with the array); tensors and
+            members with a method ``to`` are moved. Other members (text, SciPy matrices, pandas objects) and
+            `unstructured` are the same objects as before. This includes categoricals: AnnData renumbers the categories
+            of every selection, and codes that differ between batches must not be mistaken for labels.
         """
 
         def move(member: Any) -> Any:
@@ -218,7 +217,7 @@ class MultiIndexable:
         return self._with_members([move(member) for member in self._indexables])
 
     def pin_memory(self) -> MultiIndexable:
-        """Return the same rows with what torch can hold in pinned memory; see `to` for what that is."""
+        """Return the same rows with tensors in pinned memory; see `to` for the conversion of members."""
 
         def pin(member: Any) -> Any:
             member = _tensor_if_numeric(member)
@@ -228,13 +227,13 @@ class MultiIndexable:
 
 
 def _tensor_if_numeric(member: Any) -> Any:
-    """Return a tensor for a NumPy array that torch can hold, anything else unchanged."""
+    """Convert a NumPy array to a tensor if torch supports its data type; return other objects unchanged."""
     if not isinstance(member, np.ndarray) or member.dtype.kind not in "biufc":
         return member
     import torch
 
     if not (member.flags.writeable and member.dtype.isnative and all(s >= 0 for s in member.strides)):
-        # torch warns about a read-only array and refuses the other two.
+        # torch warns about a read-only array, and rejects other byte orders and negative strides.
         member = member.astype(member.dtype.newbyteorder("="), order="C")
     try:
         return torch.from_numpy(member)

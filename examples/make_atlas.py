@@ -163,7 +163,7 @@ def _depths(rng: np.random.Generator, plate_codes: np.ndarray, n_genes: int) -> 
 
 
 def _profiles(rng: np.random.Generator, n_types: int, n_genes: int) -> np.ndarray:
-    """Expected share of every gene in every type, shape (n_types, n_genes)."""
+    """Return the expected share of every gene in every type, shape (n_types, n_genes)."""
     base = np.exp(rng.normal(0, 2, n_genes))
     profiles = np.tile(base, (n_types, 1))
     candidates = np.flatnonzero(base >= np.median(base))

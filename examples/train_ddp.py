@@ -26,7 +26,7 @@ import dasksc
 
 
 def scored(model, batch, args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of a batch; and loss, right answers and cells, to be added up."""
+    """Return the summed loss of a batch, and a tensor of loss, correct predictions and cells to sum over ranks."""
     batch = batch.to(args.device, non_blocking=True)
     scores, labels = model(torch.log1p(batch.X)), batch.obs[args.label]
     loss = cross_entropy(scores, labels, reduction="sum")

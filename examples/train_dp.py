@@ -27,7 +27,7 @@ class Classifier(nn.Module):
         self.scores = nn.Linear(n_genes, n_labels)
 
     def forward(self, batch: dasksc.Batch) -> torch.Tensor:
-        """A batch, or the part of it that is on this GPU, to scores (cells, n_labels)."""
+        """Return scores of a batch, or of its part on this GPU, shape (cells, n_labels)."""
         return self.scores(torch.log1p(batch.X))
 
 

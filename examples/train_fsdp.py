@@ -26,7 +26,7 @@ import dasksc
 
 
 def sharded_model(n_genes: int, n_labels: int, width: int, mesh, on_gpu: bool) -> torch.nn.Module:
-    """A classifier of three layers, each of them sharded by itself."""
+    """Build a classifier of three layers, each of which is a sharding unit."""
     layers = [torch.nn.Linear(n_genes, width), torch.nn.Linear(width, width), torch.nn.Linear(width, n_labels)]
     model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if on_gpu else None, reduce_dtype=torch.float32)

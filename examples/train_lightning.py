@@ -40,7 +40,7 @@ class Classifier(pl.LightningModule):
             fully_shard(self.scores, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, counts: torch.Tensor) -> torch.Tensor:
-        """Counts (batch, n_genes) to scores (batch, n_labels)."""
+        """Return scores, shape (batch, n_labels), of counts, shape (batch, n_genes)."""
         return self.scores(torch.log1p(counts))
 
     def training_step(self, batch: dasksc.Batch, batch_idx: int) -> torch.Tensor:

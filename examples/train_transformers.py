@@ -30,7 +30,7 @@ class Classifier(torch.nn.Module):
         self.scores = torch.nn.Linear(n_genes, n_labels)
 
     def forward(self, X: torch.Tensor, obs: dict[str, torch.Tensor], **rest: object) -> dict[str, torch.Tensor]:
-        """A batch by the names of its parts: counts (batch, n_genes) to scores (batch, n_labels)."""
+        """Return scores, shape (batch, n_labels), of a batch that is passed as keyword arguments."""
         scores = self.scores(torch.log1p(X))
         return {"loss": cross_entropy(scores, obs[self.label]), "scores": scores}
 

@@ -1,5 +1,5 @@
-"""The one door to what is private or unstable in other libraries: a module for each of them.
+"""Access to private or unstable parts of other libraries, in one module per library.
 
-A module imports no library but its own, and none whose import other packages put off. `dasksc._compat.unsupported` says
-what happens where a version lacks something.
+A module imports only its own library, and none that other packages import lazily. `dasksc._compat.unsupported` defines
+the behavior if a version lacks something.
 """

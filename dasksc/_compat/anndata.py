@@ -1,4 +1,4 @@
-"""What is private in AnnData."""
+"""Private parts of AnnData."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["selected_rows_and_columns"]
 
 
 def selected_rows_and_columns(adata: Any) -> tuple[Any, Any]:
-    """Return the indices of a view into the AnnData behind it (``_oidx``, ``_vidx``); raises where missing."""
+    """Return the row and column indices of an AnnData view (``_oidx``, ``_vidx``); raises if missing."""
     return attribute(adata, "_oidx", library="anndata"), attribute(adata, "_vidx", library="anndata")

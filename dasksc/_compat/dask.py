@@ -1,7 +1,7 @@
-"""What is private or unstable in Dask.
+"""Private or unstable parts of Dask.
 
-Task specifications are public (``dask.task_spec``, since 2025.1) but for the conversion of old graphs. Names that
-import ``dask.array`` are imported when they are asked for.
+Task specifications are public (``dask.task_spec``, since 2025.1) except for the conversion of legacy graphs. Names that
+require ``dask.array`` are imported on first use.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ __all__ = [
     "with_blockwise_task",
 ]
 
-# `Blockwise`, whose fields are read below, and the functions of chunks (``dask.array.chunk``), which are documented
-# nowhere. Raises where missing.
+# `Blockwise`, whose fields are read below, and the functions of chunks (``dask.array.chunk``), which are not
+# documented. Access raises an error if they are missing.
 __getattr__ = late_names(
     "dask", __name__, {"Blockwise": ("dask.blockwise", "Blockwise"), "chunk": ("dask.array", "chunk")}
 )
 
-# Functions of chunks, by module and name, that treat every value alone. Where they have others, they are believed only
-# once they were tried.
+# Element-wise functions of chunks, by module and name. In versions with other names, such functions are trusted only
+# after a trial.
 ELEMENTWISE_NAMES = frozenset([("dask._task_spec", "_identity_cast"), ("dask.array.core", "_concatenate2")])
 
-# What `da.from_array` puts before the name of an array to make the key of what it reads from. Where it puts something
-# else, what was opened is not found behind an array, and tests fail.
+# Prefix that `da.from_array` adds to the name of an array for the key of its source. With another prefix the matrix
+# behind an array is not found, and tests fail.
 MATRIX_KEY_PREFIX = "original-"
 
 _BY_WHOLE_CHUNKS = "array code that selects or shuffles rows is computed by whole chunks"
 
 
 def getters() -> tuple[Any, ...]:
-    """Return the functions by which Dask indexes chunks (``dask.array.core.getter*``); speed only."""
+    """Return the functions with which Dask indexes chunks (``dask.array.core.getter*``); for speed only."""
     names = ("getter", "getter_inline", "getter_nofancy")
     return tuple(optional("dask", "dask.array.core", name, without=_BY_WHOLE_CHUNKS) for name in names)
 
 
 def shuffle_functions() -> tuple[Any, Any]:
-    """Return what takes rows of a chunk, and what puts them together, in a shuffle (2024.9); speed only.
+    """Return the functions of a shuffle that take rows of a chunk and that join them (2024.9); for speed only.
 
-    They are called with (chunk, index) and (chunks, sorter, axis), where `shuffled_index` understands index and sorter.
+    Their arguments are (chunk, index) and (chunks, sorter, axis); `shuffled_index` extracts index and sorter.
     """
     names = ("_getitem", "concatenate_arrays")
     take, join = (optional("dask", "dask.array._shuffle", name, without=_BY_WHOLE_CHUNKS) for name in names)
@@ -88,12 +88,12 @@ def shuffle_functions() -> tuple[Any, Any]:
 
 
 def shuffled_index(value: Any) -> Any:
-    """Return the index in a task of a shuffle, which Dask puts into a pair so that fusing leaves it alone.
+    """Return the index in a task of a shuffle, which Dask wraps in a pair to exclude it from fusion.
 
     Raises
     ------
     UnsupportedVersionError
-        If it is no pair.
+        If the value is not a pair.
     """
     if not isinstance(value, tuple) or len(value) != 2:
         raise UnsupportedVersionError("dask", "pair around the index of a shuffle")
@@ -101,25 +101,25 @@ def shuffled_index(value: Any) -> Any:
 
 
 def concatenation_functions() -> tuple[Any, ...]:
-    """Return the function that puts chunks together, called with (chunks, shape) (``dask.array.core``); speed only."""
+    """Return the function that joins chunks, called with (chunks, shape) (``dask.array.core``); for speed only."""
     return (optional("dask", "dask.array.core", "concatenate_shaped", without=_BY_WHOLE_CHUNKS),)
 
 
 def meta_of(array: Any) -> Any:
-    """Return what blocks of an array are like (``_meta``); raises where missing.
+    """Return the template of the blocks of an array (``_meta``); raises if missing.
 
-    The public ``da.utils.meta_from_array`` returns the array itself where they are no arrays.
+    If the blocks are not arrays, the public ``da.utils.meta_from_array`` returns the array itself.
     """
     return attribute(array, "_meta", library="dask")
 
 
 def blockwise_task(layer: Blockwise) -> Any:
-    """Return the task that a blockwise layer does with every block (2024.9); raises where missing."""
+    """Return the task that a blockwise layer applies to every block (2024.9); raises if missing."""
     return attribute(layer, "task", library="dask")
 
 
 def with_blockwise_task(layer: Blockwise, task: Any) -> Blockwise:
-    """Return a layer that does another task, without the graph that the first has made of its own and kept."""
+    """Return a copy of a layer with another task, without the cached graph of the original."""
     changed = copy.copy(layer)
     changed.task = task
     vars(changed).pop("_cached_dict", None)
@@ -127,46 +127,46 @@ def with_blockwise_task(layer: Blockwise, task: Any) -> Blockwise:
 
 
 def output_indices(layer: Blockwise) -> Sequence[Any]:
-    """Return the names of the axes of a blockwise layer's blocks; raises where missing."""
+    """Return the names of the axes of the blocks of a blockwise layer; raises if missing."""
     indices: Sequence[Any] = attribute(layer, "output_indices", library="dask")
     return indices
 
 
 def new_axes(layer: Blockwise) -> Iterable[Any]:
-    """Return those axes of a blockwise layer that its inputs do not have; raises where missing."""
+    """Return the axes of a blockwise layer that its inputs lack; raises if missing."""
     axes: Iterable[Any] = attribute(layer, "new_axes", library="dask")
     return axes
 
 
 def blockwise_inputs(layer: Blockwise) -> Iterable[tuple[Any, Sequence[Any] | None]]:
-    """Return the inputs of a blockwise layer with the names of their axes, None for a value; raises where missing."""
+    """Return the inputs of a blockwise layer with the names of their axes, None for a literal; raises if missing."""
     inputs: Iterable[tuple[Any, Sequence[Any] | None]] = attribute(layer, "indices", library="dask")
     return inputs
 
 
 def block_locations(layer: Blockwise) -> Any:
-    """Return what tells a blockwise layer's function where its block lies, empty if nothing; raises where missing."""
+    """Return the arguments that give a blockwise function the location of its block, if any; raises if missing."""
     return attribute(layer, "io_deps", library="dask")
 
 
-# Where the functions of a callback are in the tuple that `Callback` registers.
+# Positions of the functions in the tuple that `Callback` registers.
 START, START_STATE, PRETASK, POSTTASK, FINISH = range(5)
 
 
 def active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
-    """Return the callbacks that are registered now (``Callback.active``); raises where missing."""
+    """Return the registered callbacks (``Callback.active``); raises if missing."""
     return list(attribute(Callback, "active", library="dask"))
 
 
 def callbacks_of_one_task(
     before: Callable[..., Any], after: Callable[..., Any]
 ) -> list[tuple[Callable[..., Any] | None, ...]]:
-    """Return what `get_sync` takes to call functions before and after every task."""
+    """Return the callbacks with which `get_sync` calls functions before and after every task."""
     return [(None, None, before, after, None)]
 
 
 def scheduler_state(keys: Iterable[Any]) -> dict[str, Any]:
-    """Return the state of a local scheduler (``dask.local``) before the first of independent tasks, for callbacks."""
+    """Return the state of a local scheduler (``dask.local``) before independent tasks start, for callbacks."""
     keys = list(keys)
     return {
         "dependencies": {key: set() for key in keys},

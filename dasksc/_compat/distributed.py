@@ -1,8 +1,9 @@
-"""What is private or unstable in Dask's distributed: questions to schedulers and workers, and what these are made of.
+"""Private or unstable parts of Dask's distributed: requests to schedulers and workers, and their internals.
 
-``distributed`` is imported when a name of it is asked for, since that takes half a second. A question that a scheduler
-or worker of another version does not know fails there, and names the question. Public, and used directly: ``Client``,
-``Future``, ``LocalCluster``, ``Security``, plugins, ``client.run``, ``register_plugin``, ``gather``, ``status``.
+``distributed`` is imported on first use of one of its names, since the import takes half a second. A request that the
+scheduler or worker of another version does not support fails there, with its name in the message. These names are
+public and used directly: ``Client``, ``Future``, ``LocalCluster``, ``Security``, plugins, ``client.run``,
+``register_plugin``, ``gather``, ``status``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
     "workers_of",
 ]
 
-# All raise where missing.
+# Access raises an error if a name is missing.
 __getattr__ = late_names(
     "distributed",
     __name__,
@@ -73,24 +74,24 @@ def _get(owner: Any, name: str) -> Any:
 
 
 def clients_of_process(distributed: Any) -> Iterable[Any]:
-    """Return the Clients of this process (``Client._instances``), which a forked child cannot use; raises."""
+    """Return the Clients of this process (``Client._instances``), unusable in a forked child; raises if missing."""
     clients: Iterable[Any] = _get(distributed.Client, "_instances")
     return clients
 
 
 def address_once_given(client: Any) -> Any:
-    """Return what a Client was started with (``_start_arg``), which stays when it is closed; raises where missing."""
+    """Return the address that a Client was created with (``_start_arg``), kept after closing; raises if missing."""
     return _get(client, "_start_arg")
 
 
 def event_loop(client: Any) -> asyncio.AbstractEventLoop:
-    """Return the event loop of a Client (``loop`` is tornado's); raises where missing."""
+    """Return the asyncio event loop of a Client (``loop`` is that of tornado); raises if missing."""
     loop: asyncio.AbstractEventLoop = _get(_get(client, "loop"), "asyncio_loop")
     return loop
 
 
 def n_threads_heard_of(client: Any) -> int:
-    """Return the threads of all workers, as a Client has heard of (``_scheduler_identity``); 0 where missing."""
+    """Return the number of threads of all workers known to a Client (``_scheduler_identity``); 0 if missing."""
     try:
         heard: Mapping[str, Any] = _get(client, "_scheduler_identity")
     except UnsupportedVersionError as error:
@@ -99,45 +100,45 @@ def n_threads_heard_of(client: Any) -> int:
     return int(heard.get("total_threads", 0))
 
 
-# Questions to a scheduler, through a Client
+# Requests to a scheduler through a Client
 
 
 async def scheduler_identity(scheduler: Any, *, n_workers: int) -> Mapping[str, Any]:
-    """Ask a Client's ``scheduler`` who it is; with -1 workers, of all of them."""
+    """Request the identity of a scheduler through a Client; -1 workers includes all of them."""
     identity: Mapping[str, Any] = await scheduler.identity(n_workers=n_workers)
     return identity
 
 
 async def workers_of(client: Any) -> dict[str, Any]:
-    """Ask a scheduler for its workers, by address, each with ``status`` and ``last_seen``."""
+    """Request the workers of a scheduler by address, each with ``status`` and ``last_seen``."""
     workers: dict[str, Any] = (await scheduler_identity(client.scheduler, n_workers=-1))["workers"]
     return workers
 
 
 async def processing(client: Any, addresses: list[str]) -> Mapping[str, Any]:
-    """Ask a scheduler for the keys that workers have been sent, by address."""
+    """Request the keys sent to workers, by address, from a scheduler."""
     keys: Mapping[str, Any] = await client.scheduler.processing(workers=addresses)
     return keys
 
 
 async def holders(client: Any, key: Any) -> Iterable[str]:
-    """Ask a scheduler for the addresses of the workers that hold a result."""
+    """Request the addresses of the workers that hold a result from a scheduler."""
     addresses: Iterable[str] = (await client.scheduler.who_has(keys=[key])).get(key, ())
     return addresses
 
 
 async def metadata(client: Any, key: str, *, default: Any) -> Any:
-    """Ask a scheduler for what is written under a name in its metadata."""
+    """Request an entry of the metadata of a scheduler."""
     return await client.scheduler.get_metadata(keys=[key], default=default)
 
 
 async def report(client: Any, operation: str, **message: Any) -> Any:
-    """Call an operation of a scheduler, one of those that `add_operation` adds."""
+    """Call an operation of a scheduler that `add_operation` registered."""
     return await getattr(client.scheduler, operation)(client=client.id, **message)
 
 
 async def answer_of_worker(client: Any, address: str) -> Any:
-    """Ask a worker who it is, through the Client's own pool, so that a gather finds the connection open."""
+    """Request the identity of a worker through the connection pool of a Client, so a later gather reuses it."""
     return await client.rpc(address).identity()
 
 
@@ -145,9 +146,9 @@ async def answer_of_worker(client: Any, address: str) -> Any:
 
 
 def memory_shares(worker: Any) -> tuple[int, float | None, float | None, float | None]:
-    """Return a worker's memory limit, 0 for none, and the shares of it at which it spills, pauses, and spills results.
+    """Return the memory limit of a worker (0 for none), and its shares at which it spills, pauses, and spills results.
 
-    By ``worker.memory_manager``; raises where missing.
+    Uses ``worker.memory_manager``; raises if missing.
     """
     manager = _get(worker, "memory_manager")
     return (
@@ -159,13 +160,13 @@ def memory_shares(worker: Any) -> tuple[int, float | None, float | None, float |
 
 
 def process_memory(worker: Any) -> Callable[[], int]:
-    """Return what measures the memory of a worker's process (``worker.monitor``); raises where missing."""
+    """Return the function that measures the memory of a worker process (``worker.monitor``); raises if missing."""
     measure: Callable[[], int] = _get(_get(worker, "monitor"), "get_process_memory")
     return measure
 
 
 def carrier_of(worker: Any, name: str) -> Any:
-    """Return the ``carrier`` of a plugin on a worker, None without one (``worker.plugins``); raises where missing."""
+    """Return the ``carrier`` of a plugin of a worker (``worker.plugins``), or None; raises if missing."""
     return getattr(_get(worker, "plugins").get(name), "carrier", None)
 
 
@@ -173,17 +174,17 @@ def carrier_of(worker: Any, name: str) -> Any:
 
 
 def n_threads_of(scheduler: Any) -> int:
-    """Return the threads of all workers; raises where missing."""
+    """Return the number of threads of all workers; raises if missing."""
     return int(_get(scheduler, "total_nthreads"))
 
 
 def worker_plugin_names(scheduler: Any) -> list[str]:
-    """Return the names of the plugins that a scheduler gives to its workers; raises where missing."""
+    """Return the names of the plugins that a scheduler installs on its workers; raises if missing."""
     return list(_get(scheduler, "worker_plugins"))
 
 
 def take_back_plugin(scheduler: Any, name: str) -> asyncio.Future[Any]:
-    """Begin to take a plugin back from all workers; raises where missing."""
+    """Start to remove a plugin from all workers; raises if missing."""
     taking: asyncio.Future[Any] = asyncio.ensure_future(
         _get(scheduler, "unregister_worker_plugin")(comm=None, name=name)
     )
@@ -191,17 +192,17 @@ def take_back_plugin(scheduler: Any, name: str) -> asyncio.Future[Any]:
 
 
 def add_operation(scheduler: Any, name: str, call: Callable[..., Any]) -> None:
-    """Have a scheduler answer another question (``handlers``); raises where missing."""
+    """Register an operation of a scheduler (``handlers``); raises if missing."""
     _get(scheduler, "handlers")[name] = call
 
 
 def announce(scheduler: Any, name: str) -> None:
-    """Write in a scheduler's metadata that it has something (``task_metadata``); raises where missing."""
+    """Record a name in the metadata of a scheduler (``task_metadata``); raises if missing."""
     _get(scheduler, "task_metadata")[name] = True
 
 
 def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) -> None:
-    """Add pages to those that a scheduler serves; once more changes nothing. Raises where missing."""
+    """Add pages to the server of a scheduler; repeated calls have no effect. Raises if missing."""
     application = _get(scheduler, "http_application")
     if not getattr(application, "has_loader_page", False):
         application.has_loader_page = True
@@ -209,25 +210,25 @@ def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) 
 
 
 def page_names(scheduler: Any) -> list[str]:
-    """Return the very list of names with which the dashboard's pages are made; a copy where there are no such pages.
+    """Return the mutable list of the dashboard's page names; an empty list without the dashboard.
 
     Raises
     ------
     UnsupportedVersionError
-        If the function behind it (``distributed.dashboard.scheduler.template_variables``) is missing.
+        If the function with the list (``distributed.dashboard.scheduler.template_variables``) is missing.
     """
     try:
         with needed("distributed"):
             from distributed.dashboard.scheduler import template_variables
-    except ImportError:  # no Bokeh, so there are no such pages
+    except ImportError:  # the dashboard requires Bokeh
         return []
     pages: list[str] = template_variables(scheduler)["pages"]
     return pages
 
 
 def listening_at(scheduler: Any) -> tuple[str, int] | None:
-    """Return host and port at which a `distributed.Scheduler` serves its pages; None if it serves none."""
-    server = getattr(scheduler, "http_server", None)  # it is there once it serves
+    """Return host and port of the pages of a `distributed.Scheduler`; None if it serves none."""
+    server = getattr(scheduler, "http_server", None)  # set when the server starts
     return None if server is None else (str(_get(server, "address")), int(_get(server, "port")))
 
 
@@ -235,5 +236,5 @@ def listening_at(scheduler: Any) -> tuple[str, int] | None:
 
 
 def ssl_contexts(security: Any, roles: Iterable[str]) -> list[Any]:
-    """Return what a `distributed.Security` connects with in several roles, None where it has nothing; raises."""
+    """Return the SSL contexts of a `distributed.Security` for several roles, None without one; raises if missing."""
     return [_get(security, "get_connection_args")(role)["ssl_context"] for role in roles]

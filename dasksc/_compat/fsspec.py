@@ -1,4 +1,4 @@
-"""What is private in fsspec's file systems, which all implementations have; raises where missing."""
+"""Private methods of fsspec file systems, which all implementations have; each function raises if one is missing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def path_in(kind: Any, url: str) -> str:
 
 
 def options_in_url(kind: Any, url: str) -> Mapping[str, Any]:
-    """Return the options of a class that a URL holds (``_get_kwargs_from_urls``)."""
+    """Return the options of a file system class that a URL contains (``_get_kwargs_from_urls``)."""
     options: Mapping[str, Any] = attribute(kind, "_get_kwargs_from_urls", library="fsspec")(url)
     return options
 
 
 def parent_of(system: Any, path: str) -> Any:
-    """Return the folder of a path (``_parent``)."""
+    """Return the parent folder of a path (``_parent``)."""
     return attribute(system, "_parent", library="fsspec")(path)
 
 
 def range_of(file: Any, start: int, stop: int) -> bytes:
-    """Read bytes of an open ``fsspec.spec.AbstractBufferedFile`` past its buffer (``_fetch_range``)."""
+    """Read bytes of an open ``fsspec.spec.AbstractBufferedFile``, bypassing its buffer (``_fetch_range``)."""
     return bytes(attribute(file, "_fetch_range", library="fsspec")(start, stop))

@@ -1,4 +1,4 @@
-"""What is private in JAX, which is not imported."""
+"""Private parts of JAX, which this module does not import."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["distributed_state"]
 
 
 def distributed_state() -> Any:
-    """Return the state of ``jax.distributed``, which is up (``jax._src.distributed.global_state``).
+    """Return the state of an initialized ``jax.distributed`` (``jax._src.distributed.global_state``).
 
-    JAX's public names would start its devices, which waits for every other process. Its ``client`` is the key-value
-    store. Raises where missing.
+    The public functions of JAX would initialize its devices, which waits for all other processes. The ``client`` of the
+    state is the key-value store. Raises if missing.
     """
     internals = sys.modules.get("jax._src.distributed")
     if internals is None:

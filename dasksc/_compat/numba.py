@@ -1,4 +1,4 @@
-"""What is private in numba: how compiled functions are kept on disk. Where it is missing, they are not."""
+"""Private parts of numba: the cache of compiled functions on disk, which is disabled if they are missing."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _WITHOUT = "kernels are compiled anew in every process"
 _found = optional("numba", "numba.core.caching", "FunctionCache", without=_WITHOUT)
 
 FunctionCache: Any = object if _found is None else _found
-"""What keeps compiled functions (``numba.core.caching``)."""
+"""Cache of compiled functions (``numba.core.caching``)."""
 
 
 def can_cache() -> bool:
-    """Whether `FunctionCache` is there."""
+    """Return True if `FunctionCache` is available."""
     return _found is not None
 
 
 def cache_place(cache: Any) -> tuple[str, str]:
-    """Return the folder in which a `FunctionCache` keeps its files, and what their names begin with.
+    """Return the folder of a `FunctionCache` and the prefix of its file names.
 
-    By its attributes ``_cache_path`` and ``_impl.filename_base``.
+    Uses the attributes ``_cache_path`` and ``_impl.filename_base``.
 
     Raises
     ------
     UnsupportedVersionError
-        If it has none.
+        If the cache lacks them.
     """
     folder = attribute(cache, "_cache_path", library="numba")
     locator = attribute(cache, "_impl", library="numba")
@@ -36,7 +36,7 @@ def cache_place(cache: Any) -> tuple[str, str]:
 
 
 def set_cache(dispatcher: Any, make: Any) -> None:
-    """Have a dispatcher use another cache than its own (``_cache``): what `make` returns."""
+    """Replace the cache of a dispatcher (``_cache``) by the return value of `make`."""
     try:
         attribute(dispatcher, "_cache", library="numba")
         dispatcher._cache = make()

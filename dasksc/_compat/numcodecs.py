@@ -1,4 +1,4 @@
-"""What is not public in numcodecs."""
+"""Parts of numcodecs that are not public."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["blosc_getitem_address"]
 
 
 def blosc_getitem_address() -> int | None:
-    """Return the address of C-Blosc's ``blosc_getitem``, which decodes some items of a chunk; None without it.
+    """Return the address of ``blosc_getitem`` of C-Blosc, which decodes some items of a chunk; None if not available.
 
-    numcodecs does not wrap that function, but its wheels for Linux and macOS export it, and elsewhere the C library
-    that it is linked to. That of C-Blosc2 (3.3.5) returns wrong bytes where the items fill a block but lie in two.
-    Speed only; it is not missed on Windows.
+    numcodecs does not wrap the function, but its wheels for Linux and macOS export it, and other builds link to a C
+    library that does. The function of C-Blosc2 (3.3.5) returns wrong bytes if the items have the size of a block but
+    span two. It is for speed only, and a missing function is not reported on Windows.
     """
     try:
         library = ctypes.CDLL(numcodecs.blosc.__file__)
-    except OSError:  # in a zip file, or built in
+    except OSError:  # numcodecs is in a zip file, or built in
         return None
     try:
         function = library.blosc_getitem
-    except AttributeError:  # how ctypes says that a library lacks a function
+    except AttributeError:  # raised by ctypes for a missing function
         if sys.platform != "win32":
             missing = UnsupportedVersionError("numcodecs", "function blosc_getitem in numcodecs.blosc")
             say_once(missing, without="Blosc chunks are decoded whole")

@@ -1,13 +1,13 @@
-"""Private functions of scanpy, and of the library it adds up by, that array code is made of: by module and name.
+"""Private functions of scanpy and of its summation library that occur in array code, by module and name.
 
-Under other names they are believed only once they were tried, and copy column numbers.
+Functions with other names are trusted only after a trial, and copy the column numbers.
 """
 
 from __future__ import annotations
 
 __all__ = ["REDUCTION_NAMES", "SCALE_ROWS"]
 
-# Multiplies or divides rows or columns by factors; takes ``out``.
+# Multiplies or divides rows or columns by factors; has an ``out`` argument.
 SCALE_ROWS = ("scanpy._utils", "axis_mul_or_truediv")
 REDUCTION_NAMES = frozenset(
     [

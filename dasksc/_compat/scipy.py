@@ -1,4 +1,4 @@
-"""What is private in SciPy: flags of sparse matrices, whose public names compute what is not known yet."""
+"""Private flags of SciPy sparse matrices. Their public counterparts compute unknown values."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FLAGS = ("_has_sorted_indices", _CANONICAL)
 
 
 def mark_canonical(block: Any) -> None:
-    """Note that the column numbers of each row ascend and none comes twice; the setter is not documented."""
+    """Mark that the column numbers of each row are strictly ascending; the setter is not documented."""
     block.has_canonical_format = True
 
 
 def is_canonical_known(block: Any) -> bool:
-    """Whether it is known of a block already; where the flag is missing, never, which costs a pass over it."""
+    """Return True if SciPy knows already whether a block is canonical; if False, finding out costs a pass over it."""
     return hasattr(block, _CANONICAL)
 
 
 def copy_flags(block: Any, to: Any) -> None:
-    """Note of a block what is known of another with the same places; where flags are missing, nothing."""
+    """Copy the flags of a block to another one with the same sparsity pattern; does nothing if they are missing."""
     for name in _FLAGS:
         if hasattr(block, name):
             setattr(to, name, getattr(block, name))

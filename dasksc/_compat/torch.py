@@ -1,33 +1,52 @@
-"""What is private in PyTorch, which is imported when it is used."""
+"""Private parts of PyTorch, which is imported on use."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dasksc._compat.unsupported import attribute, needed
+from dasksc._compat.unsupported import UnsupportedVersionError, attribute, needed
 
-__all__ = ["default_store", "is_stacking_fetcher"]
+__all__ = ["check_training", "default_store", "is_stacking_fetcher"]
+
+
+def check_training(version: str) -> None:
+    """Refuse a version of PyTorch in which training is wrong or cannot be saved.
+
+    Before 2.7, ``torch.distributed.checkpoint.save`` has no ``no_dist``, and FSDP fails on CPUs. In 2.7 and 2.8, two
+    ranks under FSDP on CPUs have other losses than one process.
+
+    Parameters
+    ----------
+    version
+        ``torch.__version__``.
+
+    Raises
+    ------
+    UnsupportedVersionError
+        Before 2.9.
+    """
+    if tuple(map(int, version.split(".")[:2])) < (2, 9):
+        raise UnsupportedVersionError("torch", "FSDP and checkpoints as in 2.9")
 
 
 def default_store(distributed: Any) -> Any:
     """Return the store of the process group.
 
-    That of ``torch.distributed.distributed_c10d._get_default_store``, for which there is no public name; raises where
-    missing.
+    There is no public equivalent of ``torch.distributed.distributed_c10d._get_default_store``; raises if missing.
 
     Parameters
     ----------
     distributed
-        ``torch.distributed``.
+        Module ``torch.distributed``.
     """
     module = attribute(distributed, "distributed_c10d", library="torch")
     return attribute(module, "_get_default_store", library="torch")()
 
 
 def is_stacking_fetcher(caller: object) -> bool:
-    """Whether an object is what fetches for a DataLoader that stacks what an iterable data set yields.
+    """Return True if an object fetches for a DataLoader that stacks the elements of an iterable data set.
 
-    By ``_IterableDatasetFetcher`` and its two attributes; raises where missing.
+    Uses ``_IterableDatasetFetcher`` and two of its attributes; raises if missing.
     """
     with needed("torch"):
         from torch.utils.data import default_collate

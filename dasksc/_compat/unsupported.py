@@ -1,7 +1,7 @@
-"""What happens where a version of a library lacks something private that is used here.
+"""Handling of library versions that lack a private part that dasksc uses.
 
-What safety or correctness needs raises an `UnsupportedVersionError`, which names the version. Speed and figures that
-can be done without are turned off, with one warning for each.
+A part required for safety or correctness raises an `UnsupportedVersionError` that names the version. Features for
+speed and optional statistics are disabled, each with one warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _said: set[str] = set()
 
 
 class UnsupportedVersionError(DaskscError, RuntimeError):
-    """A version of a library that lacks something private that is used here; the message names both."""
+    """Error for a library version that lacks a private part that dasksc uses; the message names both."""
 
     def __init__(self, library: str, what: str) -> None:
         try:
@@ -39,7 +39,7 @@ def attribute(owner: Any, name: str, *, library: str) -> Any:
     Raises
     ------
     UnsupportedVersionError
-        If the object has none of that name. Errors inside a property are raised as they are.
+        If the object has no such attribute. Errors raised inside a property propagate unchanged.
     """
     try:
         return getattr(owner, name)
@@ -51,28 +51,28 @@ def attribute(owner: Any, name: str, *, library: str) -> Any:
 
 @contextlib.contextmanager
 def needed(library: str) -> Iterator[None]:
-    """Raise an `UnsupportedVersionError` for a module or name of a library that cannot be imported inside."""
+    """Convert the failed import of a module or name of a library to an `UnsupportedVersionError`."""
     try:
         yield
     except ImportError as error:
         if not f"{error.name}.".startswith(f"{library}.") or (
             isinstance(error, ModuleNotFoundError) and error.name == library
         ):
-            raise  # another library, or this one altogether, is not installed
+            raise  # the library itself, or another one, is not installed
         raise UnsupportedVersionError(library, f"such name: {error}") from error
 
 
 def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module whose names are imported when they are asked for.
+    """Return a module ``__getattr__`` that imports names on first use.
 
     Parameters
     ----------
     library
-        What they are of.
+        Library of the names.
     module
-        Whose names they become.
+        Module that receives the names.
     sources
-        Module and name there, by name here.
+        Source module and original name of each name.
     """
 
     def __getattr__(name: str) -> Any:
@@ -87,7 +87,7 @@ def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]
 
 
 def optional(library: str, module: str, name: str, *, without: str) -> Any:
-    """Return a name of a module; None where it is missing, with one warning that says how it goes on without."""
+    """Return a name of a module; None if it is missing, with one warning that describes the consequence."""
     try:
         with needed(library):
             found = importlib.import_module(module)
@@ -98,7 +98,7 @@ def optional(library: str, module: str, name: str, *, without: str) -> Any:
 
 
 def say_once(error: UnsupportedVersionError, *, without: str) -> None:
-    """Warn, once in each process, how it goes on without what is missing."""
+    """Log a warning about a missing part and its consequence, once per process."""
     if str(error) not in _said:
         _said.add(str(error))
         logger.warning("%s. Until then %s.", error, without)

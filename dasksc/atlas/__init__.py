@@ -1,1 +1,1 @@
-"""Atlases as AnnData objects over arrays that are not read yet."""
+"""Atlases as AnnData objects of lazy arrays."""

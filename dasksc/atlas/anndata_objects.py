@@ -1,4 +1,4 @@
-"""Opening AnnData objects: in memory, backed, or with lazy tables."""
+"""Opening of AnnData objects: in memory, backed, or with lazy tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["layers_of", "open_anndata"]
 def open_anndata(
     adata: AnnData, obs: Sequence[str] | None, options: OpenOptions, *, table: pd.DataFrame | None = None
 ) -> AnnData:
-    """Open an AnnData, with `table` in place of its obs."""
+    """Open an AnnData lazily, with `table` in place of its obs."""
     table = _in_memory(adata.obs if table is None else table)
     if not options.has_names:
         table = table.set_axis(nameless_index(len(table)))
@@ -37,7 +37,7 @@ def open_anndata(
         path = os.path.abspath(adata.filename)
         with reading(path):
             x = _backed_x(path, adata, options)
-            # Of the raw of a backed view AnnData itself knows the rows only.
+            # The raw of a backed view is skipped, since AnnData records only its row selection.
             if adata.raw is not None and not adata.is_view:
                 key = "raw/X" if "raw/X" in adata.file else "raw.X"
                 x_of_raw = stored_matrix(path, adata.file[key].name, options)
@@ -67,25 +67,25 @@ def open_anndata(
 
 
 def layers_of(adata: AnnData) -> dict[str, Any]:
-    """Return the layers by their names."""
-    # From AnnData 0.13 on, layers[None] is X, which a backed file need not have.
+    """Return the layers by name."""
+    # From AnnData 0.13 on, layers[None] is X, which a backed file may lack.
     return {name: adata.layers[name] for name in adata.layers if name is not None}
 
 
 def _in_memory(table: Any) -> pd.DataFrame:
-    """Return a frame of its own over the same columns; AnnData has lazy tables and views of tables too."""
+    """Return a new frame that shares the columns; AnnData may hold lazy tables and views of tables."""
     return pd.DataFrame(table if isinstance(table, pd.DataFrame) else table.to_memory(), copy=False)
 
 
 def _backed_x(path: str, adata: AnnData, options: OpenOptions) -> da.Array | Unwrapped | None:
-    """Return X of a backed AnnData, through our readers; of a view, its rows and columns."""
+    """Return X of a backed AnnData, read with dasksc; for a view, its rows and columns only."""
     if "X" not in adata.file:
         return None
     # A modality of a MuData is a group of the file.
     stored = stored_matrix(path, adata.file["X"].name, options)
     if not adata.is_view:
         return stored
-    # AnnData keeps what a view selects in these; going by names would fail where they repeat.
+    # Uses the indices that AnnData keeps for a view, since names may repeat.
     array = to_dask(stored.matrix)
     n_obs, n_vars = array.shape
     rows, columns = selected_rows_and_columns(adata)

@@ -1,4 +1,4 @@
-"""AnnData objects over matrices that are not read, built of their parts."""
+"""Construction of AnnData objects from matrices that are not read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["assemble", "raw_of", "without_genes", "unchecked"]
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Keep AnnData from looking for repeated names at each step; what is opened is looked at once."""
+    """Suppress the check for repeated names that AnnData makes at each step; `open` checks once."""
     with anndata.settings.override(check_uniqueness=False):
         yield
 
@@ -39,8 +39,8 @@ def assemble(
     raw: dict[str, Any] | None,
     options: OpenOptions,
 ) -> AnnData:
-    """Build the AnnData, wrapping matrices as Dask arrays; X and the layers in the same chunks."""
-    # Before they become Dask arrays, which have a chunk for every so many rows.
+    """Build an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
+    # Checked before the matrices become Dask arrays, whose number of chunks grows with the number of rows.
     for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
         if isinstance(array, Unwrapped) and array.matrix.shape[0] != len(obs):
             raise CorruptDataError(
@@ -74,7 +74,7 @@ def assemble(
 
 
 def without_genes(obs: pd.DataFrame, obsm: dict[str, Any], options: OpenOptions) -> AnnData:
-    """Return a table and what is beside it of rows, without any genes."""
+    """Return an AnnData of obs and obsm, without genes."""
     return assemble(
         x=None,
         obs=obs,
@@ -91,7 +91,7 @@ def without_genes(obs: pd.DataFrame, obsm: dict[str, Any], options: OpenOptions)
 
 
 def raw_of(adata: AnnData, name: str) -> AnnData:
-    """Return what is in raw, with what is beside it of rows, without layers, obsp and varp; errors say `name`."""
+    """Return an AnnData of raw with the obs, obsm and uns of `adata`; error messages use `name`."""
     if adata.raw is None:
         raise MissingKeyError(f"{name} has no raw; leave out raw=True")
     return AnnData(

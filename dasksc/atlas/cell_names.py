@@ -1,4 +1,4 @@
-"""Names of cells: read quickly or in pieces, left out, digested, or looked through for repeated ones."""
+"""Names of cells: fast reading, placeholders, digests, and a check for repeated names."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ _PIECE = 2**16
 
 
 def read_names(stored: Any, path: str | Place, options: OpenOptions) -> Any:
-    """Read the names of rows; those of a local HDF5 file by way of its bytes, if that can be."""
+    """Read the names of rows; those of a local HDF5 file are read from its bytes if possible."""
     names = None
     if isinstance(stored, h5py.Dataset) and not isinstance(path, Place) and options.mmap is not False:
         names = read_strings(stored, path)
-    # Of all names pandas finds the type that it finds of one, in 40 bytes for each.
+    # The data type is derived from one name: pandas would need 40 bytes per name to find the same type.
     return read_elem(stored) if names is None else pd.Index(names, dtype=pd.Index(names[:1]).dtype)
 
 
 def nameless_index(n: int) -> pd.Index[Any]:
-    """Return an index of `n` rows that AnnData takes for one of strings, and of which none is made."""
+    """Return an index of `n` rows that AnnData accepts as strings, without any strings."""
     return pd.CategoricalIndex(pd.Categorical.from_codes(np.zeros(n, dtype=np.int8), categories=[""]))  # type: ignore[arg-type, unused-ignore]
 
 
 def number_rows(adata: AnnData) -> None:
-    """Replace a `nameless_index` by numbers, which AnnData would make strings of where it builds anything."""
+    """Replace a `nameless_index` by numbers, which AnnData converts to strings in any object that it builds."""
     tables = [table for table in adata.obsm.values() if isinstance(table, pd.DataFrame)]
     for table in (adata.obs, *tables):
         table.index = pd.RangeIndex(adata.n_obs)
 
 
 def any_repeat(names: pd.Index[Any]) -> bool:
-    """Return whether names repeat; hashes are quicker to sort than names are to look up."""
+    """Return True if names repeat; large indexes are checked by sorting hashes, which is faster than a hash table."""
     if len(names) < _FEW_NAMES:
         return not names.is_unique
     hashes = np.fromiter(map(hash, names.to_numpy()), dtype=np.int64, count=len(names))

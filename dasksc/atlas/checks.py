@@ -1,4 +1,4 @@
-"""What is refused before any of it is read: what is larger than memory or than what is stored for it."""
+"""Checks before reading: elements larger than memory, or larger than their stored bytes allow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dasksc.storage.safety.hdf5_links import check_item
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# A chunk is decoded as a whole: how much larger than its array it may be. Tables and uns may take as much of memory
-# whatever is stored for them.
+# Maximum excess of the size of a chunk, which is decoded as a whole, over that of its array. Tables and uns of up to
+# this size are read without comparison with their stored bytes.
 _ROOM_BYTES = 2**30
 
 
 def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions) -> dict[str, list[Any]]:
-    """Return what opening reads as a whole, by the group that it is in: all but the matrices, and columns not named."""
+    """Return the elements that opening reads as a whole, by group: all except matrices and columns not requested."""
     whole = {name: [root[name]] for name in ("var", "uns", "varm", "varp") if name in root}
     whole["obs"] = items_of_table(root["obs"], obs, options)
     for name in ("X", "layers", "obsm", "obsp"):
@@ -45,7 +45,7 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 
 
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
-    """Return what is read of a table, the parts of `columns` and its index; the table itself, if that is all of it."""
+    """Return the elements of a table to read: its index and `columns`, or the table itself if all of it is read."""
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
@@ -55,7 +55,7 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 
 
 def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse what lies in other files, or in no memory, before any of it is read."""
+    """Raise an error for elements in other files, or larger than memory, before any of them is read."""
     arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
     sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
     n_bytes, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
@@ -67,7 +67,7 @@ def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]])
             "the file is corrupt."
         )
     if n_bytes > _ROOM_BYTES:
-        # Compared as a whole: a single column may well hold one value a billion times.
+        # Sizes are compared in total, since a single column may hold one value a billion times.
         needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:
@@ -79,7 +79,7 @@ def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]])
 
 
 def check_table(stored: Any, path: str | Place) -> None:
-    """Refuse a table that contradicts itself, before anything is made as large as its longest column."""
+    """Raise an error for a table with columns of different lengths, before memory for the longest is allocated."""
     lengths = lengths_of(stored)
     if len(set(lengths.values())) > 1:
         longest, shortest = max(lengths, key=lengths.__getitem__), min(lengths, key=lengths.__getitem__)
@@ -94,7 +94,7 @@ def lengths_of(stored: Any) -> dict[str, int]:
     lengths: dict[str, int] = {}
     for name in stored:
         item = stored[name]
-        if isinstance(item, h5py.Group | zarr.Group):  # categories and nullable values
+        if isinstance(item, h5py.Group | zarr.Group):  # categorical and nullable columns
             item = next((item[part] for part in ("codes", "values") if part in item), None)
         if item is not None and len(item.shape) >= 1:
             lengths[name] = item.shape[0]
@@ -102,15 +102,15 @@ def lengths_of(stored: Any) -> dict[str, int]:
 
 
 def _stored_bytes(path: str | Place, arrays: Sequence[Any], *, enough: int) -> int:
-    """Return what is stored for arrays, or at least `enough` if that is more or cannot be told cheaply."""
+    """Return the stored bytes of arrays; `enough` as soon as they reach it, or if counting is expensive."""
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
-    # Behind a URL each chunk would be a request.
+    # Behind a URL, each chunk would need a request.
     return enough if isinstance(path, Place) else zarr_guard.stored_bytes(path, arrays, enough=enough)
 
 
 def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
-    """Yield the arrays of a stored element, through links of HDF5 as far as they may lead."""
+    """Yield the arrays of a stored element, including those behind permitted links of HDF5."""
     if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, Place):
         check_item(stored, path, folder=os.path.dirname(path))
     if not is_group(stored):
@@ -128,7 +128,7 @@ def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
 
 
 def _nbytes(array: Any) -> int:
-    return math.prod(array.shape or ()) * _item_bytes(array)  # HDF5's null has no shape
+    return math.prod(array.shape or ()) * _item_bytes(array)  # a null dataset of HDF5 has no shape
 
 
 def _item_bytes(array: Any) -> int:

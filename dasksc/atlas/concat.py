@@ -1,4 +1,4 @@
-"""Several opened atlases as one: tables concatenated by AnnData, matrices stacked without reading them."""
+"""Concatenation of opened atlases: tables by AnnData, matrices without reading them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger("dasksc.concat")
 
 Join = Literal["inner", "outer"]
 MERGES = ("same", "unique", "first", "only")
-"""What AnnData knows of what describes genes in several."""
+"""Values of ``merge`` in `anndata.concat`, for annotations of genes."""
 
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
 def check_fill_value(fill_value: Any, join: str) -> None:
-    """Refuse what is no number, or would fill nothing."""
+    """Raise an error for a fill value that is not a number, or has no effect."""
     if fill_value is None:
         return
     if not isinstance(fill_value, Real | np.number | np.bool_):
@@ -48,7 +48,7 @@ def check_fill_value(fill_value: Any, join: str) -> None:
 
 @contextmanager
 def noting_left_out() -> Iterator[list[str]]:
-    """Collect what joining leaves out while this is entered, by its place in a store: ``raw``, ``layers/counts``."""
+    """Collect the elements that joining leaves out in this context, by path in a store: ``raw``, ``layers/counts``."""
     noted: list[str] = []
     token = _noted.set(noted)
     try:
@@ -60,25 +60,25 @@ def noting_left_out() -> Iterator[list[str]]:
 def concatenated(
     adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, fill_value: float | None = None, **options: Any
 ) -> AnnData:
-    """Return AnnDatas of Dask arrays as one, row after row; nothing of their matrices is read.
+    """Concatenate AnnData objects of Dask arrays along obs, without reading their matrices.
 
     Parameters
     ----------
     adatas
-        What `dasksc.open` returned, at least one.
+        At least one result of `dasksc.open`.
     names
-        What to call them in errors.
+        Names of the atlases in error messages.
     join
-        Which variables to keep: those that all have, or any.
+        Variables to keep: those in all atlases (``"inner"``) or in any (``"outer"``).
     fill_value
-        What dense matrices have of variables that their atlas lacks; None: NaN.
+        Value in dense matrices for variables that an atlas lacks; None: NaN.
     options
         As for `anndata.concat`, which concatenates the tables.
 
     Raises
     ------
     InputError
-        If variables repeat within one, some have no X, or ``"inner"`` finds no common variable.
+        If variables of an atlas repeat, some atlases have no X, or ``"inner"`` finds no common variable.
     """
     without = [name for name, adata in zip(names, adatas, strict=True) if adata.X is None]
     if without and len(without) < len(adatas):
@@ -97,7 +97,7 @@ def concatenated(
         layout: Layout = (
             "csr" if any(array is not None and matrix_of(array).layout == "csr" for array in arrays) else "dense"
         )
-        # What is filled needs no type that holds NaN.
+        # With a fill value, the data type need not support NaN.
         types = [array.dtype for array in arrays if array is not None] if fill_value is not None else [np.float64]
         absent = np.result_type(*types)
         parts = [
@@ -145,11 +145,11 @@ def concatenated(
 
 
 def _refuse_nothing_common(adatas: Sequence[AnnData], names: Sequence[str]) -> None:
-    """Refuse atlases that leave each other no variable, with what two of them call theirs."""
+    """Raise an error for atlases without common variables, with example names from two of them."""
     first = next((i for i, adata in enumerate(adatas) if adata.n_vars), None)
     if first is None:
         return  # tables of cells only
-    # Most likely one of another kind; else, the variables of all are of one kind, and still none is in all.
+    # Prefer an atlas that shares no name with the first; it probably has names of another kind.
     own = adatas[first].var_names
     other = min(range(len(adatas)), key=lambda i: len(own.intersection(adatas[i].var_names)))
     found = [
@@ -163,7 +163,7 @@ def _refuse_nothing_common(adatas: Sequence[AnnData], names: Sequence[str]) -> N
 
 
 def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, **options: Any) -> AnnData | None:
-    """Return the raw of all as one; None, said, if some have none or their genes cannot be matched."""
+    """Join raw of all atlases; None, with a log message, if some lack it or its genes cannot be matched."""
     raws = [adata.raw for adata in adatas]
     if all(raw is None for raw in raws):
         return None
@@ -182,12 +182,12 @@ def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, 
         AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
         for adata, raw in zip(adatas, raws, strict=True)
     ]
-    with noting_left_out():  # raw is there, whatever of it is not
+    with noting_left_out():  # only a missing raw is recorded, not its parts
         return concatenated(of_raw, [f"raw of {name}" for name in names], join=join, **options)
 
 
 def _held(adata: AnnData) -> dict[str, None]:
-    """Return what there is in an AnnData beside X, by its place in a store."""
+    """Return the elements of an AnnData other than X, by path in a store."""
     groups = {name: getattr(adata, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns")}
     groups["layers"] = _layers(adata)
     held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group)
@@ -195,7 +195,7 @@ def _held(adata: AnnData) -> dict[str, None]:
 
 
 def _tables(adatas: Sequence[AnnData], **options: Any) -> AnnData:
-    """Return what `anndata.concat` makes of everything but the matrices."""
+    """Concatenate everything except matrices with `anndata.concat`."""
     tables = _tables_of_obsm(adatas)
     bare = [
         AnnData(
@@ -224,9 +224,9 @@ def _tables_of_obsm(adatas: Sequence[AnnData]) -> list[str]:
 def _maps(
     var_names: Sequence[pd.Index[Any] | None], common: pd.Index[Any], fill_value: float | None
 ) -> ColumnMaps | None:
-    """Return where each atlas's variables go among the common ones; None if all have these, in this order.
+    """Map the variables of each atlas to the common ones; None if all atlases have these in the same order.
 
-    One that has none of a matrix is None.
+    The entry of an atlas that lacks the matrix is None.
     """
     distinct: list[tuple[pd.Index[Any], NDArray[np.int64]]] = []
     positions = []
@@ -243,7 +243,7 @@ def _maps(
 
 
 def _widths(widths: Sequence[int], fill_value: float | None, *, join: Join) -> ColumnMaps | None:
-    """Columns of obsm have no names: the first of one are the first of all."""
+    """Map the columns of obsm, which have no names, by position."""
     if len(set(widths)) == 1:
         return None
     kept = min(widths) if join == "inner" else max(widths)
@@ -254,12 +254,12 @@ def _widths(widths: Sequence[int], fill_value: float | None, *, join: Join) -> C
 def _joined(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: str, join: Join
 ) -> dict[str, list[da.Array | None]]:
-    """Return the matrices that all have, or any, with None for those that lack one; say which others are left out."""
+    """Return the matrices in all atlases, or in any, with None for missing ones; log which others are left out."""
     joined: dict[str, list[da.Array | None]] = {}
     for key in dict.fromkeys(key for held in groups for key in held):
         arrays = [held.get(key) for held in groups]
         if all(array is None or isinstance(array, pd.DataFrame) for array in arrays):
-            continue  # among the tables
+            continue  # handled with the tables
         without = [name for name, array in zip(names, arrays, strict=True) if array is None]
         if not all(array is None or isinstance(array, da.Array) for array in arrays):
             logger.warning("%s[%r] is left out: it is no numeric matrix", group, key)

@@ -1,4 +1,4 @@
-"""Conditions, such as a perturbation of a cell line, and which of them are held out."""
+"""Conditions, such as a perturbation of a cell line, and rules for holding them out."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ __all__ = ["ConditionRequest", "Conditions", "Parts", "is_control", "table_of"]
 _Int64s = NDArray[np.int64]
 _Rows = slice | _Int64s
 
-# Combinations that are counted, in eight bytes each.
+# Maximum number of combinations, which are counted in eight bytes each.
 _MAX_COMBINATIONS = 2**28
 _PIECE_ROWS = 2**20
 
 
 class Parts(dict[str, _Int64s]):
-    """The rows of each part of a split by condition, and where its conditions landed.
+    """Rows of each part of a split by condition, with a summary.
 
     Attributes
     ----------
     table
-        A row for each context: how many conditions and cells of it each part has, and its control cells.
+        Data frame with one row per context: the number of its conditions and cells in each part, and the number of
+        its control cells.
     """
 
     table: pd.DataFrame
@@ -46,18 +47,18 @@ class Parts(dict[str, _Int64s]):
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The condition of each row: a combination of values of several columns.
+    """Condition of each row: a combination of values of several columns.
 
     Parameters
     ----------
     columns
         Names of the columns.
     values
-        Their values, by code.
+        Values of each column, by code.
     table
         Codes of each condition, shape (n_conditions, n_columns), int64.
     of_row
-        Number of each row's condition, shape (n,), int32.
+        Number of the condition of each row, shape (n,), int32.
     """
 
     columns: tuple[str, ...]
@@ -67,7 +68,7 @@ class Conditions:
 
     @classmethod
     def of(cls, obs: pd.DataFrame, columns: Sequence[str], rows: _Rows, n: int) -> Conditions:
-        """Number the combinations of columns that there are.
+        """Enumerate the combinations of values that occur.
 
         Raises
         ------
@@ -106,7 +107,7 @@ class Conditions:
         return cls(tuple(columns), tuple(values), table, of_row)
 
     def matching(self, chosen: Mapping[str, Any], option: str) -> NDArray[np.bool_]:
-        """Return which conditions have one of the values given of every column named, shape (n_conditions,)."""
+        """Return a mask of conditions with one of the given values in every given column, shape (n_conditions,)."""
         found = np.ones(len(self.table), dtype=bool)
         for name, wanted in chosen.items():
             if name not in self.columns:
@@ -117,7 +118,7 @@ class Conditions:
         return found
 
     def contexts(self, columns: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
-        """Return the number of each condition's combination of `columns`, shape (n_conditions,), and their names."""
+        """Return the number of each condition's combination of `columns`, shape (n_conditions,), and the names."""
         where = [self.columns.index(name) for name in columns]
         if not where:
             return np.zeros(len(self.table), dtype=np.int64), ["all"]
@@ -131,18 +132,18 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class ConditionRequest:
-    """How conditions are dealt to the parts of a split, as the arguments of `dasksc.split` say.
+    """Assignment of conditions to the parts of a split, as requested by the arguments of `dasksc.split`.
 
     Parameters
     ----------
     columns
         Columns whose combinations are the conditions.
     hold_out
-        Values by column, several of these mappings, or None.
+        Mappings of columns to the values held out.
     few_shot
-        Share of the conditions held out of each context that is trained on all the same; 0 for none.
+        Share of the held-out conditions of each context that is trained on nevertheless; 0 for none.
     control
-        Which rows are controls: values by column, or an expression over obs; None for no row.
+        Control rows: values by column, or an expression over obs; None for no controls.
     """
 
     columns: tuple[str, ...]
@@ -152,7 +153,7 @@ class ConditionRequest:
 
     @classmethod
     def of(cls, conditions: Any, hold_out: Any, few_shot: Any, control: Any) -> ConditionRequest:
-        """Check the arguments before anything is read."""
+        """Create the request from arguments, after checks that need no data."""
         columns = tuple(dict.fromkeys(_listed(conditions)))
         if not columns or not all(isinstance(name, str) for name in columns):
             raise InputError(f"conditions={conditions!r} must be a column of obs, or a list of columns")
@@ -174,20 +175,21 @@ class ConditionRequest:
 
     @property
     def needed(self) -> list[str]:
-        """Columns of obs that have to be read."""
+        """Columns of obs that must be read."""
         return list(dict.fromkeys([*self.columns, *_control_columns(self.control)]))
 
     @property
     def context_columns(self) -> tuple[str, ...]:
-        """Columns whose combinations are contexts: those held out by, or else all but the last."""
+        """Columns whose combinations are contexts: those that `hold_out` names, or all but the last column."""
         held = {name for one in self.hold_out for name in one}
         contexts = tuple(name for name in self.columns if name in held)
         return contexts if contexts and len(contexts) < len(self.columns) else self.columns[:-1]
 
     def seen_of(self, held: NDArray[np.bool_], contexts: _Int64s, key: np.uint64) -> NDArray[np.bool_]:
-        """Return which of the conditions held out are trained on all the same, shape (n_conditions,).
+        """Return a mask of the held-out conditions that are trained on nevertheless, shape (n_conditions,).
 
-        Of each context the share `few_shot`, rounded; at least one of two or more, and never all.
+        In each context their share is `few_shot`, rounded: at least one condition if there are two or more, and
+        never all.
         """
         seen = np.zeros_like(held)
         if not self.few_shot:
@@ -206,12 +208,12 @@ class ConditionRequest:
 
 
 def _control_columns(control: Any) -> list[str]:
-    """Return the columns that say which rows are controls.
+    """Return the columns that determine control rows.
 
     Raises
     ------
     InputError
-        If `control` is neither values by column nor an expression.
+        If `control` is neither a mapping of columns to values nor an expression.
     """
     if control is None:
         return []
@@ -225,12 +227,12 @@ def _control_columns(control: Any) -> list[str]:
 
 
 def is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> NDArray[np.bool_]:
-    """Return which rows of a table are controls, shape (n_obs,).
+    """Return a mask of the control rows of a table, shape (n_obs,).
 
     Raises
     ------
     MissingKeyError
-        If obs lacks a column, or a column a value that is named.
+        If obs lacks a column, or a column lacks a given value.
     """
     if control is None:
         return np.zeros(len(obs), dtype=bool)
@@ -251,20 +253,20 @@ def table_of(
     control: NDArray[np.bool_],
     index_name: str,
 ) -> pd.DataFrame:
-    """Return what of each context landed where.
+    """Count the conditions and cells of each context in each part.
 
     Parameters
     ----------
     conditions
-        Those of the rows that are split.
+        Conditions of the rows that are split.
     contexts, names
         Number of the context of each condition, and the names of contexts.
     parts
-        Which of the rows each part has, by their places among those that are split.
+        Rows of each part, as positions among the rows that are split.
     control
-        Which of these are controls.
+        Mask of the controls among these rows.
     index_name
-        What contexts are called.
+        Name of the index of the result.
     """
     columns: dict[str, _Int64s] = {}
     for name, places in parts.items():
@@ -284,9 +286,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32], list[Any]]:
-    """Return codes of the values of a column, shape (n,), int32, -1 where missing; and the values.
+    """Return codes of the values of a column, shape (n,), int32, -1 if missing; and the values.
 
-    Values are in the order of their texts, so that a split depends neither on the order of categories nor on rows.
+    Values are sorted by their text, so that a split depends neither on the order of categories nor on that of rows.
     """
     column = obs[known("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
@@ -295,6 +297,6 @@ def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32]
         codes, uniques = pd.factorize(column.iloc[rows])
         values = list(uniques)
     order = sorted(range(len(values)), key=lambda code: str(values[code]))
-    places = np.full(len(values) + 1, -1, dtype=np.int32)  # a missing value's -1 finds the last
+    places = np.full(len(values) + 1, -1, dtype=np.int32)  # code -1 of missing values selects the last entry
     places[order] = np.arange(len(values))
     return places[codes], [values[code] for code in order]

@@ -1,4 +1,4 @@
-"""Elements of a file or store: matrices are left where they are until they are fetched, the rest is read."""
+"""Elements of a file or store: numeric matrices stay on disk until they are fetched, other elements are read."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwrapped:
-    """A matrix that is to become a Dask array; `token` as for `to_dask`."""
+    """Matrix that will become a Dask array, with `token` as for `to_dask`."""
 
     matrix: Matrix
     token: str | None = None
 
 
 def is_group(stored: Any) -> bool:
-    """Return whether a stored element is a group, of HDF5 or Zarr."""
+    """Return True if a stored element is a group of HDF5 or Zarr."""
     return isinstance(stored, h5py.Group | zarr.Group)
 
 
 def is_null(stored: Any) -> bool:
-    """Return whether a stored element stands for None."""
+    """Return True if a stored element represents None."""
     return bool(stored.attrs.get("encoding-type", "") == "null")
 
 
 def is_left(stored: Any) -> bool:
-    """Return whether a stored element is a matrix whose values are left where they are."""
+    """Return True if a stored element is a matrix that is opened lazily."""
     encoding = stored.attrs.get("encoding-type", "")
     if isinstance(stored, h5py.Group | zarr.Group):
         return encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs
@@ -64,14 +64,14 @@ def _is_numeric_matrix(array: Any) -> bool:
 
 
 def lazy_element(path: str | Place, stored: Any, options: OpenOptions) -> Any:
-    """Return the matrix of a stored element, unread; an element that is no numeric matrix, read."""
+    """Return a stored matrix lazily; read an element that is not a numeric matrix."""
     if is_null(stored):
         return None
     return stored_matrix(_path_of(stored, path), stored.name, options) if is_left(stored) else read_elem(stored)
 
 
 def read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the entries of a group such as layers, each as `read` returns it; none if there is no such group."""
+    """Return the entries of a group such as layers, converted by `read`; empty if there is no such group."""
     if name not in parent or is_null(parent[name]):
         return {}
     stored = parent[name]
@@ -81,7 +81,7 @@ def read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str
 
 
 def lazy_matrix(array: Any, label: str, options: OpenOptions) -> Any:
-    """Return the matrix over an array, shared; a Dask array, or what is no numeric matrix, as it is."""
+    """Return the matrix of an array without copying; Dask arrays and non-numeric elements are unchanged."""
     if isinstance(array, da.Array | Unwrapped):
         return array
     stored = getattr(array, "group", array)
@@ -95,19 +95,19 @@ def lazy_matrix(array: Any, label: str, options: OpenOptions) -> Any:
             )
         return stored_matrix(os.path.abspath(root), stored.path, options)
     if sp.issparse(array) or (isinstance(array, np.ndarray) and _is_numeric_matrix(array)):
-        # Hashing what is in memory would cost a pass over it, and it may be edited in place.
+        # A random token: hashing an array in memory would cost a pass over it, and it may be modified in place.
         return Unwrapped(matrix=as_matrix(array, label), token=uuid.uuid4().hex)
     return array
 
 
 def stored_matrix(path: str | Place, key: str, options: OpenOptions) -> Unwrapped:
-    """Return a matrix of a file or store, unread."""
+    """Return a matrix of a file or store lazily."""
     cache = options.cache_of_places() if isinstance(path, Place) else None
     return Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=options.mmap, cache=cache))
 
 
 def _path_of(stored: Any, path: str | Place) -> str | Place:
-    """Return the file that an element is in: a link of HDF5 may lead to another one."""
+    """Return the file of an element, which may differ from `path` if a link of HDF5 leads to another file."""
     if isinstance(path, Place) or isinstance(stored, zarr.Group | zarr.Array):
         return path
     check_item(stored, path, folder=os.path.dirname(path))

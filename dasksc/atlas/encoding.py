@@ -1,4 +1,4 @@
-"""Columns of obs as numbers."""
+"""Encoding of obs columns as numbers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["encode_column"]
 
 
 def encode_column(series: pd.Series[Any], *, narrow: bool = False) -> tuple[NDArray[Any], list[Any] | None]:
-    """Turn an obs column into numbers.
+    """Encode an obs column as numbers.
 
     Parameters
     ----------
     series
-        Categorical, string, boolean, numeric, or of dates or durations; the nullable pandas types too.
+        Column of categories, strings, booleans, numbers, dates or durations; nullable pandas types are supported.
     narrow
-        Leave codes in the type that they are held in, which may be one byte wide.
+        If True, keep codes in their stored data type, which may be one byte wide.
 
     Returns
     -------
     tuple[NDArray, list or None]
         Values of shape (n_obs,), in native byte order, and labels. Categoricals and strings become
-        int64 codes into the labels (categories in their order; strings sorted), -1 where missing.
-        Booleans stay bool and numbers keep their dtype, with no labels. With missing values, nullable
-        numbers become float64 with NaN, and nullable booleans int64 codes into ``[False, True]``,
-        -1 where missing. Dates become float64 seconds since the beginning of 1970 (UTC; those without a time
-        zone are taken as they are), and durations seconds, NaN where missing.
+        int64 codes into the labels (categories in their order; strings sorted), -1 if missing.
+        Booleans stay bool and numbers keep their data type, without labels. With missing values, nullable
+        numbers become float64 with NaN, and nullable booleans become int64 codes into ``[False, True]``,
+        -1 if missing. Dates become float64 seconds since the beginning of 1970 (UTC; dates without a time
+        zone are used without conversion), and durations seconds, NaN if missing.
 
     Raises
     ------
     InputError
-        If the column holds anything else (periods, mixed objects).
+        If the column has another type (periods, mixed objects).
     """
     values, labels = _encoded(series)
     return (values if labels is None or narrow else values.astype(np.int64, copy=False)), labels
@@ -79,14 +79,14 @@ def _numbers(series: pd.Series[Any]) -> NDArray[Any]:
 def _seconds(series: pd.Series[Any]) -> NDArray[np.float64]:
     values = series.to_numpy()
     whole = values.astype(f"{values.dtype.kind}8[s]")
-    # Apart, because nanoseconds since 1970 are more than a float64 can tell.
+    # Added separately, since float64 cannot represent nanoseconds since 1970 exactly.
     rest = (values - whole) / np.timedelta64(1, "s")
     seconds = whole.astype(np.int64) + rest
     return np.where(np.isnat(values), np.nan, seconds)
 
 
 def _encode_objects(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
-    """Encode a column of strings, or of Python objects that are all of one kind."""
+    """Encode a column of strings, or of Python objects of a single kind."""
     kind = pd.api.types.infer_dtype(series, skipna=True)
     if kind in ("string", "empty"):
         return _codes(pd.Categorical(series))

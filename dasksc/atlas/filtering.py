@@ -1,10 +1,10 @@
-"""Expressions over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``: for which rows they hold.
+"""Row filters by expressions over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``.
 
-pandas evaluates them, after a walk over their syntax: what is not named here is refused, so that an expression from a
-configuration file can compare columns, and nothing else.
+pandas evaluates an expression after a check of its syntax tree. Only listed syntax is permitted, so an expression from
+a configuration file can compare columns, and nothing else.
 
-What is missing is as pandas has it, with one addition, so that all its versions and types of text agree: what is asked
-by ``.str`` of a missing text is unknown, and so is its opposite. A row for which the whole is unknown is not selected.
+Missing values follow pandas, with one addition that makes all its versions and text types agree: the result of ``.str``
+on a missing text is unknown, and so is its negation. A row for which the whole expression is unknown is not selected.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _SYNTAX = (
     *(ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple),
 )
 _METHODS = ("isna", "notna", "isin", "between")
-# With how many arguments each leaves it open what is said of a missing text.
+# Number of arguments up to which a method leaves the result for missing text undefined.
 _STRING_METHODS = {"startswith": 1, "endswith": 1, "contains": 3}
-# A string, in which a backtick is a character like any other, or a name in backticks.
+# Matches a string, which may contain backticks, or a name in backticks.
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|`([^`]+)`""")
-# Rows that are looked at together.
+# Number of rows that are evaluated together.
 _PIECE_ROWS = 2**20
 
 
@@ -54,33 +54,33 @@ def rows_where(
     Parameters
     ----------
     data
-        What `dasksc.open` takes or returns, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
-        file), an AnnCollection, or a table of obs. Of a path only the columns that `expression` names are read. Of
-        several modalities columns are ``"modality:column"`` (in backticks), and row i is cell i of `Modalities`.
+        Any argument or result of `dasksc.open`, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
+        file), an AnnCollection, or an obs table. From a path, only the columns in `expression` are read. For
+        several modalities, columns are ``"modality:column"`` (in backticks), and row i is cell i of `Modalities`.
     expression
-        Such as ``"cell_type == 'T cell' and n_genes > 500"``, evaluated by pandas: columns of obs (in backticks
-        where a name is no Python name), numbers, strings, lists, comparisons, ``in``, ``and``, ``or``, ``not``,
-        arithmetic, and of a column ``.isna()``, ``.notna()``, ``.isin([...])``, ``.between(low, high)`` and
-        ``.str.startswith('...')``, ``.str.endswith('...')``, ``.str.contains('...')``. Nothing else: no function, no
-        other attribute, no ``@``. A column of true and false may be asked by its name alone.
+        Expression such as ``"cell_type == 'T cell' and n_genes > 500"``, evaluated by pandas. It may contain columns of
+        obs (in backticks unless the name is a Python identifier), numbers, strings, lists, comparisons, ``in``,
+        ``and``, ``or``, ``not``, arithmetic, and the methods ``.isna()``, ``.notna()``, ``.isin([...])``,
+        ``.between(low, high)``, ``.str.startswith('...')``, ``.str.endswith('...')`` and ``.str.contains('...')`` of a
+        column. Other functions, attributes and ``@`` are not permitted. A boolean column may stand alone.
 
     Returns
     -------
     NDArray
-        Row numbers, ascending, int64: ``indices`` of a strategy.
+        Row numbers, ascending, int64, suitable as ``indices`` of a strategy.
 
     Raises
     ------
     InputError
-        If the expression is none, holds something else, or says no yes or no for each row.
+        If the expression is invalid, contains other syntax, or does not give true or false for each row.
     MissingKeyError
-        If it names a column that obs does not have.
+        If the expression names a column that obs lacks.
 
     Notes
     -----
-    A comparison with a missing value does not hold, but for ``!=``, as in pandas, so ``not`` before it selects the
-    row. Unknown is what a nullable column or one of true and false says where a value is missing (``!=`` included),
-    and what ``.str`` says of a missing text of any column. ``not`` of what is unknown is unknown, and such rows are
+    As in pandas, a comparison with a missing value is false, except ``!=``, so its negation with ``not`` selects the
+    row. The result is unknown for missing values of nullable and boolean columns (including ``!=``), and for ``.str``
+    of missing text in any column. ``not`` of an unknown result is unknown, and rows with an unknown result are
     not selected: neither ``cell_type.str.startswith('T')`` nor ``not cell_type.str.startswith('T')`` selects cells
     without a type. ``cell_type.isna() or not cell_type.str.startswith('T')`` does.
     """
@@ -88,30 +88,30 @@ def rows_where(
 
 
 def obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
-    """Return the obs that a data set of `data` has, with these columns; with all where it is in memory."""
+    """Return the obs of `data` with at least these columns; an obs in memory has all."""
     if is_modalities(data) and not isinstance(data, Modalities):
-        # The obs of a MuData has cells, too, that some modality lacks.
+        # The obs of a MuData also has cells that some modality lacks.
         data = Modalities(data, obs=columns)
     obs = data if isinstance(data, pd.DataFrame) else getattr(data, "obs", None)
     return obs if isinstance(obs, pd.DataFrame) else opening.open(data, obs=columns, names=False).obs
 
 
 def columns_of(expression: str) -> list[str]:
-    """Return the columns that an expression names, each once, after a check that it is a permitted one."""
+    """Return the distinct columns in an expression, after a check of its syntax."""
     _, names = _parsed(expression)
     return list(names.values())
 
 
 def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return for each row of a table whether an expression holds, shape (n_obs,)."""
+    """Return a mask of the rows of a table for which an expression holds, shape (n_obs,)."""
     safe, names = _parsed(expression)
-    # Without the index, whose name might be that of a column.
+    # The index is left out, since its name may equal that of a column.
     table = pd.DataFrame(
         {safe_name: _values(obs[known("obs", name, obs.columns)]) for safe_name, name in names.items()},
         copy=False,
     )
     found = np.empty(len(table), dtype=bool)
-    # Every row by itself, so that what pandas makes on the way is as large as a piece.
+    # Rows are evaluated in pieces, which bounds the size of temporary arrays.
     for start in range(0, max(len(table), 1), _PIECE_ROWS):
         piece = slice(start, start + _PIECE_ROWS)
         try:
@@ -119,7 +119,7 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
             result = answered.eval(asked, engine="python")
         except (MemoryError, ImportError, AssertionError):
             raise
-        # Whatever pandas raises on columns that an expression does not fit.
+        # pandas may raise any error if the columns do not suit the expression.
         except Exception as error:
             dtypes = ", ".join(f"{name} is {obs[name].dtype}" for name in names.values())
             raise InputError(f"the filter {expression!r} cannot be evaluated ({dtypes}): {error}") from error
@@ -128,7 +128,7 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
 
 
 def _answers(result: Any, expression: str) -> NDArray[np.bool_]:
-    """Return true or false for each row, false where that is unknown."""
+    """Convert the result to a boolean for each row; unknown becomes False."""
     if not isinstance(result, pd.Series) or not pd.api.types.is_bool_dtype(result.dtype):
         found = result.dtype if isinstance(result, pd.Series) else type(result).__name__
         raise InputError(
@@ -139,23 +139,24 @@ def _answers(result: Any, expression: str) -> NDArray[np.bool_]:
 
 
 def _values(column: pd.Series[Any]) -> Any:
-    """Return what a column holds; true and false that are objects, as beside None, as booleans that can be missing."""
+    """Return the values of a column; objects of True, False and None become a nullable boolean array."""
     if column.dtype == object and pd.api.types.infer_dtype(column, skipna=True) == "boolean":
         return pd.array(column, dtype="boolean")
     return column.array
 
 
 def _with_answers(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
-    """Return an expression in which what is asked by ``.str`` is a column, and the table with these columns.
+    """Replace calls of ``.str`` by columns of their results; return the expression and the extended table.
 
-    Versions of pandas and types of text differ in what they answer where it is missing. The rest of the expression
-    stays as it was written, brackets too: pandas binds ``&`` and ``|`` in another order than Python's syntax tree.
+    The results of pandas for missing text depend on its version and on the type of text. The rest of the expression
+    is not changed, including brackets: the precedence of ``&`` and ``|`` in pandas differs from that of Python's
+    syntax tree.
     """
     calls = [node for node in ast.walk(ast.parse(safe, mode="eval")) if isinstance(node, ast.Call)]
     prefix = "_answer"
     while prefix in safe:
         prefix += "_"
-    text, answers = safe.encode(), {}  # positions are those of bytes
+    text, answers = safe.encode(), {}  # offsets of the syntax tree count bytes
     for i, call in enumerate(sorted(calls, key=lambda call: -call.col_offset)):
         question = _question(call)
         if question is not None and question.is_of_text:
@@ -166,13 +167,13 @@ def _with_answers(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
 
 
 def _answer(column: pd.Series[Any], method: str, arguments: Sequence[ast.expr]) -> pd.Series[Any]:
-    """Return what a column says to ``.str.startswith('...')`` and the like, missing where its text is."""
+    """Evaluate a method such as ``.str.startswith('...')`` on a column; the result is missing for missing text."""
     answer = getattr(column.str, method)(*map(ast.literal_eval, arguments)).astype("boolean")
     return answer.mask(column.isna()) if len(arguments) <= _STRING_METHODS[method] else answer
 
 
 class _Question(NamedTuple):
-    """What a call asks of a column, such as ``.isna()``, or of its text, such as ``.str.startswith('...')``."""
+    """Method call on a column, such as ``.isna()``, or on its text, such as ``.str.startswith('...')``."""
 
     column: str
     method: str
@@ -180,7 +181,7 @@ class _Question(NamedTuple):
 
 
 def _question(call: ast.Call) -> _Question | None:
-    """Return the question that a call is; None if it is anything else."""
+    """Return the permitted method call that a call represents, or None."""
     method = call.func
     if isinstance(method, ast.Attribute):
         of = method.value
@@ -200,7 +201,7 @@ def _is_literal(node: ast.AST) -> bool:
 
 
 def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
-    """Return an expression whose columns have Python names, and which column each of these is."""
+    """Return an expression with Python identifiers as column names, and the mapping to the original names."""
     if not isinstance(expression, str) or not expression.strip():
         raise InputError(f'a filter is an expression such as "n_genes > 500"; got {expression!r}')
     quoted: dict[str, str] = {}
@@ -210,7 +211,7 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
             return match[1]
         return quoted.setdefault(match[2], f"_quoted_{len(quoted)}")
 
-    # pandas takes lines for expressions of their own.
+    # Line breaks are removed, since pandas treats each line as an expression.
     safe = _QUOTED.sub(plain, re.sub(r"\s*[\r\n]\s*", " ", expression.strip()))
     try:
         tree = ast.parse(safe, mode="eval")
@@ -227,7 +228,7 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
 
 
 def _check(node: ast.AST, expression: str) -> None:
-    """Refuse whatever is not permitted, at any depth."""
+    """Raise an error for syntax that is not permitted, at any depth."""
     if isinstance(node, ast.Call):
         question, arguments = _question(node), [*node.args, *node.keywords]
         if question is not None and (not question.is_of_text or all(map(_is_literal, arguments))):

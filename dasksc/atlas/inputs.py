@@ -1,4 +1,4 @@
-"""Which atlases are meant by what was given, and what each is called."""
+"""Resolution of inputs to atlases with names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Part", "is_anncollection", "parts_of", "quoted", "stem_of"]
 
 logger = logging.getLogger("dasksc.parts")
 
-# What is an atlas, of what is in a directory.
+# Suffixes by which atlases in a directory are found.
 ATLAS_ENDINGS = (".h5ad", ".zarr")
 
 
@@ -34,11 +34,11 @@ class Part:
     Parameters
     ----------
     data
-        A path, a URL or an AnnData.
+        Path, URL or AnnData.
     name
-        What it is called: its key, the end of its path, or its number.
+        Name of the atlas: its key, the end of its path, or its number.
     obs
-        What an AnnCollection says of its cells, in place of its own obs.
+        Table of its cells from an AnnCollection, in place of its own obs.
     """
 
     data: Any
@@ -47,21 +47,21 @@ class Part:
 
 
 def parts_of(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
-    """Return the atlases that `data` stands for; None if it is one.
+    """Return the atlases that `data` represents; None if it is a single one.
 
     Parameters
     ----------
     data
         As for `dasksc.open`.
     options
-        For URLs.
+        Storage options of URLs.
 
     Raises
     ------
     InputError
-        If a value of a dict stands for several, or `data` is some of the rows of an AnnCollection.
+        If a value of a dict represents several atlases, or `data` is a view of an AnnCollection.
     MissingPathError
-        If nothing fits a pattern.
+        If nothing matches a pattern.
     """
     if isinstance(data, Mapping):
         return [replace(_one_of(key, given, options), name=str(key)) for key, given in data.items()]
@@ -72,17 +72,17 @@ def parts_of(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
 
 
 def is_anncollection(data: Any) -> bool:
-    """Return whether `data` is an AnnCollection of AnnData."""
+    """Return True if `data` is an AnnCollection of AnnData."""
     return type(data).__name__ == "AnnCollection" and hasattr(data, "adatas")
 
 
 def quoted(data: Any) -> str:
-    """Return what was given as errors quote it."""
+    """Return the input as quoted in error messages."""
     return f"{shown(data) if isinstance(data, str) and is_url(data) else data!r:.100}"
 
 
 def stem_of(path: str | os.PathLike[str]) -> str:
-    """Return the name of an atlas by its path or URL, without ending, and without a URL's query."""
+    """Return the name of an atlas from its path or URL, without suffix and query."""
     text = os.fspath(path)
     return Path(shown(text) if is_url(text) else text).stem
 
@@ -102,7 +102,7 @@ def _inside(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
 
 
 def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Part:
-    """Return the atlas that a value of a dict is, or stands for."""
+    """Return the atlas that a value of a dict represents."""
     parts = _inside(data, options) or [Part(data=data)]
     if len(parts) > 1:
         raise InputError(
@@ -121,7 +121,7 @@ def _of_collection(collection: Any) -> Iterator[Part]:
             "convert= of the AnnCollection is not applied to what is opened; map_blocks of X can do the same"
         )
     own = collection.obs
-    # What join_obs=None leaves to the parts.
+    # Columns that join_obs=None leaves in the parts.
     viewed = [name for name in collection.attrs_keys.get("obs", ()) if name not in own]
     stops = np.cumsum([adata.n_obs for adata in collection.adatas]).tolist()
     keys = _keys_in(own, stops)
@@ -135,7 +135,7 @@ def _of_collection(collection: Any) -> Iterator[Part]:
 
 
 def _categories_again(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Series[Any]:
-    """Return a column as categories if that of its part is: an AnnCollection makes strings of those that differ."""
+    """Restore the categories of a column of a part, since an AnnCollection joins unequal categories as strings."""
     if not isinstance(stored.dtype, pd.CategoricalDtype) or isinstance(column.dtype, pd.CategoricalDtype):
         return column
     again = column.astype(stored.dtype)
@@ -143,7 +143,7 @@ def _categories_again(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Seri
 
 
 def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
-    """Return the keys of an AnnCollection, which it does not keep but in the column that `label` made."""
+    """Return the keys of an AnnCollection, stored only in the column that `label` created; None without it."""
     codes = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
     for column in (obs[name] for name in obs):
         is_one = isinstance(column.dtype, pd.CategoricalDtype) and len(column.cat.categories) == len(stops)
@@ -156,7 +156,7 @@ def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
 
 
 def _named(parts: Sequence[Part]) -> list[Part]:
-    """Return parts with names: of paths their stems, with as much before these as tells them apart."""
+    """Name the parts: paths by their stems, preceded by as many folders as make them unique."""
     paths = {i: part.data for i, part in enumerate(parts) if isinstance(part.data, str | os.PathLike)}
     stems = [stem_of(path) for path in paths.values()]
     names = stems if len(set(stems)) == len(stems) else _told_apart(list(paths.values()))
@@ -165,7 +165,7 @@ def _named(parts: Sequence[Part]) -> list[Part]:
 
 
 def _told_apart(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the shortest end of each path that no other has; its ending counts only where nothing else differs."""
+    """Return the shortest unique end of each path; suffixes are included only if nothing else differs."""
     texts = [os.fspath(path) for path in paths]
     folders = [(shown(text) if is_url(text) else os.path.abspath(text)).split("/")[:-1] for text in texts]
     names = [stem_of(text) for text in texts]
@@ -188,7 +188,7 @@ def _told_apart(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
-    """Return the atlases that a pattern or a directory stands for, by name; None if it is one."""
+    """Return the atlases that a pattern or directory represents, sorted by name; None for a single atlas."""
     if is_url(path):
         place = Place.of(path, options)
         if place.local is None:
@@ -203,7 +203,7 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
 
 
 def _paths_in(path: str) -> list[str] | None:
-    """Return the atlases in a directory, of which there may be none; None of what is one atlas."""
+    """Return the atlases in a directory, possibly none; None if the path is an atlas itself."""
     if not os.path.isdir(path):
         return None
     if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
@@ -213,7 +213,7 @@ def _paths_in(path: str) -> list[str] | None:
 
 
 def _urls_at(place: Place) -> list[str] | None:
-    """Do as `_paths_at` does, behind a URL."""
+    """Return the atlases at a URL, as `_paths_at` does for paths."""
     is_pattern = glob.has_magic(place.key)
     if place.key.endswith(HDF5_ENDINGS) and not is_pattern:
         return None
@@ -233,7 +233,7 @@ def _urls_at(place: Place) -> list[str] | None:
 
 
 def _urls_in(place: Place) -> list[str] | None:
-    """Do as `_paths_in` does, behind a URL."""
+    """Return the atlases in a folder behind a URL, as `_paths_in` does for paths."""
     if place.key.endswith(HDF5_ENDINGS):
         return None
     if place.is_zarr():
@@ -250,7 +250,7 @@ def _groups_of(place: Place) -> list[str] | None:
         names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
     except StorageError:
         raise
-    # Whatever zarr-python raises on damaged metadata.
+    # zarr-python may raise any error for damaged metadata.
     except Exception as error:
         if not is_of_content(error):
             raise
@@ -259,16 +259,16 @@ def _groups_of(place: Place) -> list[str] | None:
 
 
 def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list[str]:
-    """Return what fits a pattern, each once: atlases, and those in folders that fit.
+    """Return the distinct matches of a pattern: atlases, and the atlases in matching folders.
 
-    A folder without any is named when it is opened, unless the pattern goes on into those in it.
+    A folder without atlases is kept, so that opening it raises an error, unless the pattern is recursive.
     """
     inside = ([one] if paths is None or not (paths or is_recursive(pattern)) else paths for one, paths in found)
     return list(dict.fromkeys(path for paths in inside for path in paths))
 
 
 def _is_atlas(name: str) -> bool:
-    """Return whether what has this name in a directory is an atlas; some systems leave hidden files beside them."""
+    """Return True if a directory entry is an atlas; hidden files, which some systems add, are not."""
     return name.endswith(ATLAS_ENDINGS) and not name.startswith(".")
 
 

@@ -1,4 +1,4 @@
-"""Layouts of files that AnnData wrote before 0.7."""
+"""File layouts of AnnData before version 0.7."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ __all__ = ["decode_old_categories", "entries_of_records", "is_record_array", "ol
 
 
 def is_record_array(stored: Any) -> bool:
-    """Return whether a stored element is an array of records, as which tables and mappings were once written."""
+    """Return True if a stored element is an array of records, the old layout of tables and mappings."""
     return isinstance(stored, h5py.Dataset | zarr.Array) and stored.dtype.names is not None
 
 
 def table_of_records(stored: Any) -> pd.DataFrame:
-    """Read obs or var: one record per row, its name first."""
+    """Read obs or var from an array of records, one per row; the first field is the name."""
     records = stored[()]
     table = pd.DataFrame({name: _decoded(records[name]) for name in records.dtype.names})
     return table.set_index(table.columns[0])
 
 
 def entries_of_records(stored: Any) -> dict[str, NDArray[Any]]:
-    """Read obsm or varm: one record per row, one field per entry."""
+    """Read obsm or varm from an array of records, one per row; each field is an entry."""
     fields = {field: np.ascontiguousarray(stored[()][field]) for field in stored.dtype.names}
     return {field: array[:, None] if array.ndim == 1 else array for field, array in fields.items()}
 
 
 def old_raw(root: Any) -> dict[str, Any]:
-    """Return the elements of raw, which lay beside X then."""
+    """Return the elements of raw, which the old layout stores next to X."""
     return {name: root[f"raw.{name}"] for name in ("X", "var", "varm") if f"raw.{name}" in root}
 
 
 def decode_old_categories(tables: list[pd.DataFrame], uns: dict[str, Any]) -> list[pd.DataFrame]:
-    """Decode categoricals: codes in the table, "<name>_categories" in uns."""
+    """Decode categoricals stored as codes in the table and ``"<name>_categories"`` in uns."""
     suffix = "_categories"
     for key in [key for key in uns if key.endswith(suffix)]:
         name, categories = key.removesuffix(suffix), np.atleast_1d(uns[key])

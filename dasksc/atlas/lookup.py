@@ -1,4 +1,4 @@
-"""Names looked up where they should be: what is not there is refused, with what is near it."""
+"""Lookup of names, with suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["known", "known_columns", "nearest", "nothing_at"]
 
 
 def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
-    """Return the end of a sentence that says which of the `known` names was meant: up to `n` that are near it."""
+    """Return the end of an error message that suggests up to `n` similar names, or lists the `known` ones."""
     names = [str(one) for one in known]
     near = difflib.get_close_matches(str(name), names, n=n, cutoff=0.5)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(sorted(names)[:20])}"
 
 
 def known(kind: str, name: str, held: Any) -> str:
-    """Return `name` if `held` has it; else raise an error that says which of `held` are near it."""
+    """Return `name` if `held` has it; otherwise raise an error with similar names."""
     if name in held:
         return name
     raise MissingKeyError(f"{kind} has no {name!r}; {nearest(name, held, n=3)}")
 
 
 def known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Place, *, may_lack: bool) -> list[str]:
-    """Return the `wanted` columns of an obs, each once; of those that it lacks, none, if it `may_lack` them."""
+    """Return the distinct `wanted` columns of an obs. Missing ones are skipped if `may_lack`, else an error."""
     known = list(known)
     missing = [name for name in wanted if name not in known]
     if may_lack:
@@ -45,7 +45,7 @@ def known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Plac
 
 
 def nothing_at(path: str) -> str:
-    """Return what to say of a path where there is nothing."""
+    """Return the message for a path that does not exist, with similar names."""
     folder, name = os.path.split(path)
     if not os.path.isdir(folder):
         return f"there is nothing at {path}, nor is {folder} a directory"

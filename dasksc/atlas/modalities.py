@@ -1,4 +1,4 @@
-"""Several modalities of the same cells, their rows aligned."""
+"""Several modalities of the same cells, with aligned rows."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ _RESERVED = ("obs", "index")
 class Modalities:
     """Several modalities of the same cells, such as RNA and surface proteins, for `dasksc.scDataset`.
 
-    Row i is the same cell in each. Cells that some modality lacks are left out; nothing is rewritten, and nothing of
-    the matrices read.
+    Row i is the same cell in each modality. Cells that some modality lacks are left out. Matrices are neither read nor
+    rewritten.
 
     Parameters
     ----------
     data
-        The path or URL of an ``.h5mu`` file or of the Zarr store of a MuData, a MuData (in memory or backed), or a dict
-        of what `dasksc.open` takes, by the name of the modality.
+        Path or URL of an ``.h5mu`` file or of the Zarr store of a MuData, a MuData (in memory or backed), or a dict
+        of inputs of `dasksc.open` by modality.
     obs
-        The columns of obs to read: those that modalities have by ``"modality:column"``, those of a MuData itself by
-        their names. Default: all.
+        Columns of obs to read: ``"modality:column"`` for those of a modality, plain names for those of the MuData
+        itself. Default: all.
     mmap
         As for `dasksc.open`.
     raw
-        As for `dasksc.open`, of each modality.
+        As for `dasksc.open`, for each modality.
     storage_options, cache
         As for `dasksc.open`.
 
     Attributes
     ----------
     mod
-        An AnnData of Dask arrays for each modality, of the cells that all have: in the order of the MuData, or else of
-        the first modality.
+        AnnData of Dask arrays for each modality, with the cells that all modalities have, in the order of the MuData
+        or, for a dict, of the first modality.
     obs
-        One table: the columns of the MuData's own obs, but for its copies of what modalities have, and those of the
-        modalities as ``"modality:column"``.
+        Table of the columns of the MuData's own obs, except its copies of columns of modalities, and the columns of
+        the modalities as ``"modality:column"``.
     obsm
-        What a MuData itself has in obsm, as Dask arrays; none in a dict of modalities. To have it in batches, put it
-        into a modality: ``data["rna"].obsm["X_mofa"] = data.obsm["X_mofa"]`` and ``obsm=["rna:X_mofa"]``.
+        obsm of the MuData itself, as Dask arrays; empty for a dict of modalities. To have an entry in batches, assign
+        it to a modality: ``data["rna"].obsm["X_mofa"] = data.obsm["X_mofa"]`` and ``obsm=["rna:X_mofa"]``.
 
     Raises
     ------
     InputError
-        If there is no modality, cells of one repeat, or no cell is in all.
+        If there is no modality, cell names of a modality repeat, or no cell is in all modalities.
     MissingPathError, StorageError
         As for `dasksc.open`.
     MissingKeyError
-        If obs has no such column, or a modality no raw.
+        If obs has no such column, or a modality has no raw.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Modalities:
 
     @property
     def n_obs(self) -> int:
-        """Cells that all modalities have."""
+        """Number of cells that all modalities have."""
         return len(self.obs)
 
     @property
     def obs_names(self) -> pd.Index[Any]:
-        """Their names."""
+        """Names of the cells."""
         return self.obs.index
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class Modalities:
 
 
 def is_modalities(data: Any) -> bool:
-    """Return whether `data` is what `Modalities` alone opens: itself, a MuData, or the path of one."""
+    """Return True if `data` is a `Modalities`, a MuData, or the path of a MuData."""
     if isinstance(data, Modalities) or _is_mudata(data):
         return True
     return isinstance(data, str | os.PathLike) and holds_modalities(os.fspath(data))
@@ -144,12 +144,12 @@ def _is_mudata(data: Any) -> bool:
 
 
 def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnData | None, dict[str, AnnData]]:
-    """Return what all share, if there is such, and the modalities as they are stored."""
+    """Return the shared obs and obsm, None for a dict, and the modalities with rows as stored."""
     if isinstance(data, str | os.PathLike):
         return open_modalities(os.fspath(data), obs, **options)
     if _is_mudata(data):
         own, columns = split_columns(obs, data.obs, {name: adata.obs for name, adata in data.mod.items()})
-        # MuData keeps there, by the names of modalities, which cells each has.
+        # The entries of obsm with the names of modalities mark the cells of each.
         obsm = {name: array for name, array in data.obsm.items() if name not in data.mod}
         return opening.open(AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)), {
             name: opening.open(adata, obs=columns[name], **options) for name, adata in data.mod.items()
@@ -165,7 +165,7 @@ def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnDa
 
 
 def _aligned(adata: AnnData, names: pd.Index[Any]) -> AnnData:
-    """Return the rows of these names, their matrices still unread."""
+    """Return the rows with these names, with matrices still lazy."""
     if adata.obs_names.equals(names):
         return adata
     rows = adata.obs_names.get_indexer(names).astype(np.int64)

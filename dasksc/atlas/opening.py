@@ -1,8 +1,8 @@
-"""Opening an atlas: paths and AnnData objects become an AnnData of Dask arrays.
+"""Opening of atlases: paths and AnnData objects become an AnnData of Dask arrays.
 
-Nothing with one row per cell is read but the obs table: X, the layers, obsm, obsp and raw.X stay
-where they are until they are computed or fetched. What describes genes (var, varm, varp) and uns is
-read as AnnData reads it.
+The obs table is the only element with one row per cell that is read. X, the layers, obsm, obsp and raw.X stay
+on disk until they are computed or fetched. Annotations of genes (var, varm, varp) and uns are read by
+AnnData.
 """
 
 from __future__ import annotations
@@ -54,71 +54,73 @@ def open(
     Parameters
     ----------
     data
-        The path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its
-        arrays are shared, not copied), read with ``backed="r"`` (X comes from its file, everything
-        else, with your edits, from the object), or of Dask arrays already. Paths may be URLs
-        (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and those that fsspec knows).
+        Path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its arrays are shared,
+        not copied), opened with ``backed="r"`` (X is read from its file; all else, with your changes, comes from the
+        object), or of Dask arrays. Paths may be URLs (``s3://``, ``gs://``, ``az://``, ``https://``,
+        ``http://``, ``file://``, and those that fsspec supports).
 
-        Several, one below the other: a list of these and of what follows, or a dict of these by their keys; a pattern
-        (``"atlas/*.h5ad"``; ``**`` for folders of any depth) or a directory, whose files and stores are taken by name
-        (behind URLs too, but of web servers, which do not tell what they have), one alone as if it had been given; a
-        store of ``dataset_*`` groups, as annbatch writes it; AnnData's `AnnCollection`, whose obs is that of what is
-        opened. Nothing is rewritten: a column is renumbered while the rows of a batch are gathered.
+        Several atlases are concatenated along obs: a list of any of these and the following, or a dict of them by key;
+        a pattern (``"atlas/*.h5ad"``; ``**`` for folders of any depth) or a directory, whose files and stores are
+        sorted by name (also behind URLs, except on web servers, which do not list files); a store of ``dataset_*``
+        groups, as written by annbatch; an `AnnCollection` of AnnData, whose obs is used. A pattern or directory with a
+        single atlas opens that atlas. Nothing is rewritten: columns are renumbered while the rows of a batch are
+        gathered.
     obs
-        The obs columns to read. Default: all of them.
+        Columns of obs to read. Default: all of them.
     mmap
-        Whether uncompressed files of this machine are mapped into memory. Mapping is the fastest way to read them
-        where their pages stay in memory; a file that is truncated while it is read ends the process, where
-        ``mmap=False`` raises an error. ``"auto"`` maps them unless they are too large to stay in the page cache,
-        as the memory that the process may use allows; that is decided when an epoch begins.
+        If True, uncompressed local files are memory-mapped. This is the fastest way to read them if their pages stay in
+        memory. If a mapped file is truncated during reading, the process ends, whereas ``mmap=False`` raises an error.
+        ``"auto"`` maps files unless they are too large for the page cache within the memory that the process may use;
+        it decides at the beginning of each epoch.
     names
-        Whether the names of cells are read. Without them obs has a `pandas.RangeIndex`, and opening takes time and
-        memory for the columns read only: 10^8 names are 10 GB. Copies that AnnData makes number the cells, as strings.
+        If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
+        only for the columns read (10^8 names take 10 GB). AnnData names the cells of copies by number, as strings.
     join, label, keys, index_unique, merge
-        Of several, as for `anndata.concat`, which concatenates their tables: keep the variables that all have
-        (``"inner"``) or any (``"outer"``); name an obs column that says which row is of which, by `keys`, one for each
-        atlas that a pattern or directory stands for (default: of paths, their names, with the folders that tell them
-        apart; of an AnnCollection, those in the column that its ``label`` made). Matrices of different types take
-        their common one, with a warning. Left out are obsp, uns, varp, a raw that not all have, and layers and obsm
-        that only some have unless `join` is ``"outer"``.
+        For several atlases, as for `anndata.concat`, which concatenates their tables. `join` keeps the variables in all
+        atlases (``"inner"``) or in any (``"outer"``). `label` names an obs column with the atlas of each row, by
+        `keys`, one per atlas, including those that a pattern or directory represents (default for paths: their names,
+        with folders if needed to distinguish them; for an AnnCollection: the keys in the column that its ``label``
+        created). Matrices of different data types are converted to a common type, with a warning. Left out are obsp,
+        uns and varp; a raw that some atlases lack; and, unless `join` is ``"outer"``, layers and entries of obsm that
+        some lack.
     fill_value
-        What ``join="outer"`` puts where an atlas lacks a variable, a layer or an entry of obsm. Default: 0 in sparse
-        matrices, which take nothing else, and NaN in dense ones, with a warning.
+        Value that ``join="outer"`` uses if an atlas lacks a variable, a layer or an entry of obsm. Default: 0 in sparse
+        matrices, which support no other value, and NaN in dense ones, with a warning.
     raw
-        Open what is in ``raw`` instead: its X, var and varm beside obs, obsm and uns, without layers, obsp and varp.
-        Of several, that of each, joined as any X is.
+        If True, open the content of ``raw`` instead: its X, var and varm with obs, obsm and uns, without layers, obsp
+        and varp. For several atlases, the raw of each is joined in the same way as X.
     storage_options
-        For URLs: credentials, region, endpoint, by the names of obstore's stores (or of fsspec's file systems,
-        for what it reads); what is not given comes from the environment (``AWS_...``, ``GOOGLE_...``,
-        ``AZURE_...``). Public buckets: ``{"skip_signature": True}``.
+        Options for URLs: credentials, region and endpoint, with the names of obstore's stores (or of fsspec's file
+        systems, for other URLs). Missing options come from the environment (``AWS_...``, ``GOOGLE_...``,
+        ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
     cache
-        A folder of this machine for blocks of what is read, or ``{"path": ..., "limit": "100GiB"}``; also of paths
-        that are no URLs, such as those of a network file system. Default: ``dasksc.cache`` of Dask's
-        configuration, for URLs only.
+        Local folder for a cache of blocks that are read, or ``{"path": ..., "limit": "100GiB"}``. It also applies to
+        paths, such as those of a network file system. Default: ``dasksc.cache`` in the configuration of Dask,
+        for URLs only.
     attach
-        Elements of other stores to add, such as those that `dasksc.predict` writes: paths by key,
+        Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
-        read. The store must have the cells of the atlas, in its order: their number is compared, and their names
+        read. The store must have the same cells in the same order: their number is compared, and their names
         unless ``names=False``.
 
     Returns
     -------
     AnnData
-        ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays, and so is ``obsp`` when a path is opened;
-        nothing of them has been read. obsm entries that are not numeric matrices (tables, images)
-        are read as AnnData reads them.
+        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read, and also
+        ``obsp`` if a path is opened. Entries of obsm that are not numeric matrices (tables, images) are read by
+        AnnData.
 
     Raises
     ------
     InputError
-        If `data` is of another kind, or several do not fit together, such as by ``"inner"`` without a common variable;
-        or if the cells of a store in `attach` are others.
+        If `data` has another type, or several atlases do not fit together, such as ``"inner"`` without a common
+        variable; or if the cells of a store in `attach` differ.
     MissingPathError
-        If there is nothing at the path.
+        If the path does not exist.
     StorageError
-        If what is there is not an AnnData file or store (`CorruptDataError`: a damaged one).
+        If the path has no AnnData file or store (`CorruptDataError`: if it is damaged).
     MissingKeyError
-        If obs has no column of a name in `obs`, or there is no raw; or if a store in `attach` has no such key.
+        If obs lacks a column in `obs`, or there is no raw; or if a store in `attach` lacks a key.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
@@ -140,7 +142,7 @@ def open(
     told = {name: value for name, value in given.items() if value is not None}
     remedy = "adata.obs_names_make_unique() makes them unique"
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
-        names = False  # AnnData would make strings of its numbers
+        names = False  # AnnData would convert the numbers to strings
     if not names and index_unique is not None:
         raise InputError("index_unique= is of names, which names=False leaves out")
     options = OpenOptions(
@@ -150,7 +152,7 @@ def open(
         parts = parts_of(data, options.storage_options)
         if parts == []:
             raise InputError(f"there is nothing to open in {data!r}")
-        # A pattern or folder may stand for one, which is then as if it had been given.
+        # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
             result = _open_one(data if parts is None else parts[0].data, obs, options)
             if raw:
@@ -176,7 +178,7 @@ def open(
         is_path = isinstance(data, str | os.PathLike)
         what = quoted(data) if is_path else "the AnnData given" if parts is None else f"{len(parts)} atlases"
         logger.warning("obs_names repeat in %s; %s", what, remedy)
-    # Of an AnnData that a data set opens again it was said when it was made.
+    # An AnnData that a data set opens again was checked when it was first opened.
     if (names or not isinstance(data, AnnData)) and not result.var_names.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return result
@@ -209,7 +211,7 @@ def _open_several(
     keys: Sequence[str] | None,
     **given: Any,
 ) -> AnnData:
-    """Open atlases as one; `are_given` says that their names are keys."""
+    """Open several atlases as one; `are_given` is True if their names are keys given by the user."""
     names = [part.name for part in parts]
     are_told = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_told=are_told)
@@ -227,9 +229,9 @@ def _open_several(
 
 
 def _refuse_column(column: str, parts: Sequence[Part], without: Sequence[str], options: OpenOptions) -> NoReturn:
-    """Refuse a column of obs that no atlas has, or not all that are joined by 'inner'; `without` names those."""
+    """Raise an error for a column of obs missing in the atlases `without`: in all, or in some joined by ``"inner"``."""
     if len(without) == len(parts):
-        _open_part(parts[0], [column], options)  # says which it has
+        _open_part(parts[0], [column], options)  # raises an error with the available columns
     raise MissingKeyError(
         f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: {', '.join(without[:3])}"
         f"{', ...' if len(without) > 3 else ''} lacks it. Leave it out of obs=, or give join='outer', which fills it "
@@ -238,7 +240,7 @@ def _refuse_column(column: str, parts: Sequence[Part], without: Sequence[str], o
 
 
 def _label(adata: AnnData, key: str, *, label: str | None, index_unique: str | None) -> None:
-    """Do to one atlas what `anndata.concat` does to several."""
+    """Apply `label` and `index_unique` to a single atlas, as `anndata.concat` does to several."""
     if index_unique is not None:
         adata.obs_names = adata.obs_names.astype(str) + f"{index_unique}{key}"
     if label is not None:
@@ -246,7 +248,7 @@ def _label(adata: AnnData, key: str, *, label: str | None, index_unique: str | N
 
 
 def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: bool, are_told: bool) -> Sequence[str]:
-    """Return what the atlases are called in obs; `are_told` says that it is seen there."""
+    """Return the keys of the atlases; `are_told` is True if they appear in obs."""
     if keys is None:
         if len(set(names)) == len(names):
             return names
@@ -267,9 +269,9 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
 
 
 def is_several(data: Any) -> bool:
-    """Return whether `data` is a list, tuple or dict of what `open` takes.
+    """Return True if `data` is a list, tuple or dict of inputs of `open`.
 
-    An AnnCollection by itself is not: hooks expect to index it. `open` makes it an AnnData all the same.
+    A single AnnCollection is not, since hooks expect to index it, although `open` converts it to an AnnData.
     """
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):
@@ -280,6 +282,6 @@ def is_several(data: Any) -> bool:
 
 
 def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
-    """Return the atlases that `data` stands for, and their names; None if it is one."""
+    """Return the atlases that `data` represents, and their names; None for a single one."""
     parts = parts_of(data, {})
     return None if parts is None else ([part.data for part in parts], [part.name for part in parts])

@@ -1,4 +1,4 @@
-"""What `open` takes, and what it is told for everything that it opens."""
+"""Options of `open`, and types of its input."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
-    """What `open` was told, for everything that it opens, however deep in the file.
+    """Options of `open` that apply to all elements of a file.
 
     Parameters
     ----------
     mmap
-        Whether uncompressed files of this machine are mapped into memory, as for `open`.
+        Setting for memory-mapping uncompressed local files, as for `open`.
     has_names
-        Whether the names of cells are read.
+        If True, read the names of cells.
     may_lack
-        Whether columns of obs that were asked for may be missing: of several atlases, some may lack what others have.
+        If True, requested columns of obs may be missing, since only some of several atlases may have them.
     storage_options
-        How what is behind a URL is reached.
+        Options for accessing URLs.
     cache
-        Where blocks of what is read are kept. None: what Dask's configuration says, for URLs only.
+        Cache of blocks that are read. None: the cache in the configuration of Dask, for URLs only.
     """
 
     mmap: UseMmap = "auto"
@@ -48,11 +48,11 @@ class OpenOptions:
     cache: Cache | None = None
 
     def cache_of_places(self) -> Cache | None:
-        """Return the cache of what is read by way of a `Place`: the one given, or that of the configuration."""
+        """Return the cache for reading through a `Place`: the given one, or that of the configuration."""
         return self.cache or Cache.of(config.get("cache"))
 
 
 def check_mmap(mmap: Any) -> None:
-    """Refuse what is no way of reading files."""
+    """Raise an error for an invalid value of `mmap`."""
     if not (isinstance(mmap, bool) or mmap == "auto"):
         raise InputError(f"mmap={mmap!r} must be True, False or 'auto'")

@@ -1,4 +1,4 @@
-"""Parts of an atlas for training, validation and test, without leaking groups."""
+"""Splits of an atlas into training, validation and test without leaking groups."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from dasksc.sampling.random_keys import Purpose, epoch_keys
 __all__ = ["split"]
 
 _DEFAULT = (0.8, 0.1, 0.1)
-# The part of what is held out by condition.
+# Name of the part with the conditions that are held out.
 _HELD_OUT = "test"
 _NAMES = {2: ("train", "test"), 3: ("train", "validation", "test")}
 _MAX_PARTS = 100
-# Of groups by classes, counted in eight bytes each.
+# Maximum number of counts of groups by classes, in eight bytes each.
 _MAX_COUNTS = 2**28
-# Orders in which groups are dealt, the best of which is taken; fewer where dealing takes long.
+# Number of orders in which groups are assigned, of which the best is used; fewer if the assignment is slow.
 _N_TRIES = 16
 _TRIED_COUNTS = 2**26
-# With more labels, those that are there are numbered anew.
+# With more labels, those that occur are renumbered.
 _FEW_CODES = 256
-# Rows that are looked at together.
+# Number of rows that are processed together.
 _PIECE_ROWS = 2**20
 
 
@@ -62,65 +62,66 @@ def split(
     Parameters
     ----------
     data
-        What `dasksc.open` takes or returns, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
-        file), an AnnCollection, or a table of obs. Of a path only the columns named here are read. Of several
-        modalities columns are ``"modality:column"``, and row i is cell i of `Modalities`.
+        Any argument or result of `dasksc.open`, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
+        file), an AnnCollection, or an obs table. From a path, only the columns given here are read. For several
+        modalities, columns are ``"modality:column"``, and row i is cell i of `Modalities`.
     fractions
-        Of each part, summing to 1: by name, or two for ``train`` and ``test``, or three for ``train``, ``validation``
-        and ``test``. Beside `hold_out` they are of the conditions that are not held out, by name or two for ``train``
-        and ``validation``; default: all for ``train``.
+        Fraction of each part, summing to 1: by name, or two numbers for ``train`` and ``test``, or three for ``train``,
+        ``validation`` and ``test``. With `hold_out`, fractions of the remaining conditions, by name or two for
+        ``train`` and ``validation``; default: all for ``train``.
     by
-        An obs column whose values are dealt: ``by="donor"`` puts that fraction of the *donors* into each part, each
-        with all its rows. Default: rows are dealt.
+        Column of obs whose values are assigned to parts: ``by="donor"`` assigns that fraction of the *donors*, each
+        with all its rows, to each part. Default: single rows are assigned.
     groups
-        Columns of obs whose values no two parts share, while `fractions` are still of the rows: ``groups="donor"``
-        keeps every donor in one part. Of several columns (and `by`) none is shared: donors of one batch stay together,
-        and so do batches of one donor.
+        Columns of obs whose values are in one part only, while `fractions` still refer to rows: ``groups="donor"``
+        keeps the rows of every donor in one part. With several columns (and `by`) this applies to each of them: donors
+        of a batch stay together, and so do batches of a donor.
     stratify
-        An obs column (of several: their combinations) of which each part is to have its share. Rows without a label
-        (missing, and whole numbers below 0, as for `ClassBalancedSampling`) are split, too: each part gets its share of
-        them, as of a class. Beside `by` a value counts once, for the class that most of its labelled rows have.
+        Column of obs whose classes have the same proportions in each part; for several columns, their combinations.
+        Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) are treated as a
+        further class. With `by`, each value counts once, for the most frequent class of its labelled rows.
     indices
-        Split only these rows, each once: row numbers, a boolean mask or a slice.
+        Rows to split, without repeats: row numbers, a boolean mask or a slice.
     seed
-        In [0, 2**64). The same seed, data and arguments give the same parts.
+        Seed of the split, an integer in [0, 2**64). The same seed, data and arguments give the same parts.
     conditions
-        Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``: each condition is in one
-        part with all its rows. Without `hold_out` conditions are dealt at random, `fractions` of those of each context
-        (the combinations of all columns but the last). Refused beside `by`, `groups` and `stratify`.
+        Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``: all rows of a condition are
+        in one part. Without `hold_out`, conditions are assigned at random by `fractions` within each context (a
+        combination of all columns but the last). Not allowed with `by`, `groups` and `stratify`.
     hold_out
-        The conditions that make up the part ``test``, by values of the columns: ``{"cell_line": ["K562"]}`` holds out a
-        whole cell line (zero-shot). Of several columns a condition has one of the values of each; of several such
-        mappings it fits one.
+        Conditions of the part ``test``, by values of columns: ``{"cell_line": ["K562"]}`` holds out a whole cell line
+        (zero-shot). A condition must have one of the values of each given column. With several such mappings, it must
+        match one of them.
     few_shot
-        Share of the conditions held out of each context that goes to the first part all the same: rounded, at least one
-        of two or more, and never all.
+        Share of the held-out conditions of each context that is assigned to the first part nevertheless: rounded, at
+        least one if there are two or more, and never all.
     control
-        Which rows are control cells: values by column, such as ``{"gene": "non-targeting"}``, or an expression as for
-        `dasksc.rows_where`. They are of no condition, and all in the first part, those of contexts held out too.
+        Control cells: values by column, such as ``{"gene": "non-targeting"}``, or an expression as for
+        `dasksc.rows_where`. They belong to no condition, and all are in the first part, including those of held-out
+        contexts.
 
     Returns
     -------
     dict
-        For each part its row numbers, ascending, int64: ``indices`` of a strategy. Every row is in exactly one part,
-        and none is empty. With `conditions` it has an attribute ``table``, a DataFrame that says for each context how
-        many conditions and cells of it each part has.
+        Row numbers of each part, ascending, int64, suitable as ``indices`` of a strategy. Every row is in exactly one
+        part, and no part is empty. With `conditions`, the dict has an attribute ``table``, a DataFrame with the number
+        of conditions and cells of each context in each part.
 
     Raises
     ------
     InputError
-        If an argument is none of these, which is told before anything is read; if fractions do not sum to 1, a row
+        If an argument is invalid, which is checked before data are read; if fractions do not sum to 1, a row
         has no group or condition, there are fewer groups than parts, or a column to stratify by is continuous.
     MissingKeyError
-        If obs has no such column, or a column no such value to hold out.
+        If obs lacks a column, or a column lacks a value to hold out.
 
     Notes
     -----
-    Without `by` and `groups`, of each class a part gets less than one row more or less than its fraction, and every
-    choice of rows is as likely as another; of the whole it is off by fewer rows than there are parts. Groups cannot be
-    cut: a part is over its fraction by no more than the largest group. Of up to 16 orders of dealing groups that is
-    taken which comes nearest to the fractions of every class (by chi-square), so few groups are split in few ways,
-    whatever the seed. Takes time and memory linear in the rows (a few columns of integers).
+    Without `by` and `groups`, the number of rows of each class in a part differs from its exact fraction by less than
+    one, and the total of a part by less than the number of parts; all choices of rows are equally likely. Groups are
+    not divided: a part exceeds its fraction by at most the largest group. The function assigns groups in up to 16
+    random orders and uses the result closest to the fractions of every class (by chi-square), so few groups lead to few
+    distinct splits, whatever the seed. Time and memory are linear in the number of rows (a few columns of integers).
     """
     if conditions is not None:
         refused = {"by": by, "groups": groups, "stratify": stratify}
@@ -171,7 +172,7 @@ def split(
 
 
 def _candidates(indices: Any, n_obs: int) -> tuple[Candidates, slice | NDArray[np.int64]]:
-    """Return the rows to split, and the same as what indexes a column."""
+    """Return the rows to split, as candidates and as an index into a column."""
     candidates = Candidates.of(indices, n_obs)
     if candidates.array is None:
         return candidates, slice(candidates.start, candidates.start + candidates.n)
@@ -181,7 +182,7 @@ def _candidates(indices: Any, n_obs: int) -> tuple[Candidates, slice | NDArray[n
 
 
 def _to_rows(found: dict[str, NDArray[np.int64]], candidates: Candidates) -> dict[str, NDArray[np.int64]]:
-    """Replace places among the candidates by their row numbers."""
+    """Replace positions among the candidates by row numbers, in place."""
     for positions in found.values():
         for piece in _pieces(len(positions)):
             positions[piece] = candidates.rows(positions[piece])
@@ -189,7 +190,7 @@ def _to_rows(found: dict[str, NDArray[np.int64]], candidates: Candidates) -> dic
 
 
 def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indices: Any, seed: int) -> Parts:
-    """Deal conditions: those held out to the part ``test``, others by `fractions`, control cells to the first part."""
+    """Assign held-out conditions to ``test``, others by `fractions`, and control cells to the first part."""
     if not request.hold_out:
         names, shares = _fractions(fractions)
     elif fractions is _DEFAULT:
@@ -241,7 +242,7 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
 
 
 def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
-    """Return the names of the parts and their fractions, which sum to 1."""
+    """Return the names of the parts and their fractions, normalized to sum to 1."""
     try:
         given = dict(fractions) if isinstance(fractions, Mapping) else list(fractions)
         shares = np.asarray(list(given.values()) if isinstance(given, dict) else given, dtype=np.float64)
@@ -269,10 +270,10 @@ def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
 
 
 def _listed(option: str, names: Any) -> list[str]:
-    """Return the columns that an option names, one or several."""
+    """Return the one or several columns given for an option as a list."""
     if names is None:
         return []
-    # Not a set, whose order differs between processes.
+    # Sets are refused, since their order differs between processes.
     is_several = isinstance(names, Sequence | np.ndarray | pd.Index) and not isinstance(names, str)
     listed = list(names) if is_several else [names]
     if not all(isinstance(name, str) for name in listed):
@@ -285,7 +286,7 @@ def _pieces(n: int) -> Iterator[slice]:
 
 
 def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tuple[NDArray[np.int32], str]:
-    """Return numbers for the values of a column, shape (n,), -1 for missing ones; and its name."""
+    """Return codes of the values of a column, shape (n,), -1 if missing; and its name."""
     column = obs[known("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes = np.asarray(column.array.codes)[rows]
@@ -295,9 +296,9 @@ def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tup
 
 
 def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return numbers for the labels of a column, shape (n,), -1 where there is none."""
+    """Return codes of the labels of a column, shape (n,), -1 if there is none."""
     codes, names = encode_labels(obs[known("obs", name, obs.columns)].iloc[rows])
-    if len(names) > _FEW_CODES:  # whole numbers are their own codes, with any gaps between them
+    if len(names) > _FEW_CODES:  # integer labels are their own codes, possibly with gaps
         codes = np.where(codes < 0, -1, pd.factorize(codes)[0])
     return codes.astype(np.int32, copy=False)
 
@@ -305,9 +306,9 @@ def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> ND
 def _classes(
     obs: pd.DataFrame, strata: list[str], rows: slice | NDArray[np.int64], n: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Return the class of each row, how many rows each has, and the class of those without any label, or -1.
+    """Return the class of each row, the number of rows per class, and the class of unlabelled rows, or -1.
 
-    Classes are those of one column, or combinations.
+    Classes are the labels of one column, or combinations of labels.
     """
     classes, counts = np.zeros(n, dtype=np.int32), np.array([n])
     unlabelled = 0
@@ -321,23 +322,23 @@ def _classes(
         classes += 1
         counted = np.zeros(len(counts) * n_codes + 1, dtype=np.int64)
         draw_kernels.count_codes(n, classes, np.empty(0, dtype=np.int64), counted)
-        # Numbered anew: only combinations that there are count.
+        # Renumber, so that only combinations that occur are counted.
         present = np.flatnonzero(counted[1:])
         lookup = np.zeros(len(counted) - 1, dtype=np.int32)
         lookup[present] = np.arange(len(present))
         for piece in _pieces(n):
             classes[piece] = lookup[classes[piece]]
         counts = counted[1:][present] if len(present) else np.array([0])
-        # Those that had no label so far, and have none here.
+        # Rows without a label in all columns so far.
         found = np.flatnonzero(present == unlabelled * n_codes)
         unlabelled = int(found[0]) if len(found) else -1
     return classes, counts, unlabelled
 
 
 def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
-    """Return how many rows of each class each part gets, shape (n_classes, n_parts), summing to `counts`.
+    """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`.
 
-    Each is the exact number rounded down or up. Up for the parts that are shortest over all classes so far.
+    Each is the exact number rounded down or up; up for the parts with the largest deficit over all classes so far.
     """
     exact = counts[:, None] * shares
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
@@ -347,7 +348,7 @@ def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint
     for c in order:
         rest = exact[c] - quotas[c]
         short += rest
-        # What is exact already stays so.
+        # Numbers that are integers already are not changed.
         shortest_first = np.argsort(np.where(rest > 1e-9, -short, np.inf), kind="stable")
         more = shortest_first[: counts[c] - quotas[c].sum()]
         quotas[c, more] += 1
@@ -366,9 +367,9 @@ def _parts_of_groups(
     counts_values: bool,
     unlabelled: int,
 ) -> NDArray[np.int8]:
-    """Return the part of each row, those that share a value of any column in one.
+    """Return the part of each row, equal for rows that share a value of any column.
 
-    With `counts_values` a value has the class that most of its rows have, other than `unlabelled`.
+    With `counts_values`, each value has the most frequent class of its rows, other than `unlabelled`.
     """
     for codes, name in columns:
         n_missing = int((codes < 0).sum())
@@ -385,7 +386,7 @@ def _parts_of_groups(
         by_value = _counted(first, classes, n_classes)
         values = np.flatnonzero(by_value.sum(axis=1))
         if unlabelled >= 0:
-            # It counts only where no row has a label.
+            # The unlabelled class applies only to values without any label.
             by_value[:, unlabelled] = by_value.sum(axis=1) == by_value[:, unlabelled]
         counts = np.zeros_like(counts)
         np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)
@@ -411,14 +412,14 @@ def _parts_of_groups(
 
 
 def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
-    """Return for each value of the first column its unit: values that are linked by any other column share one."""
+    """Return the unit of each value of the first column; values linked through any other column share a unit."""
     first = columns[0]
     n_values = int(first.max(initial=-1)) + 1
     if len(columns) == 1:
         return np.arange(n_values)
     size, ends = n_values, []
     for other in columns[1:]:
-        # Of rows by the million few pairs are different.
+        # Millions of rows have few distinct pairs.
         pairs = np.empty(0, dtype=np.int64)
         for piece in _pieces(len(first)):
             pairs = np.union1d(pairs, first[piece].astype(np.int64) << 32 | other[piece])
@@ -433,7 +434,7 @@ def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
 def _counted(
     values: NDArray[np.int32], classes: NDArray[np.int32], n_classes: int, units: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return how many rows of each class each value has, or each unit of values, shape (n_units, n_classes)."""
+    """Count rows by value (or unit of values) and class, shape (n_units, n_classes)."""
     n_units = int((values if units is None else units).max(initial=-1)) + 1
     if n_units * n_classes > _MAX_COUNTS:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Opening the AnnData in a file or store."""
+"""Opening of the AnnData in a file or store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["open_path", "read_root"]
 
 
 def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
-    """Open what is at a path or URL."""
+    """Open the AnnData at a path or URL."""
     if holds_modalities(path):
         _refuse_modalities(path)
     where = where_of(path, options)
@@ -49,7 +49,7 @@ def _refuse_modalities(path: str) -> NoReturn:
 
 
 def read_root(path: str | Place, root: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
-    """Open the AnnData in a group, which that of a modality is too; `path` is that of the file or store."""
+    """Open the AnnData in a group, which may be a modality; `path` is that of the file or store."""
 
     def lazily(stored: Any) -> Any:
         return lazy_element(path, stored, options)
@@ -61,7 +61,7 @@ def read_root(path: str | Place, root: Any, obs: Sequence[str] | None, options: 
         tables = decode_old_categories(tables, uns)
     if obs is not None:
         wanted = known_columns(obs, tables[0].columns, path, may_lack=options.may_lack)
-        if list(tables[0].columns) != wanted:  # columns that are taken are copied
+        if list(tables[0].columns) != wanted:  # avoids a copy of the columns
             tables[0] = tables[0][wanted]
     return assemble(
         x=lazily(root["X"]) if "X" in root else None,
@@ -82,7 +82,7 @@ def read_root(path: str | Place, root: Any, obs: Sequence[str] | None, options: 
 
 
 def _read_genes(path: str | Place, stored: Any, options: OpenOptions) -> pd.DataFrame:
-    """Read var, whose names are read even where those of cells are not."""
+    """Read var, including its names even if those of cells are not read."""
     return read_table(stored, None, path, replace(options, has_names=True))
 
 

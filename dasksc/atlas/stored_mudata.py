@@ -1,4 +1,4 @@
-"""Opening the MuData in a file or store: its modalities, and what they share."""
+"""Opening of the MuData in a file or store: its modalities and their shared tables."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def open_modalities(
     cache: str | os.PathLike[str] | Mapping[str, Any] | None,
     raw: bool,
 ) -> tuple[AnnData, dict[str, AnnData]]:
-    """Open a stored MuData: its own obs and obsm, and its modalities, as AnnData of Dask arrays; rows as stored.
+    """Open a stored MuData: its own obs and obsm, and its modalities, as AnnData of Dask arrays with rows as stored.
 
     Parameters
     ----------
     path
-        Of an ``.h5mu`` file or a Zarr store, or the URL of one.
+        Path or URL of an ``.h5mu`` file or a Zarr store.
     obs
-        The columns to read, as `split_columns` takes them.
+        Columns to read, as for `split_columns`.
     mmap, storage_options, cache, raw
-        As for `open`; `raw` is that of each modality.
+        As for `open`; `raw` applies to each modality.
     """
     options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
     with unchecked():
@@ -50,7 +50,7 @@ def open_modalities(
             order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
             held = {name: column_names(root["mod"][name]["obs"]) for name in order}
             own, columns = split_columns(obs, column_names(root["obs"]), held)
-            # MuData keeps there, by the names of modalities, which cells each has.
+            # The entries of obsm with the names of modalities mark the cells of each.
             stored = {name: root["obsm"][name] for name in root.get("obsm", ()) if name not in order}
             read = [item for item in stored.values() if not is_left(item)]
             check_before_reading(where, {"obs": items_of_table(root["obs"], own, options), "obsm": read})
@@ -66,16 +66,16 @@ def open_modalities(
 def split_columns(
     obs: Sequence[str] | None, own: Collection[str], held: Mapping[str, Collection[str]]
 ) -> tuple[list[str] | None, dict[str, list[str] | None]]:
-    """Return which columns are meant of a MuData's own obs, and which of each modality; None: all.
+    """Assign requested columns to the obs of a MuData and to those of its modalities; None stands for all.
 
     Parameters
     ----------
     obs
-        Names; of modalities as ``"modality:column"``. None: all.
+        Names; ``"modality:column"`` for those of a modality. None: all.
     own
-        The columns that its own obs has. It may have copies of those of modalities, which go before.
+        Columns of the obs of the MuData. Columns of modalities take precedence over its copies of them.
     held
-        The columns of each modality.
+        Columns of each modality.
     """
     if obs is None:
         return None, dict.fromkeys(held)

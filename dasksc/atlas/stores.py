@@ -1,4 +1,4 @@
-"""Files and stores at paths and behind URLs: where they are, their roots, and errors that name them."""
+"""Files and stores at paths and behind URLs: location, root group, and error messages with the path."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["holds_modalities", "reading", "root_of", "where_of"]
 
 
 def where_of(path: str, options: OpenOptions) -> str | Place:
-    """Return the place of a URL, or of a path that is read through a cache; of other paths, the absolute path."""
+    """Return the absolute path of a local file; a `Place` for a URL, or for a path that is read through a cache."""
     place = Place.of(path, options.storage_options) if is_url(path) else None
-    # Absolute, because tasks may run in processes with another working directory.
+    # Absolute, since tasks may run in processes with another working directory.
     local = os.path.abspath(path) if place is None else place.local
     if local is None:
         assert place is not None
@@ -36,9 +36,9 @@ def where_of(path: str, options: OpenOptions) -> str | Place:
 
 
 def holds_modalities(path: str) -> bool:
-    """Return whether at a path there is a MuData: an ``.h5mu`` file, or a Zarr store of this machine with modalities.
+    """Return True if a path is that of a MuData: an ``.h5mu`` file, or a local Zarr store with modalities.
 
-    What is behind a URL is known by its ending only, or once it is open.
+    A URL is recognized by its suffix only; a store behind a URL is checked when it is opened.
     """
     place = Place.of(path) if is_url(path) else None
     if place is not None and place.local is None:
@@ -51,7 +51,7 @@ def holds_modalities(path: str) -> bool:
 
 @contextmanager
 def root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
-    """Open the file or store at a path or place: its root group, until the context ends."""
+    """Open the file or store at a path or place, and yield its root group."""
     if isinstance(path, Place):
         with open_place(path, cache=options.cache_of_places()) as root:
             yield root
@@ -76,11 +76,11 @@ def root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
 
 @contextmanager
 def reading(path: str | Place) -> Iterator[None]:
-    """Name the file in whatever the libraries raise, and keep old files from warning once per element."""
+    """Add the file to errors of the libraries, and suppress the warnings about old formats for each element."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
         warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
-        # AnnData 0.13 asks pandas 3 for an option that is going away.
+        # AnnData 0.13 uses an option that pandas 3 deprecates.
         warnings.filterwarnings("ignore", message="The 'future.infer_string' option")
         try:
             yield
@@ -92,7 +92,7 @@ def reading(path: str | Place) -> Iterator[None]:
                     f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
                 ) from error
             raise StorageError(f"{path} cannot be read: {error}") from error
-        # Whatever the libraries raise on damaged metadata.
+        # The libraries may raise any error for damaged metadata.
         except Exception as error:
             if not is_of_content(error):
                 error.add_note(f"while {path} was opened")

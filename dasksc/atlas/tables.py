@@ -1,4 +1,4 @@
-"""obs and var of a file or store, read column by column."""
+"""Reading of obs and var from a file or store, column by column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["column_names", "read_table"]
 
 
 def read_table(stored: Any, columns: Sequence[str] | None, path: str | Place, options: OpenOptions) -> pd.DataFrame:
-    """Read obs or var; only `columns`, where the encoding keeps columns apart."""
+    """Read obs or var; only `columns`, if the encoding stores columns separately."""
     if is_record_array(stored):
         table = table_of_records(stored)
     else:
@@ -32,7 +32,7 @@ def read_table(stored: Any, columns: Sequence[str] | None, path: str | Place, op
 
 
 def _read_columns(stored: Any, columns: Sequence[str] | None, path: str | Place, options: OpenOptions) -> pd.DataFrame:
-    """Read a table column by column, nothing of it that is not asked for."""
+    """Read the requested columns of a table one by one."""
     order = _column_order(stored)
     kept = order if columns is None else known_columns(columns, order, path, may_lack=options.may_lack)
     index_key = stored.attrs["_index"]
@@ -47,7 +47,7 @@ def _read_columns(stored: Any, columns: Sequence[str] | None, path: str | Place,
 
 
 def column_names(stored: Any) -> list[str]:
-    """Return the columns of a stored table, in their order."""
+    """Return the columns of a stored table, in order."""
     return list(stored.dtype.names) if is_record_array(stored) else _column_order(stored)
 
 

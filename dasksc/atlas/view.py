@@ -1,4 +1,4 @@
-"""What hooks of a data set see of an AnnData of Dask arrays."""
+"""View of an AnnData of Dask arrays for the hooks of a data set."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dasksc.storage import Matrix
 
 __all__ = ["AnnDataView"]
 
-# What of an AnnData has nothing to do with the names of its cells.
+# Attributes of an AnnData that do not depend on the names of its cells.
 _WITHOUT_NAMES = {"isbacked", "layers", "n_obs", "n_vars", "raw", "shape", "uns", "var", "var_names", "varm", "varp"}
 
 
 class AnnDataView:
-    """An AnnData of Dask arrays, as the hooks of a dataset see it.
+    """View of an AnnData of Dask arrays for the hooks of a data set.
 
-    ``view[rows]`` reads one fetch of each of X, layers and obsm; every other attribute is that of the
+    ``view[rows]`` reads each of X, layers and obsm in one fetch; every other attribute is that of the
     AnnData.
 
     Parameters
     ----------
     adata
-        What `open` returned.
+        Result of `open`.
     with_names
-        Opens the same with the names of cells, once they are asked for; None: `adata` has them.
+        Function that opens the same AnnData with the names of cells, called on first use; None if `adata` has them.
     opening
-        Opens the same as `open` does, for columns of obs that `adata` leaves out; None: it has all.
+        Function with the interface of `open` that reads columns of obs missing in `adata`; None if it has all.
     path
-        Path of the one file or store that `adata` is, if it is one.
+        Path of the file or store of `adata`; None if there are several, or none.
     """
 
     __slots__ = ("_matrices", "_opened", "_opening", "_with_names", "path")
@@ -60,12 +60,12 @@ class AnnDataView:
 
     @property
     def adata(self) -> AnnData:
-        """The AnnData seen through this view."""
+        """AnnData behind this view."""
         return self._adata
 
     @property
     def table(self) -> pd.DataFrame:
-        """The obs columns that were read, with or without names."""
+        """Columns of obs that were read, with or without names."""
         return self._opened.obs
 
     def column(self, name: str) -> pd.Series[Any]:
@@ -92,7 +92,7 @@ class AnnDataView:
 
     @property
     def X(self) -> Any:
-        """X as an array whose rows are read when it is indexed."""
+        """X as an array whose rows are read on indexing."""
         array = self._opened.X
         return MatrixRows(matrix=self._matrix("X", array)) if isinstance(array, da.Array) else array
 
@@ -100,7 +100,7 @@ class AnnDataView:
         return int(self._opened.n_obs)
 
     def __getattr__(self, name: str) -> Any:
-        # Pickle looks for special methods before the slots are set.
+        # Pickle looks up special methods before the slots are set.
         if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         return getattr(self._opened if name in _WITHOUT_NAMES else self._adata, name)
@@ -122,19 +122,19 @@ class AnnDataView:
         Parameters
         ----------
         index
-            Row numbers in any order, repeats allowed; or a slice, a boolean mask, names; or one of these
-            and, as AnnData has it, a second index for columns.
+            Row numbers in any order, possibly repeated; a slice, a boolean mask or names; or a pair of one of these
+            and a second index for columns, as for AnnData.
 
         Returns
         -------
         AnnData
-            In memory: those rows of obs, X, layers and obsm in the order asked for, with var, varm and
-            uns. Without obsp and raw.
+            AnnData in memory with the requested rows of obs, X, layers and obsm, in the given order, and with var,
+            varm and uns, but without obsp and raw.
 
         Raises
         ------
         IndexError
-            If any row lies outside [0, n_obs).
+            If a row is outside [0, n_obs).
         MissingKeyError
             If a name is not in obs_names.
         """
@@ -152,7 +152,7 @@ class AnnDataView:
 
         obs = adata.obs.iloc[rows]
         names = obs.index
-        # AnnData warns of repeated names when it is built; here they only say that rows were drawn twice.
+        # AnnData warns about repeated names on construction; here they only mean that rows were drawn repeatedly.
         result = AnnData(
             X=None if adata.X is None else read("X", adata.X),
             obs=obs.set_axis(pd.RangeIndex(len(rows)).astype(str)),
@@ -174,7 +174,7 @@ class AnnDataView:
 
 
 def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
-    """Resolve what AnnData accepts as rows to row numbers."""
+    """Convert a row index that AnnData accepts to row numbers."""
     n_obs = len(names)
     if isinstance(index, slice):
         return np.arange(n_obs, dtype=np.int64)[index]

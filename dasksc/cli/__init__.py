@@ -1,8 +1,8 @@
-"""The `dasksc` command: one module per subcommand, imported when it is called.
+"""The `dasksc` command, with one module per subcommand that is imported on use.
 
-A subcommand is a module of this package that holds a click command named `command`; its name is the
-module's. Each takes `--json` where it has something to report. Exit codes: 0 done, 1 an error of the data
-or the run, 2 a command line that cannot be understood, 130 Ctrl-C.
+A subcommand is a module of this package with a click command named `command`. The name of the subcommand is that of
+the module. Subcommands with a report have an option `--json`. Exit codes: 0 success, 1 an error of the data or the
+run, 2 an invalid command line, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Examples:
   dasksc convert atlas.h5ad atlas.zarr --verify
   dasksc check atlas.zarr --label-key cell_type --world-size 8
   dasksc suggest atlas.zarr --batch-size 256
+  dasksc stats atlas.h5ad --by donor --out stats.h5ad
   dasksc train --config classifier.yaml --nproc auto
   dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
 """
 
 
 class _Commands(click.Group):
-    """Subcommands found in this package, imported only when they are asked for."""
+    """Group of the subcommands in this package, which are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
@@ -46,7 +47,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:  # of which click would make exit code 1
+        except KeyboardInterrupt as error:  # click would exit with code 1
             click.echo("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), err=True)
             sys.exit(130)
 
@@ -58,7 +59,7 @@ def group() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> Any:
-    """Run the `dasksc` command; what dasksc raises on purpose is printed as one line, with exit code 1."""
+    """Run the `dasksc` command; errors of dasksc are printed as one line, with exit code 1."""
     try:
         group.main(args=None if args is None else list(args), prog_name="dasksc")
     except DaskscError as error:

@@ -1,4 +1,4 @@
-"""What subcommands have in common: their options, how they open what these name, and how they print."""
+"""Functions shared by subcommands: common options, opening of atlases, and output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 Command = Callable[..., Any]
 StorageOptions = Mapping[str, str | bool]
 
-# What errors advise a program to give, and what does the same on a command line.
+# Python arguments that error messages recommend, and the equivalent options of the command line.
 _AS_FLAGS = {
     "storage_options={'skip_signature': True}": "--storage-option skip_signature=true",
     "storage_options": "--storage-option",
@@ -42,7 +42,7 @@ _AS_FLAGS = {
 
 
 def data_options(command: Command) -> Command:
-    """Add the argument that says which atlas, and the options that say how several are joined."""
+    """Add the argument for paths of atlases, and the options for joining several."""
     options = (
         click.argument("paths", nargs=-1, required=True, metavar="PATH..."),
         click.option(
@@ -61,7 +61,10 @@ def data_options(command: Command) -> Command:
 
 
 def url_options(command: Command) -> Command:
-    """Add the options that say how URLs are read; `storage_options` is a dict, and errors advise these options."""
+    """Add the options for reading URLs, and express advice of error messages as these options.
+
+    The command receives `storage_options` as a dict.
+    """
 
     @functools.wraps(command)
     def told(*args: Any, **options: Any) -> Any:
@@ -90,7 +93,7 @@ def url_options(command: Command) -> Command:
 
 
 def options_of(given: Sequence[str]) -> dict[str, str | bool]:
-    """Return what ``NAME=VALUE`` says, several times; true and false as such."""
+    """Parse ``NAME=VALUE`` options into a dict; true and false become booleans."""
     options: dict[str, str | bool] = {}
     for one in given:
         name, is_there, value = one.partition("=")
@@ -101,13 +104,13 @@ def options_of(given: Sequence[str]) -> dict[str, str | bool]:
 
 
 def data_of(paths: Sequence[str]) -> str | list[str]:
-    """Return one path, a pattern or directory among them, as it is; several as a list."""
+    """Return a single path, which may be a pattern or directory, as it is, and several as a list."""
     return paths[0] if len(paths) == 1 else list(paths)
 
 
 @contextmanager
 def cached_in(folder: str | None) -> Iterator[None]:
-    """Keep blocks of the URLs that are opened here in a folder; None: as Dask's configuration has it."""
+    """Return a context in which blocks of URLs are cached in a folder; None uses the configuration of Dask."""
     with dask.config.set({} if folder is None else {"dasksc.cache": folder}):
         yield
 
@@ -115,7 +118,7 @@ def cached_in(folder: str | None) -> Iterator[None]:
 def opened(
     paths: Sequence[str], join: str, *, storage_options: StorageOptions, cache: str | None
 ) -> AnnData | dasksc.Modalities:
-    """Open what was named on the command line: atlases as one, or the modalities of a MuData."""
+    """Open the paths of a command line: several atlases as one, or the modalities of a MuData."""
     of_several = next((path for path in paths if is_modalities(path)), None)
     with cached_in(cache):
         if of_several is None:
@@ -135,7 +138,7 @@ def opened(
 
 
 def print_json(value: Any) -> None:
-    """Print a dataclass or a mapping as one line of JSON; NumPy's numbers as numbers."""
+    """Print a dataclass or mapping as one line of JSON; NumPy numbers become plain numbers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     click.echo(json.dumps(value, default=_plain))
@@ -146,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Return rows of a table, columns two spaces apart; those numbered in `right` flush right."""
+    """Format rows of a table with columns two spaces apart; columns whose index is in `right` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""`dasksc bench`: how fast batches of the user's own files come."""
+"""``dasksc bench``: throughput of the user's own files."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def command(
     seconds: float,
     rounds: int,
 ) -> None:
-    """Measure how fast batches of your own atlas come, in cells a second.
+    """Measure the loading speed of your own atlas, in cells per second.
 
-    Only loading is measured, after a first fetch, files being in the page cache as they are. benchmarks/compare.py of
-    the source code measures other loaders beside it: --atlas names the file.
+    Only loading is measured, after a first fetch. Files are not removed from the page cache before. To compare with
+    other loaders, run benchmarks/compare.py of the source code with --atlas FILE.
     """
     fetch_factor = max(fetch_size // batch_size, 1)
     dataset = dasksc.scDataset(
@@ -65,7 +65,7 @@ def command(
         rates.append(rate_of(dataset, layout=layout, block_size=block_size, seconds=seconds))
     each = [rate.rows_per_s for rate in rates]
     report = {
-        # Without storage options, which may be secrets.
+        # Storage options are left out, since they may contain secrets.
         "paths": data_of([shown(path) if is_url(path) else path for path in paths]),
         "join": join,
         "layout": layout,

@@ -1,4 +1,4 @@
-"""`dasksc check`: what an epoch will be, before anything is read."""
+"""``dasksc check``: summary of an epoch before X is read."""
 
 from __future__ import annotations
 
@@ -69,9 +69,10 @@ def command(
     seed: int,
     strict: bool,
 ) -> None:
-    """Tell what an epoch will be, without reading X: what each rank gets, the mix of classes, memory, warnings.
+    """Summarize an epoch without reading X.
 
-    PATH is as for `dasksc info`. Of several modalities columns are named with theirs: --label-key rna:cell_type.
+    The summary has the rows and batches of each rank, the mix of classes, memory, and warnings. PATH is as for `dasksc
+    info`. For several modalities, columns are named with their modality: --label-key rna:cell_type.
     """
     dataset = dasksc.scDataset(
         opened(paths, join, storage_options=storage_options, cache=cache),

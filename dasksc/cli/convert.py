@@ -1,4 +1,4 @@
-"""``dasksc convert``: atlases written anew, as a store that is quick to load."""
+"""``dasksc convert``: rewriting of atlases as a store that is fast to load."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def command(
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    """Write atlases anew, as one shuffled Zarr store that is quick to load.
+    """Write atlases to one shuffled Zarr store that is fast to load.
 
-    IN is an .h5ad file, a Zarr store, a directory of them, a pattern, or a URL; several become one. OUT.zarr appears
-    when all of it is there. Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it was.
+    IN is an .h5ad file, a Zarr store, a directory of these, a pattern, or a URL; several are joined. OUT.zarr appears
+    when it is complete. After Ctrl-C, a crash or a full disk, the same command resumes the conversion.
     """
     report = dasksc.convert(
         inputs[0] if len(inputs) == 1 else list(inputs),

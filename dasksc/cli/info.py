@@ -1,4 +1,4 @@
-"""`dasksc info`: what is in an atlas, how it is stored, and how fast it can be read."""
+"""``dasksc info``: content, storage and reading speed of an atlas."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ Examples:
 def command(
     paths: tuple[str, ...], join: str, storage_options: StorageOptions, cache: str | None, as_json: bool, seconds: float
 ) -> None:
-    """Tell what is in an atlas: cells, obs, chunks and codecs, how fast it is read, and what to do about it.
+    """Describe the content, storage and reading speed of an atlas.
 
-    PATH is an .h5ad file, a Zarr store, a directory of them, or a pattern in quotes; several are one atlas. Or the
-    .h5mu file or Zarr store of a MuData, whose modalities are listed.
+    The description has cells, obs, chunks, codecs, measured speeds, and recommendations. PATH is an .h5ad file, a Zarr
+    store, a directory of these, or a pattern in quotes; several are joined. For an .h5mu file or Zarr store of a
+    MuData, the modalities are listed.
     """
     if storage_options and any(map(is_url, paths)):
         found = _behind_urls(paths, join, storage_options, cache, seconds)
@@ -55,7 +56,7 @@ def command(
 def _behind_urls(
     paths: tuple[str, ...], join: str, storage_options: StorageOptions, cache: str | None, seconds: float
 ) -> Any:
-    """Describe what is read by storage options, which `describe` does not take: it is given what they open."""
+    """Describe atlases that need storage options, which `describe` does not accept: it receives the opened atlas."""
     found = dasksc.describe(opened(paths, join, storage_options=storage_options, cache=cache), seconds=seconds)
     parts = parts_of(data_of(paths), storage_options)
     named = [shown(path) if is_url(path) else path for path in paths]

@@ -1,4 +1,4 @@
-"""`dasksc suggest`: sizes that suit this machine and this atlas."""
+"""``dasksc suggest``: recommended sizes for an atlas on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dasksc train`: a training from a YAML file."""
+"""``dasksc train``: training from a YAML file."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def command(
     check: bool,
     as_json: bool,
 ) -> None:
-    """Train a model on an atlas: on one process, under DDP or FSDP, from a YAML file.
+    """Train a model on an atlas from a YAML file.
 
-    Alone it starts the processes that --nproc or training.num_gpus ask for; under torchrun, srun or mpirun it is one of
-    those that were started.
+    Training runs on one process, or on several under DDP or FSDP. Started alone, the command starts the processes that
+    --nproc or training.num_gpus request. Under torchrun, srun or mpirun it is one of the processes that these started.
     """
     try:
         from dasksc.train.config import Config
@@ -82,8 +82,8 @@ def command(
         from dasksc.train.loggers import check_loggers
         from dasksc.train.parallel import strategy_of
 
-        # What every rank would find wrong by itself. Nodes that count their GPUs may have unequally many: only the
-        # ranks know their number.
+        # Errors that all ranks would raise. With --nproc auto nodes may have different numbers of GPUs, so only the
+        # ranks know the world size.
         check_loggers(config.training.loggers)
         if nproc != "auto" or n_nodes == 1:
             strategy_of(config.training, n_processes * n_nodes, n_nodes)

@@ -1,7 +1,7 @@
-"""Experiments of cell-load: its TOML files as one atlas and the rows to train, validate and test on.
+"""Experiments of cell-load: TOML files converted to an atlas and the rows for training, validation and test.
 
-Nothing of cell-load is needed. What its files mean is read from its documentation and its class ``ExperimentConfig``
-(https://github.com/ArcInstitute/cell-load).
+cell-load itself is not required. The interpretation of its files follows its documentation and its class
+``ExperimentConfig`` (https://github.com/ArcInstitute/cell-load).
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ _N_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """An experiment of cell-load.
+    """Experiment of cell-load.
 
     Parameters
     ----------
     adata
-        All files of its datasets as one atlas, opened by `dasksc.open`. obs has the columns ``dataset`` and ``file``
-        (``"dataset/name of the file"``) beside those of the files.
+        Files of all datasets as one atlas, opened by `dasksc.open`. In addition to the columns of the files, obs has
+        ``dataset`` and ``file`` (``"dataset/name of the file"``).
     parts
-        Row numbers of ``train``, ``val`` and ``test``, ascending, int64: ``indices`` of a strategy. A perturbation that
-        the file lists for both is in ``val`` and in ``test``. Control cells of all contexts are in ``train``.
+        Row numbers of ``train``, ``val`` and ``test``, ascending, int64, suitable as ``indices`` of a strategy. A
+        perturbation listed for both ``val`` and ``test`` is in both. Control cells of all contexts are in ``train``.
     table
-        A row for each dataset and cell type: its perturbations and cells in each part, and its control cells.
+        Data frame with one row per dataset and cell type: the number of its perturbations and cells in each part, and
+        the number of its control cells.
     """
 
     adata: AnnData
@@ -73,12 +74,12 @@ def from_toml(
     Parameters
     ----------
     path
-        The TOML file. ``[datasets]`` names files, folders of ``.h5`` and ``.h5ad`` files, or patterns, in which braces
-        stand for several; ``[training]`` the datasets that are trained on; ``[zeroshot]`` cell types
-        (``"dataset.cell_type"``) whose perturbations all belong to ``val`` or ``test``; ``[fewshot]`` lists of
-        perturbations by cell type and part. Relative paths are relative to the working directory, as in cell-load.
+        Path of the TOML file. ``[datasets]`` has files, folders of ``.h5`` and ``.h5ad`` files, or patterns with braces
+        for alternatives; ``[training]`` the datasets to train on; ``[zeroshot]`` cell types (``"dataset.cell_type"``)
+        with all perturbations in ``val`` or ``test``; ``[fewshot]`` lists of perturbations by cell type
+        and part. Relative paths are relative to the working directory, as in cell-load.
     cell_type_key, pert_col, control_pert
-        The obs columns of cell types and of perturbations, and the perturbation of control cells.
+        Columns of obs with cell types and with perturbations, and the perturbation of control cells.
     obs
         Further columns of obs to read, such as that of batches.
     options
@@ -87,22 +88,22 @@ def from_toml(
     Returns
     -------
     Experiment
-        The atlas, and the rows of each part. Nothing of X is read.
+        Atlas and rows of each part. X is not read.
 
     Raises
     ------
     MissingPathError
-        If there is no such file, or no file of a dataset.
+        If the TOML file, or all files of a dataset, do not exist.
     MissingKeyError
-        If a cell type is in no file of its dataset, or obs lacks a column.
+        If no file of a dataset has a given cell type, or obs lacks a column.
     InputError
-        If the file is no TOML, or a section holds something else.
+        If the file is not TOML, or the content of a section is invalid.
 
     Notes
     -----
     Cell types of a dataset that is not in ``[training]`` are left out, unless ``[zeroshot]`` or ``[fewshot]`` names
-    them. Perturbations listed that no cell has are counted in a warning. cell-load pairs cells with controls of their
-    own file only: match on ``"file"`` to do the same.
+    them. A warning counts listed perturbations that no cell has. cell-load pairs cells only with controls of the same
+    file; to do the same, match on ``"file"``.
     """
     sections = _sections(path)
     files = {name: _files_of(name, where) for name, where in sections["datasets"].items()}
@@ -154,7 +155,7 @@ def _sections(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
 
 
 def _files_of(name: str, where: Any) -> list[Path]:
-    """Return the files that an entry of ``[datasets]`` stands for, by name."""
+    """Return the files of an entry of ``[datasets]``, sorted by name."""
     if not isinstance(where, str):
         raise InputError(f"[datasets] {name} = {where!r} must be a path")
     found: list[Path] = []
@@ -180,7 +181,7 @@ def _pattern(folder: str) -> str:
 
 
 def _without_braces(text: str) -> Iterable[str]:
-    """Yield what ``a{b,c}`` stands for."""
+    """Expand braces: yield the alternatives of ``a{b,c}``."""
     match = _BRACES.search(text)
     if match is None:
         yield text
@@ -190,11 +191,11 @@ def _without_braces(text: str) -> Iterable[str]:
 
 
 def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Return what becomes of cell types that ``[zeroshot]`` and ``[fewshot]`` name, by dataset and cell type."""
+    """Return the rules of ``[zeroshot]`` and ``[fewshot]`` for cell types, by dataset and cell type."""
     found: dict[tuple[str, str], Any] = {}
     for section in ("zeroshot", "fewshot"):
         for key, value in sections[section].items():
-            # The longest name: those of datasets may hold dots, too.
+            # The longest match, since names of datasets may contain dots.
             dataset = max((name for name in files if key.startswith(f"{name}.")), key=len, default=None)
             if dataset is None:
                 if key in files and isinstance(value, dict):
@@ -278,13 +279,13 @@ def _table(
     is_control: NDArray[np.bool_],
     parts: Mapping[str, NDArray[np.int64]],
 ) -> pd.DataFrame:
-    """Return how many perturbations and cells of each context each part has."""
+    """Return the number of perturbations and cells of each context in each part."""
     codes, n = perturbations.cat.codes.to_numpy().astype(np.int64), len(names)
     n_codes = len(perturbations.cat.categories) + 1
     columns = {}
     for part, rows in parts.items():
         own = rows[~is_control[rows]]
-        pairs = np.unique(context[own] * n_codes + codes[own] + 1)  # a missing one is a perturbation, too
+        pairs = np.unique(context[own] * n_codes + codes[own] + 1)  # a missing value counts as a perturbation
         columns[f"{part} perturbations"] = np.bincount(pairs // n_codes, minlength=n)
         columns[f"{part} cells"] = np.bincount(context[own], minlength=n)
     columns["control cells"] = np.bincount(context[is_control], minlength=n)

@@ -203,7 +203,8 @@ def binomial(key, n, p):
         scale = math.log1p(-q)
         counter = 0
         while True:
-            gap = math.floor(math.log1p(-uniform(key, counter)) / scale) + 1.0
+            # NumPy's floor is a float: math.floor's integer is undefined for a gap of infinity.
+            gap = np.floor(math.log1p(-uniform(key, counter)) / scale) + 1.0
             thrown += gap
             if not thrown <= n:
                 break
@@ -226,7 +227,7 @@ def binomial(key, n, p):
         inner = 0.5 - abs(u)
         if inner <= 0.0:
             continue
-        k = math.floor((2.0 * a / inner + b) * u + centre)
+        k = np.floor((2.0 * a / inner + b) * u + centre)
         if k < 0 or k > n:
             continue
         if not (inner >= 0.07 and v <= accepted):

@@ -1,4 +1,4 @@
-"""The data set that a training loop iterates, and its parts."""
+"""The data set `scDataset` and its components."""
 
 from dasksc.loader.dataset import LoaderParts, parts_of, scDataset
 from dasksc.loader.source import IndexedSource, MatrixSource

@@ -1,4 +1,4 @@
-"""The data set that a training loop iterates."""
+"""The data set that a training loop iterates, `scDataset`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.storage import Layout, UseMmap
+from dasksc.transforms.composed import as_transform
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -61,7 +62,7 @@ _CALLED = (*_HOOKS, "transform")
 
 
 class LoaderParts(NamedTuple):
-    """The parts of a data set, for those that explain or measure it."""
+    """Components of a data set, for functions that explain or measure it."""
 
     source: MatrixSource | IndexedSource
     projection: MemoryProjection
@@ -70,7 +71,7 @@ class LoaderParts(NamedTuple):
 
 
 def parts_of(dataset: scDataset) -> LoaderParts:
-    """Return the parts of a data set."""
+    """Return the components of a data set."""
     return LoaderParts(dataset._source, dataset._projection, dataset._counter, dataset._plan_of)
 
 
@@ -80,110 +81,112 @@ class scDataset(IterableDataset[Any]):
     Parameters
     ----------
     data_collection
-        What `dasksc.open` takes or returns: the path of an h5ad file or Zarr store, or an AnnData (in
-        memory, backed or of Dask arrays). Or a 2-D Dask array. Or anything with ``len()`` that an
-        ascending array of row numbers can index (NumPy, SciPy, pandas, a HuggingFace dataset, a
-        `MultiIndexable`), which is read by indexing and yields what its indexing gives. Or several modalities of the
-        same cells: `Modalities`, a MuData, or the path of an ``.h5mu`` file.
+        Any argument or result of `dasksc.open`: the path of an h5ad file or Zarr store, or an AnnData (in
+        memory, backed or of Dask arrays). Or a 2-D Dask array. Or several modalities of the same cells: `Modalities`,
+        a MuData, or the path of an ``.h5mu`` file. Or any object with ``len()`` that can be indexed by an ascending
+        array of row numbers (NumPy, SciPy, pandas, a HuggingFace dataset, a `MultiIndexable`); it is read by indexing,
+        and batches have the type that indexing returns.
     strategy
-        What is drawn: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`,
+        Sampling strategy: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`,
         `CellSets` or your own `SamplingStrategy`.
     batch_size
-        Rows of a batch, per rank.
+        Number of rows in a batch, per rank.
     fetch_factor
-        Batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order
-        and shuffled in memory. None chooses the largest that `memory_limit` allows, from what is stored alone,
-        so that every rank and machine chooses the same.
+        Number of batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order
+        and shuffled in memory. None chooses the largest number that `memory_limit` allows. The choice depends only on
+        the stored data, so it is equal on every rank and machine.
     drop_last
-        Leave out the last short batch of each rank, and the rows that do not divide by the ranks.
+        Leave out the last, smaller batch of each rank, and the rows that cannot be divided equally among ranks.
     fetch_callback
-        ``fetch_callback(collection, rows)`` reads the ascending `rows`, instead of
+        ``fetch_callback(collection, rows)`` reads the ascending `rows`, in place of
         ``collection[rows]``.
     fetch_transform
-        Called with what was read.
+        Function applied to each fetch.
     batch_callback
-        ``batch_callback(data, positions)`` takes a batch out of it, instead of ``data[positions]``.
+        ``batch_callback(data, positions)`` takes a batch from a fetch, in place of ``data[positions]``.
     batch_transform
-        Called with each batch. With any hook given, batches of an AnnData start as AnnData.
+        Function applied to each batch. If any hook is given, batches of an AnnData are AnnData before this function.
         Hooks run one at a time.
     rank, world_size
-        Which share of every epoch this process reads. Default: the process group's, or the
-        launcher's (see `World.detect`).
+        Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
+        launcher (see `World.detect`).
     seed
-        Of everything random, in [0, 2**64). None draws one, the same on all ranks of a process group; `Streaming` that
-        does not shuffle needs none.
+        Seed of all random draws, an integer in [0, 2**64). None draws a seed that is equal on all ranks of a process
+        group. `Streaming` without shuffling needs no seed.
     obs, layers, obsm
-        Names to yield beside X. Of several modalities, ``"rna:counts"`` for what one of them has.
+        Names to yield in addition to X. For several modalities, ``"rna:counts"`` for an element of one of them.
     genes
-        Keep only these columns of X and the layers: names, a boolean mask or positions; or the genes of a
-        `dasksc.tokens.Vocabulary` or of the file of one (a ``pathlib.Path``), columns by ascending id, tokens such as
-        ``<pad>`` left out. Of several modalities, a dict of these by modality.
+        Columns of X and the layers to keep: names, a boolean mask or positions; or the genes of a
+        `dasksc.tokens.Vocabulary` or of a vocabulary file (a ``pathlib.Path``), with columns in ascending order of ids
+        and without special tokens such as ``<pad>``. For several modalities, a dict of these by modality.
     filter
-        Draw only rows for which an expression over obs holds, such as ``"cell_type == 'T cell' and n_genes > 500"``;
-        `dasksc.rows_where` says what may be in it. Of the strategy's own ``indices`` those are kept for which it holds.
+        Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows for which it holds are
+        drawn. `dasksc.rows_where` documents the syntax. It also applies to the ``indices`` of the strategy.
     layout
-        Of X and the layers: ``"dense"`` or ``"csr"`` tensors.
+        Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
-        Of their values; None: that of ``adata.X``, in which array code computes. `InputError` while a batch is made
-        if it is an integer type or float16 that cannot hold a value; ``"bool"`` says what is not zero.
+        Data type of the values. None keeps the type of ``adata.X``, in which array code computes. A batch with a value
+        that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True for nonzeros.
     equal_ranks
-        Give every rank the same number of batches of the same sizes, repeating at most one row per
-        rank, or one batch where batches hold shares of classes (`EpochPlan.n_padded`). False yields every row exactly
+        Give every rank the same number of batches of the same sizes, by repeating at most one row per
+        rank, or one batch if batches have shares of classes (`EpochPlan.n_padded`). False yields every row exactly
         once, for evaluation.
     scheduler
-        Where fetches run: None (an active Dask Client, else threads of this process),
-        ``"threads"``, ``"synchronous"``, a Client or its scheduler's address. Hooks and collections
-        that are read by indexing always run in this process.
+        Scheduler of fetches: None (an active Dask Client, else threads of this process),
+        ``"threads"``, ``"synchronous"``, a Client or the address of its scheduler. Hooks, and collections
+        that are read by indexing, always run in this process.
     prefetch
-        Fetches in flight beyond the one being yielded. None: twice the threads that fetch, but no more than
-        `memory_limit` allows.
+        Number of fetches in flight in addition to the one being yielded. None: twice the number of fetching threads,
+        within `memory_limit`.
     memory_limit
-        Bytes of anonymous memory that iterating may take on this rank, such as ``"2GiB"``. DataLoader workers
-        share it: they prefetch less, and it is told if even that is too much.
+        Maximum anonymous memory of iteration on this rank, in bytes or as text such as ``"2GiB"``. DataLoader workers
+        share it by prefetching less; a warning is logged if they still exceed it.
     mmap
-        Whether local files may be memory-mapped; see `dasksc.open`, where it belongs for an AnnData that is
-        open already.
+        Setting for memory-mapping local files, as for `dasksc.open`. For an AnnData that is already open, pass it to
+        `dasksc.open` instead.
     device
-        Where batches are put; default: left on the CPU.
+        Device of batches; default: the CPU.
     pin_memory
-        Whether batches are put in page-locked memory.
+        If True, batches are in pinned memory.
     progress
-        Show a progress bar (needs tqdm).
+        Show a progress bar (requires tqdm).
     group
-        The processes that share every epoch, where they are not all: a ``torch.distributed`` process group,
-        or a ``DeviceMesh`` of one dimension or with one called ``"dp"``, ``"data"``, ``"fsdp"`` and the like. Ranks
-        that differ in other dimensions only (tensor or pipeline parallel) read the same batches.
+        Processes that share every epoch, if not all do: a ``torch.distributed`` process group, or a ``DeviceMesh`` that
+        has one dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or similar. Ranks that differ only in
+        other dimensions (tensor or pipeline parallel) read the same batches.
     transform
-        Called with each `Batch`, whose result is yielded; such as `dasksc.tokens.RankTokens`. Unlike hooks it is given
-        tensors, and by several threads at once, ahead of the loop. If it has a method ``at_epoch``, what
-        ``transform.at_epoch(epoch)`` returns is called in an epoch.
+        Function applied to each `Batch`, whose result is yielded, such as `dasksc.tokens.RankTokens` or
+        `dasksc.transforms.Downsample`. A list of functions is applied in order. Unlike hooks, transforms receive
+        tensors and run ahead of the loop, in several threads at once. If a transform has a method ``at_epoch``, the
+        result of ``transform.at_epoch(epoch)`` is applied in that epoch; if it has ``at_batch``, the result of
+        ``transform.at_batch(number)`` is applied to a batch. No two batches of an epoch share a number, on any rank.
     genes_missing
-        What becomes of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
-        ``"drop"``, which leaves them out. If the atlas has none of them, that is always an error.
+        Treatment of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
+        ``"drop"`` to leave them out. If the atlas lacks all of them, an error is raised in any case.
     genes_key
-        The column of var to compare names with, such as ``"ensembl_id"``. Default: var_names. Columns of the atlas
-        with a missing value there match nothing.
+        Column of var that names are compared with, such as ``"ensembl_id"``. Default: var_names. Columns of the atlas
+        with a missing value in it match no name.
     genes_repeated
-        What becomes of a name in `genes` that several columns of the atlas have: ``"error"``, or ``"sum"``, which adds
-        them up in the type of the matrix, integers in 64 bits.
+        Treatment of a name in `genes` that several columns of the atlas have: ``"error"``, or ``"sum"`` to add
+        them in the data type of the matrix, 64-bit for integers.
 
     Attributes
     ----------
     categories
-        For each name in `obs` that was encoded, its labels in the order of their codes.
+        For each encoded column of `obs`, its labels in the order of their codes.
     gene_match
-        How the names in `genes` matched: a `GeneMatch`, whose ``names`` are the columns of a batch; of several
-        modalities, a dict of these. None where `genes` holds no names.
+        Result of matching the names in `genes`, a `GeneMatch`, whose ``names`` are the columns of a batch; for several
+        modalities, a dict of these. None if `genes` has no names.
 
     Raises
     ------
     InputError
-        If the arguments do not fit the collection, each other or `memory_limit`; before any data moves.
+        If the arguments do not fit the collection, each other or `memory_limit`. It is raised before matrices are read.
 
     Notes
     -----
-    Epochs count up by themselves, with any kind of DataLoader worker; an epoch that is left early
-    counts. `set_epoch` overrides. All memory that grows with the data is that of `projected_bytes`.
+    Each iteration reads the next epoch, with any type of DataLoader worker; an epoch that is not finished
+    counts. `set_epoch` selects an epoch. `projected_bytes` includes all memory that grows with the data.
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class scDataset(IterableDataset[Any]):
         pin_memory: bool = False,
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
-        transform: Callable[[Batch], Any] | None = None,
+        transform: Callable[[Batch], Any] | Sequence[Callable[[Any], Any]] | None = None,
         genes_missing: Missing = "error",
         genes_key: str | None = None,
         genes_repeated: Repeated = "error",
@@ -244,12 +247,12 @@ class scDataset(IterableDataset[Any]):
         self._scheduler = _Where(scheduler)
         chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
         in_sets = isinstance(strategy, CellSets)
-        request = BatchRequest(obs, layers, obsm, chosen, layout, dtype, transform, pin_memory, in_sets)
+        request = BatchRequest(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets)
         if not isinstance(strategy, SamplingStrategy):
             raise WrongTypeError(
                 f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
             )
-        for name in _CALLED:
+        for name in _HOOKS:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise WrongTypeError(f"{name} must be callable; got {getattr(self, name)!r}")
         filtered_by = [] if filter is None else filtering.columns_of(filter)
@@ -294,14 +297,14 @@ class scDataset(IterableDataset[Any]):
         self.fetch_factor = self._projection.fetch_factor
         self._counter = EpochCounter()
         self._iteration = 0
-        # Where this process is, and where it is to resume.
+        # Current position of this process, and the position to resume from.
         self._position: EpochPosition | EpochRun | None = None
         self._resume: EpochPosition | None = None
-        # The epoch whose end a DataLoader worker has reached, while others may be in the middle of it.
+        # Epoch that this DataLoader worker has finished, while other workers may still read it.
         self._ended: int | None = None
         self._stats = EpochStats()
-        self._token = secrets.token_hex(4)  # tells data sets of one name apart
-        self._plan_of(self._session.detect(), epoch=0)  # refuse sizes that do not fit
+        self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
+        self._plan_of(self._session.detect(), epoch=0)  # raise an error for inconsistent sizes
         self._session.settle_early()
 
     @property
@@ -312,64 +315,56 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def fetch_size(self) -> int:
-        """Rows of a fetch, controls included."""
+        """Number of rows in a fetch, including controls."""
         return self.batch_size * (1 + self._sampler.n_controls) * self.fetch_factor
 
     @property
     def groups(self) -> Any:
-        """Labels of the groups of `CellSets`: a data frame whose row g describes code g of ``batch.sets``.
-
-        Raises
-        ------
-        InputError
-            If the strategy draws no sets.
-        """
-        if not isinstance(self._sampler, SetSampler):
-            raise InputError(f"groups are those of dasksc.CellSets; this data set draws by {self.strategy!r}")
-        return self._sampler.table
+        """Labels of the groups of `CellSets`, a table whose row g describes code g of ``batch.sets``, or None."""
+        return self._sampler.table if isinstance(self._sampler, SetSampler) else None
 
     @property
     def rank(self) -> int:
-        """Which share of every epoch this process reads."""
+        """Rank of this process."""
         return self._session.here().rank
 
     @property
     def world_size(self) -> int:
-        """How many processes share every epoch."""
+        """Number of processes that share every epoch."""
         return self._session.here().world_size
 
     @property
     def seed(self) -> int:
-        """What everything random is keyed by."""
+        """Seed of all random draws."""
         return self._session.seed
 
     @property
     def projected_bytes(self) -> int | None:
-        """Anonymous memory that iterating needs at most, in bytes; None for collections read by indexing.
+        """Maximum anonymous memory of iteration, in bytes; None for collections read by indexing.
 
-        The fetch being yielded, those in flight, what reading and decoding them takes, and the batches
-        gathered ahead. Mapped files need none, so it is more on a file system that files are not mapped from.
-        Rows are taken to be up to a tenth longer than the average one. On a cluster it grows with the workers that
-        join, as far as ``memory_limit`` allows.
+        It includes the fetch being yielded, those in flight, the memory to read and decode them, and batches gathered
+        ahead. Memory-mapped files need none, so the value is larger on file systems from which files are not mapped.
+        The projection assumes rows up to a tenth longer than average. On a cluster the value increases with the number
+        of workers, up to ``memory_limit``.
         """
         return self._projection.way().demand.anonymous if isinstance(self._source, MatrixSource) else None
 
     @property
     def projected_pages(self) -> int | None:
-        """Pages of files that iterating needs in the page cache at the same time, in bytes; None as above.
+        """Pages in the page cache that iteration uses at the same time, in bytes; None as for `projected_bytes`.
 
-        Of mapped files, those of all fetches in flight, of others those being read. They are no memory of this process,
-        yet a control group, such as that of a Slurm job or a container, counts them.
+        For memory-mapped files, they include those of all fetches in flight; for other files, those being read. They
+        are not memory of this process, but a control group, such as that of a Slurm job or a container, counts them.
         """
         return self._projection.way().demand.pages if isinstance(self._source, MatrixSource) else None
 
     def __len__(self) -> int:
-        """Batches this rank yields in a whole epoch."""
+        """Return the number of batches that this rank yields in a whole epoch."""
         return self._plan_of(self._session.settle(), epoch=0).n_batches
 
     @property
     def n_batches_left(self) -> int:
-        """Batches this rank yields in the next iteration: of a whole epoch, or what `load_state_dict` left of one."""
+        """Number of batches of this rank in the next iteration: those of an epoch, or the rest of a resumed one."""
         epoch = self._counter.peek()
         world = self._session.here()
         if self._resume is None or self._resume.epoch != epoch:
@@ -380,7 +375,7 @@ class scDataset(IterableDataset[Any]):
     # --- Epochs ---------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration read epoch `epoch`; those after it count on from there."""
+        """Make the next iteration read epoch `epoch`, and later ones the epochs after it."""
         self._counter.set(config.whole_number("epoch", epoch, 0, 2**32))
         self._position = self._resume
 
@@ -399,19 +394,19 @@ class scDataset(IterableDataset[Any]):
         )
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
-        """Return this rank's plan of an epoch; default: of the next one to be read."""
-        _ = self.seed  # agreed on
+        """Return the plan of this rank for an epoch; default: the next one to be read."""
+        _ = self.seed  # makes the ranks agree on a seed
         return self._plan_of(self._session.here(), self._counter.peek() if epoch is None else epoch)
 
     @property
     def fingerprint(self) -> str:
-        """What ranks compare: a digest of shapes, types, the strategy with its arrays, the sizes and the seed."""
+        """Digest that ranks compare: of shapes, types, the strategy with its arrays, sizes and the seed."""
         sizes = (self.batch_size, self.fetch_factor, self.seed, self._source.yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to be resumed from; never paths or times."""
+        """Properties that a state must share with the data set to be resumed; they include no paths or times."""
         identity = {
             "n_obs": self._source.n_obs,
             "matrices": self._source.identity,
@@ -420,7 +415,7 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
         if (self.drop_last and self._sampler.shuffle_blocks) or getattr(self.strategy, "drop_last", False):
-            identity["left_out"] = "evenly"  # versions that left out other rows did not say
+            identity["left_out"] = "evenly"  # absent in versions that left out other rows
         return identity
 
     def _sizes(self, world: World) -> Stretch:
@@ -431,17 +426,17 @@ class scDataset(IterableDataset[Any]):
     # --- State ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where in its epochs the data set is, from which `load_state_dict` continues.
+        """Return the position in the epochs, from which `load_state_dict` resumes.
 
-        The state is the same on every rank when all have yielded equally many batches, and holds plain
-        numbers and strings. Inside a DataLoader worker it is the worker's own. In a process whose
-        DataLoader workers do the reading it tells whole epochs only, and warns where they are in the middle of one.
+        The state is equal on all ranks if all have yielded the same number of batches, and contains plain
+        numbers and strings. In a DataLoader worker it is the state of that worker. In a process whose
+        DataLoader workers read, it has whole epochs only, and a warning is logged within an epoch.
 
         Returns
         -------
         dict
-            ``version``, ``seed``, ``epoch``, ``fingerprint`` (what must match) and ``consumed``: for each
-            stretch of the epoch its world size, batch size, fetch factor and batches per rank.
+            ``version``, ``seed``, ``epoch``, ``fingerprint`` (properties that must match) and ``consumed``: for each
+            segment of the epoch its world size, batch size, fetch factor and batches per rank.
         """
         position = self._here() or EpochPosition(self._counter.peek())
         state = {
@@ -463,15 +458,15 @@ class scDataset(IterableDataset[Any]):
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from `state` at the next iteration, with the very next batch.
+        """Resume from `state` in the next iteration, at the next batch.
 
-        Another world size, batch size or fetch size deals what is left of the epoch again: every row of
-        the epoch is still yielded exactly once, up to padding, and what was dropped stays dropped.
+        With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Every
+        row of the epoch is still yielded exactly once, up to padding, and dropped rows stay dropped.
 
         Raises
         ------
         InputError
-            If the state is of other data, another strategy or seed; says what differs.
+            If the state is of other data, another strategy or another seed; the message lists the differences.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, drop_last=self.drop_last, seed=given_seed)
@@ -501,7 +496,7 @@ class scDataset(IterableDataset[Any]):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        # A generator: nothing is settled, and no epoch bound, before the first batch is asked for.
+        # A generator function, so the world is fixed and the epoch begins only when the first batch is requested.
         session = self._session
         world = session.check()
         worker = get_worker_info()
@@ -527,12 +522,12 @@ class scDataset(IterableDataset[Any]):
             scheduler=self._scheduler(),
             projection=self._projection,
             hooks=self._hooks,
-            transform=self.transform,
+            transform=as_transform(self.transform),
             placement=self._placement,
             key=self._token,
         )
         self._stats = run.stats
-        # Also what fails before its first batch can be continued.
+        # Set before reading, so that an epoch that fails before its first batch can also be resumed.
         self._position = run.position if n_done or worker is not None else EpochPosition(epoch, consumed)
         try:
             yield from run.batches(
@@ -562,11 +557,11 @@ class scDataset(IterableDataset[Any]):
         return self._position.position if isinstance(self._position, EpochRun) else self._position
 
     def _resumed(self, epoch: int) -> EpochPosition:
-        """Return where an epoch is to resume, once; its start if no state is of it."""
+        """Return the position at which an epoch resumes, only once; its start if no state of it was loaded."""
         resume, self._resume = self._resume, None
         if resume is None or resume.epoch == epoch:
             return resume or EpochPosition(epoch)
-        # Workers of later passes are copies of a data set that has not itself gone on.
+        # In later passes, workers are copies of a data set whose own epoch has not advanced.
         level = logging.WARNING if get_worker_info() is None else logging.DEBUG
         logger.log(level, "the state that was loaded is of epoch %d; epoch %d begins at its start", resume.epoch, epoch)
         return EpochPosition(epoch)
@@ -574,34 +569,35 @@ class scDataset(IterableDataset[Any]):
     # --- Accounts -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return what the latest epoch of this rank did.
+        """Return statistics of the latest epoch of this rank.
 
-        Also logged at its end, at the level INFO, by ``dasksc.dataset``. Where DataLoader workers read, both
-        add up what the workers have done that came to their end (the last of them logs), and times are
-        those of the slowest.
+        The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers,
+        both combine the statistics of the workers that have finished (the last one logs): counts are added, and times
+        are those of the slowest worker.
 
         Returns
         -------
         dict
-            ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded, ``n_control_rows`` beside them
-            (`CellSets`), ``n_batches_before`` the batches that were yielded before the epoch was resumed,
-            ``n_batches_left`` those to come; ``n_rank_padded`` and ``n_rank_dropped``, rows that this rank repeats
-            and leaves out in a whole epoch (of what was left when it was resumed), of ``n_rank_batches`` batches;
-            ``n_padded`` and ``n_dropped``, those of all ranks, and rows that no rank was dealt; ``wait_s`` the
-            loop waited for batches, ``elapsed_s`` since the first was asked for, ``wait_share`` of it, and
-            ``rows_per_s``. Over all ranks ``n_rows`` add up to the rows of the epoch + ``n_padded`` -
-            ``n_dropped``.
-            Fetch tasks (a large fetch is several): ``n_fetching``, ``n_ready`` and ``n_fetched`` (taken);
-            ``in_flight_bytes`` of what is ready and, as the largest seen, of what is being fetched, against
-            ``limit_bytes``. Seconds, summed over threads: ``fetch_s`` that the tasks taken took, ``read_s`` and
-            ``decode_s`` of it (where files are mapped, pages are waited for where they are first used),
-            ``transfer_s`` that results took from a cluster's workers, ``gather_s`` of making batches.
+            Progress: ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded; ``n_control_rows``
+            yielded in addition (`CellSets`); ``n_batches_before``, batches yielded before the epoch was resumed;
+            ``n_batches_left``, batches to come. Sizes: ``n_rank_batches``, ``n_rank_padded`` and ``n_rank_dropped``,
+            batches, repeated rows and omitted rows of this rank in the whole epoch (in its rest, if it was resumed);
+            ``n_padded`` and ``n_dropped``, those of all ranks, including rows dealt to no rank. Over all ranks, the sum
+            of ``n_rows`` is the number of rows of the epoch + ``n_padded`` - ``n_dropped``.
+            Times in seconds: ``wait_s``, time that the loop waited for batches; ``elapsed_s``, time since it requested
+            the first; ``wait_share``, their ratio; and the throughput ``rows_per_s``.
+            Fetch tasks (a large fetch has several): ``n_fetching``, ``n_ready`` and ``n_fetched`` (received);
+            ``in_flight_bytes``, size of those ready and, estimated by the largest so far, of those being fetched; its
+            limit ``limit_bytes``. Seconds, summed over threads: ``fetch_s``, duration of the received tasks, with
+            ``read_s`` and ``decode_s`` as parts of it (for memory-mapped files, the wait for pages counts where they
+            are first used); ``transfer_s``, transfer of results from the workers of a cluster; ``gather_s``, creation
+            of batches.
         """
         reports = self._counter.reports() if get_worker_info() is None else None
         return merged(reports) if reports else self._stats.report()
 
     def _report(self, worker: Any, epoch: int, figures: dict[str, Any]) -> None:
-        """Leave what a DataLoader worker did where the loop's process finds it."""
+        """Pass the statistics of a DataLoader worker to the process of the loop."""
         everything = self._counter.report(worker.seed - worker.id, worker.id, worker.num_workers, epoch, figures)
         if everything is not None:
             total = merged(everything)
@@ -609,18 +605,18 @@ class scDataset(IterableDataset[Any]):
                 logger.info("%s", line_of(total))
 
     def to_dask(self, epoch: int | None = None) -> da.Array:
-        """Return this rank's epoch of X as one lazy Dask array.
+        """Return the epoch of X of this rank as one lazy Dask array.
 
         Parameters
         ----------
         epoch
-            Which epoch; default: the next one to be read, which is not used up.
+            Number of the epoch; default: the next one to be read, which remains the next one.
 
         Returns
         -------
         dask.array.Array
-            Shape (rows the rank yields, n_vars); chunk k holds fetch k, its rows in the order in which
-            they are yielded: `csr_matrix` or ndarray, in the data set's layout, dtype and genes.
+            Shape (number of rows that the rank yields, n_vars). Chunk k contains fetch k, with rows in the order in
+            which they are yielded: a `csr_matrix` or ndarray, with the layout, dtype and genes of the data set.
 
         Raises
         ------
@@ -645,9 +641,9 @@ class scDataset(IterableDataset[Any]):
         state = self.__dict__ | {"_position": self._here()}
         del state["_stats"]
         if isinstance(self._source, MatrixSource):
-            state["collection"] = None  # as the source that travels has none
+            state["collection"] = None  # pickled sources have no collection either
         state["_securities"] = securities_for_child()
-        # Plain pickle, which DataLoader workers get, fails on lambdas.
+        # Plain pickle, which DataLoader uses for workers, fails on lambdas.
         state["_called"] = cloudpickle.dumps({name: state.pop(name) for name in _CALLED})
         return state
 
@@ -667,11 +663,11 @@ class scDataset(IterableDataset[Any]):
 
 
 class _Where:
-    """Where fetches run, as given; resolved anew each time, since a Client may come or go."""
+    """Scheduler as given by the user, resolved on each call since a Client may be created or closed."""
 
     def __init__(self, given: Scheduler | Client | str | None) -> None:
         self._given = given
-        resolve_scheduler(given)  # refuse a wrong one now
+        resolve_scheduler(given)  # raise an error for an invalid one
 
     def __call__(self) -> Scheduler:
         return resolve_scheduler(self._given)

@@ -1,4 +1,4 @@
-"""One epoch, or the rest of one, as a process reads it."""
+"""Reading of one epoch, or of its remainder, in one process."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ from dasksc.multiindexable import take_rows
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
+from dasksc.transforms.composed import at_batch, at_epoch, owning
 
 __all__ = ["EpochRun", "Placement"]
 
 _TOGETHER_BYTES = 2**23
 
-# Of a batch in which something went wrong.
+# Maximum number of row numbers in the note of an error about a batch.
 _ROWS_TOLD = 16
 
 
@@ -51,13 +52,13 @@ class _Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where batches are put."""
+    """Device and pinning of batches."""
 
     device: torch.device | str | int | None = None
     pin_memory: bool = False
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch there."""
+        """Return the batch on the device, or in pinned memory."""
         if self.pin_memory:
             batch = _each(batch, "pin_memory")
         if self.device is not None:
@@ -66,26 +67,26 @@ class Placement:
 
 
 class EpochRun:
-    """What one process yields of an epoch: one plan, one window of fetches, one set of figures.
+    """Reading of the batches of an epoch in one process: one plan, one window of fetches, one set of statistics.
 
     Parameters
     ----------
     source
-        What is read.
+        Data to read.
     plan
-        The rank's plan of the epoch.
+        Plan of the epoch for this rank.
     fetches
         Numbers of the fetches that this process reads.
     n_done
-        Batches of them that have been yielded before.
+        Number of their batches that were yielded earlier.
     scheduler
-        Where fetches run.
+        Scheduler that runs the fetches.
     projection
-        What memory they take.
+        Memory of the fetches.
     hooks, transform, placement
-        What is called with what is read, and with each batch.
+        Functions applied to fetched rows and to each batch, and the destination of batches.
     key
-        Tells the data set from others of its name on the loader page.
+        Key that distinguishes data sets with the same name on the loader page.
     """
 
     def __init__(
@@ -120,12 +121,12 @@ class EpochRun:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all batches have been yielded."""
+        """True if all batches have been yielded."""
         return self.stats.n_batches == self.n_batches
 
     @property
     def position(self) -> EpochPosition:
-        """Where in the epoch the process is, after the batches that it has yielded."""
+        """Position of the process in the epoch, after the batches yielded so far."""
         plan = self._plan
         read = Stretch(
             world_size=plan.world_size,
@@ -147,11 +148,11 @@ class EpochRun:
         Parameters
         ----------
         moved
-            Called with this run after each batch, before that is yielded.
+            Function called with this object before each batch is yielded.
         after_first
-            Called when the first has been used.
+            Function called after the first batch has been used.
         shown
-            Whether a progress bar is.
+            If True, show a progress bar.
         """
         stats = self.stats
         made = self._gathered() if isinstance(self._source, MatrixSource) else self._indexed()
@@ -172,7 +173,7 @@ class EpochRun:
     def _window(
         self, task: Callable[[Any], Any], reading: Reading | None = None
     ) -> tuple[Window[Any], dict[int, FetchPlan]]:
-        """Start fetching. The plans of fetches in flight are kept beside it, to make their batches by."""
+        """Start fetching, and return the window and the plans of its fetches, from which batches are made."""
         plans: dict[int, FetchPlan] = {}
         planning = threading.Lock()
         in_process = isinstance(self._source, IndexedSource)
@@ -217,7 +218,7 @@ class EpochRun:
         def describe(i: int) -> str:
             k, part = divmod(i, n_parts)
             what = f"fetch {k} of {plan.n_fetches} (epoch {plan.epoch}, rank {plan.rank}"
-            if k in plans:  # else it is the plan itself that failed
+            if k in plans:  # otherwise planning itself failed
                 rows = part_of(plans[k].rows, part, n_parts)
                 what += f", {len(rows)} rows from {rows[0]} to {rows[-1]}"
             return f"{what}) of {', '.join(self._source.labels)}"
@@ -227,19 +228,17 @@ class EpochRun:
     # --- Batches --------------------------------------------------------------------------------------
 
     def _gathered(self) -> Generator[Any, None, None]:
-        """Yield batches gathered straight from fetched matrices."""
+        """Yield batches gathered directly from fetched matrices."""
         source = cast(MatrixSource, self._source)
         plan, stats, projection = self._plan, self.stats, self._projection
         reading = None if projection.travels else Reading(projection.way, source.name, lambda: projection.job_bytes)
         n_parts = projection.n_parts if reading is None else reading.n_parts
         task = FetchMatrices(source.matrices, reading)
         n_ahead = projection.n_batches_ahead
-        # Handing a batch over costs as much as gathering a small one: some are made in one go.
+        # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
         n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))
         left_in_fetch = 0
-        transform = self._transform
-        if transform is not None and hasattr(transform, "at_epoch"):
-            transform = transform.at_epoch(plan.epoch)
+        transform = owning(at_epoch(self._transform, plan.epoch))
 
         def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
             start = perf_counter()
@@ -247,7 +246,10 @@ class EpochRun:
             for i in numbers:
                 try:
                     batch = _batch_of(source.maker, fetched, fetch, i)
-                    made.append(batch if transform is None else transform(cast(Batch, batch)))
+                    if transform is not None:
+                        number = plan.batch_number(fetch.number * plan.fetch_factor + i)
+                        batch = at_batch(transform, number)(cast(Batch, batch))
+                    made.append(batch)
                 except Exception as error:
                     _note(error, fetch, i, plan)
                     return _Made(made, perf_counter() - start, error)
@@ -266,7 +268,7 @@ class EpochRun:
         _ = source.recycling
         loader = self._loader()
         window, plans = self._window(task, reading)
-        # Entered at once, since Ctrl-C before that would leave it open; closed before its last report.
+        # Entered first, since Ctrl-C before that would leave the window open, and closed before the last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
             fetches = Assembled(window, n_parts)
             synchronous = window.scheduler.kind == "synchronous"
@@ -300,7 +302,7 @@ class EpochRun:
                 del data
 
     def _loader(self) -> dict[str, str | int | None]:
-        """Return what tells this loader from others on the loader page."""
+        """Return the properties that identify this loader on the loader page."""
         worker = get_worker_info()
         return {
             "key": self._key,
@@ -312,7 +314,7 @@ class EpochRun:
 
 
 def _batch_of(maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: int) -> torch.Tensor | Batch:
-    """Gather batch `i` of a fetch, with its sets and controls where the strategy has them."""
+    """Gather batch `i` of a fetch, with sets and controls if the strategy has them."""
     batch = maker.make(fetched, fetch.rows, fetch.batch(i))
     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
     if groups is not None:
@@ -323,7 +325,7 @@ def _batch_of(maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: 
 
 
 def _n_batches(plan: EpochPlan, ks: range) -> int:
-    """Return the batches of the fetches `ks`: all but the rank's last fetch are full."""
+    """Return the number of batches of the fetches `ks`; all fetches of a rank except its last one are full."""
     if not ks:
         return 0
     last = plan.n_fetches - 1
@@ -332,7 +334,7 @@ def _n_batches(plan: EpochPlan, ks: range) -> int:
 
 @contextmanager
 def _noting(fetch: FetchPlan, i: int, plan: EpochPlan) -> Iterator[None]:
-    """Add to any error raised inside in which batch it happened."""
+    """Add a note about the batch to errors raised in this context."""
     try:
         yield
     except Exception as error:
@@ -351,7 +353,7 @@ def _note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
 
 
 def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
-    """Call a method of what is moved as one, or of the tensors in it; leave the rest as it is."""
+    """Call a method of an object that has it, or of the objects in a container; others are unchanged."""
     if hasattr(batch, method):
         return getattr(batch, method)(*args, **options)
     if isinstance(batch, dict):

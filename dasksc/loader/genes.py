@@ -1,4 +1,4 @@
-"""Genes asked for, matched with the columns of an atlas."""
+"""Matching of requested genes with the columns of an atlas."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ Missing = Literal["error", "zero", "drop"]
 Repeated = Literal["error", "sum"]
 
 _N_SHOWN = 3
-# A smaller share of matches suggests names of another kind, such as symbols beside Ensembl IDs.
+# A smaller share of matches suggests another naming scheme, such as symbols in place of Ensembl IDs.
 _FEW = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneMatch:
-    """How the genes asked for matched the columns of an atlas; printing it shows a summary.
+    """Match of requested genes with the columns of an atlas; printing it shows a summary.
 
     Parameters
     ----------
     names
-        The gene of each column of a batch, in order.
+        Gene of each column of a batch, in order.
     n_wanted
-        Genes that were asked for.
+        Number of requested genes.
     missing
-        Those that the atlas lacks, in the order asked for.
+        Requested genes that the atlas lacks, in the order of the request.
     filled
-        Whether missing genes are columns of zeros; otherwise they are left out.
+        True if missing genes are columns of zeros, False if they are left out.
     n_summed
-        Columns of the atlas whose name repeats and which are added up with others.
+        Number of columns of the atlas that are added up because their names repeat.
     matched_by
-        What names were compared with: ``"var_names"``, or a column of var.
+        Names that were compared: ``"var_names"``, or a column of var.
     """
 
     names: tuple[str, ...]
@@ -59,12 +59,12 @@ class GeneMatch:
 
     @property
     def n_matched(self) -> int:
-        """Genes asked for that the atlas has."""
+        """Number of requested genes that the atlas has."""
         return self.n_wanted - len(self.missing)
 
     @property
     def share(self) -> float:
-        """Share of the genes asked for that the atlas has."""
+        """Share of the requested genes that the atlas has, in [0, 1]."""
         return self.n_matched / self.n_wanted
 
     def __str__(self) -> str:
@@ -79,12 +79,12 @@ class GeneMatch:
 
 @dataclass(frozen=True, slots=True)
 class GeneRequest:
-    """The columns of X and the layers that a batch has, as the arguments of `scDataset` say.
+    """Columns of X and the layers in a batch, as requested by the arguments of `scDataset`.
 
     Raises
     ------
     InputError
-        If a value is none that the argument takes.
+        If the value of an argument is invalid.
     """
 
     genes: Any = None
@@ -106,7 +106,7 @@ class GeneRequest:
 
     @property
     def _names_only(self) -> str:
-        """The options given that mean something for names only."""
+        """Given options that only apply to names, for error messages."""
         given = {
             "genes_missing=": self.missing != "error",
             "genes_key=": self.key is not None,
@@ -115,20 +115,20 @@ class GeneRequest:
         return ", ".join(name for name, is_given in given.items() if is_given)
 
     def of(self, modality: str) -> GeneRequest:
-        """Return the request for one of several modalities, whose genes are a dict."""
+        """Return the request for one of several modalities, whose genes are in a dict."""
         if self.genes is None or modality not in self.genes:
             return GeneRequest()
         return GeneRequest(self.genes[modality], self.missing, self.key, self.repeated)
 
     def columns_of(self, var: pd.DataFrame | None, n_vars: int) -> tuple[Columns | None, GeneMatch | None]:
-        """Return the columns that names, a mask or positions choose, and how names matched; None: all, or no names.
+        """Return the requested columns, None for all, and the match of names, None without names.
 
         Parameters
         ----------
         var
-            The table of genes of an atlas; None for an array, whose columns have no names.
+            Table of genes of an atlas; None for an array, whose columns have no names.
         n_vars
-            Columns of the matrix.
+            Number of columns of the matrix.
         """
         genes = self.genes
         if genes is None:
@@ -143,7 +143,7 @@ class GeneRequest:
                 f"genes=pathlib.Path({genes!r})"
             )
         if isinstance(genes, set | frozenset | Mapping):
-            # The order of a set differs between processes, and with it the columns.
+            # The order of a set, and thus of the columns, would differ between processes.
             raise WrongTypeError(
                 f"genes is a {type(genes).__name__}, which has no order; give a list: genes=sorted(...), or, of ids by "
                 "name, dasksc.tokens.Vocabulary(...)"
@@ -163,7 +163,7 @@ class GeneRequest:
             return self._matched(wanted.tolist(), var, n_vars)
         if self._names_only:
             raise InputError(f"{self._names_only} cannot be used here: genes= holds positions or a mask, and no names")
-        if wanted.max() >= n_vars:  # also those that int64 does not hold
+        if wanted.max() >= n_vars:  # before the conversion, since int64 may not represent it
             raise InputError(f"genes holds position {wanted.max()}; positions lie in [0, {n_vars})")
         wanted = wanted.astype(np.int64)
         if wanted.min() < 0:
@@ -209,7 +209,7 @@ class GeneRequest:
         return Columns(positions, n_vars, to, len(kept)), match
 
     def _names_in(self, var: pd.DataFrame | None, n_vars: int) -> Sequence[Any]:
-        """Return the names of the columns of an atlas, None where there is none."""
+        """Return the names of the columns of an atlas; None for a column without a name."""
         if var is None:
             if self.key is not None:
                 raise InputError(f"genes_key={self.key!r} names a column of var, and an array has none")

@@ -1,4 +1,4 @@
-"""Where in its epochs a data set is: what `scDataset.state_dict` returns."""
+"""Position of a data set in its epochs, as returned by `scDataset.state_dict`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """An epoch, and what of it has been read, by stretches of equal sizes."""
+    """Number of an epoch, and the segments that have been read, each with constant sizes."""
 
     epoch: int
     consumed: tuple[Stretch, ...] = ()
 
     @property
     def consumed_numbers(self) -> list[tuple[int, ...]]:
-        """The stretches as plain numbers."""
+        """Segments as tuples of integers."""
         return [dataclasses.astuple(stretch) for stretch in self.consumed]
 
     def parted(self, sizes: Stretch) -> tuple[tuple[Stretch, ...], int]:
-        """Return the stretches read with other sizes than `sizes`, and the batches read with these since."""
+        """Return the segments read with other sizes than `sizes`, and the number of batches read with `sizes` since."""
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
             return self.consumed[:-1], self.consumed[-1].n_batches
         return self.consumed, 0
@@ -38,23 +38,24 @@ class EpochPosition:
 def parse_state(
     state: Any, identity: Mapping[str, Any], *, drop_last: bool, seed: int | None
 ) -> tuple[EpochPosition, int]:
-    """Return the position and the seed that a state holds.
+    """Parse a state into a position and a seed.
 
     Parameters
     ----------
     state
-        What `scDataset.state_dict` returned.
+        Return value of `scDataset.state_dict`.
     identity
-        What must be the same; see `scDataset.fingerprint`.
+        Properties that must be equal; see `scDataset.fingerprint`.
     drop_last
-        Whether the data set leaves out rows.
+        `drop_last` of the data set.
     seed
-        That of the data set, where it was given.
+        Seed of the data set, if it was given.
 
     Raises
     ------
     InputError
-        If a part of it is missing or wrong, or it is of other data or another strategy; says what differs.
+        If a part of the state is missing or invalid, or it is of other data or another strategy. The message lists the
+        differences.
     """
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         version = state.get("version") if isinstance(state, dict) else state
@@ -83,7 +84,7 @@ def parse_state(
 
 
 def _whole(value: Any) -> int:
-    """Return a number of a state, which may be a tensor by now, as an int; a ValueError if that is another number."""
+    """Convert a number of a state, possibly a tensor, to int. Raise a ValueError if it is not whole."""
     number = int(value)
     if number != value:
         raise ValueError(f"{value!r} is no whole number")

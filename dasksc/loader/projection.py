@@ -1,4 +1,4 @@
-"""What memory an epoch takes in this process, and how it is read therefore."""
+"""Projection of the memory of an epoch in this process, and choice of the reading mode."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _AHEAD_BYTES = 2**24
 
 
 class MemoryProjection:
-    """The memory that fetches and batches of a source take, against what this process may use.
+    """Memory of fetches and batches of a source, compared with the memory that this process may use.
 
     Parameters
     ----------
     source
-        What is read.
+        Data to read.
     session
-        Says how many ranks there are, and how many on this machine.
+        Session with the number of ranks, in total and on this machine.
     scheduler
-        Returns where fetches run.
+        Function that returns the scheduler of fetches.
     batch_size, fetch_factor
-        Sizes of a fetch; None: the largest factor that fits `limit`.
+        Rows of a batch and batches of a fetch. A factor of None chooses the largest that fits `limit`.
     run_rows
-        Neighbouring rows that a fetch reads together, on average.
+        Mean number of neighboring rows that a fetch reads together.
     prefetch
-        Fetches in flight beyond the one being yielded; None: as many as fit.
+        Number of fetches in flight in addition to the one being yielded; None: as many as fit.
     limit
         Anonymous memory that the rank may use, in bytes.
 
@@ -79,24 +79,24 @@ class MemoryProjection:
 
     @property
     def travels(self) -> bool:
-        """Whether other processes fetch, and what they read is sent here."""
+        """True if other processes fetch, so that rows are sent to this one."""
         return not self._scheduler().in_process
 
     @property
     def batch_bytes(self) -> float:
-        """Bytes of a batch."""
+        """Size of a batch, in bytes."""
         return self._batch_size * self._matrices.batch_row_bytes
 
     @property
     def n_batches_ahead(self) -> int:
-        """Batches to gather ahead: no more than stay in the caches of the cores until they are used."""
+        """Number of batches to gather ahead, limited so that they stay in the CPU caches until they are used."""
         return max(2, min(int(config.get("batches-ahead")), int(_AHEAD_BYTES / self.batch_bytes)))
 
     @property
     def n_threads(self) -> int:
-        """Threads that fetch, in a process that is no DataLoader worker: as many as the memory allows.
+        """Number of fetching threads in a process that is not a DataLoader worker, limited by memory.
 
-        Of a cluster, this rank's share for now.
+        On a cluster, it is the current share of this rank.
         """
         world = self.session.detect()
         n_of_cluster = self._scheduler().n_threads
@@ -115,7 +115,7 @@ class MemoryProjection:
 
     @property
     def n_threads_here(self) -> int:
-        """Threads that fetch in this process, which may be a DataLoader worker."""
+        """Number of fetching threads in this process, which may be a DataLoader worker."""
         worker = get_worker_info()
         n_threads = default_threads(
             local_world_size=self.session.here().local_world_size,
@@ -125,36 +125,36 @@ class MemoryProjection:
 
     @property
     def n_parts(self) -> int:
-        """Tasks of a fetch."""
+        """Number of tasks of a fetch."""
         return self.way().n_parts if isinstance(self._source, MatrixSource) else 1
 
     @property
     def share(self) -> int:
-        """Bytes that this process may use: DataLoader workers share what the rank may."""
+        """Memory that this process may use, in bytes; DataLoader workers divide that of the rank."""
         worker = get_worker_info()
         return self.limit if worker is None else self.limit // worker.num_workers
 
     @property
     def job_bytes(self) -> int:
-        """Bytes that a process needs to read at full speed, with page cache, code and what it holds now."""
+        """Memory that a process needs to read at full speed: page cache, code and current content, in bytes."""
         demand = self._model(self.fetch_factor).everything(prefetch=self._prefetch, n_threads=self.n_threads)
-        # Batches that are held now were counted, too.
+        # The demand includes batches in existing buffers.
         held = max(0, process_memory.own_bytes() - buffers.kept_bytes())
         return held + process_memory.CODE_BYTES + demand.total
 
     def depth(self, n_threads: int | None = None) -> int:
-        """Return the parts of fetches in flight beyond the fetch being yielded, if `n_threads` fetch."""
+        """Return the number of parts of fetches in flight beyond the fetch being yielded, with `n_threads` threads."""
         if isinstance(self._source, MatrixSource):
             return self.way(n_threads).depth
         return self._prefetch if self._prefetch is not None else 2 * (n_threads or self.n_threads)
 
     def depth_on(self, scheduler: Scheduler) -> Callable[[], int]:
-        """Return a function that returns the depth on a cluster, whose workers come and go."""
+        """Return a function that returns the depth on a cluster, where the number of workers changes."""
         world = self.session.settle()
         depths: dict[int, int] = {}
 
         def depth() -> int:
-            # Asked with every result, so projecting the memory is left to when the number of threads has changed.
+            # It is called for every result, so depths are cached by the number of threads.
             n_threads = max(1, (scheduler.n_threads or 0) // world.world_size)
             if n_threads not in depths:
                 depths[n_threads] = self.depth(n_threads)
@@ -163,7 +163,7 @@ class MemoryProjection:
         return depth
 
     def way(self, n_threads: int | None = None, n_parts: int | None = None) -> Way:
-        """Return how fetches are read here and now, and how many at a time, if `n_threads` fetch `n_parts` of each."""
+        """Return the current reading mode and depth, with `n_threads` threads that fetch `n_parts` parts per fetch."""
         if n_threads is None:
             n_threads = self.n_threads
         model = dataclasses.replace(self._model(self.fetch_factor), parted=n_parts)
@@ -184,12 +184,12 @@ class MemoryProjection:
         )
 
     def part_bytes(self, n_parts: int, unmapped: frozenset[str] | tuple[()] = ()) -> int:
-        """Return the bytes that one of `n_parts` parts of a fetch holds in this process."""
+        """Return the memory that one of `n_parts` parts of a fetch takes in this process, in bytes."""
         n_rows = self._batch_size * self.fetch_factor
         return int(n_rows / n_parts * self._model(self.fetch_factor).held_row_bytes(unmapped))
 
     def warn_of_workers(self) -> None:
-        """Warn if the DataLoader workers of a rank need more memory than it may use, however little they prefetch."""
+        """Warn if the DataLoader workers of a rank need more memory than its limit even with minimal prefetching."""
         worker = get_worker_info()
         if worker is None or worker.id > 0 or isinstance(self._source, IndexedSource):
             return
@@ -222,7 +222,7 @@ class MemoryProjection:
         )
 
     def _refuse_too_large(self) -> None:
-        """Refuse sizes whose projection is beyond the limit, with what would fit."""
+        """Raise an error for sizes whose projection exceeds the limit; the message has sizes that fit."""
         if isinstance(self._source, IndexedSource):
             return
         n_threads = 0 if self.travels else self.n_threads

@@ -1,4 +1,4 @@
-"""Which rank reads, with which seed, in agreement with the others."""
+"""Rank and seed of a data set, in agreement with the other ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RankSession:
     Parameters
     ----------
     rank, world_size, group
-        As given to `scDataset`; None: as found (`World.detect`).
+        As given to `scDataset`; None uses `World.detect`.
     seed
-        As given; None: drawn here, and agreed on by the ranks.
+        Seed as given. None draws one, on which the ranks agree later.
     is_random
-        Whether anything depends on the seed.
+        True if any result depends on the seed.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RankSession:
         self._world: World | None = None
         self.agreement: Agreement | None = None
         self._is_random = is_random
-        # Drawn here rather than when needed: forked DataLoader workers must find the same one.
+        # Drawn on creation rather than on use, so that forked DataLoader workers share the same seed.
         self.seed_is_given = seed is not None
         if seed is None:
             self._seed = secrets.randbits(63) if is_random else 0
@@ -54,32 +54,32 @@ class RankSession:
             self._seed = config.whole_number("seed", seed, 0, 2**64)
 
     def detect(self) -> World:
-        """Return rank and world size as they are found now, whatever was fixed."""
+        """Return the rank and world size as detected now, even if others are fixed."""
         return World.detect(*self._given)
 
     def here(self) -> World:
-        """Return rank and world size as they are now; this fixes nothing: a process group may be yet to come."""
+        """Return the fixed or detected rank and world size, without fixing them."""
         return self.detect() if self._world is None else self._world
 
     @property
     def seed(self) -> int:
-        """The seed that all ranks agree on."""
+        """Seed that all ranks agree on."""
         if not self.seed_is_given and self.here().world_size > 1:
             self.settle()
         return self._seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        # Agreed on or not, the seed of a state is the one that its batches came from.
+        # The seed of a state takes precedence, since its batches were drawn with it.
         self._seed, self.seed_is_given = seed, True
 
     @property
     def own_seed(self) -> int:
-        """The seed of this process, which the ranks may not have agreed on yet."""
+        """Seed of this process, on which the ranks may not have agreed yet."""
         return self._seed
 
     def settle_early(self) -> None:
-        """Fix the world where it is larger than one; a world of one may yet become a larger one."""
+        """Fix a world of several ranks; a world of one is not fixed, since a process group may be created later."""
         if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or Agreement.is_possible()):
             self.settle()
 
@@ -107,7 +107,7 @@ class RankSession:
         return world
 
     def check(self) -> World:
-        """Fix the world, and refuse one that has changed since it was fixed."""
+        """Fix the world, and raise an error if it has changed since."""
         world = self.settle()
         if get_worker_info() is None:
             found = self.detect()
@@ -120,13 +120,13 @@ class RankSession:
         return world
 
     def __getstate__(self) -> dict[str, Any]:
-        # A DataLoader worker that is spawned sees no process group. Other copies, and ranks that are spawned by a
-        # process that is none, find out for themselves.
+        # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies, such as those
+        # of ranks spawned by a parent outside the group, detect their own.
         if get_spawning_popen() is not None and self.here().world_size > 1:
             self.settle()
         state = self.__dict__ | {"agreement": None}
         if self._given[2] is not None:
-            # A process group stays where it was made; what it said of this rank goes along.
+            # A process group cannot be pickled, so the copy receives the rank and world size instead.
             world = self.here()
             state["_given"] = (world.rank, world.world_size, None)
         return state

@@ -1,4 +1,4 @@
-"""What a batch holds of its rows."""
+"""Content of a batch as requested by the user."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["BatchRequest"]
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a batch holds of its rows, as the arguments of `scDataset` say.
+    """Content of a batch, as requested by the arguments of `scDataset`.
 
     Raises
     ------
     InputError
-        If a value is none that the argument takes.
+        If the value of an argument is invalid.
     """
 
     obs: Sequence[str] = ()
@@ -48,23 +48,23 @@ class BatchRequest:
 
     @property
     def only_x(self) -> bool:
-        """Whether a batch is X alone, a tensor rather than a `Batch`."""
+        """True if a batch is the tensor X rather than a `Batch`."""
         return not (self.obs or self.layers or self.obsm or self.in_sets) and self.transform is None
 
     @property
     def value_dtype(self) -> np.dtype[Any] | None:
-        """Type of the values of X and the layers; None: that of each matrix.
+        """Data type of the values of X and the layers; None keeps that of each matrix.
 
         Raises
         ------
         InputError
-            If tensors cannot have it.
+            If tensors do not support it.
         """
         if self.dtype is None:
             return None
         name = str(self.dtype).removeprefix("torch.") if isinstance(self.dtype, torch.dtype) else self.dtype
         try:
-            # Tensors have no byte order.
+            # Tensors have native byte order.
             result = np.dtype(name).newbyteorder("=")
             torch_dtype(result)
         except TypeError as error:
@@ -72,7 +72,7 @@ class BatchRequest:
         return result
 
     def refuse_where_rows_are_indexed(self, why: str) -> None:
-        """Refuse the options that only matrices of an atlas have."""
+        """Raise an error for options that only apply to matrices of an atlas."""
         given = {name: getattr(self, name) for name in ("obs", "layers", "obsm") if getattr(self, name)}
         given |= {
             name: True

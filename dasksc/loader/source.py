@@ -1,4 +1,4 @@
-"""Where rows come from: the matrices of an atlas, or a collection that is indexed."""
+"""Sources of rows: matrices of an atlas, and collections that are indexed."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ logger = logging.getLogger("dasksc.dataset")
 
 
 class Source:
-    """A collection and its rows.
+    """Collection of rows.
 
     Parameters
     ----------
     name
-        What logs and tasks call it.
+        Name in logs and tasks.
     collection
-        What hooks are given, and users look at.
+        Collection that hooks receive and users inspect.
     n_obs
-        How many rows it has.
+        Number of rows.
     """
 
     def __init__(self, name: str, collection: Any, n_obs: int) -> None:
@@ -74,7 +74,7 @@ class Source:
         return table[known("obs", key, table)]
 
     def rows_where(self, expression: str) -> NDArray[np.bool_]:
-        """Return for each row whether an expression over obs holds."""
+        """Return a boolean mask of the rows for which an expression over obs holds."""
         table = self._table()
         if table is None:
             raise InputError(f"filter={expression!r} is over obs, and this collection has none; give indices= instead")
@@ -86,7 +86,7 @@ class Source:
 
 
 class MatrixSource(Source):
-    """Matrices of an atlas, whose rows become tensors.
+    """Matrices of an atlas whose rows become tensors.
 
     Parameters
     ----------
@@ -95,11 +95,11 @@ class MatrixSource(Source):
     matrices
         Matrices by name: ``"X"``, ``"layers/counts"``.
     maker
-        Makes batches of fetched rows.
+        Object that gathers batches from fetched rows.
     categories
-        The labels of encoded obs columns.
+        Labels of encoded obs columns.
     gene_match
-        How names of genes matched; of several modalities, by their names. None where none were given.
+        Match of gene names; for several modalities, a dict by modality. None if no names were given.
     """
 
     def __init__(
@@ -144,26 +144,26 @@ class MatrixSource(Source):
 
     @functools.cached_property
     def recycling(self) -> buffers.Recycling:
-        """The memory of an epoch, at hand for the next one."""
+        """Memory of an epoch, kept for the next one."""
         return buffers.Recycling()
 
     @property
     def batch_row_bytes(self) -> float:
-        """Bytes of a batch, for each of its rows."""
+        """Size of a batch per row, in bytes."""
         row_bytes = PLAN_ROW_BYTES + 8.0 * len(self.maker.obs)
         for name, matrix in self.matrices.items():
             dtype = matrix.dtype if self.maker.dtype is None else self.maker.dtype
             itemsize = int(torch_dtype(dtype).itemsize)
             if dtype.kind in "iu" and not np.can_cast(matrix.stored_dtype, dtype, "safe"):
-                # Gathered in the stored type first, to be checked.
+                # Values are gathered in the stored type first, to be checked before conversion.
                 itemsize += matrix.stored_dtype.itemsize
             columns = self.maker.columns.get(name)
             dense = itemsize * (matrix.shape[1] if columns is None else len(columns))
-            # Values may be converted to a wider type, and columns from two bytes to four.
+            # Values may be converted to a wider type, and column numbers from two bytes to four.
             is_dense = _is_obsm(name) or self.maker.layout == "dense"
             row_bytes += dense if is_dense else 2 * LONGER_ROWS * matrix.cost.row
             if columns is not None and matrix.layout == "dense":
-                if columns.sums is not None:  # values to add up, and their sums in 64 bits and converted
+                if columns.sums is not None:  # the values to add, and their sums in 64 bits and after conversion
                     row_bytes += 8 * len(columns.sums.columns) + 16 * len(columns.sums.targets)
                 if not is_dense and (columns.sums is not None or len(columns) > matrix.shape[1]):
                     row_bytes += 8 * len(columns)
@@ -171,17 +171,17 @@ class MatrixSource(Source):
 
     @property
     def labels(self) -> list[str]:
-        """What errors call the matrices."""
+        """Names of the matrices in error messages."""
         return [matrix.label for matrix in self.matrices.values()]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Shape and stored type of each matrix."""
+        """Shape and stored data type of each matrix."""
         return {name: [*matrix.shape, str(matrix.stored_dtype)] for name, matrix in self.matrices.items()}
 
     @property
     def yielded(self) -> Any:
-        """Layout, type and columns of batches, for ranks to compare."""
+        """Layout, data type and columns of batches, for comparison between ranks."""
         columns = {
             name: one.positions.tobytes() + (b"" if one.to is None else one.to.tobytes() + str(len(one)).encode())
             for name, one in self.maker.columns.items()
@@ -189,7 +189,7 @@ class MatrixSource(Source):
         return self.maker.layout, str(self.maker.dtype), columns
 
     def __getstate__(self) -> dict[str, Any]:
-        # Workers read matrices; the tables of an atlas would travel for nothing.
+        # Workers read matrices only, so tables of the atlas are not sent.
         state = self.__dict__ | {"collection": None}
         state.pop("recycling", None)
         return state
@@ -197,7 +197,7 @@ class MatrixSource(Source):
 
 @dataclass(frozen=True)
 class Hooks:
-    """The functions that scDataset's users give in place of indexing, and those called after it."""
+    """Functions given to `scDataset` that replace indexing or follow it."""
 
     fetch_callback: Callable[[Any, Any], Any] | None = None
     fetch_transform: Callable[[Any], Any] | None = None
@@ -209,7 +209,7 @@ class Hooks:
 
 
 class IndexedSource(Source):
-    """A collection that is indexed, or read through hooks; these are called one at a time.
+    """Collection that is indexed, or read through hooks; hooks are called one at a time.
 
     Parameters
     ----------
@@ -220,27 +220,27 @@ class IndexedSource(Source):
     def __init__(self, name: str, collection: Any, n_obs: int) -> None:
         super().__init__(name, collection, n_obs)
         self.categories: dict[str, list[Any]] = Categories()
-        # Held while hooks are called, or the collection is indexed.
+        # Held during calls of hooks and while the collection is indexed.
         self.lock = threading.Lock()
 
     @property
     def labels(self) -> list[str]:
-        """What errors call the collection."""
+        """Names of the collection in error messages."""
         return [self.name]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Nothing: a collection of the user's own may change between runs."""
+        """Empty dict, since a collection of the user may change between runs."""
         return {}
 
     @property
     def yielded(self) -> None:
-        """Nothing that ranks could compare."""
+        """None, since ranks have nothing to compare."""
         return
 
     def read(self, hooks: Hooks, rows: NDArray[np.int64]) -> Any:
         """Return ascending rows, after `fetch_transform`."""
-        # The fetches of an AnnData run side by side; hooks, and the user's own collections, one at a time.
+        # Fetches of an AnnData run concurrently; hooks and collections of the user are called one at a time.
         ours = isinstance(self.collection, AnnDataView | lazy.MatrixRows)
         data = None
         if hooks.fetch_callback is None and ours:
@@ -271,22 +271,22 @@ def source_of(
     filtered_by: Sequence[str],
     mmap: UseMmap,
 ) -> MatrixSource | IndexedSource:
-    """Find out what `data` is and how its rows are read; open it if it is a path.
+    """Return the source for `data`, which is opened if it is a path.
 
     Parameters
     ----------
     data
-        What `scDataset` takes.
+        Data collection of `scDataset`.
     request
-        What batches hold.
+        Content of batches.
     hooks
-        Functions that read in place of it.
+        Functions that replace indexing or follow it.
     strategy
-        Names the obs column of its labels, or, for a collection without length, the rows.
+        Strategy, with the obs column of its labels or, for a collection without length, with the rows.
     filtered_by
-        Columns of obs that a filter is over.
+        Columns of obs that a filter uses.
     mmap
-        Whether files may be mapped.
+        Setting for memory-mapping files.
 
     Raises
     ------
@@ -304,7 +304,7 @@ def source_of(
         if isinstance(data, str | os.PathLike) and several_of(data) is None:
             path = os.fspath(data)
         wanted = [*request.obs, *filtered_by, *getattr(strategy, "obs_columns", ())]
-        # Hooks see every column; without them only what is asked for is read, names when somebody looks at obs.
+        # Hooks receive every column. Otherwise only requested columns are read, and cell names on access to obs.
         if hooks:
             data = open_atlas(data, mmap=mmap)
         else:
@@ -348,7 +348,7 @@ def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
     try:
         return count_rows(data)
     except TypeError as error:
-        # The callback alone reads it, and indices say which rows there are.
+        # Only the callback reads the collection, so its rows are those of the indices.
         n_obs = None if hooks.fetch_callback is None else n_rows_named(strategy)
         if n_obs is None:
             raise WrongTypeError(
@@ -378,7 +378,7 @@ def _of_atlas(name: str, collection: Any, adata: AnnData, request: BatchRequest)
 
 
 def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap) -> MatrixSource:
-    """Read each matrix of each modality, all by the same rows."""
+    """Return the source of several modalities, whose matrices share row numbers."""
     name, genes = "data", request.genes.genes
     if hooks:
         raise InputError("hooks cannot be used with several modalities; give scDataset one of them: data['rna']")
@@ -436,7 +436,7 @@ def _maker(
 
 
 def _encoded(obs: Any, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, list[Any]]]:
-    """Return obs columns as numbers, codes as narrow as they are, and the labels that codes stand for."""
+    """Return obs columns as numbers, with codes in the smallest data type, and the labels of the codes."""
     encoded: dict[str, NDArray[Any]] = {}
     categories: dict[str, list[Any]] = Categories()
     for name in names:
@@ -455,11 +455,11 @@ def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
 
 
 def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
-    """Return the columns to keep of each matrix that has genes."""
+    """Return the columns to keep by key, for each matrix whose columns are genes."""
     return {} if columns is None else {key: columns for key in keys if not _is_obsm(key)}
 
 
 def _is_obsm(key: str) -> bool:
-    """Whether a matrix is one of obsm: ``"obsm/X_pca"``, or ``"rna:obsm/X_pca"`` of several modalities."""
+    """Return True for a matrix of obsm: ``"obsm/X_pca"``, or ``"rna:obsm/X_pca"`` for several modalities."""
     group, slash, _ = key.partition("/")
     return bool(slash) and group.endswith("obsm")

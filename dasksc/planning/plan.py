@@ -59,6 +59,8 @@ _Int64s = NDArray[np.int64]
 
 # Number of positions of a piece that are computed at a time.
 _COMPUTED_AT_ONCE = 2**20
+# Of one stretch of an epoch.
+_BATCHES_AT_MOST = 2**48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,6 +412,13 @@ class EpochPlan:
             key = self._keys(Purpose.FETCHES, 1)[0]
             permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)
         return positions, order[: min(stop, self._n_rank_units) - start]
+
+    def batch_number(self, i: int) -> int:
+        """Return the number of the rank's batch `i` among all batches of the epoch, of any rank and stretch.
+
+        The same batch has it whoever makes it, and no two batches of an epoch share one.
+        """
+        return len(self.consumed) * _BATCHES_AT_MOST + i * self.world_size + self.rank
 
     def batch_rows(self, i: int) -> _Int64s:
         """Return the row numbers of batch `i` of this rank, in the order of yielding."""

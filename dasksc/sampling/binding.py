@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -142,7 +142,9 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     changed: dict[str, Any] = {"indices": rows}
     for name in ("weights", "labels"):
         values = getattr(strategy, name, None)
-        if values is not None and len(values) == candidates.n != n_obs:
+        if values is None or isinstance(values, str | Mapping):  # those of CellSets are by group
+            continue
+        if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(f"{name} per entry of indices cannot be told from {name} per row; give one per row")
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])

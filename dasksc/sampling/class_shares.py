@@ -1,4 +1,4 @@
-"""The share of an epoch that each class gets."""
+"""Shares of classes in an epoch."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def shares_of(
     Parameters
     ----------
     counts
-        Rows of each class, shape (n_classes,); at least one is positive.
+        Number of rows of each class, shape (n_classes,); at least one is positive.
     names
-        Their labels.
+        Labels of the classes.
     smoothing, temperature, class_weights
         As for `dasksc.ClassBalancedSampling`.
 
     Raises
     ------
     InputError
-        If `class_weights` are no factors by label, or leave nothing to draw.
+        If `class_weights` are not factors by label, or no class has a positive probability.
     """
     present = counts > 0
     share = np.zeros(len(names), dtype=np.float64)
@@ -46,7 +46,7 @@ def shares_of(
         share[present] = (1 - smoothing) / present.sum()
         share += smoothing * counts / counts.sum()
     else:
-        # Of the commonest class 1, whatever the temperature: powers of small frequencies would underflow.
+        # Relative to the most frequent class, since powers of small frequencies could underflow.
         share[present] = (counts[present] / counts.max()) ** (1 / temperature)
     share *= _factors(class_weights, names)
     if not share.sum() > 0:
@@ -71,19 +71,19 @@ def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
 
 
 def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
-    """Return `total` rows divided among classes by their shares: rounded down, and up where most is lost.
+    """Divide `total` rows among classes by the largest remainder method.
 
     Parameters
     ----------
     share
-        Of each class, shape (n_classes,), summing to 1.
+        Share of each class, shape (n_classes,), summing to 1.
     total
-        Rows to divide.
+        Number of rows to divide.
 
     Returns
     -------
     NDArray
-        Rows of each class, shape (n_classes,), int64, summing to `total`.
+        Number of rows of each class, shape (n_classes,), int64, summing to `total`.
     """
     exact = share * total
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
@@ -93,14 +93,14 @@ def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
 
 
 def most_drawn(counts: _Int64s, share: NDArray[np.float64]) -> int:
-    """Return how many rows can be drawn by share without replacement: as many as the rarest class allows."""
+    """Return the number of rows that can be drawn by share without replacement, limited by the rarest class."""
     wanted = share > 0
-    # A hair above the quotient, so that 3 rows at share 3/9 allow 9 and not 8.
+    # The factor corrects rounding errors: 3 rows with a share of 3/9 allow 9 rows, not 8.
     return int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
 
 
 def refuse_beyond(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
-    """Refuse to draw more rows of a class than it has."""
+    """Raise an error if more rows of a class are to be drawn than it has."""
     over = np.flatnonzero(quotas > counts)
     if len(over):
         c = int(over[0])

@@ -25,6 +25,8 @@ class Purpose(enum.IntEnum):
     TOKENS = 5
     SPLIT = 6
     SETS = 7
+    DOWNSAMPLE = 8
+    MASK_GENES = 9
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:

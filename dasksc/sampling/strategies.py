@@ -1,8 +1,8 @@
-"""The sampling strategies: what an epoch draws.
+"""Sampling strategies: which rows an epoch draws.
 
-A strategy is a frozen spec. *Binding* it to a collection checks it against the number of rows and
-gives a `Sampler`, whose `Sampler.draw` says which rows an epoch holds, in storage order. In which
-order they are read, and by whom, is the plan's business (`dasksc.planning.plan`).
+A strategy is a frozen specification. *Binding* it to a collection checks it against the number of rows and
+returns a `Sampler`, whose `Sampler.draw` returns the rows of an epoch, in storage order. The plan determines
+the order in which ranks read them (`dasksc.planning.plan`).
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ logger = logging.getLogger("dasksc.sampling")
 
 _Int64s = NDArray[np.int64]
 
+# If weights sum to less than `_TINY`, they are multiplied by `_SCALE` for drawing.
 _TINY, _SCALE = 2.0**-500, 2.0**500
-# Weights that sum to less than the first are drawn by multiplied with the second.
 
 
 class SamplingStrategy:
-    """What to draw from a collection. Derive from it to write your own.
+    """Base class of sampling strategies. Derive from it to write your own.
 
-    A subclass needs `get_len` and `get_indices` only. It then works under ranks, DataLoader workers
-    and resuming: `get_indices` is called once an epoch on every rank with the same seed, and its
-    result, which must depend on nothing else, is dealt out in runs as long as a fetch.
+    A subclass must define only `get_len` and `get_indices`. It then supports ranks, DataLoader workers
+    and resuming: `get_indices` is called once per epoch on every rank with the same seed. Its result must depend on
+    nothing else, and is divided among ranks in runs of the length of a fetch.
 
     Parameters
     ----------
     indices
-        Row numbers, kept sorted in ``_indices`` for the subclass to use.
+        Row numbers, stored in ``_indices`` in ascending order for use by the subclass.
     """
 
     _shuffle_before_yield: ClassVar[bool | None] = None
-    """Whether the rows of a fetch are permuted before they are cut into batches."""
+    """True if the rows of a fetch are permuted before they are divided into batches."""
     _indices: _Int64s | None = None
 
     def __init__(self, indices: ArrayLike | None = None) -> None:
@@ -79,16 +79,16 @@ class SamplingStrategy:
         seed: int | None = None,
         rng: np.random.Generator | None = None,
     ) -> _Int64s:
-        """Return the rows of an epoch in the order they are to be read.
+        """Return the rows of an epoch in the order in which they are read.
 
         Parameters
         ----------
         data_collection
-            What the strategy draws from: anything with ``len()``.
+            Collection to draw from, with ``len()``.
         seed
-            Equal seeds give equal rows; None draws one.
+            Seed of the draw; equal seeds give equal rows. None draws a seed.
         rng
-            Used instead of `seed` when given.
+            Random number generator, used instead of `seed` if given.
 
         Returns
         -------
@@ -99,16 +99,16 @@ class SamplingStrategy:
 
 
 class BuiltInStrategy(SamplingStrategy):
-    """A strategy that is bound to a number of rows; a user's own is asked for its rows instead."""
+    """Strategy that is bound to a number of rows, in contrast to strategies of users, which return their rows."""
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
-        """The obs columns that binding reads."""
+        """Columns of obs that binding reads."""
         key = getattr(self, "label_key", None)
         return () if key is None else (key,)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
-        """Check the strategy against `n_obs` rows and return what the plan draws with."""
+        """Check the strategy against `n_obs` rows, and return the sampler for the plan."""
         raise NotImplementedError
 
     def get_len(self, data_collection: Any) -> int:
@@ -121,7 +121,7 @@ class BuiltInStrategy(SamplingStrategy):
         seed: int | None = None,
         rng: np.random.Generator | None = None,
     ) -> _Int64s:
-        """Return the rows of an epoch, blocks in order; see `SamplingStrategy.get_indices`."""
+        """Return the rows of an epoch, block by block; see `SamplingStrategy.get_indices`."""
         if rng is not None:
             seed = int(rng.integers(2**63))
         elif seed is None:
@@ -158,17 +158,17 @@ def _obs_column(collection: Any, key: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Streaming(BuiltInStrategy):
-    """Every row once, in storage order.
+    """Strategy that yields every row once, in storage order.
 
-    Since that order is kept, the rows that ``drop_last`` leaves out of an epoch are always those at the
-    end, with `shuffle` too.
+    Since this order is kept, the rows that ``drop_last`` leaves out of an epoch are always the last ones, even with
+    `shuffle`.
 
     Parameters
     ----------
     indices
-        Rows to stream through: row numbers in any order, a boolean mask or a slice. None: all.
+        Rows to stream: row numbers in any order, a boolean mask or a slice. None: all.
     shuffle
-        Whether to permute the rows of each fetch.
+        If True, permute the rows of each fetch.
     """
 
     indices: Any = None
@@ -179,23 +179,23 @@ class Streaming(BuiltInStrategy):
         return self.shuffle
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
-        """See `bind`."""
+        """See `BuiltInStrategy.bind`."""
         return RowSampler(Candidates.of(self.indices, n_obs), None, shuffle_blocks=False, shuffle_rows=self.shuffle)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockShuffling(BuiltInStrategy):
-    """Every row once: blocks of neighbouring rows in a random order, rows permuted inside each fetch.
+    """Strategy that yields every row once: blocks of consecutive rows in random order, permuted within each fetch.
 
     Parameters
     ----------
     block_size
-        Rows of a block. Larger blocks read faster and mix less; one of all rows is taken as two.
+        Number of rows in a block. Larger blocks read faster and mix less; a block of all rows is divided into two.
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     drop_last
-        Leave out as many rows as the last block is short, at a place that changes with the epoch: every row
-        as often as any other.
+        Leave out the rows of an incomplete block. Their position changes with the epoch, so every row is left out
+        equally often.
     """
 
     block_size: int = 8
@@ -207,18 +207,18 @@ class BlockShuffling(BuiltInStrategy):
         _check_sizes(self)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
-        """See `bind`."""
+        """See `BuiltInStrategy.bind`."""
         candidates = Candidates.of(self.indices, n_obs)
         block_size = self.block_size
         if block_size >= candidates.n > 1 and not self.drop_last:
-            # One block has one order only, and where a fetch is shorter, the same rows would come last in every
-            # epoch: with drop_last they would never be seen.
+            # A single block has only one order. If fetches are shorter, the same rows would come last in every
+            # epoch, and would never be seen with drop_last.
             block_size = -(-candidates.n // 2)
         return RowSampler(candidates, block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
 
 
 def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalancedSampling) -> None:
-    """Refuse sizes that are none, and keep the others as Python's integers, which never overflow."""
+    """Raise an error for invalid sizes, and convert the others to Python integers, which never overflow."""
     for name in ("block_size", "total_size", "sampling_size"):
         value = getattr(strategy, name, None)
         if value is not None or name == "block_size":
@@ -227,30 +227,30 @@ def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalance
 
 @dataclass(frozen=True, eq=False)
 class BlockWeightedSampling(BuiltInStrategy):
-    """Draw rows by weight; in storage order cut into blocks, blocks in a random order.
+    """Strategy that draws rows by weight; the draws of an epoch form blocks in storage order, which are shuffled.
 
     Parameters
     ----------
     block_size
-        Draws of a block.
+        Number of draws in a block.
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     weights
-        One weight per row of the collection, or per entry of `indices`, in their order; any scale. None:
-        equal.
+        Weights on any scale, one per row of the collection, or per entry of `indices` in their order. None:
+        equal weights.
     total_size
-        Draws of an epoch, over all ranks. Default: as many as there are rows to draw from.
+        Number of draws in an epoch, over all ranks. Default: the number of rows to draw from.
     replace
-        Whether a row can be drawn twice.
+        If True, a row can be drawn repeatedly.
     sampling_size
-        With ``replace=False``: draw in rounds of this many, without replacement inside a round. Without
-        it, `total_size` rows are drawn without replacement.
+        With ``replace=False``, number of draws in a round; draws are without replacement within a round. By
+        default, an epoch is a single round of `total_size` draws.
 
     Raises
     ------
     InputError
-        If weights are negative, not finite, all zero or of the wrong length, or if more rows are to be
-        drawn without replacement than have a positive weight.
+        If weights are negative, not finite, all zero or of the wrong length, or if the draws without replacement
+        exceed the number of rows with a positive weight.
     """
 
     block_size: int = 8
@@ -274,7 +274,7 @@ class BlockWeightedSampling(BuiltInStrategy):
             object.__setattr__(self, "weights", weights)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
-        """See `bind`."""
+        """See `BuiltInStrategy.bind`."""
         candidates = Candidates.of(self.indices, n_obs)
         if candidates.n == 0:
             raise InputError("there are no rows to draw from: indices are empty")
@@ -288,52 +288,52 @@ class BlockWeightedSampling(BuiltInStrategy):
 
 @dataclass(frozen=True, eq=False)
 class ClassBalancedSampling(BuiltInStrategy):
-    """Draw classes evenly: each of the K classes with probability ``1 / K`` unless smoothed or tempered.
+    """Strategy that draws classes evenly: each of K classes with probability ``1 / K``, unless smoothed or tempered.
 
     Class c, with frequency ``f_c`` among the rows to draw from, is drawn with probability
-    ``(1 - smoothing) / K + smoothing * f_c``, scaled by its entry in `class_weights`; inside a class
-    every row is as likely as another. Rows without a label (NaN, None, masked, -1) are never drawn.
+    ``(1 - smoothing) / K + smoothing * f_c``, multiplied by its entry in `class_weights` and normalized. Within a
+    class, all rows are equally likely. Rows without a label (NaN, None, masked, -1) are never drawn.
 
     Parameters
     ----------
     labels
-        A label per row of the collection, or per entry of `indices`, in their order: an array, a pandas
-        Series or Categorical, a 1-D Dask array. Whole numbers below 0 are no label, in whatever type;
-        categories are labels whatever they are.
+        Labels, one per row of the collection, or per entry of `indices` in their order: an array, a pandas
+        Series or Categorical, or a 1-D Dask array. Integers below 0, of any type, mean no label;
+        categories are always labels.
     block_size
-        Draws of a block.
+        Number of draws in a block.
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     total_size
-        Draws of an epoch, over all ranks. Default: as many as there are rows to draw from; with
-        ``replace=False`` as many as the rarest class allows.
+        Number of draws in an epoch, over all ranks. Default: the number of rows to draw from; with
+        ``replace=False``, the largest number that the rarest class allows.
     replace
-        Whether a row can be drawn twice.
+        If True, a row can be drawn repeatedly.
     sampling_size
-        With ``replace=False``: draw in rounds of this many, without replacement inside a round.
-        Without it each class gets its exact share of `total_size`.
+        With ``replace=False``, number of draws in a round; draws are without replacement within a round.
+        By default, each class has its exact share of `total_size`.
     label_key
-        The obs column to take the labels from, instead of `labels`.
+        Name of the obs column with the labels, instead of `labels`.
     smoothing
         0 balances fully, 1 keeps the natural distribution.
     class_weights
-        Factors by label; classes not named keep 1.
+        Factors by label; the default factor is 1.
     temperature
-        Draw class c with probability proportional to ``f_c ** (1 / temperature)``, as multilingual models mix
-        languages: 1 keeps the natural distribution, and the larger it is, the evener. Refused beside `smoothing`.
+        Draw class c with probability proportional to ``f_c ** (1 / temperature)``, as in the training of multilingual
+        models: 1 keeps the natural distribution, and larger values are more even. Not allowed with `smoothing`.
     per_batch
-        Give every batch its share of each class, rounded down or up so that an epoch has it exactly (largest
-        remainders). An epoch is whole batches; ranks, resumes and ``drop_last`` take and leave whole ones, and a resume
-        needs the same ``batch_size``. Rows of a class are drawn in passes through all of them, each as often as any
-        other or once more; with ``replace=False`` there is one pass.
+        Give every batch its share of each class, rounded down or up such that an epoch has exact shares (largest
+        remainders). An epoch consists of whole batches; ranks, resuming and ``drop_last`` preserve them, and resuming
+        requires the same ``batch_size``. The rows of a class are drawn in passes through all of them, so the numbers
+        of draws of two rows differ by at most one; with ``replace=False`` there is a single pass.
 
     Raises
     ------
     InputError
         If neither or both of `labels` and `label_key` are given, no row has a label, labels are
-        continuous (numbers with fractions, more than 100 different ones or one for every other row),
-        `smoothing` is outside [0, 1] or `temperature` not positive, or a class has fewer rows than are to be drawn
-        from it without replacement.
+        continuous (numbers with fractions that have more than 100 distinct values, or one for every other row),
+        `smoothing` is outside [0, 1], `temperature` is not positive, or more rows of a class are to be drawn without
+        replacement than it has.
     """
 
     labels: Any = None
@@ -375,7 +375,7 @@ class ClassBalancedSampling(BuiltInStrategy):
             )
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
-        """See `bind`."""
+        """See `BuiltInStrategy.bind`."""
         candidates = Candidates.of(self.indices, n_obs)
         codes, names = encode_labels(self.labels if self.label_key is None else labels_of(self.label_key))
         codes, lookup = candidates.entries("labels", codes, n_obs)
@@ -441,7 +441,7 @@ def _weighted(
         round_size = total if strategy.sampling_size is None else int(strategy.sampling_size)
     sampler = WeightedSampler(candidates, weights, int(strategy.block_size), total, round_size)
     if 0 < sampler.total_weight < _TINY:
-        # Shares of denormal numbers would be rounded to whole multiples of the smallest.
+        # Otherwise shares would be subnormal numbers, which are rounded to multiples of the smallest one.
         scaled = replace(weights, values=weights.values.astype(np.float64) * _SCALE)
         sampler = replace(sampler, weights=scaled)
     sampler.check()

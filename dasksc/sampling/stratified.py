@@ -1,4 +1,4 @@
-"""Draws whose every batch holds a share of each class."""
+"""Draws in which every batch has a share of each class."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ __all__ = ["StratifiedRows", "StratifiedSampler"]
 
 _Int64s = NDArray[np.int64]
 
+# Number of batches among which draws of a class are distributed at random: neighboring rows are read together, and
+# still mixed.
 _GROUP_UNITS = 16
-# Batches among which the draws of a class are dealt at random: neighbours are read together, and mixed.
 
 _PIECE_ROWS = 2**20
 _GOLDEN = (5**0.5 - 1) / 2
@@ -33,14 +34,14 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, kw_only=True)
 class StratifiedRows:
-    """The rows of one epoch, batch after batch; any batch is found when it is asked for.
+    """Rows of one epoch, batch after batch; any batch can be computed on request.
 
     Parameters
     ----------
     sampler
-        What is drawn.
+        Sampler of the rows.
     keys
-        Of draws, groups, batches and of where batches begin on the circle, shape (4,), uint64.
+        Random keys of draws, groups, batches, and the start of batches on the circle, shape (4,), uint64.
     """
 
     sampler: StratifiedSampler
@@ -72,7 +73,7 @@ class StratifiedRows:
 
 
 def _stride(n_units: int) -> int:
-    """Return a number without a factor in common with `n_units`, whose multiples are spread evenly."""
+    """Return a number that is coprime to `n_units`, whose multiples are evenly distributed modulo `n_units`."""
     stride = max(1, int(n_units * _GOLDEN))
     while gcd(stride, n_units) > 1:
         stride += 1
@@ -81,28 +82,29 @@ def _stride(n_units: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StratifiedSampler:
-    """Batches that each hold a share of every class, the epoch as a whole exactly.
+    """Sampler whose batches each have a share of every class; the shares of an epoch are exact.
 
     Parameters
     ----------
     candidates
-        The rows to draw from.
+        Rows to draw from.
     members
-        Their positions by class, integers.
+        Positions of the candidates, sorted by class, integers.
     starts
-        Where those of each class begin, shape (n_classes + 1,), int64.
+        Start of each class in `members`, shape (n_classes + 1,), int64.
     share
-        The probability of each class, shape (n_classes,).
+        Probability of each class, shape (n_classes,).
     names
-        Labels of the classes, for errors.
+        Labels of the classes, for error messages.
     run_rows
-        Neighbouring rows of a class that are drawn together.
+        Number of neighboring rows of a class that are drawn together.
     total_size
-        Rows of an epoch; None: as many as there are, or as the rarest class allows.
+        Number of rows of an epoch; None: the number of candidates or, without replacement, the largest number
+        that the rarest class allows.
     replace
-        Whether a class with fewer rows than its quota is gone through again.
+        If True, the rows of a class with fewer rows than its quota are drawn repeatedly.
     batch_rows
-        Rows of a batch; None: all of an epoch are one.
+        Number of rows in a batch; None: an epoch is one batch.
     """
 
     candidates: Candidates
@@ -123,18 +125,18 @@ class StratifiedSampler:
     def of(
         cls, candidates: Candidates, codes: NDArray[Any], lookup: _Int64s, counts: _Int64s, **options: Any
     ) -> StratifiedSampler:
-        """Put candidates in the order of their classes, in four bytes each.
+        """Create a sampler; sorting the candidates by class takes four bytes each.
 
         Parameters
         ----------
         candidates
-            The rows to draw from.
+            Rows to draw from.
         codes, lookup
-            Their classes, as for `dasksc.kernels.draw`.
+            Classes of the candidates, as for `dasksc.kernels.draw`.
         counts
-            Candidates of each class.
+            Number of candidates of each class.
         options
-            The other parameters.
+            Other parameters of the class.
         """
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -143,12 +145,12 @@ class StratifiedSampler:
         return cls(candidates, members, starts, **options)
 
     def of_batches(self, batch_rows: int) -> StratifiedSampler:
-        """Return the same for batches of a given size; itself if it has one.
+        """Return a sampler for batches of a given size; the same object if it has a size.
 
         Raises
         ------
         InputError
-            If `total_size` is no number of whole batches, or there are too few rows for one.
+            If `total_size` is not a multiple of the batch size, or there are too few rows for a batch.
         """
         if self.batch_rows is not None:
             return self
@@ -183,7 +185,7 @@ class StratifiedSampler:
 
     @cached_property
     def quotas(self) -> _Int64s:
-        """Rows of each class in an epoch, shape (n_classes,), int64."""
+        """Number of rows of each class in an epoch, shape (n_classes,), int64."""
         return largest_remainders(self.share, self._total)
 
     @property
@@ -193,7 +195,7 @@ class StratifiedSampler:
 
     @property
     def unit(self) -> int:
-        """Rows of a batch, which stay together."""
+        """Number of rows in a batch, which stay together."""
         return max(1, self._total) if self.batch_rows is None else self.batch_rows
 
     @property

@@ -1,4 +1,4 @@
-"""What turns stored chunks into elements, outside the GIL, by libraries made for it."""
+"""Codecs that decode stored chunks to elements, in compiled code outside the GIL."""
 
 from __future__ import annotations
 
@@ -42,47 +42,52 @@ __all__ = [
     "codec_of_config",
 ]
 
-# What codecs may add to the bytes they are given: checksums, headers.
+# Maximum number of bytes that codecs add, such as checksums and headers.
 _SLACK_BYTES = 2**16
 _CHECKED_BYTES = 2**18
-# Larger results of a decompressor take fresh pages each time.
+# Larger results of a decompressor are allocated from new memory pages each time.
 _PIECE_BYTES = 2**17
-# Codecs of numcodecs that turn bytes into bytes, or numbers into numbers of the same type.
+# Codecs of numcodecs from bytes to bytes, or from numbers to numbers of the same type.
 _KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
 
 
 class Codec(Protocol):
-    """One step of a chain. Pickles; may be called from several threads at once."""
+    """Step of a codec chain. Instances can be pickled, and called from several threads at once."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return what `data` decodes to, a buffer.
+        """Decode a buffer.
 
         Parameters
         ----------
         data
-            A buffer; bytes as stored, or what the codec after this one made of them.
+            Buffer of bytes as stored, or the output of the codec that was applied after this one.
         n_bytes
-            Size of the whole chunk's elements.
+            Size of the elements of the whole chunk, in bytes.
         into
-            Memory of `n_bytes` that the result may be written to, where the codec can.
+            Memory of `n_bytes` for the result; codecs may ignore it.
+
+        Returns
+        -------
+        buffer
+            Decoded bytes.
 
         Raises
         ------
         Exception
-            Any kind; it means that `data` is corrupt.
+            Of any type, if `data` is corrupt.
         """
 
 
 class PartialCodec(Codec, Protocol):
-    """A codec that need not decode the whole of a chunk to give a part of it."""
+    """Codec that can decode a part of a chunk without decoding the whole chunk."""
 
     def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
-        """Return bytes [start, stop) of what `data` decodes to; `into` is memory of `n_bytes` to work in."""
+        """Return bytes [start, stop) of the decoded chunk; `into` is working memory of `n_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deflate:
-    """zlib (HDF5's gzip filter) or gzip.
+    """Deflate in the zlib format (the gzip filter of HDF5) or the gzip format.
 
     Parameters
     ----------
@@ -93,8 +98,8 @@ class Deflate:
     wbits: int
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` inflated; its checksum is verified."""
-        # libdeflate takes half to a third of zlib's time, and one member of at most the size it is given.
+        """Return `data` decompressed, with a verified checksum."""
+        # libdeflate needs a third to half of the time of zlib, but decodes only one member of at most a given size.
         inflate = deflate.zlib_decompress if self.wbits == 15 else deflate.gzip_decompress
         try:
             inflated = inflate(data, n_bytes)
@@ -106,7 +111,7 @@ class Deflate:
 
 
 def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> bytes:
-    """Return what members (of gzip) or frames (of Zstandard), one after the other, decode to, up to `limit` bytes."""
+    """Decompress consecutive gzip members or Zstandard frames, up to `limit` bytes."""
     decoded = []
     rest, left = data, limit
     while len(rest) and left > 0:
@@ -121,10 +126,10 @@ def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> byte
 
 @dataclass(frozen=True, slots=True)
 class H5Lzf:
-    """The LZF filter of HDF5."""
+    """LZF filter of HDF5."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decoded."""
+        """Return `data` decompressed."""
         out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
         n_decoded = decode_lzf(np.frombuffer(data, dtype=np.uint8), out)
         if n_decoded < 0:
@@ -134,27 +139,27 @@ class H5Lzf:
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """Zstandard frames. A part is had by decoding no further than it reaches."""
+    """Zstandard frames. Decoding of a part stops at its last byte."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decoded; its checksum is verified, if it has one."""
+        """Return `data` decompressed, with a verified checksum if there is one."""
         size = _zstd_size(memoryview(data).cast("B"))
         if size is None:
-            # It may be anything.
+            # The size is not in the header.
             return _all_members(data, n_bytes + _SLACK_BYTES, zstd.ZstdDecompressor)
         if size > n_bytes + _SLACK_BYTES:
             raise ValueError(f"it decodes to {size} bytes, where {n_bytes} belong")
         return _ZSTD.decode(data, out=into if size == n_bytes else None)
 
     def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
-        """Return bytes [start, stop) of the frame."""
+        """Return bytes [start, stop) of the decompressed frame."""
         view = memoryview(data).cast("B")
-        # A checksum is of the whole.
+        # A checksum can be verified only for the whole frame.
         if stop == n_bytes or _zstd_size(view) != n_bytes or view[4] & _HAS_CHECKSUM:
             return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
         frame, done = zstd.ZstdDecompressor(), 0
         while done < stop:
-            # It keeps what it has not decoded yet.
+            # The decompressor keeps the remaining input, so it is passed only once.
             piece = frame.decompress(b"" if done else view, min(_PIECE_BYTES, stop - done))
             if not piece:
                 raise ValueError(f"it ends after {done} bytes, where {stop} belong")
@@ -168,7 +173,7 @@ _ZSTD = numcodecs.Zstd()
 
 
 def _zstd_size(frame: memoryview) -> int | None:
-    """Return what the header of a Zstandard frame says of the size of its content (RFC 8878, 3.1.1.1)."""
+    """Return the content size in the header of a Zstandard frame (RFC 8878, 3.1.1.1), or None if it has none."""
     if len(frame) < 18 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
         return None
     descriptor = frame[4]
@@ -181,10 +186,10 @@ def _zstd_size(frame: memoryview) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Blosc:
-    """Blosc chunks. Where `blosc_getitem` is there, `dasksc.kernels.blosc` decodes parts of them."""
+    """Blosc chunks. `dasksc.kernels.blosc` decodes parts of them if `blosc_getitem` is available."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decoded."""
+        """Return `data` decompressed."""
         view = memoryview(data).cast("B")
         if len(view) < 16:
             raise ValueError(f"it has {len(view)} bytes, too few for Blosc")
@@ -199,18 +204,18 @@ _BLOSC = numcodecs.Blosc()
 
 @cache
 def blosc_getitem() -> int | None:
-    """Return the address of C-Blosc's ``blosc_getitem``, which decodes some items of a chunk; None without it."""
+    """Return the address of ``blosc_getitem`` of C-Blosc, which decodes some items of a chunk, or None."""
     return blosc_getitem_address()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numcodec:
-    """A codec of numcodecs.
+    """Codec of numcodecs.
 
     Parameters
     ----------
     config
-        As ``numcodecs.get_codec`` takes it, as sorted pairs.
+        Configuration for ``numcodecs.get_codec``, as sorted pairs.
     """
 
     config: tuple[tuple[str, Any], ...]
@@ -220,7 +225,7 @@ class Numcodec:
         object.__setattr__(self, "_codec", numcodecs.get_codec(dict(self.config)))
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decoded, no further than is wanted."""
+        """Return `data` decoded; a result larger than the chunk raises an error."""
         limit, config = n_bytes + _SLACK_BYTES, dict(self.config)
         match config["id"]:
             case "bz2":
@@ -243,13 +248,13 @@ class Numcodec:
 
 @dataclass(frozen=True, slots=True)
 class Crc32c:
-    """Four bytes after the data, by which it is verified."""
+    """CRC32C checksum in the last four bytes."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` without its checksum."""
+        """Verify the checksum, and return `data` without it."""
         view = memoryview(data).cast("B")
         checksum = 0
-        # The library takes bytes only: one piece at a time, so that no whole chunk is copied.
+        # The library accepts only bytes. Copying in pieces avoids a copy of the whole chunk.
         for at in range(0, len(view) - 4, _CHECKED_BYTES):
             checksum = google_crc32c.extend(checksum, bytes(view[at : min(at + _CHECKED_BYTES, len(view) - 4)]))
         if len(view) < 4 or checksum != int.from_bytes(view[-4:], "little"):
@@ -259,10 +264,10 @@ class Crc32c:
 
 @dataclass(frozen=True, slots=True)
 class H5Lz4:
-    """The LZ4 filter of HDF5: a header, then blocks of which each has its length before it."""
+    """LZ4 filter of HDF5: a header, followed by blocks, each preceded by its length."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return the blocks decoded."""
+        """Return `data` decompressed."""
         view = memoryview(data).cast("B")
         total = int.from_bytes(view[:8], "big")
         block = int.from_bytes(view[8:12], "big")
@@ -275,10 +280,10 @@ class H5Lz4:
             size = int.from_bytes(view[at : at + 4], "big")
             stored = view[at + 4 : at + 4 + size]
             at += 4 + size
-            if size == n:  # it did not get smaller
+            if size == n:  # stored without compression
                 out[start : start + n] = np.frombuffer(stored, dtype=np.uint8)
             else:
-                # numcodecs expects the length in front, as its own encoder writes it.
+                # numcodecs expects the decompressed length first, as its own encoder writes it.
                 framed = n.to_bytes(4, "little") + bytes(stored)
                 out[start : start + n] = np.frombuffer(_LZ4.decode(framed), dtype=np.uint8)
         return out
@@ -288,12 +293,12 @@ _LZ4 = numcodecs.LZ4()
 
 
 def codec_of_config(config: dict[str, Any]) -> Codec:
-    """Return the codec that numcodecs calls by this configuration.
+    """Return the codec for a configuration of numcodecs.
 
     Raises
     ------
     UnknownLayoutError
-        If it is not one that is known to turn bytes into bytes.
+        If the codec is unknown, or cannot be created.
     """
     match name := config.get("id"):
         case "zlib":
@@ -316,14 +321,14 @@ def codec_of_config(config: dict[str, Any]) -> Codec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The codecs of an array, in the order in which a chunk was encoded.
+    """Codecs of an array, in the order of encoding.
 
     Parameters
     ----------
     codecs
-        One for each step.
+        Codecs, one per step.
     dtype
-        Type of the elements as stored, byte order included.
+        Data type of the elements as stored, including byte order.
     """
 
     codecs: tuple[Codec, ...]
@@ -338,26 +343,31 @@ class Chain:
         rows: tuple[int, int],
         into: NDArray[np.uint8] | None = None,
     ) -> NDArray[Any]:
-        """Return rows [start, stop) of a chunk's elements.
+        """Decode rows [start, stop) of a chunk.
 
         Parameters
         ----------
         data
-            The chunk as stored, a buffer.
+            Buffer with the chunk as stored.
         shape
-            Its shape.
+            Shape of the chunk.
         skipped
-            Bit i is set where codec i was not applied to this chunk (HDF5's filter mask).
+            Bit mask; bit i is set if codec i was not applied to this chunk (the filter mask of HDF5).
         rows
-            Those wanted.
+            Start and stop of the requested rows.
         into
-            Where all of the chunk's bytes may be written to. Otherwise it is memory of this thread, and the
-            result is valid until the thread decodes again.
+            Memory for all bytes of the chunk. By default memory of this thread is used, and the result is valid
+            until the thread decodes the next chunk.
+
+        Returns
+        -------
+        NDArray
+            Elements of the rows, with the stored data type.
 
         Raises
         ------
         ValueError
-            If it decodes to another number of bytes; codecs raise errors of their own as well.
+            If the size of the decoded chunk is wrong. Codecs may also raise other errors.
         """
         n_bytes = math.prod(shape) * self.dtype.itemsize
         row_bytes = n_bytes // shape[0]
@@ -388,7 +398,7 @@ _THREAD = threading.local()
 
 
 def _scratch(n_bytes: int) -> NDArray[np.uint8]:
-    """Return memory that this thread has in its caches already, rather than fresh pages for every chunk."""
+    """Return working memory of this thread, which is likely in the CPU cache, unlike newly allocated pages."""
     scratch: NDArray[np.uint8] | None = getattr(_THREAD, "scratch", None)
     if scratch is None or len(scratch) < n_bytes:
         scratch = _THREAD.scratch = np.empty(n_bytes, dtype=np.uint8)

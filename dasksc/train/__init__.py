@@ -1,7 +1,7 @@
-"""Training a model on an atlas, from a YAML file: one process, DDP or FSDP.
+"""Training of a model on an atlas, configured by a YAML file: one process, DDP or FSDP.
 
-What ``dasksc train`` does can be called: `Config.load` reads a file, `fit` trains, `load_model` takes what was trained.
-Needs ``dasksc[train]``.
+The steps of ``dasksc train`` are also available from Python: `Config.load` reads a file, `fit` trains, and `load_model`
+loads a trained model. Requires ``dasksc[train]``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dasksc.train.report import Report
     from dasksc.train.saved_models import load_model
 
-# Loaded when first used: to read a configuration, or to start ranks, needs no data set.
+# Imported on first use: reading a configuration and starting ranks need no data set.
 _HOMES = {
     "Config": "dasksc.train.config",
     "Report": "dasksc.train.report",

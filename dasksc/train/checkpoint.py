@@ -1,11 +1,11 @@
-"""Checkpoints, written by all ranks together with ``torch.distributed.checkpoint``.
+"""Checkpoints, written collectively by all ranks with ``torch.distributed.checkpoint``.
 
-A checkpoint is a directory ``step-<number>``: the shards of the model, the optimizer and the random states, which any
-number of ranks under any strategy can read again, and ``state.json`` with everything else. It is written under another
-name and renamed when it is complete.
+A checkpoint is a directory ``step-<number>``. It contains the shards of the model, the optimizer and the random
+states, which any number of ranks can load under any strategy, and ``state.json`` with everything else. The directory
+is written under a temporary name and renamed when complete.
 
-A run that goes on from an older checkpoint leaves the later ones behind. They are moved into ``abandoned-<number>`` as
-soon as the run has a checkpoint of its own, so that the latest of a directory is of the run that was last in it.
+A run that resumes from an older checkpoint abandons the later ones. They are moved into ``abandoned-<number>`` as soon
+as the run has written its first checkpoint, so the latest checkpoint of a directory belongs to its most recent run.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of a run.
+    """Checkpoints of a run.
 
     Parameters
     ----------
     folder
-        Seen by all ranks.
+        Directory of the checkpoints, visible to all ranks.
     keep
-        How many of the best stay beside the latest; -1: all.
+        Number of best checkpoints to keep in addition to the latest; -1 keeps all.
     mode
-        Whether the best has the smallest (``min``) or largest (``max``) value.
+        ``min`` if the smallest value is best, ``max`` if the largest is.
     place
-        Where this process is.
+        Rank and device of this process.
     """
 
     folder: Path
@@ -77,31 +77,32 @@ class Checkpoints:
         *,
         branched_at: int | None = None,
     ) -> Path:
-        """Write a checkpoint. All ranks must call it.
+        """Write a checkpoint. All ranks must call this method.
 
         Parameters
         ----------
         step
-            Its number.
+            Number of the step.
         model, optimizer
-            Sharded or not.
+            Model and optimizer, sharded or not.
         state
-            Everything else, in what JSON can say; rank 0's is written.
+            All other state, serializable as JSON; the state of rank 0 is written.
         value
-            Of the figure by which the best are kept; None: only until the next checkpoint.
+            Value of the monitored metric that ranks checkpoints; None keeps the checkpoint only until the next one.
         branched_at
-            Where this is the first checkpoint since a run went on from another: the step of that, or 0 if it is not in
-            `folder`. Checkpoints of later steps are of a run that was left, and are moved into ``abandoned-<number>``.
+            Step of the checkpoint that the run resumed from, if this is the first checkpoint since; 0 if that one is
+            not in `folder`. Checkpoints of later steps belong to the abandoned run and are moved into
+            ``abandoned-<number>``.
 
         Returns
         -------
         Path
-            Of the checkpoint.
+            Path of the checkpoint.
 
         Raises
         ------
         StorageError
-            If it cannot be written.
+            If the checkpoint cannot be written.
         """
         path = self.folder / f"step-{step:08d}"
         partial = path.with_name(path.name + ".partial")
@@ -109,7 +110,7 @@ class Checkpoints:
 
         def begin() -> None:
             for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.gone")]:
-                shutil.rmtree(leftover)  # of a run that was killed
+                shutil.rmtree(leftover)  # left by a run that was killed
             partial.mkdir(parents=True)
 
         def complete() -> None:
@@ -129,14 +130,14 @@ class Checkpoints:
         return path
 
     def _take_place(self, complete: Path, path: Path, branched_at: int | None) -> None:
-        """Give a checkpoint its name, and move those of a run that was left aside."""
+        """Rename a complete checkpoint to its final name, and move those of the abandoned run aside."""
         is_left = [other for other in self.all() if branched_at is not None and _step_of(other) > branched_at]
         aside = next(folder for n in count(1) if not (folder := self.folder / f"abandoned-{n}").exists())
         if path.exists():
             is_left = sorted({*is_left, path})
             _move(path, aside)
         complete.rename(path)
-        # Only now: a run that is killed before has what it went on from, and all that was there.
+        # Moved after the rename, so that a run killed before it still has all checkpoints.
         for other in is_left:
             if other != path:
                 _move(other, aside)
@@ -165,25 +166,25 @@ class Checkpoints:
             _remove(path)
 
     def all(self) -> list[Path]:
-        """Return the complete ones, in the order of their steps."""
+        """Return the complete checkpoints in ascending order of their steps."""
         if not self.folder.is_dir():
             return []
-        # The whole name: copies under other names are the user's.
+        # The whole name must match: copies under other names belong to the user.
         found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name) and (p / "state.json").exists()]
         return sorted(found, key=_step_of)
 
     def has(self, path: Path) -> bool:
-        """Tell whether a checkpoint is one of them. All ranks must call it."""
+        """Return True if a checkpoint is in `folder`. All ranks must call this method."""
         is_here = _NAME.fullmatch(path.name) is not None and path.resolve().parent == self.folder.resolve()
         return bool(self.place.agreed(is_here))
 
     def find(self, resume_from: str | None) -> Path | None:
-        """Return the checkpoint to go on from; None to begin anew. All ranks must call it.
+        """Return the checkpoint to resume from, or None to start a new run. All ranks must call this method.
 
         Raises
         ------
         InputError
-            If a new run would write among the checkpoints of another one.
+            If a new run would write into a directory that has checkpoints of another run.
         MissingPathError
             If there is no such checkpoint.
         """
@@ -205,29 +206,29 @@ class Checkpoints:
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, made: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Fill model, optimizer and random states; return the rest. All ranks must call it.
+        """Load model, optimizer and random states, and return the remaining state. All ranks must call this method.
 
         Parameters
         ----------
         path
-            Of the checkpoint.
+            Path of the checkpoint.
         model, optimizer
-            Sharded or not. The optimizer keeps the arguments it was made with, such as ``weight_decay``; what it has
-            learned comes from the checkpoint.
+            Model and optimizer, sharded or not. The optimizer keeps its constructor arguments, such as
+            ``weight_decay``; its other state comes from the checkpoint.
         made
-            The ``name`` and ``arguments`` of ``model`` and ``optimizer``, as they are in the state that is saved.
+            ``name`` and ``arguments`` of ``model`` and ``optimizer``, in the form in which they are saved.
 
         Returns
         -------
         dict
-            The state that was saved.
+            Saved state.
 
         Raises
         ------
         InputError
-            If the checkpoint is of another model or optimizer; nothing is filled then.
+            If the checkpoint is of another model or optimizer; nothing is loaded in that case.
         CorruptDataError
-            If it is damaged.
+            If the checkpoint is damaged.
         """
         state = read_state(path)
         known = _known_tensors(path)
@@ -248,7 +249,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning that there is but one process, which was said."""
+    """Suppress the warning that torch.distributed is not initialized, since a single process is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -256,7 +257,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[None]:
-    """Tell what torch raises, which is no `Exception`, as one of ours."""
+    """Raise an error of dasksc instead of a `CheckpointException` of torch, which is not an `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -267,7 +268,7 @@ def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[Non
 
 
 def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
-    """Fill tensors, and what else is named, from a checkpoint."""
+    """Load tensors and other named values from a checkpoint in place."""
     advice = "Its files may be damaged: go on from another checkpoint, or remove it"
     with _quiet(), _failing_as(InputError, f"{path} cannot be loaded", advice):
         load(tensors, checkpoint_id=path, no_dist=no_dist)
@@ -283,21 +284,21 @@ def _move(path: Path, folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, under another name first: half of one must not look like one."""
+    """Remove a checkpoint. It is renamed first, so that a partly removed one is never taken for a checkpoint."""
     shutil.rmtree(path.rename(path.with_name(path.name + ".gone")))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says beside its tensors.
+    """Return the state of a checkpoint other than its tensors.
 
     Raises
     ------
     MissingPathError
-        If there is none.
+        If there is no checkpoint at `path`.
     CorruptDataError
         If its ``state.json`` is damaged.
     InputError
-        If it is of another version.
+        If its version is not supported.
     """
     file = path / "state.json"
     advice = f"Remove {path} to go on from the checkpoint before it"
@@ -305,7 +306,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise MissingPathError(f"there is no checkpoint at {path}: expected {file}") from error
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not UTF-8
         raise CorruptDataError(f"{file} is damaged, or was cut off: {error}. {advice}") from error
     if not isinstance(state, dict):
         raise CorruptDataError(f"{file} is damaged: expected a JSON object, found {type(state).__name__}. {advice}")
@@ -319,12 +320,12 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _known_tensors(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint has, by names such as ``model.layer.weight``; tensors have a `size`."""
+    """Return the content of a checkpoint by names such as ``model.layer.weight``; tensors have a `size`."""
     try:
         return dict(FileSystemReader(path).read_metadata().state_dict_metadata)
     except MemoryError:
         raise
-    except Exception as error:  # unpickling what was cut off raises anything
+    except Exception as error:  # unpickling a truncated file raises errors of any type
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise StorageError(f"{path / '.metadata'} cannot be read: {error}") from error
         raise CorruptDataError(
@@ -336,7 +337,7 @@ def _known_tensors(path: Path) -> dict[str, Any]:
 def _learned_in(
     groups: list[dict[str, Any]], hyperparameters: Collection[str], known: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return what of the parameter groups comes from a checkpoint: what is no argument, if it is there."""
+    """Return the entries of the parameter groups to load: those in the checkpoint that are no hyperparameters."""
     return [
         {
             name: value
@@ -350,22 +351,22 @@ def _learned_in(
 def _check_fits(
     path: Path, state: Mapping[str, Any], made: Mapping[str, Any], tensors: Mapping[str, Any], known: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model, or whose optimizer is another.
+    """Raise an error if the tensors of a checkpoint do not match the model, or its optimizer is another one.
 
     Arguments that change no tensor, such as ``dropout``, may differ.
     """
     odd = _odd_tensors("model.", tensors["model"], known, is_all=True)
     if odd:
         raise InputError(_misfit(path, "model", state, made["model"], odd))
-    # What is left of a state that this run has no use for, such as a momentum, does no harm.
+    # Additional optimizer state that this run does not use, such as momentum, is harmless.
     odd = _odd_tensors("optimizer.state.", tensors["optimizer"]["state"], known, is_all=False)
-    there = state.get("optimizer", made["optimizer"])  # checkpoints were once written without it
+    there = state.get("optimizer", made["optimizer"])  # earlier versions wrote checkpoints without it
     if odd or there["name"] != made["optimizer"]["name"]:
         raise InputError(_misfit(path, "training.optimizer", state, made["optimizer"], odd))
 
 
 def _odd_tensors(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any], *, is_all: bool) -> list[str]:
-    """Return how tensors differ from those of a checkpoint; `is_all`: it is to have no others below the prefix."""
+    """Describe each tensor that differs from the checkpoint; `is_all` includes tensors that only the checkpoint has."""
     here = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
     there = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
     odd = [f"{name} is only here" for name in here if name not in there]
@@ -382,7 +383,7 @@ def _odd_tensors(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any],
 
 
 def _tensors_in(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of dicts and lists, by names as torch writes them."""
+    """Yield the tensors of nested dicts and lists, with names as torch writes them."""
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in items:
         if isinstance(value, torch.Tensor):
@@ -392,7 +393,7 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[str, Any], odd: list[str]) -> str:
-    """Say which arguments and tensors of a checkpoint are others than those of this run."""
+    """Return the error message that lists arguments and tensors in which a checkpoint and this run differ."""
     there = state.get(section.rpartition(".")[2])
     told = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
     if not told:
@@ -407,7 +408,7 @@ def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[st
 
 
 def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return a text for each argument that differs; for the name alone, if that does."""
+    """Return a description of each argument that differs, or only of the name if that differs."""
     if there["name"] != here["name"]:
         return [f"{section}.name={there['name']!r} there and {here['name']!r} here"]
     before, now = there["arguments"], here["arguments"]

@@ -1,4 +1,4 @@
-"""What is wrong with a training that needs neither its data nor its ranks to be found out."""
+"""Checks of a training configuration that need neither data nor ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from dasksc.transforms.tokenizer_config import from_config
 
 __all__ = ["check"]
 
-# In place of what the data will tell (`dasksc.train.models`).
+# Placeholders for the values that models receive from the data (`dasksc.train.models`).
 _FACTS = {"n_genes": 2, "n_labels": 2, "n_tokens": 5, "pad_id": 0, "n_bins": 5, "max_seq_len": 2**20}
 
 
 def check(config: Config) -> None:
-    """Refuse names, arguments and values that no data could make right.
+    """Raise an error for names, arguments and values that are invalid for any data.
 
     Parameters
     ----------
     config
-        Of the training. Models and optimizers are made of it, without memory for parameters.
+        Configuration of the training. Its model and optimizer are constructed without memory for parameters.
 
     Raises
     ------
     DaskscError
-        With everything that is wrong.
+        If there are problems; the message lists all of them.
     """
     problems: list[DaskscError] = []
     for part in (_check_strategy, _check_tokenizer, _check_model, _check_optimizer, _check_folder):
@@ -71,7 +71,7 @@ def _check_model(config: Config) -> None:
     arguments = config.model.arguments
     facts = {name: value for name, value in _FACTS.items() if name in arguments_of(model_class)}
     check_arguments(model_class, facts | arguments, what="model")
-    if config.model.name in BUILT_IN:  # others may do anything when they are made
+    if config.model.name in BUILT_IN:  # constructors of other models may have side effects
         with torch.device("meta"):
             _made(model_class, facts | arguments, "model")
 

@@ -1,4 +1,4 @@
-"""What a training is: the one schema that YAML files and ``--set`` are checked against."""
+"""Schema of a training configuration, which validates YAML files and ``--set`` options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _Genes = Annotated[list[str] | list[int] | str | None, BeforeValidator(_no_dict)
 
 
 class Named(BaseModel):
-    """A name, and the arguments of what it names: ``{name: block_shuffling, block_size: 64}``, or the name alone."""
+    """Name and arguments of an object: ``{name: block_shuffling, block_size: 64}``, or the name alone."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -68,12 +68,12 @@ class Named(BaseModel):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What was given beside the name."""
+        """Arguments given in addition to the name."""
         return dict(self.model_extra or {})
 
 
 class Open(_Section):
-    """What `dasksc.open` is told: how several are joined, and how remote ones are reached."""
+    """Options of `dasksc.open`: how several atlases are joined, and how remote ones are accessed."""
 
     join: Literal["inner", "outer"] = "inner"
     label: str | None = None
@@ -93,33 +93,33 @@ class Strategy(Named):
 
 
 class Data(_Section):
-    """What is read, and how: the arguments of `dasksc.open`, `dasksc.scDataset` and ``DataLoader``.
+    """Data to read: the arguments of `dasksc.open`, `dasksc.scDataset` and ``DataLoader``.
 
     Parameters
     ----------
     path
-        Of the atlas; a list, dict, pattern or directory for several.
+        Path of the atlas; a list, dict, pattern or directory for several atlases.
     open
-        How several are joined, and remote ones reached.
+        Options for joining several atlases and for accessing remote ones.
     strategy
-        What is drawn: the name of a strategy (``BlockShuffling`` or ``block_shuffling``) and its arguments. ``weights``
-        may name an obs column.
+        Name of a sampling strategy (``BlockShuffling`` or ``block_shuffling``) and its arguments. ``weights`` may
+        name an obs column.
     validation
-        A share of the rows, or more (`Validation`); 0 or ``false``: none.
+        Share of the rows held out for validation, or detailed options (`Validation`); 0 or ``false`` for none.
     batch_size
-        Rows of a batch, per rank.
+        Number of rows in a batch, per rank.
     genes
-        Names or positions, or the path of a file with one name a line, or of a vocabulary (``.json``, ``.pkl``), whose
-        genes are the columns by ascending id.
+        Names or positions of genes; or the path of a file with one name per line, or of a vocabulary (``.json``,
+        ``.pkl``), whose genes become the columns in ascending order of their ids.
     genes_missing, genes_key, genes_repeated
-        As for `dasksc.scDataset`: what becomes of names that the atlas lacks, the column of var that names are compared
-        with, and what becomes of names that several columns have.
+        As for `dasksc.scDataset`: treatment of names that the atlas lacks, column of var that names are compared
+        with, and treatment of names that several columns share.
     filter
-        An expression over obs, such as ``"n_counts > 500"``, in training and validation.
+        Expression over obs, such as ``"n_counts > 500"``, applied in training and validation.
     num_workers, prefetch_factor
-        Of a ``DataLoader``. 0 is the mode to use: threads of each rank read ahead.
+        Arguments of the ``DataLoader``. 0 workers is recommended: threads of each rank read ahead.
     pin_memory
-        Default: where there is a GPU.
+        If True, batches are in pinned memory. Default: True on a GPU.
     """
 
     path: Paths
@@ -152,12 +152,12 @@ class Data(_Section):
 
 
 class Tokenizer(_Section):
-    """How cells become tokens; what it means is for ``dasksc.tokens`` to say.
+    """Tokenization of cells. `dasksc.tokens` documents and validates the options.
 
     Parameters
     ----------
     vocabulary
-        The path of a file; default: the names in ``var``.
+        Path of a vocabulary file; default: the gene names in ``var``.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -166,7 +166,7 @@ class Tokenizer(_Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the vocabulary."""
+        """All options except the vocabulary."""
         return self.model_dump(exclude={"vocabulary"})
 
 
@@ -182,18 +182,18 @@ class Optimizer(Named):
 
 
 class Scheduler(_Section):
-    """The learning rate over the steps, as a factor of the optimizer's.
+    """Schedule of the learning rate, as a factor of the learning rate of the optimizer.
 
     Parameters
     ----------
     name
-        ``constant``, ``cosine_warmup`` or ``linear_warmup``: what follows the warm-up.
+        ``constant``, ``cosine_warmup`` or ``linear_warmup``: the schedule after the warm-up.
     warmup_steps
-        Over which the rate rises in a straight line.
+        Number of steps over which the rate increases linearly.
     total_steps
-        At which it reaches `final`; default: all steps of the run.
+        Step at which the factor reaches `final`; default: the last step of the run.
     final
-        The share of the rate that is left at the end.
+        Factor at the end of the schedule, in [0, 1].
     """
 
     name: Literal["constant", "cosine_warmup", "linear_warmup"] = "constant"
@@ -208,21 +208,21 @@ class Scheduler(_Section):
 
 
 class Fsdp(_Section):
-    """How parameters are sharded. That it is there selects FSDP.
+    """Sharding of parameters. The presence of this section selects FSDP.
 
     Parameters
     ----------
     sharding_strategy
-        ``FULL_SHARD``; ``SHARD_GRAD_OP`` keeps parameters whole between forward and backward; ``HYBRID_SHARD`` shards
-        inside groups of `shard_size` ranks and replicates across them; ``NO_SHARD`` is DDP.
+        ``FULL_SHARD``; ``SHARD_GRAD_OP`` keeps parameters gathered between forward and backward passes;
+        ``HYBRID_SHARD`` shards within groups of `shard_size` ranks and replicates across them; ``NO_SHARD`` is DDP.
     cpu_offload
-        Keep parameters, gradients and the optimizer's state in the memory of the host.
+        Keep parameters, gradients and optimizer state in host memory.
     min_num_params
-        Modules of at least that many parameters are gathered by themselves, the rest together.
+        Modules with at least this many parameters are sharded and gathered separately, the others together.
     shard_size
-        Ranks that share one copy; default: those of a node.
+        Number of ranks that share one copy of the parameters; default: the ranks of a node.
     activation_checkpointing
-        As in `Training`; either is enough.
+        As in `Training`; setting either enables it.
     """
 
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
@@ -233,7 +233,7 @@ class Fsdp(_Section):
 
 
 class Profile(_Section):
-    """The window of steps that torch's profiler records, once, on every rank."""
+    """Window of steps that the torch profiler records once, on every rank."""
 
     wait: _Count = 5
     warmup: _Count = 2
@@ -249,44 +249,46 @@ _Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
 
 
 class Training(_Section):
-    """How the model is trained.
+    """Options of the training loop.
 
     Parameters
     ----------
     strategy
-        Default: ``fsdp`` where there is an `fsdp` section, else ``ddp`` on several ranks and ``single`` on one.
+        Default: ``fsdp`` if there is an `fsdp` section, else ``ddp`` on several ranks and ``single`` on one.
     gradient_accumulation
-        Batches of a rank before a step.
+        Number of batches per rank before an optimizer step.
     gradient_clip
-        Largest norm of the gradient, over all ranks.
+        Maximum norm of the gradient, over all ranks.
     max_epochs, max_steps
-        Whichever comes first; steps of the optimizer. Neither: one epoch.
+        Maximum number of epochs and of optimizer steps; the run ends at whichever comes first. Without either, it
+        lasts one epoch.
     scale_lr
         Multiply the learning rate by the number of ranks.
     activation_checkpointing
-        Compute the activations of each block again in the backward pass instead of keeping them.
+        Recompute the activations of each block in the backward pass instead of storing them.
     num_nodes, num_gpus
-        What the run is for: GPUs (on CPUs: processes) of all nodes together. A run of other size is refused; on other
-        nodes, if the launcher tells how many there are (torchrun, srun; mpirun, where there is one).
+        Expected number of nodes, and of GPUs over all nodes (on CPUs: of processes). A run of another size raises an
+        error. The number of nodes is checked if the launcher reports it: torchrun, srun, or mpirun on one node.
     checkpoint_dir
-        Where checkpoints, ``metrics.csv``, the plot and the model for inference go.
+        Directory of checkpoints, ``metrics.csv``, the plot and the model for inference.
     save_every
-        Steps between checkpoints, beside those of validated epochs; default: one at the end of each epoch. There is one
-        at the end of the run.
+        Number of steps between checkpoints, in addition to those after each validation; default: one checkpoint
+        at the end of each epoch. A checkpoint is always written at the end of the run.
     save_top_k
-        How many of the best are kept beside the latest; -1: all.
+        Number of best checkpoints to keep in addition to the latest; -1 keeps all.
     monitor, monitor_mode
-        The figure that says which is best. Default: the validation loss where there is one, else that of training.
+        Metric that determines the best checkpoint, and its direction. Default: the validation loss if there is one,
+        else the training loss.
     resume_from
-        ``auto``: the latest in `checkpoint_dir`, if there is one; or the path of a checkpoint.
+        ``auto`` for the latest checkpoint in `checkpoint_dir`, if there is one; or the path of a checkpoint.
     validate_every
-        Epochs.
+        Number of epochs between validations.
     profile
         ``true``, or a window of steps (`Profile`).
     find_unused_parameters
-        For DDP, where a step does not use all of the model.
+        Option of DDP for models of which a step uses only some parameters.
     timeout_s
-        Seconds after which ranks that wait for another give up.
+        Time after which a rank that waits for another raises an error, in seconds.
     """
 
     strategy: Literal["single", "dp", "ddp", "fsdp"] | None = None
@@ -319,12 +321,12 @@ class Training(_Section):
 
     @property
     def checkpoints_activations(self) -> bool:
-        """Whether either section asks for it."""
+        """True if either section enables activation checkpointing."""
         return self.activation_checkpointing or (self.fsdp is not None and self.fsdp.activation_checkpointing)
 
     @property
     def loggers(self) -> list[str]:
-        """Their names."""
+        """Names of the loggers."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
 
@@ -359,20 +361,20 @@ class Predict(_Section):
 
 
 class Config(_Section):
-    """A training: what is read, what is trained, and how.
+    """Configuration of a training.
 
     Parameters
     ----------
     data
-        What is read.
+        Data to read.
     model
-        What is trained.
+        Model to train.
     training
-        How.
+        Options of the training loop.
     tokenizer
-        For models of tokens.
+        Tokenization of cells, for models of tokens.
     predict
-        What is predicted at the end, if anything.
+        Prediction for all cells at the end of the training, if given.
     """
 
     data: Data
@@ -382,7 +384,7 @@ class Config(_Section):
     predict: Predict | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return it as it is written down: without what may be secret."""
+        """Return the configuration as it is logged and saved: without storage options, which may contain secrets."""
         return self.model_dump(exclude={"data": {"open": {"storage_options"}}})
 
     @classmethod
@@ -392,21 +394,22 @@ class Config(_Section):
         Parameters
         ----------
         path
-            Of the file; in the layout of this schema, or that of the published guide (`dasksc.train.guide_layout`).
+            Path of the file, in the layout of this schema or of the published guide (`dasksc.train.guide_layout`).
         changes
-            Texts such as ``training.optimizer.lr=1e-4``, whose values are read as YAML.
+            Overrides such as ``training.optimizer.lr=1e-4``, whose values are parsed as YAML.
 
         Returns
         -------
         Config
-            Checked.
+            Validated configuration.
 
         Raises
         ------
         MissingPathError
             If there is no such file.
         InputError
-            If it is no YAML, or a key or value is not of the schema: all of them are told, with the nearest known name.
+            If the file is not YAML, or keys or values do not match the schema. The message lists all of them, with
+            the nearest valid name.
         """
         try:
             raw = read_yaml(Path(path).read_text(encoding="utf-8"))
@@ -420,21 +423,21 @@ class Config(_Section):
 
     @classmethod
     def of(cls, raw: Any, *, changes: Iterable[str] = (), source: str = "the configuration") -> Config:
-        """Check what a YAML file holds.
+        """Validate the content of a YAML file.
 
         Parameters
         ----------
         raw
-            Dicts, lists and values.
+            Nested dicts, lists and values.
         changes
             As for `load`.
         source
-            What messages call it.
+            Name of the configuration in error messages.
 
         Returns
         -------
         Config
-            Checked.
+            Validated configuration.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What is wrong in a configuration, in terms of its keys, with the nearest known names."""
+"""Messages about invalid configurations, in terms of their keys, with the nearest valid names."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["problems_in"]
 
 
 def problems_in(root: type[BaseModel], found: ValidationError) -> list[str]:
-    """Return what pydantic found, a sentence for each place."""
+    """Return the problems that pydantic found, one message per key."""
     problems: dict[str, str] = {}
     for error in found.errors():
         where = _place(root, error["loc"])
-        # Of the alternatives that a place has, each failed: the first says enough.
+        # If a key has alternative types, each one reports an error; the first is informative enough.
         problems.setdefault(".".join(where), _problem(root, where, error))
     return list(problems.values())
 
 
 def _place(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Return the keys that lead to a problem, without pydantic's names for alternatives."""
+    """Return the keys that lead to a problem, without the names that pydantic gives to alternatives."""
     where: list[str] = []
     model: type[BaseModel] | None = root
     for part in map(str, location):
@@ -36,7 +36,7 @@ def _place(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
 
 
 def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
-    """Return what pydantic found at a place, with the nearest name for an unknown key or choice."""
+    """Return the message for a problem, with the nearest valid name for an unknown key or choice."""
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
         return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
@@ -49,7 +49,7 @@ def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
 
 
 def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:
-    """Return the keys that a section may have."""
+    """Return the valid keys of a section."""
     for section in sections:
         below = _section_of(model, section)
         assert below is not None
@@ -58,7 +58,7 @@ def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Return the schema of the section below a key; None if there is none."""
+    """Return the schema of the section at a key, or None if the key is not a section."""
     if key not in model.model_fields:
         return None
     annotation = model.model_fields[key].annotation

@@ -1,10 +1,10 @@
-"""The data sets of a training, and what its model has to know of them."""
+"""Data sets of a training, and the facts about them that its model requires."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 STRATEGIES: dict[str, type[SamplingStrategy]] = {
     name: getattr(dasksc, cls)
-    for cls in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling")
+    for cls in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling", "CellSets")
     for name in (cls, "".join(f"_{c.lower()}" if c.isupper() else c for c in cls).lstrip("_"))
 }
-"""Sampling strategies by both of their names."""
+"""Sampling strategies by class name and by name in snake case."""
 
-# Given to scDataset as they are.
+# Passed to scDataset unchanged.
 _SCDATASET_ARGUMENTS = [
     *("batch_size", "fetch_factor", "layers", "obsm", "filter", "layout", "dtype"),
     *("scheduler", "prefetch", "memory_limit", "genes_missing", "genes_key", "genes_repeated"),
@@ -44,16 +44,16 @@ _SCDATASET_ARGUMENTS = [
 
 
 class Loader:
-    """A data set as the training loop reads it, by itself or through the workers of a DataLoader.
+    """Data set as read by the training loop, directly or through the workers of a DataLoader.
 
     Parameters
     ----------
     dataset
-        What is read.
+        Data set to read.
     data
-        The section of the configuration.
+        ``data`` section of the configuration.
     pin_memory
-        Whether workers' batches are put in page-locked memory here.
+        If True, batches of DataLoader workers are copied into pinned memory in this process.
     """
 
     def __init__(self, dataset: scDataset, data: Data, *, pin_memory: bool = False) -> None:
@@ -71,23 +71,23 @@ class Loader:
                 num_workers=data.num_workers,
                 prefetch_factor=data.prefetch_factor,
                 pin_memory=pin_memory,
-                # By default it draws from the generator of dropout, of which a run that goes on has the state.
+                # By default it would draw from the generator of dropout, whose state is restored on resuming.
                 generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
             self._state = dataset.state_dict()
 
     @property
     def n_batches_left(self) -> int:
-        """Batches of the next iteration: of a whole epoch, or of what `load_state_dict` left of one."""
+        """Number of batches of the next iteration: those of an epoch, or the rest of a resumed one."""
         return self.dataset.n_batches_left - self._n_to_skip
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the batch that was yielded last is the last of its epoch."""
+        """True if the batch yielded last is the last of its epoch."""
         return self._n_taken == self._n_in_pass
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what is left of an epoch; at its end the next one begins."""
+        """Yield the remaining batches of an epoch; the next iteration starts the next epoch."""
         if self._n_workers:
             self.dataset.set_epoch(self.epoch)
         self._n_in_pass = self.dataset.n_batches_left
@@ -99,21 +99,22 @@ class Loader:
         self._n_taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, from which `load_state_dict` goes on."""
+        """Return the position in the data, from which `load_state_dict` resumes."""
         if not self._n_workers:
             return {"dataset": self.dataset.state_dict()}
-        # Workers take fetches in turns, so that what they have yielded is no beginning of the epoch's order.
+        # Workers take fetches in turns, so the rows yielded so far are not a prefix of the order of the epoch.
         world = (self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers)
         state = {**self._state, "epoch": self.epoch, "consumed": []}
         return {"dataset": state, "n_taken": self._n_taken, "read_by": list(world)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the very next batch.
+        """Resume at the next batch.
 
         Raises
         ------
         InputError
-            If workers were in the middle of an epoch, and it would now be read by other ranks, sizes or workers.
+            If the position lies within an epoch that workers read, and the number of ranks, the batch or fetch size
+            or the number of workers has changed.
         """
         n_taken = state.get("n_taken", 0)
         inside = bool(n_taken) if "read_by" in state else bool(state["dataset"]["consumed"])
@@ -133,16 +134,16 @@ class Loader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaders:
-    """What a training reads.
+    """Data sets of a training.
 
     Parameters
     ----------
     training, validation
-        The data sets; no validation where nothing was held out.
+        Loaders of the data sets; no validation if no rows were held out.
     facts
-        What a model's constructor may ask for (`dasksc.train.models`).
+        Values that the constructor of a model may request (`dasksc.train.models`).
     split_table
-        How many conditions and cells of each context are trained on and held out; None where none were split.
+        Numbers of training and held-out conditions and cells per context; None if conditions were not split.
     """
 
     training: Loader
@@ -152,14 +153,14 @@ class Loaders:
 
 
 def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Loaders:
-    """Open the atlas and make the data sets of this rank.
+    """Open the atlas and create the data sets of this rank.
 
     Parameters
     ----------
     config
-        Of the training.
+        Configuration of the training.
     device, rank
-        Of this process.
+        Device and rank of this process.
 
     Raises
     ------
@@ -171,10 +172,15 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     strategy_class = find(data.strategy.name, STRATEGIES, what="data.strategy.name")
     options = dict(data.strategy.arguments)
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
-    weights = options.get("weights")
+    in_sets = issubclass(strategy_class, dasksc.CellSets)
+    weights = None if in_sets else options.get("weights")
     needed = [name for name in (*obs, options.get("label_key"), weights, *_columns(data)) if isinstance(name, str)]
-    # A filter may name any column.
-    columns = list(dict.fromkeys(needed)) if data.filter is None else None
+    if in_sets:
+        check_arguments(strategy_class, options, what="data.strategy")
+        needed += dasksc.CellSets(**options).obs_columns
+    # A filter, and an expression for control cells, may use any column.
+    names_columns = data.filter is not None or isinstance(options.get("control"), str)
+    columns = None if names_columns else list(dict.fromkeys(needed))
     names = data.open.index_unique is not None
     adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
     if isinstance(weights, str):
@@ -228,17 +234,19 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     if data.validation is not None:
         held = adata
         if data.validation.path is not None:
-            columns = obs if data.filter is None else None
+            columns = list(dict.fromkeys([*obs, *needed] if in_sets else obs)) if not names_columns else None
             held = dasksc.open(data.validation.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
             if data.filter is not None:
                 held_out = dasksc.rows_where(held, data.filter)  # before labels change
             if match is None or (data.genes_missing, data.genes_key, data.genes_repeated) == ("error", None, "error"):
                 common["genes"] = _same_genes(held, adata, common["genes"])
             elif data.genes_missing == "drop":
-                common["genes_missing"] = "error"  # others may be missing there
+                common["genes_missing"] = "error"  # the validation atlas may lack other genes
             common["filter"] = None
             _relabel(held, training.categories, warns=rank == 0)
-        validation = scDataset(held, dasksc.Streaming(indices=held_out), equal_ranks=False, **_known(common))
+        validation = scDataset(
+            held, _validated_by(strategy_class(**options), held_out), equal_ranks=False, **_known(common)
+        )
         if odd := validation.categories.keys() - training.categories.keys():
             raise InputError(
                 f"obs {sorted(odd)} of data.validation.path are labels, and those of data.path are numbers"
@@ -257,8 +265,17 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     )
 
 
+def _validated_by(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
+    """Return the strategy of validation: all rows once, in sets beside any of the controls if training draws sets."""
+    if isinstance(strategy, dasksc.CellSets):
+        controls = None if strategy.control is None else slice(None)
+        changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}
+        return replace(strategy, indices=held_out, control_indices=controls, **changes)
+    return dasksc.Streaming(indices=held_out)
+
+
 def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
-    """Return which genes of `held` are those that are read of `adata`, in their order."""
+    """Return the genes of `held` that correspond to those read from `adata`, in the same order."""
     if held.var_names.equals(adata.var_names):
         return genes
     by_name = genes is not None and isinstance(genes[0], str)
@@ -278,16 +295,16 @@ def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
 
 
 def _relabel(held: Any, categories: Mapping[str, list[Any]], *, warns: bool) -> None:
-    """Give obs columns of `held` the categories of training; labels that are not among them become missing."""
+    """Convert obs columns of `held` to the categories of training; labels that training lacks become missing."""
     for name, known in categories.items():
         if name not in held.obs:
-            continue  # the data set says so
+            continue  # the data set reports it
         codes, labels = encode_column(held.obs[name])
         if labels is None:
             distinct, codes = np.unique(codes, return_inverse=True)
             labels = distinct.tolist()
         position = {label: code for code, label in enumerate(known)}
-        # The last is that of what is missing already.
+        # The last entry maps missing values, whose code is -1.
         new = np.array([*(position.get(label, -1) for label in labels), -1])[codes]
         unknown = [labels[code] for code in np.unique(codes[new < 0]) if code >= 0]
         if unknown and warns:
@@ -307,7 +324,7 @@ def _first(names: list[Any]) -> str:
 
 
 def split_rows(adata: Any, validation: Validation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that are trained on and those held out: the same on every rank."""
+    """Return the rows for training and the held-out rows, equal on every rank."""
     rest, held_out = _parts_of(adata, validation).values()
     return rest, held_out
 
@@ -331,7 +348,7 @@ def _parts_of(adata: Any, validation: Validation) -> dict[str, NDArray[np.int64]
 
 
 def _columns(data: Data) -> list[Any]:
-    """Return the columns of obs by which rows are held out."""
+    """Return the obs columns that determine which rows are held out."""
     held = data.validation
     if held is None:
         return []
@@ -348,7 +365,7 @@ def _tokens(config: Config, genes: Any, seed: int) -> Any:
 
 
 def _check_length(config: Config, tokens: Any, n_genes: int) -> None:
-    """Refuse a model that is too short for the longest cell, before one comes."""
+    """Raise an error if the model is too short for the longest possible cell."""
     longest = min(tokens.max_genes, n_genes) + tokens.prepend_cls
     room = config.model.arguments.get("max_seq_len")
     if isinstance(room, int) and room < longest:
@@ -381,7 +398,7 @@ def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, n_genes: int
             "pad_id": tokens.vocabulary.pad_id,
             "max_seq_len": tokens.max_length,
         }
-        # Without bins the rank is the value.
+        # Without bins, the rank is the value.
         if getattr(tokens, "n_bins", None) is not None:
             facts["n_bins"] = tokens.n_bins
     else:
@@ -394,7 +411,7 @@ def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, n_genes: int
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Put every tensor of a batch on a device, without waiting for those in page-locked memory."""
+    """Copy every tensor of a batch to a device; copies from pinned memory are asynchronous."""
     if device.type == "cpu":
         return batch
     if hasattr(batch, "to"):

@@ -1,28 +1,28 @@
-"""The layout of the published distributed-training guide, translated into ours.
+"""Translation of the configuration layout of the published distributed-training guide.
 
-Most of its keys are ours too. The others, and what they become:
+Most keys are the same in both layouts. The others are translated as follows:
 
 .. code-block:: text
 
-    data.source                    nothing: paths say what they are
+    data.source                    removed: the type of an atlas follows from its path
     data.paths                     data.path
-    data.gene_vocab                tokenizer.vocabulary, if there is such a file; else it names a list of genes, and
-                                   those of the atlas are numbered
+    data.gene_vocab                tokenizer.vocabulary, if there is such a file; otherwise it names a list of genes,
+                                   and the genes of the atlas are numbered instead
     data.max_genes                 tokenizer.max_genes
-    data.streaming                 nothing: atlases are always streamed
+    data.streaming                 removed: atlases are always streamed
     data.streaming_shuffle_buffer  data.fetch_factor: the rows of a fetch, which are shuffled together
-    data.streaming_chunk_size      the same, where it is the larger one
+    data.streaming_chunk_size      data.fetch_factor, if it is larger than the shuffle buffer
     model.architecture             model.name
     training.batch_size            data.batch_size
 
-Some mean something else there, or have other defaults. They do in files that have ``data.paths``:
+Some keys have another meaning or default in the guide. It applies to files that have ``data.paths``:
 
 .. code-block:: text
 
-    tokenizer.max_genes            counts the token of the cell; 2048 by default
+    tokenizer.max_genes            includes the token of the cell; 2048 by default
     tokenizer.prepend_cls          true by default
     tokenizer.masking              15% of the genes by default, of which 10% are replaced and 10% kept
-    training.fsdp                  wins over training.strategy
+    training.fsdp                  takes precedence over training.strategy
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("dasksc.train.guide")
 
 _SOURCES = ("local", "file", "files", "h5ad", "anndata", "zarr")
 
-# Section and key there, section and key here.
+# Section and key in the guide, section and key here.
 _MOVED = (
     ("data", "paths", "data", "path"),
     ("data", "gene_vocab", "tokenizer", "vocabulary"),
@@ -53,17 +53,17 @@ _MASKING = {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0.1}
 
 
 def translated(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration whose keys are ours.
+    """Return a configuration in the layout of `Config`.
 
     Parameters
     ----------
     tree
-        Of either layout, or of both mixed. Not changed.
+        Configuration in either layout, or a mixture of both. It is not modified.
 
     Raises
     ------
     InputError
-        If a key of theirs and the one of ours that it becomes have different values.
+        If a key of the guide and its translation have different values.
     """
     result = {name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()}
     is_theirs = "paths" in _section(result, "data")
@@ -99,14 +99,14 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_their_meaning(tokenizer: dict[str, Any], training: dict[str, Any]) -> None:
-    """Change in place what has another meaning or default in their files."""
+    """Apply the meanings and defaults of the guide in place."""
     if tokenizer:
         tokenizer.setdefault("prepend_cls", True)
         tokenizer.setdefault("max_genes", 2048)
         masking = tokenizer.get("masking")
         if masking is None or isinstance(masking, dict):
             tokenizer["masking"] = _MASKING | (masking or {})
-        # Other types are refused where the schema is checked.
+        # Validation against the schema refuses other types.
         if tokenizer["prepend_cls"] is True and type(tokenizer["max_genes"]) is int:
             if tokenizer["max_genes"] < 2:
                 raise InputError(f"tokenizer.max_genes={tokenizer['max_genes']} leaves no gene beside the cell's token")
@@ -116,14 +116,14 @@ def _take_their_meaning(tokenizer: dict[str, Any], training: dict[str, Any]) -> 
 
 
 def _is_name(vocabulary: Any) -> bool:
-    """Whether it names a list of genes, and is no path."""
+    """Return True if the value names a list of genes and is not a path."""
     if not isinstance(vocabulary, str) or os.path.exists(vocabulary):
         return False
     return not os.path.splitext(vocabulary)[1] and os.path.basename(vocabulary) == vocabulary
 
 
 def _is_number_of_rows(value: Any) -> bool:
-    # 1e4 is a float in YAML.
+    # YAML parses 1e4 as a float.
     return (is_whole(value) or (isinstance(value, float) and value.is_integer())) and value >= 1
 
 

@@ -1,4 +1,4 @@
-"""Finding things by the names that a configuration gives them, and the nearest one where there is none."""
+"""Lookup of objects by the names in a configuration, with suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["arguments_of", "check_arguments", "find"]
 
 
 def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
-    """Return what a name stands for.
+    """Return the object with a given name.
 
     Parameters
     ----------
     name
-        One of the `built_in` names, or ``"package.module:name"`` for anything that can be imported.
+        One of the `built_in` names, or ``"package.module:name"`` for any importable object.
     built_in
-        What has a short name.
+        Objects by short name.
     what
-        Where the name was given, for messages.
+        Key of the configuration that has the name, for error messages.
 
     Raises
     ------
     InputError
-        If there is no such name.
+        If there is no such object.
     """
     if name in built_in:
         return built_in[name]
@@ -47,18 +47,18 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function or class that can be given by name."""
+    """Return the parameters of a function or class that can be passed by name."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in by_name}
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> None:
-    """Refuse arguments that `function` does not take, and the lack of those it needs.
+    """Raise an error for arguments that `function` does not accept, and for missing required arguments.
 
     Raises
     ------
     InputError
-        If a name is unknown (with the nearest that is) or a needed one is missing.
+        If a name is unknown (the message has the nearest valid name), or a required argument is missing.
     """
     known = arguments_of(function)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())

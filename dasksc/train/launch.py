@@ -1,4 +1,4 @@
-"""Starting the ranks of a training, or finding those that a launcher has started."""
+"""Start of the ranks of a training, and detection of ranks started by a launcher."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ __all__ = [
 
 _PORTS = range(20_000, 30_000)
 
-# Set in the ranks that `launch` starts, for which it tells why they fail.
+# Environment variable of the ranks that `launch` starts; `launch` then reports their errors.
 _LAUNCHED = "DASKSC_TRAIN_LAUNCHED"
-# A rank that lost another lets that one end first: the launcher looks for ranks that ended every 0.1 s and then ends
-# the others.
+# A rank that lost its connection to another waits for that one to end first. The launcher polls for ended ranks
+# every 0.1 s and then terminates the others.
 _GRACE_S = 3.0
-# What a rank records where another was not there; gloo's have no type.
+# Error recorded by a rank that lost another; the errors of gloo have no type of their own.
 _LOST_ANOTHER = re.compile(r"Dist\w*Error:|RuntimeError: .*gloo/", re.DOTALL)
 
 
 def processes_to_start(
     training: Training, *, nproc: str | None, nnodes: int | None, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Return how many processes this one is to start on its node; 0: it is itself a rank of the run.
+    """Return the number of processes to start on this node; 0 if this process is itself a rank of the run.
 
     Parameters
     ----------
     training
-        The section of the configuration. Its ``num_gpus`` is the default, divided by the nodes.
+        ``training`` section of the configuration. Its ``num_gpus``, divided by the number of nodes, is the default.
     nproc
-        What the command line says: a number, or ``auto`` for one for each GPU (without GPUs, for each core).
+        Value of ``--nproc``: a number, or ``auto`` for one process per GPU (without GPUs, per core).
     nnodes
-        Nodes of the run.
+        Number of nodes of the run.
     environment
-        Default: that of the process.
+        Environment variables; default: those of this process.
 
     Raises
     ------
     InputError
-        If these do not fit each other, or a launcher has started the processes already.
+        If the values are inconsistent, or a launcher has already started the processes.
     """
     environment = os.environ if environment is None else environment
     wanted = nnodes or training.num_nodes
     n_nodes = wanted or 1
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
-    # srun may start one task on each node, for it to start the ranks there.
+    # srun may start one task per node, which then starts the ranks of that node.
     n_tasks = node_of(environment)[0]
     is_node = nproc is not None and n_tasks > 1
     if by_torchrun or (World.detect().world_size > 1 and not is_node):
@@ -104,42 +104,42 @@ def launch(
     port: int | None = None,
     max_restarts: int = 0,
 ) -> None:
-    """Run ``dasksc`` with some arguments in several processes, through torch's elastic launcher.
+    """Run ``dasksc`` with given arguments in several processes, using the elastic launcher of torch.
 
     Parameters
     ----------
     arguments
-        Of the command.
+        Arguments of the command.
     n_processes
-        On this node.
+        Number of processes on this node.
     n_nodes, node_rank
-        Nodes of the run, and which of them this is.
+        Number of nodes of the run, and rank of this node.
     address, port
-        Where the first node is reached, if there are several. Default: ``MASTER_ADDR`` and ``MASTER_PORT``, each by
-        itself, then what Slurm says; beside an address that is given, the port is 29500 unless one step of Slurm has
-        all nodes.
+        Address and port of the first node, for several nodes. Each defaults to ``MASTER_ADDR`` or ``MASTER_PORT``,
+        then to the values derived from Slurm. If an address is given, the port defaults to 29500 unless one
+        Slurm step spans all nodes.
     max_restarts
-        How often all are started again when one fails.
+        Number of times that all processes are restarted after a failure.
 
     Raises
     ------
     InputError
-        If nothing says where that is.
+        If the address or port of the first node is unknown.
     DaskscError
-        If a rank ended without telling why by itself, as by a signal; or if this process was told to stop.
+        If a rank ended without reporting an error, such as by a signal; or if this process received a signal to stop.
     SystemExit
-        With exit code 1, if ranks failed and it was told why.
+        With exit code 1, if ranks failed and their errors have been reported.
     """
     options = [f"--nproc-per-node={n_processes}", f"--max-restarts={max_restarts}"]
     if n_nodes == 1:
         options += ["--standalone"]
-        # By default one store serves all attempts, and gloo then dials ranks of those before.
+        # By default all attempts share one store, and gloo then connects to ranks of earlier attempts.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     else:
         given = dict(os.environ)
         if address is not None:
             given["MASTER_ADDR"] = address
-            if node_of(os.environ)[0] == 1:  # what starts the others may know of no job, or have another step
+            if node_of(os.environ)[0] == 1:  # the other nodes may see no job, or another step
                 given.setdefault("MASTER_PORT", "29500")
         if port is not None:
             given["MASTER_PORT"] = str(port)
@@ -155,13 +155,13 @@ def launch(
 def _torchrun(options: list[str]) -> None:
     from torch.distributed import run
 
-    # Not main, which takes the failures of ranks for its own, and says that it has no file to record them in.
+    # `run.main` would record the failures of ranks as its own, and warn that it has no file to record them in.
     run.run(run.parse_args(options))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def _failures_in_a_line() -> Iterator[None]:
-    """Replace the traceback of torch's launcher, which tells where it is in torch, by how the ranks ended."""
+    """Replace the traceback of the torch launcher, which shows only torch code, by how the ranks ended."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -179,14 +179,17 @@ def _failures_in_a_line() -> Iterator[None]:
 
 
 def deaths_of(exit_codes: Mapping[int, int]) -> list[str]:
-    """Return how those ranks ended that have not told it: not by exit code 1, nor because the launcher ended them.
+    """Describe the ranks that ended without reporting an error.
+
+    Ranks with exit code 1 have reported an error. Ranks ended by SIGTERM were terminated by the launcher after another
+    rank failed; they are included only if all ranks ended that way.
 
     Parameters
     ----------
     exit_codes
-        Of the ranks that failed, by rank; negative: a signal.
+        Exit codes of the failed ranks, by rank; negative values are signals.
     """
-    # The launcher sends SIGTERM to the ranks that are left when one has failed.
+    # The launcher sends SIGTERM to the remaining ranks when one has failed.
     by_themselves = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
     return [f"rank {rank} {_death(code)}" for rank, code in sorted(by_themselves.items()) if code != 1]
 
@@ -196,7 +199,7 @@ def _death(exit_code: int) -> str:
         return f"ended with exit code {exit_code}"
     try:
         name = signal.Signals(-exit_code).name
-    except ValueError:  # of real time, which have no names
+    except ValueError:  # real-time signals have no names
         name = f"signal {-exit_code}"
     if name == "SIGKILL":
         name += " (if nobody sent it, the memory of the node was full: lower data.batch_size or data.fetch_factor)"
@@ -205,21 +208,21 @@ def _death(exit_code: int) -> str:
 
 @contextlib.contextmanager
 def _telling_causes(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
-    """Tell why ranks fail, the same error once for each start; yield the folder for the files of `record`.
+    """Report why ranks fail, each error once per attempt, and yield the directory for the files of `record`.
 
     Parameters
     ----------
     first_rank
-        Of this node.
+        First rank of this node.
     is_quiet
-        Whether to leave out what torch's launcher logs of ranks that failed.
+        If True, suppress the log messages of the torch launcher about failed ranks.
     """
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     told: set[tuple[str, str]] = set()
 
     def passes(record: logging.LogRecord) -> bool:
         has_failed = str(record.msg).startswith("failed (exitcode")
-        if has_failed:  # before ranks are started again
+        if has_failed:  # report before the ranks are restarted
             _tell(Path(folder), told, first_rank=first_rank)
         return not is_quiet or not (has_failed or str(record.msg).startswith("Sending process"))
 
@@ -235,11 +238,11 @@ def _telling_causes(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
 
 
 def _tell(folder: Path, told: set[tuple[str, str]], *, first_rank: int) -> None:
-    """Print why ranks failed that is not among what was `told`; an error of dasksc as a line, others with traceback."""
+    """Print errors of ranks that are not in `told`: those of dasksc as a line, others with a traceback."""
     for attempt in sorted(folder.glob("*/attempt_*")):
         causes = {}
         for file in attempt.glob("*/error.json"):
-            with contextlib.suppress(ValueError):  # a rank that was killed while it wrote
+            with contextlib.suppress(ValueError):  # the rank was killed while it wrote the file
                 causes[int(file.parent.name)] = json.loads(file.read_text())
         of_itself = {rank: cause for rank, cause in causes.items() if not _LOST_ANOTHER.match(_said(cause))}
         for rank, cause in sorted((of_itself or causes).items()):
@@ -248,7 +251,7 @@ def _tell(folder: Path, told: set[tuple[str, str]], *, first_rank: int) -> None:
                 key, text = text, f"dasksc: {text}\n"
             else:
                 trace = cause["message"]["extraInfo"]["py_callstack"]
-                # Messages of the same error name devices and addresses that differ; those of frames are indented.
+                # Messages of the same error differ in devices and addresses, so the key uses the indented frame lines.
                 key = "".join([name, *(line for line in trace.splitlines() if line.startswith(" "))])
                 text = f"dasksc: rank {first_rank + rank} failed:\n{trace}"
             if (attempt.name, key) not in told and name != "BrokenPipeError":
@@ -262,21 +265,21 @@ def _said(cause: Mapping[str, dict[str, str]]) -> str:
 
 
 def as_rank(run: Callable[[], None]) -> None:
-    """Run what a rank does, and record why it fails where a launcher of torch's asks for it.
+    """Run the function of a rank, and record its error if the torch launcher requests that.
 
     Raises
     ------
     SystemExit
-        With exit code 1, instead of an error that `launch` tells, once for all its ranks. Ranks that were started
-        otherwise raise their errors as they are.
+        With exit code 1, in place of an error that `launch` reports once for all ranks. Ranks started otherwise raise
+        their errors unchanged.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:
-        # Without the file it would turn on Python's fault handler all the same.
+        # Without a file, `record` would still enable the fault handler of Python.
         (record(run) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run)()
     except BrokenPipeError:
-        raise  # a reader that has gone, which click knows
+        raise  # click handles a closed output pipe
     except Exception as error:
         if _LAUNCHED not in os.environ:
             raise
@@ -286,21 +289,22 @@ def as_rank(run: Callable[[], None]) -> None:
 
 
 def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]) -> int:
-    """Return which of the nodes of a run this is.
+    """Return the rank of this node.
 
     Parameters
     ----------
     given
-        On the command line.
+        Node rank from the command line.
     n_nodes
-        Of the run.
+        Number of nodes of the run.
     environment
-        Of the process; ``GROUP_RANK``, or Slurm's number in a step or job of as many nodes, is what else may tell.
+        Environment variables of the process. They are used if `given` is None: ``GROUP_RANK``, or the node number of
+        a Slurm step or job with as many nodes.
 
     Raises
     ------
     InputError
-        If there is no such node, or nothing tells: all nodes would take themselves for the first, and wait.
+        If the rank is out of range, or unknown: otherwise every node would act as the first one, and wait.
     """
     node = given if given is not None else 0 if n_nodes == 1 else _told_node(n_nodes, environment)
     if node is None:
@@ -320,7 +324,7 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
 def _told_node(n_nodes: int, environment: Mapping[str, str]) -> int | None:
     if environment.get("GROUP_RANK", "").isdigit():
         return int(environment["GROUP_RANK"])
-    # In a step of fewer nodes it is another number: each of several steps has a first node.
+    # Node numbers of a Slurm step with fewer nodes do not count: each of several steps has a node 0.
     n_numbered = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_JOB_NUM_NODES"))
     if n_numbered == str(n_nodes) and environment.get("SLURM_NODEID", "").isdigit():
         return int(environment["SLURM_NODEID"])
@@ -328,7 +332,7 @@ def _told_node(n_nodes: int, environment: Mapping[str, str]) -> int | None:
 
 
 def node_of(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return how many nodes a step of Slurm with one task on each has, and which this is; else 1 and 0."""
+    """Return the number of nodes of a Slurm step with one task per node, and the rank of this one; else 1 and 0."""
     n_nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
     if n_nodes != environment.get("SLURM_STEP_NUM_TASKS"):
         return 1, 0
@@ -336,38 +340,38 @@ def node_of(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
-    """Return which of the ranks of its node this is.
+    """Return the rank of this process on its node.
 
-    Launchers inside one another leave variables that differ: those of an sbatch script make every rank that mpirun
-    starts the first of its node. So only a launcher that says of this rank what `world` says is asked.
+    Nested launchers leave inconsistent variables: those of an sbatch script give local rank 0 to every rank that mpirun
+    starts. The function therefore uses only a launcher whose rank and world size agree with `world`.
 
     Parameters
     ----------
     world
-        As detected.
+        World as detected.
     environment
-        Of the process.
+        Environment variables of the process.
     """
     here = (str(world.rank), str(world.world_size))
     for rank, size, local_rank in LAUNCHERS:
         agrees = (environment.get(rank), environment.get(size)) == here
         if agrees and environment.get(local_rank, "").isdigit():
             return int(environment[local_rank])
-    # A local size of 1 may also mean that it is not known; a rank that is alone may have any GPU.
+    # A local world size of 1 may also mean that it is unknown. A rank that is alone on its node may use any GPU.
     return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
 
 
 def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
-    """Return how many nodes the ranks are on, if all ranks know that and the same.
+    """Return the number of nodes of the ranks, or None if not all ranks know it.
 
-    Not by division: nodes may have unequally many.
+    It is not computed by division, since nodes may have different numbers of ranks.
 
     Parameters
     ----------
     world
-        As detected.
+        World as detected.
     environment
-        Of the process.
+        Environment variables of the process.
     """
     if world.world_size == 1:
         return 1
@@ -382,21 +386,21 @@ def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
 def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
     """Return the address and port at which the ranks meet.
 
-    Those that are set win. Slurm tells the first node of a job, and Open MPI's ranks of a single node meet on it; the
-    port follows from the number of the job, the same on all ranks. Slurm's step is not asked under Open MPI, which
-    starts ranks on other nodes in a step of its own, those here in none.
+    Variables that are set take precedence. Slurm provides the first node of a job; Open MPI ranks on a single node meet
+    on that node. The port is derived from the job id, so it is equal on all ranks. Under Open MPI the Slurm step is not
+    used: Open MPI starts the ranks on other nodes in a step of its own, and those on this node in none.
 
     Parameters
     ----------
     environment
-        Of the process.
+        Environment variables of the process.
     world_size
-        Processes that meet, for messages.
+        Number of processes that meet, for error messages.
 
     Raises
     ------
     InputError
-        If neither is known.
+        If the address or the port is unknown.
     """
     found = {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
     slurm_job = environment.get("SLURM_JOB_ID", "")
@@ -420,7 +424,7 @@ def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str
 
 
 def first_node(nodes: str) -> str:
-    """Return the first of Slurm's list of nodes: of ``gpu[003-007,12],login`` it is gpu003."""
+    """Return the first node of a Slurm node list, such as gpu003 for ``gpu[003-007,12],login``."""
     match = re.match(r"([^\[,]*)(?:\[([^\]]*)\]([^,]*))?", nodes)
     if match is None or not match[0]:
         raise InputError(f"{nodes!r} is no list of nodes")

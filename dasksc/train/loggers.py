@@ -1,4 +1,4 @@
-"""Where the figures of a training go while it runs."""
+"""Loggers of the metrics of a training."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dasksc.train.config import Config
 
 __all__ = ["CSVLog", "Log", "check_loggers", "make_logs"]
 
-# What the loggers that need a package import of it.
+# Modules that loggers import from additional packages.
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
-# Figures that are told in percent, in bytes, and in whole numbers.
+# Metrics that are printed in percent.
 _SHARES = ("accuracy", "wait_share")
 
 
 class Log(Protocol):
-    """What is told the figures of some steps."""
+    """Logger of metrics."""
 
     def write(self, figures: Mapping[str, Any]) -> None:
-        """Note the figures, among them ``step`` and ``epoch``."""
+        """Log metrics, which include ``step`` and ``epoch``."""
 
     def close(self) -> None:
-        """Note no more."""
+        """Close the logger."""
 
 
 class _Lines:
@@ -42,12 +42,12 @@ class _Lines:
 
 
 def line_of(figures: Mapping[str, Any]) -> str:
-    """Return figures as one line to read."""
+    """Format metrics as a readable line."""
     return "  ".join(f"{name} {text_of(name, value)}" for name, value in figures.items())
 
 
 def text_of(name: str, value: Any) -> str:
-    """Return a figure as a text to read."""
+    """Format the value of a metric as readable text."""
     if value is None:
         return "-"
     if name.removeprefix("validation_") in _SHARES:
@@ -60,14 +60,14 @@ def text_of(name: str, value: Any) -> str:
 
 
 class CSVLog:
-    """A CSV file, a line for each call; a new figure widens the table.
+    """CSV file of metrics with one row per call; a new metric adds a column.
 
     Parameters
     ----------
     path
-        Of the file.
+        Path of the file.
     resumed_at
-        Keep the lines of steps up to here; None: begin anew.
+        Keep the rows up to this step; None starts a new file.
     """
 
     def __init__(self, path: Path, *, resumed_at: int | None = None) -> None:
@@ -81,7 +81,7 @@ class CSVLog:
         self._rewrite()
 
     def write(self, figures: Mapping[str, Any]) -> None:
-        """Append a line."""
+        """Append a row."""
         self.rows.append(dict(figures))
         if new := [name for name in figures if name not in self._names]:
             self._names += new
@@ -100,28 +100,30 @@ class CSVLog:
         partial.rename(self._path)
 
     def close(self) -> None:
-        """Nothing is open between lines."""
+        """Do nothing: the file is not kept open between rows."""
 
 
 def _number_of(text: str) -> float:
     try:
         return int(text)
     except ValueError:
-        return float(text)  # inf too: the norm of a gradient that float16 does not hold
+        return float(text)  # also inf, the norm of a gradient that overflows float16
 
 
 def check_loggers(names: Iterable[str]) -> None:
-    """Refuse loggers whose packages cannot be imported. Rank 0 alone has loggers, but all ranks are to end together.
+    """Raise an error if the package of a logger cannot be imported.
+
+    Only rank 0 has loggers, but every rank must make this check so that all end together.
 
     Parameters
     ----------
     names
-        Of the configuration.
+        Names of the loggers in the configuration.
 
     Raises
     ------
     InputError
-        If one needs a package that is not there.
+        If a required package is not installed.
     """
     for name in names:
         if name in _MODULES:
@@ -160,19 +162,19 @@ class _Wandb:
 
 
 def make_logs(config: Config, *, say: Callable[[str], None]) -> list[Log]:
-    """Make the loggers that a configuration names; the CSV file is written by every run.
+    """Create the loggers that a configuration names. The CSV file, which every run writes, is not among them.
 
     Parameters
     ----------
     config
-        Of the training.
+        Configuration of the training.
     say
-        Prints a line.
+        Function that prints a line.
 
     Raises
     ------
     InputError
-        If one needs a package that is not there.
+        If a required package is not installed.
     """
     kinds: dict[str, Callable[[], Log]] = {
         "stdout": lambda: _Lines(say),

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training loop."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ T = TypeVar("T")
 
 
 def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
-    """Train a model as a configuration says. Every rank calls it.
+    """Train a model according to a configuration. Every rank must call this function.
 
     Parameters
     ----------
     config
-        Of the training.
+        Configuration of the training.
     say
-        Prints a line; called on rank 0 only.
+        Function that prints a line; called on rank 0 only.
 
     Returns
     -------
     Report
-        What the training was.
+        Summary of the training.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     TrainingError
         If the loss becomes NaN or infinite.
     StorageError
-        If a checkpoint, the model or figures cannot be written; on every rank.
+        If a checkpoint, the model or the metrics cannot be written; raised on every rank.
     """
     check(config)
     with places(config.training) as place:
@@ -81,7 +81,7 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
 
 
 class _Run:
-    """One training: what it consists of, and how far it is."""
+    """State of a training and its progress."""
 
     def __init__(self, config: Config, place: Place, say: Callable[[str], None]) -> None:
         training = config.training
@@ -97,7 +97,7 @@ class _Run:
         if place.rank == 0 and self.loaders.split_table is not None:
             say(f"what is trained on and held out:\n{shown(self.loaders.split_table)}")
         self.model_arguments = _model_arguments(config, self.loaders.facts)
-        torch.manual_seed(training.seed)  # the same parameters on every rank
+        torch.manual_seed(training.seed)  # equal parameters on every rank
         model = build_model(config.model.name, self.model_arguments)
         self.n_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.spread: Spread = spread(model, training, place)
@@ -118,7 +118,7 @@ class _Run:
         self.n_cells = 0
         self.figures: dict[str, Any] = {}
         self.latest: Path | None = None
-        # Dropout differs between ranks.
+        # Dropout must differ between ranks.
         torch.manual_seed(training.seed + 1 + place.rank)
         self._resume()
         self.learning_rate.total_steps = self._total_steps()
@@ -138,7 +138,7 @@ class _Run:
         return self.loaders.training
 
     def _total_steps(self) -> int:
-        """Steps of the run, if no epoch is left early: those taken, maybe in other sizes, and those to come."""
+        """Return the number of steps of the run: those taken, possibly with other batch sizes, and those to come."""
         training = self.config.training
         k = training.gradient_accumulation
         total = math.inf
@@ -157,7 +157,7 @@ class _Run:
             return
         state = self.checkpoints.load(path, self.spread.bare, self.optimizer, self._made())
         self._loader.load_state_dict(state["data"])
-        if state["scaler"]:  # empty without 16-mixed
+        if state["scaler"]:  # empty unless the precision is 16-mixed
             self.scaler.load_state_dict(state["scaler"])
         self.step, self.figures, self.latest = state["step"], state["figures"], path
         is_of_this_folder = self.checkpoints.has(path)
@@ -168,7 +168,7 @@ class _Run:
         logger.info("going on from %s", path)
 
     def _made(self) -> dict[str, Any]:
-        """What a checkpoint notes of how model and optimizer were made, to tell those that fit from others."""
+        """Return the names and arguments of model and optimizer, which a later run compares with its own."""
         optimizer = self.config.training.optimizer
         return {
             "model": {"name": self.config.model.name, "arguments": self.model_arguments},
@@ -183,7 +183,7 @@ class _Run:
         return enough_steps or (self.max_epochs is not None and self._loader.epoch >= self.max_epochs)
 
     def go(self) -> None:
-        """Train to the end."""
+        """Train until the end of the run."""
         training = self.config.training
         window, folder = self.config.training.profile, self.folder / "profile"
         with profiling(window, folder, self.place, lambda: self.step) as profiler:
@@ -191,10 +191,10 @@ class _Run:
                 epoch = self._loader.epoch
                 self._train_epoch(epoch, profiler)
                 if self._loader.epoch == epoch:
-                    break  # max_steps lie inside it
+                    break  # max_steps was reached within the epoch
                 if (epoch + 1) % training.validate_every == 0:
                     self._validate(epoch)
-                # The best are chosen by validated epochs, so each of them is saved. The end of the run is saved last.
+                # Validated epochs are candidates for the best checkpoint, so each is saved. `finish` saves the end.
                 is_due = training.save_every is None or self.step % training.save_every == 0
                 is_candidate = training.save_top_k != 0 and self.step_validated == self.step
                 if not self._is_over() and (is_due or is_candidate):
@@ -215,21 +215,21 @@ class _Run:
                 if self.step % training.log_every_n_steps == 0:
                     self._note(epoch, means, rate, norm)
                 if self._loader.is_at_end:
-                    continue  # what is due now comes after the epoch
+                    continue  # the caller handles what is due at the end of an epoch
                 if self._is_over():
                     break
                 if training.save_every is not None and self.step % training.save_every == 0:
                     if self.step % training.log_every_n_steps:
-                        self._note(epoch, means, rate, norm)  # so that the figures saved are of this moment
+                        self._note(epoch, means, rate, norm)  # so that the saved metrics are those of this step
                     self._save()
         if rate is not None and self.step % training.log_every_n_steps:
             self._note(epoch, means, rate, norm)
 
     def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
-        """Go through the batches of a step, each weighted by its rows or its `n`, and move the parameters."""
+        """Run the batches of a step, weighted by their rows or their `n`, and update the parameters."""
         training = self.config.training
         sizes = [count_rows(batch) for batch in group]
-        # What `n` will be over the step is known only after it, on all ranks: until then the same number everywhere.
+        # The sum of `n` over all ranks is known only after the step; until then all ranks divide by the same constant.
         n_expected = self.config.data.batch_size * training.gradient_accumulation
         n_counted: torch.Tensor | None = None
         for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):
@@ -244,7 +244,7 @@ class _Run:
                 torch.autograd.backward(self.scaler.scale(outputs["loss"] * weight))
             means.add(outputs, n_rows)
         if n_counted is not None:
-            # DDP and FSDP have taken the mean over ranks.
+            # DDP and FSDP have averaged the gradients over ranks.
             total = self.place.reduced(n_counted).clamp(min=1)
             scale_gradient(self.spread.bare.parameters(), self.place.world_size * n_expected / total)
         rate = self.learning_rate.set(self.step)
@@ -275,7 +275,7 @@ class _Run:
         self._log(epoch, figures)
 
     def _follow(self, figures: dict[str, Any], *, is_counted: bool) -> None:
-        """Keep the value by which the best checkpoint is known; there may be none where nothing counted."""
+        """Record the value of the monitored metric, which is missing if nothing was counted."""
         if is_counted and self.monitor not in figures:
             known = ", ".join(sorted(figures))
             raise InputError(f"training.monitor={self.monitor!r} is no figure of the run; give one of {known}")
@@ -300,8 +300,8 @@ class _Run:
         means = Means(self.place)
         n_calls = n_batches = len(loader.dataset)
         if self.spread.is_sharded:
-            # Ranks may differ by a batch, and parameters are gathered by all of them together: nothing else may be
-            # reduced before the last has gathered them.
+            # Ranks may differ by one batch, and all ranks must gather parameters together. No other reduction may take
+            # place before the last gather.
             most = self.place.reduced(torch.tensor(n_batches, device=self.place.device), dist.ReduceOp.MAX)
             n_calls = int(most)
         last = None
@@ -345,7 +345,7 @@ class _Run:
         self.pace.go_on(paused)
 
     def finish(self) -> Report:
-        """Write what a run leaves behind."""
+        """Write the last checkpoint, the model and the plot, and return the report."""
         self._save()
         path = self.folder / "model.pt"
         save_model(
@@ -410,7 +410,7 @@ def grouped(items: Iterable[T], n: int) -> Iterator[list[T]]:
 
 
 def _model_arguments(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what the model is made with: the configuration's arguments, and what the data tells."""
+    """Return the arguments of the model: those of the configuration, and facts from the data that it accepts."""
     model_class = find(config.model.name, BUILT_IN, what="model.name")
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)) and not callable(model_class):
         raise InputError(f"model.name={config.model.name!r} is no torch.nn.Module; got {model_class!r}")
@@ -421,7 +421,7 @@ def _model_arguments(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _monitored(config: Config) -> tuple[str, str]:
-    """Return the figure by which the best checkpoint is known, and whether it is the smallest or largest."""
+    """Return the name of the metric that determines the best checkpoint, and the direction ``min`` or ``max``."""
     name = config.training.monitor or ("loss" if config.data.validation is None else "validation_loss")
     if name.startswith("validation_") and config.data.validation is None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Figures of a training: means over what counts on all ranks, speed, and the share of time spent waiting for data."""
+"""Metrics of a training: means over all ranks, throughput, and the share of time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class Means:
-    """Means over what counts, added up on the device and reduced over ranks when they are asked for.
+    """Weighted means of metrics, accumulated on the device and reduced over ranks on request.
 
     Parameters
     ----------
     place
-        Where this process is.
+        Rank and device of this process.
     """
 
     def __init__(self, place: Place) -> None:
@@ -32,7 +32,7 @@ class Means:
         self._sums: Tensor | None = None
 
     def add(self, outputs: dict[str, Tensor], n_rows: int) -> None:
-        """Count the means over the `n` of `outputs`, else over `n_rows` more rows; waits for nothing."""
+        """Add means over ``outputs["n"]`` items, or over `n_rows` rows without it, without synchronizing the device."""
         n = outputs.get("n", n_rows)
         self._names = sorted(outputs.keys() - {"n"})
         values = [outputs[name].detach().double() * n for name in self._names]
@@ -41,9 +41,9 @@ class Means:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self) -> tuple[dict[str, float], int]:
-        """Return the means over all ranks, and of how many rows; begin anew. All ranks must call it.
+        """Return the means over all ranks and their number of rows, and reset. All ranks must call this method.
 
-        There are no means where nothing counted.
+        The means are empty if nothing was counted.
         """
         if self._sums is None:
             return {}, 0
@@ -54,12 +54,12 @@ class Means:
 
 
 class Pace:
-    """How long steps take, and how much of that a rank waits for batches.
+    """Duration of steps, and the time that a rank waits for batches.
 
     Parameters
     ----------
     place
-        Where this process is.
+        Rank and device of this process.
     """
 
     def __init__(self, place: Place) -> None:
@@ -70,7 +70,7 @@ class Pace:
         self.total_wait_s = 0.0
 
     def timed(self, batches: Iterable[T]) -> Generator[T, None, None]:
-        """Pass `batches` on, adding up the time that is waited for them."""
+        """Yield the given batches, and measure the time spent waiting for them."""
         iterator = iter(batches)
         while True:
             asked = perf_counter()
@@ -83,21 +83,21 @@ class Pace:
             yield batch
 
     def pause(self) -> float:
-        """Stop the clock (for validation, checkpoints); return the moment, for `go_on`."""
+        """Pause the clock (for validation and checkpoints), and return the current time for `go_on`."""
         return perf_counter()
 
     def go_on(self, paused: float) -> None:
-        """Start the clock again, as if no time had passed since `paused`."""
+        """Resume the clock, excluding the time since `paused`."""
         self._since += perf_counter() - paused
 
     def take(self, n_rows: int) -> dict[str, float]:
-        """Return the figures since the last call. All ranks must call it, with the rows of all ranks.
+        """Return the metrics since the last call. All ranks must call this method, with the rows of all ranks.
 
         Returns
         -------
         dict
-            ``cells_per_s`` of all ranks; ``wait_share`` of the rank that waited longest, as its own clock has it: what
-            a GPU still computes meanwhile is not waited for by it; ``gpu_memory_bytes``, the largest that torch held.
+            ``cells_per_s`` over all ranks; ``wait_share`` of the rank that waited longest, as measured on the CPU, so
+            it excludes time in which the GPU still computes; ``gpu_memory_bytes``, the maximum that torch allocated.
         """
         now = perf_counter()
         elapsed, waited = now - self._since, self._wait_s

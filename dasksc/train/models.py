@@ -1,20 +1,20 @@
-"""The models that come along, and what any model must be.
+"""Built-in models, and the interface of a model.
 
 A model is a ``torch.nn.Module`` that is called with a batch and returns a dict of means over its rows: ``loss``, which
-is minimised, and whatever else is to be watched (``accuracy``). Where the means are over something else, such as cells
-with a label or masked tokens, it returns their number for every batch as ``n``, a scalar integer tensor: figures and
-steps are then means over all of them, however they lie in batches and on ranks. Where ``n`` is 0 the others must be
-finite, and do not matter.
+is minimized, and any other metrics (such as ``accuracy``). If the means are over other items, such as cells with a
+label or masked tokens, the model also returns their number as ``n``, a scalar integer tensor, for every batch. Metrics
+and gradients are then means over all items, regardless of their distribution over batches and ranks. If
+``n`` is 0, the other values must be finite and are ignored.
 
-Parameters of its constructor that are called as below are filled in from the data unless the configuration gives them:
+Constructor parameters with the following names are filled in from the data unless the configuration gives them:
 
 .. code-block:: text
 
-    n_genes                  columns of X
-    n_labels                 different labels in the obs column that the argument `label` names
-    n_tokens, pad_id         of the tokenizer's vocabulary
-    n_bins                   of the tokenizer, where tokens have values
-    max_seq_len              the longest cell, in tokens
+    n_genes                  number of columns of X
+    n_labels                 number of distinct labels in the obs column that the argument `label` names
+    n_tokens, pad_id         size and padding id of the vocabulary of the tokenizer
+    n_bins                   number of bins of the tokenizer, if tokens have values
+    max_seq_len              maximum length of a cell, in tokens
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dasksc.config import is_whole
 
 __all__ = ["BUILT_IN", "Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
 
-_IGNORED = -100  # of a label that is not to be predicted
+_IGNORED = -100  # label of tokens that are not predicted
 
 
 def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
@@ -40,14 +40,14 @@ def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
     Parameters
     ----------
     counts
-        Shape (batch, n_genes); dense, or sparse CSR, which is made dense.
+        Shape (batch, n_genes); dense, or sparse CSR, which is converted to dense.
     total
-        Of each cell after scaling.
+        Total of each cell after scaling.
 
     Returns
     -------
     Tensor
-        Shape (batch, n_genes), dense. Copies.
+        Shape (batch, n_genes), dense, float32. Always a copy.
     """
     dense = counts.to_dense() if counts.layout == torch.sparse_csr else counts
     dense = dense.float()
@@ -55,7 +55,7 @@ def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
 
 
 def _check_sizes(dropout: Any, *, at_least: int, **sizes: Any) -> None:
-    """Refuse sizes and shares that make no layer; `num_layers` is at least `at_least`, others 1."""
+    """Raise an error for invalid sizes or dropout; `num_layers` must be at least `at_least`, other sizes at least 1."""
     for name, size in sizes.items():
         least = at_least if name == "num_layers" else 1
         if not is_whole(size) or size < least:
@@ -65,7 +65,7 @@ def _check_sizes(dropout: Any, *, at_least: int, **sizes: Any) -> None:
 
 
 class _Layers(nn.Module):
-    """Linear maps, each but the last followed by a norm, a nonlinearity and dropout."""
+    """Linear layers, each except the last followed by layer norm, GELU and dropout."""
 
     def __init__(self, sizes: list[int], *, dropout: float) -> None:
         super().__init__()
@@ -88,18 +88,18 @@ class _Layers(nn.Module):
 
 
 class MLPClassifier(nn.Module):
-    """Predict an obs column from log-normalised counts.
+    """Classifier that predicts an obs column from log-normalized counts.
 
     Parameters
     ----------
     label
-        The obs column; cells without a label (code -1) do not count.
+        Name of the obs column. Cells without a label (code -1) are ignored.
     n_genes, n_labels
-        Filled in from the data.
+        Numbers of genes and of labels; filled in from the data.
     hidden_dim, num_layers
-        Width and number of the hidden layers; 0 layers make it a linear map.
+        Width and number of the hidden layers; with 0 layers the model is linear.
     dropout
-        After each hidden layer.
+        Dropout probability after each hidden layer.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class MLPClassifier(nn.Module):
         self.layers = _Layers([n_genes, *[hidden_dim] * num_layers, n_labels], dropout=dropout)
 
     def scores(self, X: Tensor) -> Tensor:
-        """Return a score for each label, shape (batch, n_labels)."""
+        """Return a score for each label (logits), shape (batch, n_labels)."""
         result: Tensor = self.layers(log_normalised(X))
         return result
 
@@ -130,27 +130,28 @@ class MLPClassifier(nn.Module):
         return {"predicted": self.scores(_x_of(batch)).argmax(dim=1)}
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return the means of cross entropy and accuracy over the cells with a label, and their number `n`."""
+        """Return mean cross entropy and accuracy over the cells with a label, and their number `n`."""
         return _classified(self.scores(batch["X"]), batch["obs"][self.label], ignored=-1)
 
 
 class Autoencoder(nn.Module):
-    """Reconstruct log-normalised counts from a few numbers a cell.
+    """Autoencoder of log-normalized counts with a low-dimensional latent representation.
 
     Parameters
     ----------
     n_genes
-        Filled in from the data.
+        Number of genes; filled in from the data.
     latent_dim
-        Numbers a cell.
+        Dimension of the latent representation.
     hidden_dim, num_layers
-        Width and number of the hidden layers on either side.
+        Width and number of the hidden layers of encoder and decoder.
     dropout
-        After each hidden layer.
+        Dropout probability after each hidden layer.
     variational
-        Draw the numbers from a normal distribution whose divergence from the standard one is added to the loss.
+        If True, draw the latent representation from a normal distribution, and add its KL divergence from the
+        standard normal distribution to the loss.
     beta
-        Weight of that divergence.
+        Weight of the KL divergence.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Autoencoder(nn.Module):
         self.decoder = _Layers([latent_dim, *hidden, n_genes], dropout=dropout)
 
     def encode(self, X: Tensor) -> Tensor:
-        """Return the mean of each cell's numbers, shape (batch, latent_dim)."""
+        """Return the mean of the latent representation of each cell, shape (batch, latent_dim)."""
         return self._posterior(log_normalised(X))[0]
 
     def embed(self, batch: Any) -> Tensor:
@@ -187,7 +188,7 @@ class Autoencoder(nn.Module):
         return mean, log_variance.clamp(-10, 10)
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return the means of the loss and, where variational, of its two parts."""
+        """Return the mean loss and, for a variational autoencoder, its two terms."""
         x = log_normalised(_x_of(batch))
         mean, log_variance = self._posterior(x)
         if log_variance is None:
@@ -199,7 +200,7 @@ class Autoencoder(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention between the tokens of a cell, and a small network for each of them."""
+    """Transformer block: self-attention between the tokens of a cell, and a feed-forward network."""
 
     def __init__(self, hidden_dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -226,19 +227,21 @@ class _Block(nn.Module):
 
 
 class TokenTransformer(nn.Module):
-    """A transformer encoder over the tokens of a cell, trained to find what was masked or to predict an obs column.
+    """Transformer encoder over the tokens of a cell, trained to predict masked tokens or an obs column.
 
     Parameters
     ----------
     n_tokens, max_seq_len, pad_id, n_bins
-        Filled in from the tokenizer.
+        Size of the vocabulary, maximum length of a cell, id of padding, and number of bins; filled in from the
+        tokenizer.
     label, n_labels
-        The obs column to predict from the mean over a cell's tokens; without it, masked genes (or, where tokens have
-        values, their bins) are predicted, and the tokenizer needs a ``mask_ratio``.
+        Name of an obs column to predict from the mean over the tokens of a cell, and its number of labels. Without
+        it, the model predicts masked genes (or their bins, if tokens have values), which requires a tokenizer with
+        a ``mask_ratio``.
     hidden_dim, num_layers, num_heads
-        Width, blocks, and attention heads of a block.
+        Width, number of blocks, and number of attention heads per block.
     dropout
-        In each block.
+        Dropout probability in each block.
     """
 
     def __init__(
@@ -268,7 +271,7 @@ class TokenTransformer(nn.Module):
         self.head = nn.Linear(hidden_dim, (n_tokens if n_bins is None else n_bins) if label is None else n_labels or 1)
 
     def encode(self, batch: Any) -> Tensor:
-        """Return a vector for each token, shape (batch, length, hidden_dim)."""
+        """Return an embedding of each token, shape (batch, length, hidden_dim)."""
         tokens = batch["input_ids"]
         if tokens.shape[1] > self.max_seq_len:
             raise InputError(
@@ -297,7 +300,7 @@ class TokenTransformer(nn.Module):
         return {"predicted": self.head(self.embed(batch)).argmax(dim=1)}
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return the means of cross entropy and accuracy over masked tokens or labelled cells, and their number `n`."""
+        """Return mean cross entropy and accuracy over masked tokens or labelled cells, and their number `n`."""
         x = self.encode(batch)
         if self.label is not None:
             return _classified(self.head(_pooled(x, batch)), batch["obs"][self.label], ignored=-1)
@@ -307,7 +310,7 @@ class TokenTransformer(nn.Module):
 
 
 def _x_of(batch: Any) -> Tensor:
-    """Return X of a batch; without names to yield, a batch is X itself."""
+    """Return X of a batch. A data set without obs columns or other additions yields X alone."""
     x: Tensor = batch if isinstance(batch, Tensor) else batch["X"]
     return x
 
@@ -320,7 +323,7 @@ def _pooled(x: Tensor, batch: Any) -> Tensor:
 
 
 def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Tensor]:
-    """Return the means of cross entropy and accuracy over the `n` labels that are not `ignored`; 0 where all are."""
+    """Return mean cross entropy and accuracy over the `n` labels other than `ignored`; means are 0 if `n` is 0."""
     counted = labels != ignored
     n = counted.sum()
     at_least_1 = n.clamp(min=1)

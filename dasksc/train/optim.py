@@ -1,4 +1,4 @@
-"""Optimizers, and the learning rate over the steps."""
+"""Optimizers and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], wanted: Optimizer, *, scale: int = 1) -> torch.optim.Optimizer:
-    """Make the optimizer of a configuration, its learning rate multiplied by `scale`."""
+    """Create the optimizer of a configuration, with its learning rate multiplied by `scale`."""
     optimizer_class = find(wanted.name, _OPTIMIZERS, what="training.optimizer.name")
     arguments = {"lr": wanted.lr, **wanted.arguments}
     check_arguments(optimizer_class, {"params": None, **arguments}, what="training.optimizer")
@@ -33,11 +33,11 @@ def make_optimizer(parameters: Iterable[nn.Parameter], wanted: Optimizer, *, sca
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the arguments of an optimizer's constructor: what a configuration says of its parameter groups.
+    """Return the names of the constructor arguments of an optimizer: the hyperparameters of its parameter groups.
 
-    What else is in the groups is what it has learned, for some keep an estimate or a count there.
+    Other entries of the groups are state, since some optimizers keep estimates or counts there.
     """
-    # Its own and inherited ones, which may be passed on as **options.
+    # Includes the arguments of base classes, since a subclass may pass them on as **options.
     classes = [cls for cls in type(optimizer).__mro__ if issubclass(cls, torch.optim.Optimizer)]
     return {name for cls in classes for name in arguments_of(cls)}
 
@@ -45,7 +45,8 @@ def hyperparameters_of(optimizer: torch.optim.Optimizer) -> set[str]:
 def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:
     """Return the factor of the learning rate for a step, counted from 0.
 
-    It rises over the warm-up, ends at 1, and falls to ``scheduler.final`` at `total_steps`.
+    The factor increases to 1 during the warm-up and decreases to ``scheduler.final`` at `total_steps`, unless the
+    schedule is constant.
     """
     if step < scheduler.warmup_steps:
         return (step + 1) / (scheduler.warmup_steps + 1)
@@ -58,16 +59,16 @@ def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:
 
 
 class LearningRate:
-    """Sets the learning rate of a step: it depends on the step alone, so a checkpoint needs no more than that.
+    """Learning rate schedule that depends on the step only, so a checkpoint needs no further state.
 
     Parameters
     ----------
     optimizer
-        Whose present rates are those at a factor of 1.
+        Optimizer whose current learning rates correspond to a factor of 1.
     scheduler
-        The section of the configuration.
+        ``scheduler`` section of the configuration.
     total_steps
-        Of the run; may be set anew.
+        Number of steps of the run; the attribute may be changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler, total_steps: int) -> None:
@@ -77,7 +78,7 @@ class LearningRate:
         self._rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
-        """Set the rates for a step; return the first."""
+        """Set the learning rates for a step, and return the first one."""
         factor = factor_at(step, self._scheduler, self.total_steps)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor

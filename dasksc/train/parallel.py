@@ -1,4 +1,4 @@
-"""Ranks, devices, and a model spread over them with torch's own parts."""
+"""Ranks, devices, and the distribution of a model over them with DDP, FSDP or DataParallel."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, StorageError, TrainingError, World
+from dasksc._compat.torch import check_training
 from dasksc.planning.process_groups import leave_group
 from dasksc.train.config import Config, Fsdp, Training
 from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
@@ -46,14 +47,14 @@ _DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process is.
+    """Rank, device and strategy of this process.
 
     Parameters
     ----------
     rank, world_size, local_world_size
         As in `dasksc.World`.
     device
-        Of this rank.
+        Device of this rank.
     strategy
         ``single``, ``dp``, ``ddp`` or ``fsdp``.
     """
@@ -65,13 +66,13 @@ class Place:
     strategy: str
 
     def reduced(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Combine `values` of all ranks, in place."""
+        """Reduce `values` over all ranks in place, and return them."""
         if dist.is_initialized():
             dist.all_reduce(values, how)
         return values
 
     def agreed(self, value: Any) -> Any:
-        """Return the value of rank 0."""
+        """Return the value of rank 0 on every rank."""
         if not dist.is_initialized():
             return value
         values = [value]
@@ -79,21 +80,21 @@ class Place:
         return values[0]
 
     def by_first(self, act: Callable[[], None], what: str) -> None:
-        """Let rank 0 do something while the others wait. All ranks must call it.
+        """Run a function on rank 0 while the other ranks wait. All ranks must call this method.
 
         Parameters
         ----------
         act
-            What rank 0 does.
+            Function that rank 0 runs.
         what
-            Begins the message if that fails, on every rank: none waits for one that has failed.
+            Beginning of the error message if it fails. Every rank raises an error, so none waits for a failed one.
 
         Raises
         ------
         StorageError
             If rank 0 raised an `OSError`.
         TrainingError
-            If it raised anything else, or its output is a closed pipe; rank 0 raises that error itself.
+            If rank 0 raised any other error, or its output is a closed pipe. Rank 0 itself raises the original error.
         """
         error: Exception | None = None
         if self.rank == 0:
@@ -101,7 +102,7 @@ class Place:
                 act()
             except Exception as raised:
                 error = raised
-        # One number where all is well; the words, which take longer, only where it is not.
+        # Success costs one reduction of a scalar. The message is broadcast only after a failure, since that is slower.
         if not self.reduced(torch.tensor(float(error is not None), device=self.device)).item():
             return
         is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
@@ -112,12 +113,13 @@ class Place:
 
 
 def strategy_of(training: Training, world_size: int, n_nodes: int | None = None) -> str:
-    """Return the strategy that a configuration means, for so many ranks; `n_nodes` is None where it is not known.
+    """Return the strategy of a configuration for a number of ranks; `n_nodes` is None if unknown.
 
     Raises
     ------
     InputError
-        If it cannot have so many, or cannot be sharded so, or the run is not of the size that the configuration says.
+        If the strategy does not support the number of ranks, the sharding does not fit it, or the run does not have the
+        size that the configuration gives.
     """
     strategy = training.strategy
     if strategy is None:
@@ -166,14 +168,14 @@ def _check_shard_size(fsdp: Fsdp, world_size: int) -> None:
 
 
 def unused_of(config: Config, place: Place) -> list[str]:
-    """Return a line for each key that was given and has no effect in this run.
+    """Return a message for each key of the configuration that has no effect in this run.
 
     Parameters
     ----------
     config
-        Of the training.
+        Configuration of the training.
     place
-        Where this process is.
+        Rank and device of this process.
     """
     data, training, fsdp = config.data, config.training, config.training.fsdp
     lines = []
@@ -191,7 +193,7 @@ def unused_of(config: Config, place: Place) -> list[str]:
             "has one copy of the model on the CPU"
         )
     if fsdp is None or training.strategy not in (None, "fsdp"):
-        return lines  # `strategy_of` tells it of the section as a whole
+        return lines  # `strategy_of` reports that the whole section has no effect
     if fsdp.sharding_strategy == "NO_SHARD":
         given = {"cpu_offload": fsdp.cpu_offload, "shard_size": fsdp.shard_size}
         lines += [
@@ -207,12 +209,12 @@ def unused_of(config: Config, place: Place) -> list[str]:
 
 
 def replicas_of(training: Training, n_gpus: int) -> list[int]:
-    """Return which of the GPUs of this machine ``dp`` uses; without any, none.
+    """Return the indices of the GPUs of this machine that ``dp`` uses; empty if there are none.
 
     Raises
     ------
     InputError
-        If the configuration wants more than there are.
+        If the configuration requests more GPUs than there are.
     """
     wanted = training.num_gpus or n_gpus
     if n_gpus and wanted > n_gpus:
@@ -225,18 +227,24 @@ def replicas_of(training: Training, n_gpus: int) -> list[int]:
 
 @contextlib.contextmanager
 def places(training: Training) -> Iterator[Place]:
-    """Join the other ranks of the run, and leave them at the end.
+    """Join the process group of the run, and leave it at the end.
 
     Parameters
     ----------
     training
-        The section of the configuration.
+        ``training`` section of the configuration.
 
     Yields
     ------
     Place
-        Where this process is.
+        Rank and device of this process.
+
+    Raises
+    ------
+    UnsupportedVersionError
+        With a PyTorch before 2.9.
     """
+    check_training(torch.__version__)
     world = World.detect()
     strategy = strategy_of(training, world.world_size, n_nodes_of(world, os.environ))
     on_gpu = torch.cuda.is_available()
@@ -246,7 +254,7 @@ def places(training: Training) -> Iterator[Place]:
         torch.cuda.set_device(device)
     joins = strategy in ("ddp", "fsdp") and not dist.is_initialized()
     if joins:
-        # Offloaded parameters, and what checkpoints tell each other, go from CPU to CPU.
+        # Offloaded parameters and the metadata of checkpoints are exchanged between CPUs, hence gloo.
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         timeout = dt.timedelta(seconds=training.timeout_s)
         if world.world_size > 1:
@@ -270,18 +278,18 @@ def places(training: Training) -> Iterator[Place]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A model as it is trained.
+    """Model distributed for training.
 
     Parameters
     ----------
     bare
-        The user's module, whose parameters are trained; under FSDP they are sharded.
+        Module of the user, whose parameters are trained; under FSDP they are sharded.
     whole
-        What is called in training.
+        Module called in training, which may wrap `bare`.
     dtype
-        Of autocast; None: none.
+        Data type of autocast; None disables it.
     device
-        Of this rank.
+        Device of this rank.
     """
 
     bare: nn.Module
@@ -295,7 +303,7 @@ class Spread:
             return _per_batch(self.whole(batch), batch)
 
     def evaluate(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Run the model without what `whole` adds for training. Under FSDP all ranks must call it together."""
+        """Run the model without the wrapper for training. Under FSDP all ranks must call this method together."""
         with self.autocast(), torch.no_grad():
             outputs: dict[str, torch.Tensor] = self.bare(batch)
             return outputs
@@ -306,11 +314,11 @@ class Spread:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no rank has all parameters."""
+        """True if the parameters are sharded over ranks."""
         return isinstance(self.bare, FSDPModule)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Leave gradients where they are until the last batch of a step."""
+        """Return a context that synchronizes gradients over ranks only for the last batch of a step."""
         if isinstance(self.bare, FSDPModule):
             self.bare.set_requires_gradient_sync(is_last)
         elif isinstance(self.whole, DistributedDataParallel) and not is_last:
@@ -319,7 +327,7 @@ class Spread:
 
 
 def _per_batch(outputs: dict[str, torch.Tensor], batch: Any) -> dict[str, torch.Tensor]:
-    """Return means over a batch; DataParallel gives one of each part of it."""
+    """Return means over a batch; DataParallel returns one mean per replica."""
     if all(value.ndim == 0 for value in outputs.values()):
         return outputs
     n = outputs.get("n")
@@ -334,7 +342,7 @@ def _per_batch(outputs: dict[str, torch.Tensor], batch: Any) -> dict[str, torch.
 
 
 def count_rows(batch: Any) -> int:
-    """Return the rows of a batch: the length of its first tensor."""
+    """Return the number of rows of a batch: the length of its first tensor."""
     if isinstance(batch, dict):
         return next((n for n in map(count_rows, batch.values()) if n), 0)
     if isinstance(batch, list | tuple):
@@ -343,21 +351,21 @@ def count_rows(batch: Any) -> int:
 
 
 def spread(model: nn.Module, training: Training, place: Place) -> Spread:
-    """Spread a model over the ranks; every rank must give the same parameters.
+    """Distribute a model over the ranks; its parameters must be equal on every rank.
 
     Parameters
     ----------
     model
-        On the CPU. It is changed, and put on the rank's device.
+        Model on the CPU. It is modified in place, and moved to the device of the rank.
     training
-        The section of the configuration.
+        ``training`` section of the configuration.
     place
-        Where this process is.
+        Rank and device of this process.
 
     Returns
     -------
     Spread
-        The model as it is trained.
+        Distributed model.
     """
     dtype = _DTYPES[training.precision]
     if training.checkpoints_activations:
@@ -376,9 +384,10 @@ def spread(model: nn.Module, training: Training, place: Place) -> Spread:
 
 
 def _shard(model: nn.Module, fsdp: Fsdp, place: Place, dtype: torch.dtype | None) -> None:
-    """Shard every module of enough parameters, those inside it first."""
-    # Mixed with autocast, which casts what each operation takes: what is gathered is small, what is reduced exact, and
-    # the batch as it was read, for of counts above 256 half precision makes others, above 65,504 none.
+    """Shard every sufficiently large module, inner modules first."""
+    # Combined with autocast, which casts the inputs of each operation: parameters are gathered in low precision and
+    # gradients reduced in float32. Inputs are not cast, since float16 rounds counts above 2,048 and overflows above
+    # 65,504, and bfloat16 rounds counts above 256.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False
     )
@@ -395,16 +404,16 @@ def _shard(model: nn.Module, fsdp: Fsdp, place: Place, dtype: torch.dtype | None
 
 
 def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Return the modules below `model` that are gathered by themselves, those inside others first.
+    """Return the submodules of `model` that are sharded and gathered separately, inner modules first.
 
-    A module is one if it has at least `min_num_params` parameters that none inside it has taken.
+    A module is included if it has at least `min_num_params` parameters that no module inside it includes.
     """
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters that are left."""
+        """Return the parameters of a module that no included module has."""
         left = set(module.parameters(recurse=False))
-        # Its parts are never called, only their parameters used.
+        # Its submodules are not called; it uses their parameters directly.
         if isinstance(module, nn.MultiheadAttention):
             left = set(module.parameters())
         else:
@@ -435,10 +444,10 @@ def _mesh(fsdp: Fsdp, place: Place) -> DeviceMesh:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Compute each repeated block of a model again in the backward pass.
+    """Recompute each repeated block of a model in the backward pass instead of storing its activations.
 
-    These are the elements of its outermost ``ModuleList``; of a model without one, its children. Names of parameters
-    stay as they are.
+    The blocks are the elements of the outermost ``ModuleList``s; of a model without any, its children.
+    Names of parameters do not change.
     """
     for block in list(_blocks(model)) or list(model.children()):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -453,12 +462,12 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> torch.Tensor:
-    """Scale the gradient to a norm of at most `largest`; return the norm it had, for `number_of`."""
+    """Scale the gradient to a norm of at most `largest`, and return its previous norm, for `number_of`."""
     return nn.utils.clip_grad_norm_(list(parameters), largest)
 
 
 def scale_gradient(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply the gradient, of which a rank may have a part, by a number that is the same on all ranks."""
+    """Multiply the gradient, which may be sharded over ranks, by a number that is equal on all ranks."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
@@ -467,5 +476,5 @@ def scale_gradient(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> 
 
 
 def number_of(value: torch.Tensor) -> float:
-    """Return a scalar tensor as a number; waits for the device. All ranks must call it, for it may be spread."""
+    """Convert a scalar tensor, which may be sharded, to a number; synchronizes the device. All ranks must call it."""
     return float(value.full_tensor() if isinstance(value, DTensor) else value)

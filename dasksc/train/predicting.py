@@ -40,8 +40,8 @@ def noted_reading(config: Config, dataset: scDataset) -> dict[str, Any]:
     names = np.asarray(dataset.collection.var_names).astype(str)
     if config.tokenizer is not None:
         options = {name: value for name, value in config.tokenizer.options.items() if name != "masking"}
-        assert dataset.transform is not None
-        ids = dict(dataset.transform.vocabulary.ids)  # type: ignore[attr-defined]
+        transform: Any = dataset.transform
+        ids = dict(transform.vocabulary.ids)
         return noted | {"tokenizer": {"options": options, "ids": ids}, "genes": None, "genes_key": None}
     match, genes = dataset.gene_match, config.data.genes
     if match is not None:

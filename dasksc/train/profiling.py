@@ -1,4 +1,4 @@
-"""torch's profiler over a window of steps."""
+"""Profiling of a window of steps with the torch profiler."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ logger = logging.getLogger("dasksc.train.loop")
 def profiling(
     window: Profile | None, folder: Path, place: Place, step: Callable[[], int]
 ) -> Iterator[torch.profiler.profile | None]:
-    """Record the steps of a window into `folder`, a file for each rank.
+    """Record the steps of a window, and write a trace file per rank.
 
     Parameters
     ----------
     window
-        Which steps; None records nothing.
+        Window of steps; None records nothing.
     folder
-        Made when there is something to write.
+        Directory of the trace files, created when there is something to write.
     place
-        Where this process is.
+        Rank and device of this process.
     step
-        Returns the number of steps taken so far.
+        Function that returns the number of steps taken so far.
 
     Yields
     ------
     torch.profiler.profile or None
-        Its ``step`` is to be called after each step.
+        Profiler, whose ``step`` must be called after each step.
     """
     if window is None:
         yield None
@@ -46,7 +46,7 @@ def profiling(
     n_skipped = window.wait + window.warmup
 
     def export(profiler: torch.profiler.profile) -> None:
-        if step() - before > n_skipped:  # else the window has opened, and the run ended
+        if step() - before > n_skipped:  # otherwise the run ended before a step of the window was recorded
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"rank-{place.rank}.json"))
 

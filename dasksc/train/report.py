@@ -1,4 +1,4 @@
-"""What a training was: a table, a plot, and the same for programs."""
+"""Summary of a training as a table, a plot, and a dataclass."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a training was.
+    """Summary of a training.
 
     Parameters
     ----------
     strategy, world_size, device
-        Where it ran.
+        Strategy, number of ranks, and type of their devices.
     n_parameters
-        Trained, over all ranks.
+        Number of trained parameters, over all ranks.
     n_steps, n_epochs
-        Of the run, with those before it was resumed.
+        Numbers of steps and epochs of the run, including those before it was resumed.
     n_cells, elapsed_s
-        Of this process's part of it: cells of all ranks, seconds of training without validation and checkpoints.
+        Since the run was started or resumed: number of cells over all ranks, and seconds of training, excluding
+        validation and checkpoints.
     cells_per_s
-        Of all ranks.
+        Throughput in cells per second, over all ranks.
     wait_share
-        Of the time that was spent waiting for data, on the rank that waited longest.
+        Share of `elapsed_s` spent waiting for data, on the rank that waited longest.
     figures
-        The last of each that was noted: ``loss``, ``validation_loss``, ...
+        Last logged value of each metric: ``loss``, ``validation_loss``, ...
     checkpoint, model
         Paths of the latest checkpoint and of the model for inference.
     """
@@ -67,11 +68,11 @@ class Report:
 
     @property
     def ranks(self) -> str:
-        """How many, on what, and how the model is spread over them."""
+        """Number of ranks, type of their devices, and strategy, as text."""
         return f"{self.world_size} x {self.device}, {self.strategy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as numbers, texts and dicts."""
+        """Return the report as a dict of numbers, texts and dicts."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -90,24 +91,24 @@ class Report:
 
 
 def shown(table: pd.DataFrame) -> str:
-    """Return a table as text, all of its columns and the sums of all rows, without rows beyond forty."""
+    """Format a table as text, with all columns, the first 40 rows, and the column sums over all rows."""
     whole = table.sum().rename("all").to_frame().T
     return str(pd.concat([table.iloc[:_N_SHOWN], whole]).rename_axis(table.index.name).to_string())
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
-    """Draw how a training went over its steps, if Matplotlib is there.
+    """Plot the progress of a training over its steps, if Matplotlib is installed.
 
-    Losses, accuracies (of a model without them the learning rate), speed and waiting.
+    The panels show loss, accuracy (or the learning rate, for models without accuracy), throughput and waiting time.
 
     Parameters
     ----------
     rows
-        Figures by step, as they were noted.
+        Metrics by step, as logged.
     path
-        Of the picture.
+        Path of the image file.
     title
-        Above it.
+        Title of the plot.
     """
     try:
         from matplotlib.figure import Figure
@@ -125,18 +126,18 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> N
 
 
 def _draw(axes: Any, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Draw one figure over the steps, of training and of validation."""
+    """Plot one metric over the steps, for training and validation."""
     for key, label in ((name, "training"), (f"validation_{name}", "validation")):
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
-            # Of few points, and of one, a line alone shows little.
+            # With few points a line alone is hard to see, and with one point invisible.
             marker = "o" if len(points) < _N_MARKED else ""
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.2, markersize=4)
     if len(axes.get_lines()) > 1:
         axes.legend(frameon=False)
     axes.set_title(_TITLES[name], fontsize=10, loc="left")
     axes.yaxis.set_major_formatter(lambda value, _: text_of(name, value))
-    if axes.dataLim.y0 >= 0:  # a loss may be below
+    if axes.dataLim.y0 >= 0:  # a loss may be negative
         axes.set_ylim(bottom=0)
     if name == "wait_share":
         axes.set_ylim(top=1)

@@ -1,4 +1,4 @@
-"""Trained models in files: ``model.pt`` is one file for inference, read by `load_model`."""
+"""Saved models: ``model.pt``, a single file for inference, and its loader `load_model`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ __all__ = ["build_model", "load_model", "save_model"]
 def save_model(
     path: Path, model: nn.Module, *, name: str, arguments: Mapping[str, Any], place: Place, more: Mapping[str, Any]
 ) -> None:
-    """Write one file with all parameters, for `load_model`. All ranks must call it; rank 0 needs memory for them.
+    """Write a model to one file for `load_model`.
+
+    All ranks must call this function; rank 0 needs memory for all parameters.
 
     Parameters
     ----------
     path
-        Of the file.
+        Path of the file.
     model
-        Sharded or not.
+        Model, sharded or not.
     name, arguments
-        Of its class.
+        Name and constructor arguments of its class.
     place
-        Where this process is.
+        Rank and device of this process.
     more
-        What else goes into the file: plain numbers, texts, lists and dicts.
+        Additional content of the file: plain numbers, texts, lists and dicts.
     """
     parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
@@ -49,24 +51,24 @@ def save_model(
 
 
 def load_model(path: str | os.PathLike[str]) -> nn.Module:
-    """Build a trained model, for inference in one process.
+    """Load a trained model for inference in one process.
 
     Parameters
     ----------
     path
-        Of a ``model.pt``, or of a checkpoint (``step-...``) of any number of ranks.
+        Path of a ``model.pt``, or of a checkpoint (``step-...``) written by any number of ranks.
 
     Returns
     -------
     torch.nn.Module
-        On the CPU, in evaluation mode.
+        Model on the CPU, in evaluation mode.
 
     Raises
     ------
     MissingPathError
-        If there is nothing at the path.
+        If the path does not exist.
     CorruptDataError, InputError
-        If what is there is damaged.
+        If the file or checkpoint is damaged.
     """
     path = Path(path)
     if not path.exists():
@@ -85,6 +87,6 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
 
 
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Make a model of a built-in name or import path."""
+    """Create a model by its built-in name or import path."""
     model: nn.Module = find(name, BUILT_IN, what="model.name")(**arguments)
     return model

@@ -1,4 +1,4 @@
-"""The section of a configuration that says which rows are kept from training, and what all sections share."""
+"""Schema of the ``validation`` section of a configuration, and the base class of all sections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Paths", "Validation", "no_bool"]
 
 
 def no_bool(value: Any) -> Any:
-    """Refuse true and false, which pydantic takes for 1 and 0."""
+    """Raise an error for booleans, which pydantic would convert to 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("expected a number")
     return value
@@ -33,28 +33,28 @@ _HoldOut = dict[str, _Values]
 
 
 class _Section(BaseModel):
-    """Keys that are not in the schema are refused."""
+    """Base class of sections, in which unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Validation(_Section):
-    """Which rows are kept from training.
+    """Rows held out from training for validation.
 
     Parameters
     ----------
     share
-        Of the rows, or of the values of `by`, or of the `conditions` of each context.
+        Share of the rows to hold out; with `by`, of its values; with `conditions`, of the conditions of each context.
     by, groups, stratify
-        Columns of obs, as for `dasksc.split`: whose values are held out as a whole (donors, plates), whose values are
-        not to be on both sides, and of which both sides are to have their share.
+        Columns of obs, as for `dasksc.split`: each value of `by` (such as a donor or plate) is held out as a whole, no
+        value of `groups` is in both parts, and both parts have equal proportions of the values of `stratify`.
     conditions, hold_out, few_shot, control
-        As for `dasksc.split`: the columns whose combinations are held out as a whole, those that are held out instead
-        of a `share`, the share of them that is trained on all the same, and the control cells, which are trained on.
+        As for `dasksc.split`: columns whose combinations are held out as a whole, combinations to hold out instead of a
+        `share`, share of these combinations to train on nevertheless, and control cells, which are always trained on.
     path
-        Another atlas, instead of rows of the one that is trained on.
+        Path of another atlas to validate on, instead of held-out rows.
     seed
-        Of the choice.
+        Seed of the split.
     """
 
     share: _Share = 0.1

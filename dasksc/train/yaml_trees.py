@@ -1,4 +1,4 @@
-"""Trees of YAML: parsed, copied and changed at a key."""
+"""Parsing, copying and modification of YAML trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["copied", "read_yaml", "set_value"]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose numbers may be written 1e-4, which YAML 1.1 takes for a text."""
+    """YAML loader that parses numbers such as 1e-4, which YAML 1.1 treats as text."""
 
 
 _Loader.add_implicit_resolver(
@@ -23,17 +23,17 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML, safely."""
-    return yaml.load(text, Loader=_Loader)  # a safe one
+    """Parse YAML with a safe loader."""
+    return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
 
 
 def copied(tree: Any) -> Any:
-    """Copy nested mappings as dicts; what they hold stays the same."""
+    """Copy nested mappings as dicts; leaf values are not copied."""
     return {key: copied(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def set_value(tree: dict[str, Any], change: str) -> None:
-    """Put ``a.b=value`` into a tree."""
+    """Set the value of an option of the form ``a.b=value`` in a tree."""
     name, equals, text = change.partition("=")
     *sections, last = name.split(".")
     if not equals or not last:
@@ -50,7 +50,7 @@ def set_value(tree: dict[str, Any], change: str) -> None:
 
 
 def _in_full(short: Any, change: str) -> dict[str, Any]:
-    """Return the section that something else is short for."""
+    """Return the section that a value is shorthand for."""
     if short is None or isinstance(short, bool):
         return {}
     if isinstance(short, str):

@@ -1,4 +1,4 @@
-"""Ready-made hooks: fetched rows of the usual collections as arrays and tensors."""
+"""Built-in hooks that convert fetched rows of common collections to arrays and tensors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["adata_to_mindex", "bionemo_to_tensor", "fetch_transform_adata", "hf_
 
 
 def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIndexable:
-    """Turn fetched AnnData rows into a dense X and some obs columns.
+    """Convert fetched AnnData rows to a dense X and selected obs columns.
 
     Parameters
     ----------
     batch
-        An AnnData (in memory, backed, or with Dask arrays) or a view of an AnnCollection.
+        AnnData (in memory, backed, or with Dask arrays) or a view of an AnnCollection.
     columns
-        Names of obs columns. `functools.partial` gives a hook with columns:
+        Names of obs columns. `functools.partial` creates a hook with columns:
         ``partial(adata_to_mindex, columns=["cell_type"])``.
 
     Returns
     -------
     MultiIndexable
-        ``"X"``, dense, shape (n_rows, n_vars), in the dtype of ``adata.X``; and each column by its name, as
+        ``"X"``, dense, shape (n_rows, n_vars), with the data type of ``adata.X``; and each column by its name, as
         its pandas ``.values``: a NumPy array, or a Categorical for a categorical column.
 
     Raises
@@ -45,7 +45,7 @@ def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIn
 
 
 def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> torch.Tensor | MultiIndexable:
-    """Turn fetched AnnData rows into a tensor, or a tensor and some obs columns.
+    """Convert fetched AnnData rows to a tensor, or to a tensor and selected obs columns.
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
     Returns
     -------
     torch.Tensor or MultiIndexable
-        Without columns X alone, dense float32, shape (n_rows, n_vars). With columns what
-        `adata_to_mindex` gives, with that tensor as ``"X"``.
+        Without columns, X as a dense float32 tensor, shape (n_rows, n_vars). With columns, the result of
+        `adata_to_mindex` with that tensor as ``"X"``.
 
     Raises
     ------
@@ -72,13 +72,13 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
 
 
 def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
-    """Turn cells kept as lists of genes and expressions, as Tahoe-100M's are, into a dense tensor.
+    """Convert cells stored as lists of genes and expressions, such as those of Tahoe-100M, to a dense tensor.
 
     Parameters
     ----------
     batch
-        A mapping with ``"genes"`` and ``"expressions"``, each a sequence with one array a cell (what a
-        Hugging Face data set gives for several rows), or a sequence of such mappings, one a cell.
+        Mapping with ``"genes"`` and ``"expressions"``, each a sequence with one array per cell (the result of
+        indexing several rows of a Hugging Face data set), or a sequence of such mappings, one per cell.
         A cell may be empty.
     num_genes
         Number of columns of the result; the default is that of Tahoe-100M.
@@ -86,12 +86,12 @@ def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
     Returns
     -------
     torch.Tensor
-        Shape (n_cells, num_genes), float32. Of a gene given twice in one cell the last value counts.
+        Shape (n_cells, num_genes), float32. If a gene occurs twice in a cell, its last value is used.
 
     Raises
     ------
     InputError
-        If the batch has another form, a cell has more genes than expressions or fewer, or a gene lies
+        If the batch has another structure, a cell has different numbers of genes and expressions, or a gene is
         outside [0, num_genes).
     """
     if isinstance(batch, Mapping):
@@ -124,12 +124,12 @@ def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
 
 
 def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
-    """Fetch rows of a BioNeMo ``SingleCellMemMapDataset``; a ``fetch_callback``.
+    """Return rows of a BioNeMo ``SingleCellMemMapDataset``, as a ``fetch_callback``.
 
     Parameters
     ----------
     data_collection
-        The data set.
+        Data set to index.
     idx
         One position, a slice, or a sequence, array or tensor of positions.
 
@@ -154,15 +154,15 @@ def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
 
 
 def _dense(X: Any) -> NDArray[Any]:
-    """Bring a matrix of any kind that AnnData holds into memory, dense."""
-    for method in ("compute", "to_memory"):  # Dask arrays; AnnData's matrices on disk
+    """Load a matrix of any type that AnnData holds into memory, as a dense array."""
+    for method in ("compute", "to_memory"):  # Dask arrays; backed matrices of AnnData
         if hasattr(X, method):
             X = getattr(X, method)()
     return X.toarray() if sp.issparse(X) else np.asarray(X)
 
 
 def _as_float32(X: NDArray[Any]) -> torch.Tensor:
-    # A read-only array would make torch warn, and a copy of a view frees what it views.
+    # The array must be writable, since torch warns about read-only ones; copying a view also frees its base.
     return torch.from_numpy(np.require(X, dtype=np.float32, requirements=["C", "W"]))
 
 
@@ -175,5 +175,5 @@ def _obs_values(obs: Any, name: str) -> Any:
 
 
 def _joined(cells: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    # An empty list would become float64 and take the whole array with it.
+    # Without a data type an empty list would become float64, and so would the whole array.
     return np.concatenate([np.empty(0, dtype), *(np.asarray(cell, dtype=dtype) for cell in cells)])

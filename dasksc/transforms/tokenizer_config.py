@@ -1,4 +1,4 @@
-"""The ``tokenizer`` section of a training configuration, as a transform."""
+"""Creation of transforms from the ``tokenizer`` section of a training configuration."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def from_config(
     vocabulary: Vocabulary | str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> RankTokens | ValueBins:
-    """Make a transform of the ``tokenizer`` section of a training configuration.
+    """Create a transform from the ``tokenizer`` section of a training configuration.
 
     Parameters
     ----------
     tokenizer
-        ``strategy``: ``"rank_value"`` (`RankTokens`) or ``"value_bins"`` (`ValueBins`); and, where wanted,
-        ``max_genes``, ``prepend_cls``, ``masking`` (of ``mask_ratio``, ``random_replace_ratio`` and ``keep_ratio``),
-        ``missing``, ``padding``, and ``n_bins`` of value bins.
+        ``strategy``: ``"rank_value"`` (`RankTokens`) or ``"value_bins"`` (`ValueBins`); and optionally
+        ``max_genes``, ``prepend_cls``, ``masking`` (with ``mask_ratio``, ``random_replace_ratio`` and ``keep_ratio``),
+        ``missing``, ``padding``, and ``n_bins`` for value bins.
     genes, vocabulary, seed
         As for `RankTokens`.
 
     Returns
     -------
     RankTokens or ValueBins
-        The transform.
+        Transform of batches.
 
     Raises
     ------
     InputError
-        If a setting is unknown, or its value cannot be used.
+        If an option is unknown, or its value is invalid.
     """
     strategy = tokenizer.get("strategy")
     check_choice("tokenizer.strategy", strategy, tuple(_STRATEGIES))

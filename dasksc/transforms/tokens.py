@@ -1,10 +1,10 @@
-"""Cells as tokens, for transformers: transforms of a `Batch` between a data set and a model.
+"""Tokenization of cells for transformers, as transforms of a `Batch` between a data set and a model.
 
 ``scDataset(..., layout="csr", transform=RankTokens(adata.var_names))`` yields batches with ``input_ids``,
-``values`` and ``attention_mask``, and with ``labels`` where tokens are masked; ``obs`` and ``index`` stay as they
-are. Nothing is made dense on the way.
+``values`` and ``attention_mask``, and with ``labels`` if tokens are masked; ``obs`` and ``index`` do not change.
+CSR batches are not converted to dense.
 
-Tokens of cells by rank follow Geneformer [1]_, values in bins scGPT [2]_.
+Tokens by rank follow Geneformer [1]_, binned values scGPT [2]_.
 
 .. [1] Theodoris et al.: Transfer learning enables predictions in network biology, Nature 618 (2023).
 .. [2] Cui et al.: scGPT: toward building a foundation model for single-cell multi-omics using generative AI,
@@ -34,7 +34,7 @@ from dasksc.transforms.vocabulary import Missing, Vocabulary
 __all__ = ["IGNORED", "RankTokens", "ValueBins", "check_choice"]
 
 IGNORED = -100
-"""The label of a token that is not to be predicted: what ``cross_entropy`` ignores."""
+"""Label of tokens that are not predicted, which ``cross_entropy`` ignores."""
 
 _MASKED_VALUE = -1.0
 
@@ -43,7 +43,7 @@ T = TypeVar("T", bound="_Tokens")
 
 
 class _Cells(NamedTuple):
-    """The rows of a batch, CSR; how many tokens each has, and its key."""
+    """Rows of a batch as CSR, with the number of tokens and the random key of each row."""
 
     indptr: NDArray[np.int64]
     columns: NDArray[Any]
@@ -53,9 +53,9 @@ class _Cells(NamedTuple):
 
 
 class _Tokens:
-    """What both kinds of tokens have in common."""
+    """Base class of tokenizing transforms."""
 
-    # Set by `at_epoch`; masks and samples differ from epoch to epoch.
+    # Set by `at_epoch`, since masks and samples differ between epochs.
     _epoch = 0
 
     def __init__(
@@ -99,11 +99,11 @@ class _Tokens:
         self.padding = padding
         self.seed = whole_number("seed", seed, 0, 2**64)
         self._ids = vocabulary.ids_of(names, missing=missing)
-        self._genes = self._ids[self._ids >= 0]  # what a gene may be replaced by
+        self._genes = self._ids[self._ids >= 0]  # ids that may replace a gene
 
     @property
     def max_length(self) -> int:
-        """Tokens of a cell at most."""
+        """Maximum number of tokens of a cell."""
         return self.max_genes + self.prepend_cls
 
     def at_epoch(self: T, epoch: int) -> T:
@@ -112,31 +112,31 @@ class _Tokens:
         Parameters
         ----------
         epoch
-            Which epoch. `scDataset` asks for that of each epoch by itself.
+            Number of the epoch. `scDataset` calls this method at the start of each epoch.
         """
         same = copy.copy(self)
         same._epoch = epoch
         return same
 
     def __call__(self, batch: Batch) -> Batch:
-        """Turn a batch into one of tokens.
+        """Convert a batch to tokens.
 
         Parameters
         ----------
         batch
-            With ``X``, dense or CSR, of as many columns as there are genes, and ``index``. On the CPU.
+            Batch on the CPU with ``index`` and ``X``, dense or CSR, with one column per gene.
 
         Returns
         -------
         Batch
-            Instead of X and layers: ``input_ids``, int64, ``values``, float32, and ``attention_mask``, bool, true where
-            there is a token, each of shape (batch, length). If tokens are masked, ``labels``, int64, of that shape.
-            Everything else as in `batch`, not copied.
+            In place of X and layers: ``input_ids``, int64, ``values``, float32, and ``attention_mask``, bool, True
+            for tokens and False for padding, each of shape (batch, length). If tokens are masked, ``labels``, int64, of
+            the same shape. Other elements are those of `batch`, without copies.
 
         Raises
         ------
         InputError
-            If X has another number of columns, or holds NaN.
+            If the number of columns of X is wrong, or X contains NaN.
         """
         indptr, columns, values = _nonzeros(batch, len(self._ids))
         n_rows = len(indptr) - 1
@@ -154,7 +154,7 @@ class _Tokens:
         lengths = np.minimum(counts, self.max_genes)
         longest = self.max_genes if self.padding == "max_length" else int(lengths.max(initial=0))
         shape = (n_rows, first + longest)
-        # In memory that batches before have left, where a data set recycles it.
+        # Uses the memory of earlier batches if the data set recycles it.
         ids = buffers.empty(shape, np.int64)
         ids.fill(self.vocabulary.pad_id)
         ids[:, :first] = self.vocabulary.cls_id
@@ -185,57 +185,58 @@ class _Tokens:
         ids: NDArray[np.int64],
         values: NDArray[np.float32],
     ) -> NDArray[np.int64]:
-        """Hide or replace what is to be predicted, and return it; see `dasksc.kernels.tokens.mask_tokens`."""
+        """Mask or replace the tokens to predict, and return the labels; see `dasksc.kernels.tokens.mask_tokens`."""
         raise NotImplementedError
 
 
 class RankTokens(_Tokens):
-    """The genes of a cell by descending value, as Geneformer reads cells.
+    """Transform of cells to genes in descending order of their values, as in Geneformer.
 
     Parameters
     ----------
     genes
         Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
     vocabulary
-        A `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
+        `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
     medians
-        Divide the values of each gene by these before they are ranked, shape (n_genes,): medians over the cells that
-        express it, say. Above 0.
+        Positive divisors of the values of each gene before ranking, shape (n_genes,), such as medians over the cells
+        that express it.
     max_genes
-        Of more genes the lowest are left out.
+        Maximum number of genes per cell; those of lowest rank are left out.
     prepend_cls
-        Put the token of the cell first.
+        Insert the token of the cell first.
     mask_ratio
-        The share of a cell's genes whose ids are hidden behind ``"<mask>"``, at least one of each cell. ``labels`` has
-        them, -100 elsewhere.
+        Share of the genes of a cell whose ids are replaced by ``"<mask>"``, at least one per cell. ``labels`` has
+        the original ids of these, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Of those genes the shares that another gene, drawn at random, stands for instead, and that stay as they are:
-        0.1 and 0.1 in BERT.
+        Shares of the masked genes that are replaced by a random gene instead, and that are kept unchanged;
+        BERT uses 0.1 and 0.1.
     missing
-        What to do about genes that the vocabulary does not have: ``"error"``, or ``"drop"`` them.
+        Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
-        Up to the ``"longest"`` cell of the batch, or to ``"max_length"``.
+        ``"longest"`` to pad to the longest cell of the batch, or ``"max_length"``.
     seed
-        Of what is masked, with the epoch and the rows of the batch: the same on any rank and in any worker.
+        Seed of the masks. With the epoch and the rows of the batch it determines them, so they are equal on any rank
+        and in any worker.
 
     Attributes
     ----------
     vocabulary
-        The `Vocabulary`.
+        `Vocabulary` in use.
     max_length
-        Tokens of a cell at most.
+        Maximum number of tokens of a cell.
 
     Raises
     ------
     MissingKeyError
-        If the vocabulary lacks genes, and they are not to be dropped.
+        If the vocabulary lacks genes and `missing` is ``"error"``, or it lacks all genes.
     InputError
-        If an argument is not as described.
+        If an argument is invalid.
 
     Notes
     -----
-    Only nonzeros count. Of equal values the gene of the lower column comes first. ``values`` has the values that
-    were ranked. About 20 ns a nonzero.
+    Zeros are ignored. Among equal values, the gene of the lower column comes first. ``values`` has the values that
+    were ranked. The cost is about 20 ns per nonzero.
     """
 
     def __init__(
@@ -297,54 +298,54 @@ class RankTokens(_Tokens):
 
 
 class ValueBins(_Tokens):
-    """The genes that a cell expresses, each with the bin of its value, as scGPT reads cells.
+    """Transform of cells to their expressed genes with binned values, as in scGPT.
 
     Parameters
     ----------
     genes
         Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
     n_bins
-        How many values there are: 0, for what is not expressed, and ``n_bins - 1`` bins of the cell's nonzeros, those
-        of scGPT's ``binning``. Bins begin at ``n_bins - 1`` quantiles of the nonzeros, from the smallest to the
-        largest, which is alone in the last. Where several quantiles are one value, as 1 is in counts, it lies in any of
-        the bins that begin there, drawn at random.
+        Number of distinct values: 0 for genes that are not expressed, and ``n_bins - 1`` bins of the nonzeros of a
+        cell, as in the function ``binning`` of scGPT. The lower edges of the bins are ``n_bins - 1`` equally spaced
+        quantiles of the nonzeros, from the minimum to the maximum; only the maximum is in the last bin. If several
+        edges equal a value, as is common for a count of 1, its bin is drawn at random from those that start there.
     vocabulary
-        A `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
+        `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
     max_genes
-        Of more genes a sample is taken, another one in each epoch.
+        Maximum number of genes per cell; from cells with more, a random sample is drawn in each epoch.
     prepend_cls
-        Put the token of the cell first, with the value 0.
+        Insert the token of the cell first, with the value 0.
     mask_ratio
-        The share of a cell's genes whose bins are hidden behind -1, at least one of each cell. ``labels`` has them,
-        -100 elsewhere.
+        Share of the genes of a cell whose bins are replaced by -1, at least one per cell. ``labels`` has the original
+        bins of these, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Of those genes the shares that get another bin, drawn at random, instead, and that stay as they are.
+        Shares of the masked genes whose bin is replaced by a random one instead, and that are kept unchanged.
     missing
-        What to do about genes that the vocabulary does not have: ``"error"``, or ``"drop"`` them.
+        Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
-        Up to the ``"longest"`` cell of the batch, or to ``"max_length"``.
+        ``"longest"`` to pad to the longest cell of the batch, or ``"max_length"``.
     seed
-        Of what is masked, sampled and drawn between bins, with the epoch and the rows of the batch: the same on any
-        rank and in any worker.
+        Seed of masks, samples, and draws between bins. With the epoch and the rows of the batch it determines
+        them, so they are equal on any rank and in any worker.
 
     Attributes
     ----------
     vocabulary
-        The `Vocabulary`.
+        `Vocabulary` in use.
     max_length
-        Tokens of a cell at most.
+        Maximum number of tokens of a cell.
 
     Raises
     ------
     MissingKeyError
-        If the vocabulary lacks genes, and they are not to be dropped.
+        If the vocabulary lacks genes and `missing` is ``"error"``, or it lacks all genes.
     InputError
-        If an argument is not as described.
+        If an argument is invalid.
 
     Notes
     -----
-    Genes come in the order of their columns. Quantiles are those of all genes of the cell that the vocabulary has,
-    also where only a sample of them is taken.
+    Genes are in the order of their columns. Quantiles are computed over all genes of the cell that are in the
+    vocabulary, before sampling.
     """
 
     def __init__(
@@ -374,7 +375,7 @@ class ValueBins(_Tokens):
             padding=padding,
             seed=seed,
         )
-        self.n_bins = whole_number("n_bins", n_bins, 2)  # zeros, and one bin of all else
+        self.n_bins = whole_number("n_bins", n_bins, 2)  # at least zero and one bin of nonzeros
 
     def _fill(self, cells: _Cells, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         indptr, columns, binned, counts, keys = cells
@@ -401,7 +402,7 @@ def _is_share(value: Any) -> bool:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices."""
+    """Raise an error if a value is not one of the choices."""
     if value not in choices:
         raise InputError(f"{name} must be {' or '.join(map(repr, choices))}; got {value!r}")
 
@@ -421,7 +422,7 @@ def _nonzeros(batch: Batch, n_genes: int) -> tuple[NDArray[np.int64], NDArray[An
     if X.layout == torch.sparse_csr:
         indptr = X.crow_indices().numpy().astype(np.int64)
         return indptr, X.col_indices().numpy(), X.values().float().numpy()
-    dense = X.float().numpy()  # kernels take no halves
+    dense = X.float().numpy()  # kernels do not support float16
     indptr = np.zeros(len(dense) + 1, dtype=np.int64)
     csr.count_nonzeros(dense, indptr[1:])
     np.cumsum(indptr, out=indptr)

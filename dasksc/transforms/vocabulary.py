@@ -1,4 +1,4 @@
-"""Vocabularies: the ids of genes, and of tokens that are no genes."""
+"""Vocabularies that map genes and special tokens to ids."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dasksc.errors import InputError, MissingKeyError, MissingPathError
 __all__ = ["CLS", "MASK", "PAD", "Missing", "Vocabulary"]
 
 PAD, MASK, CLS = "<pad>", "<mask>", "<cls>"
-"""Names of the tokens that are no genes."""
+"""Names of the special tokens."""
 
 PICKLES = (".pkl", ".pickle")
-"""Endings of vocabulary files that are pickles."""
+"""Suffixes of pickled vocabulary files."""
 
 _NAMES_TOLD = 5
 
 _MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
-# What a pickle of a dict of numbers by name consists of, in any protocol; none of it imports or calls anything.
+# Opcodes of a pickle of a dict of numbers by name, in any protocol. None of them imports or calls anything.
 _PLAIN = _MEMO | {
     *("PROTO", "FRAME", "MARK", "STOP", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "EMPTY_DICT", "DICT"),
     *("SETITEM", "SETITEMS", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
@@ -38,27 +38,27 @@ Missing: TypeAlias = Literal["error", "drop"]
 
 
 class Vocabulary:
-    """The id of every gene, and of padding, masks and the token that stands for the cell.
+    """Vocabulary of genes and special tokens (padding, mask, and the token of the cell).
 
     Parameters
     ----------
     ids
-        The id of each name, whole numbers from 0 on, no two the same. ``"<pad>"``, ``"<mask>"`` and ``"<cls>"``
-        are added after the largest where they are missing.
+        Id of each name, distinct non-negative integers. ``"<pad>"``, ``"<mask>"`` and ``"<cls>"`` are added after
+        the largest id if they are missing.
 
     Attributes
     ----------
     ids
-        The id of each name.
+        Id of each name.
     size
-        One more than the largest id: the rows that an embedding needs.
+        Largest id plus 1: the number of rows of an embedding.
     pad_id, mask_id, cls_id
-        Those of ``"<pad>"``, ``"<mask>"`` and ``"<cls>"``.
+        Ids of ``"<pad>"``, ``"<mask>"`` and ``"<cls>"``.
 
     Raises
     ------
     InputError
-        If an id is no whole number from 0 on, or that of two names.
+        If an id is not a non-negative integer, or two names have the same id.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -76,22 +76,22 @@ class Vocabulary:
 
     @classmethod
     def of_genes(cls, genes: Iterable[str]) -> Vocabulary:
-        """Number names as they come: padding 0, masks 1, the cell 2, genes from 3 on.
+        """Assign ids to genes in the given order, after the special tokens: padding 0, mask 1, cell 2, genes from 3.
 
         Parameters
         ----------
         genes
-            Names, such as ``adata.var_names``; no two the same.
+            Distinct names, such as ``adata.var_names``.
 
         Returns
         -------
         Vocabulary
-            With ``3 + len(genes)`` names.
+            Vocabulary of ``3 + len(genes)`` names.
 
         Raises
         ------
         InputError
-            If a name is there twice.
+            If a name occurs twice.
         """
         return cls(_numbered([PAD, MASK, CLS, *map(str, genes)], "genes"))
 
@@ -102,21 +102,21 @@ class Vocabulary:
         Parameters
         ----------
         path
-            A JSON object of ids by name (``{"<pad>": 0, "CD4": 1}``), as scGPT ships it; a pickled dict of these
-            (``.pkl``, ``.pickle``), as Geneformer ships it, of which nothing is run; or, of any other ending, text with
-            one name a line, whose ids are 0 for the first line, and so on.
+            A JSON object of ids by name (``{"<pad>": 0, "CD4": 1}``), as distributed with scGPT; a pickled dict of
+            these (``.pkl``, ``.pickle``), as distributed with Geneformer, which is read without executing code; or,
+            with any other suffix, a text file with one name per line, numbered from 0.
 
         Returns
         -------
         Vocabulary
-            With the names of the file.
+            Vocabulary with the names of the file.
 
         Raises
         ------
         MissingPathError
             If there is no such file.
         InputError
-            If the file holds something else.
+            If the file has other content.
         """
         path = Path(path)
         try:
@@ -145,7 +145,7 @@ class Vocabulary:
 
     @property
     def genes(self) -> list[str]:
-        """Names by ascending id, without tokens that are no genes: names in angle brackets, such as ``"<pad>"``."""
+        """Names of genes in ascending order of their ids; names in angle brackets are special tokens."""
         by_id = sorted(self.ids, key=self.ids.__getitem__)
         return [name for name in by_id if not (name.startswith("<") and name.endswith(">"))]
 
@@ -156,24 +156,25 @@ class Vocabulary:
         return f"Vocabulary({len(self)} names, size {self.size})"
 
     def ids_of(self, genes: Iterable[str], *, missing: Missing = "error") -> NDArray[np.int64]:
-        """Look genes up.
+        """Return the ids of genes.
 
         Parameters
         ----------
         genes
             Names.
         missing
-            What to do about genes that the vocabulary does not have: ``"error"``, or ``"drop"`` them.
+            Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` for an id of -1.
 
         Returns
         -------
         NDArray
-            The id of each, shape (n_genes,), int64; -1 for those to drop.
+            Id of each gene, shape (n_genes,), int64; -1 for those to drop.
 
         Raises
         ------
         MissingKeyError
-            If genes are missing; the error says how many, and which are the first. Also where all are to be dropped.
+            If genes are missing and `missing` is ``"error"``, or if all genes are missing. The message has their number
+            and the first of them.
         """
         names = [str(gene) for gene in genes]
         ids = np.fromiter((self.ids.get(name, -1) for name in names), dtype=np.int64, count=len(names))
@@ -187,12 +188,12 @@ class Vocabulary:
 
 
 def _unpickled(path: Path) -> dict[str, int]:
-    """Return the dict of whole numbers by name in a pickle, which may hold nothing else: other pickles run code."""
+    """Return the dict of ids by name in a pickle. Other content is an error, since unpickling may execute code."""
     content = path.read_bytes()
     what = f"{path} must hold a pickled dict of ids by name, whole numbers by strings"
     try:
         for opcode, argument, _ in pickletools.genops(content):
-            # A place in the memo makes a list that long.
+            # An index into the memo allocates a list of that length.
             if opcode.name not in _PLAIN or (opcode.name in _MEMO and (argument or 0) > len(content)):
                 raise InputError(f"{what}; {opcode.name} makes another object, which is not read")
         ids = pickle.loads(content)
@@ -214,6 +215,6 @@ def _numbered(names: list[str], where: str) -> dict[str, int]:
 
 
 def _some(items: Iterable[str]) -> str:
-    """The first of several."""
+    """Join the first of several texts."""
     told = list(items)
     return ", ".join(told[:_NAMES_TOLD]) + (", ..." if len(told) > _NAMES_TOLD else "")

@@ -380,6 +380,33 @@ def test_predict_compares_writing_with_the_loop_alone(work, tmp_path, capsys):
     assert "| dense |" in capsys.readouterr().out
 
 
+def test_summaries_compares_passes_with_reading_and_scanpy(work, tmp_path, capsys):
+    import summaries
+
+    out = tmp_path / "summaries"
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES)]
+    options = ["--rounds", "1", "--top", "50", "--batches", "", "--by", "plate", "--out", str(out)]
+    report = summaries.main([*sizes, *options])
+    assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
+    assert all(seconds > 0 for seconds in report["seconds"].values())
+    assert report["n_differ"] <= 2
+    assert "| statistics by plate |" in capsys.readouterr().out
+
+
+def test_augmentation_compares_transforms_with_none(work, tmp_path, capsys):
+    import augmentation
+
+    out = tmp_path / "augmentation"
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), *SIZES]
+    report = augmentation.main([*sizes, "--rounds", "1", "--seconds", "0.05", "--out", str(out)])
+    assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
+    assert set(report["cells_per_s"]) == {
+        f"{s}, {layout}" for s in ("Streaming", "BlockShuffling") for layout in ("csr", "dense")
+    }
+    assert all(rate > 0 for rates in report["cells_per_s"].values() for rate in rates.values())
+    assert "| Streaming, dense |" in capsys.readouterr().out
+
+
 def test_plain_tokens_are_the_genes_of_a_cell_by_descending_value():
     import tokens
     import torch

@@ -30,6 +30,18 @@ class Noting(nn.Module):
         return {"loss": self.linear(batch["X"]).square().mean()}
 
 
+class SetEffect(nn.Module):
+    """The mean difference of each set from its controls, against a learned one."""
+
+    def __init__(self, n_genes: int) -> None:
+        super().__init__()
+        self.effect = nn.Parameter(torch.zeros(n_genes))
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        found = (batch.X - batch.control.X).unflatten(0, (len(batch.sets), -1)).mean(dim=1)
+        return {"loss": (found - self.effect).square().mean()}
+
+
 class Fragile(MLPClassifier):
     """Ends its process in one forward pass of training, as SIGKILL does or by an error, once in its life."""
 

@@ -14,6 +14,7 @@ import pytest
 
 import dasksc
 from dasksc._compat import unsupported
+from dasksc._compat.torch import check_training
 from dasksc._compat.unsupported import UnsupportedVersionError, attribute, late_names, needed, optional
 
 pytestmark = pytest.mark.core
@@ -233,3 +234,11 @@ def test_a_client_without_its_threads_has_none(caplog, monkeypatch):
     assert n_threads_heard_of(types.SimpleNamespace(_scheduler_identity={"total_threads": 3})) == 3
     assert n_threads_heard_of(types.SimpleNamespace()) == 0
     assert "_scheduler_identity" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+git", "2.13.0+cpu", "3.0.0"])
+def test_training_is_refused_with_a_torch_in_which_it_is_wrong(version: str) -> None:
+    check_training(version)
+    for old in ("2.8.0", "2.6.0+cu124", "1.13.1"):
+        with pytest.raises(UnsupportedVersionError, match="FSDP and checkpoints as in 2.9"):
+            check_training(old)

@@ -43,6 +43,7 @@ ROOMS = [
     "batches",
     "transforms",
     "loader",
+    "summaries",
     "inspection",
     "output",
     "conversion",
@@ -69,7 +70,7 @@ LIBRARIES = {
     "zarr": ({"storage", "atlas", "inspection", "conversion", "inference"}, {"cli"}),
     "numcodecs": ({"storage", "output"}, set()),
     "anndata": (
-        {"atlas", "loader", "inspection", "output", "conversion", "inference", "cli"},
+        {"atlas", "loader", "summaries", "inspection", "output", "conversion", "inference", "cli"},
         {"transforms", "multiindexable"},
     ),
     "numba": ({"kernels"}, set()),
@@ -77,7 +78,7 @@ LIBRARIES = {
     "dask": (
         {
             *("config", "memory", "pushdown", "atlas", "executor", "batches"),
-            *("loader", "inspection", "output", "conversion", "inference", "dashboard", "cli"),
+            *("loader", "summaries", "inspection", "output", "conversion", "inference", "dashboard", "cli"),
         },
         set(),
     ),
@@ -90,6 +91,7 @@ PIP_NAMES = {
     "yaml": "pyyaml",
     "scdataset": "scDataset",
     "scvi": "scvi-tools",
+    "skmisc": "scikit-misc",
 }
 # Libraries that the package does without until somebody asks for what needs them, and the extra that brings each.
 IN_EXTRAS = {
@@ -100,6 +102,7 @@ IN_EXTRAS = {
     "pydantic": "train",
     "scdataset": "bench",
     "scvi": "scvi",
+    "skmisc": "hvg",
     "tqdm": "demo",
     "transformers": "transformers",
 }

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import dasksc
 from tests.support.programs import ROOT
@@ -36,18 +37,24 @@ USERS_EXTRAS = ("cluster", "dashboard", "remote", "demo", "train")
 
 
 def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
-    """Every package that pyproject.toml asks for, with these extras or all, and its bounds."""
+    """Every package that pyproject.toml asks for, with these extras or all, and its bounds.
+
+    An extra may ask for more than the core, never two extras for different versions.
+    """
     extras = PYPROJECT["project"]["optional-dependencies"]
     chosen = extras if wanted is None else wanted
-    lines = [*PYPROJECT["project"]["dependencies"], *(line for extra in chosen for line in extras[extra])]
+    core = {one.name: str(one.specifier) for one in map(Requirement, PYPROJECT["project"]["dependencies"])}
     bounds: dict[str, str] = {"python": PYPROJECT["project"]["requires-python"]}
-    for requirement in map(Requirement, lines):
+    for requirement in map(Requirement, (line for extra in chosen for line in extras[extra])):
         if requirement.name == "dasksc":
             assert requirement.extras <= set(extras)
             continue
         bound = str(requirement.specifier)
         assert bounds.setdefault(requirement.name, bound) == bound, f"two bounds for {requirement.name}"
-    return bounds
+        if requirement.name in core:
+            lowest = core[requirement.name].removeprefix(">=")
+            assert Version(bound.removeprefix(">=")) > Version(lowest), f"the core asks for {requirement.name} too"
+    return core | bounds
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
 WORD = 2**64
@@ -109,3 +111,113 @@ def stratified(
             groups[-1][c] += range(taken[c], taken[c] + counts[-1][c])
             taken[c] += counts[-1][c]
     return counts, groups
+
+
+def row_keys(key: int, rows: Sequence[int]) -> list[int]:
+    for row in rows:
+        key = mix(key ^ mix(row))
+    return [stream(key, i) for i in range(len(rows))]
+
+
+@functools.cache
+def steps_of(n: int, p: float) -> list[int]:
+    """The distribution function of a binomial, in 53 bits, by the recursion over the counts."""
+    shares = [1.0]
+    for _ in range(n):
+        shares = [
+            (shares[k] * (1 - p) if k < len(shares) else 0.0 * (1 - p)) + (shares[k - 1] * p if k else 0.0)
+            for k in range(len(shares) + 1)
+        ]
+    total, steps = 0.0, []
+    for share in shares[:-1]:
+        total += share
+        steps.append(int(min(total, 1.0) * 2**53))
+    return steps
+
+
+def binomial(key: int, n: int, p: float) -> int:
+    if p > 0.5:
+        return n - binomial(key, n, 1.0 - p) if p < 1 else n
+    if n == 0 or p <= 0:
+        return 0
+    if n * p < 10:
+        draw, share, k = uniform(key, 0), math.exp(n * math.log1p(-p)), 0
+        while draw >= share and k < n:
+            draw -= share
+            k += 1
+            share *= (n - k + 1) * p / (k * (1 - p))
+        return k
+    spread = math.sqrt(n * p * (1 - p))
+    b = 1.15 + 2.53 * spread
+    a = -0.0873 + 0.0248 * b + 0.01 * p
+    odds, alpha, mode = p / (1 - p), (2.83 + 5.1 / b) * spread, int((n + 1) * p)
+    counter = 0
+    while True:
+        u, v = uniform(key, counter) - 0.5, uniform(key, counter + 1)
+        counter += 2
+        near = 0.5 - abs(u)
+        if near == 0:
+            continue
+        k = math.floor((2 * a / near + b) * u + (n * p + 0.5))
+        if not 0 <= k <= n:
+            continue
+        if near >= 0.07 and v <= 0.92 - 4.2 / b:
+            return k
+        bound = (
+            (mode + 0.5) * math.log((mode + 1) / (odds * (n - mode + 1)))
+            + (n + 1) * math.log((n - mode + 1) / (n - k + 1))
+            + (k + 0.5) * math.log(odds * (n - k + 1) / (k + 1))
+            + stirling(mode)
+            + stirling(n - mode)
+            - stirling(k)
+            - stirling(n - k)
+        )
+        if math.log(v * alpha / (a / (near * near) + b)) <= bound:
+            return k
+
+
+def stirling(k: int) -> float:
+    """By how much Stirling's formula for the logarithm of k! is too low."""
+    if k < 10:
+        return math.lgamma(k + 1) - ((k + 0.5) * math.log(k + 1) - (k + 1) + 0.5 * math.log(2 * math.pi))
+    square = (k + 1.0) * (k + 1.0)
+    return (1 / 12 - (1 / 360 - 1 / 1260 / square) / square) / (k + 1.0)
+
+
+def stepped(word: int, n: int, p: float) -> int:
+    return sum(word >> 11 >= step for step in steps_of(n, p))
+
+
+def thinned(key: int, columns: Sequence[int], counts: Sequence[int], p: float) -> list[int]:
+    if p == 1:
+        return list(counts)
+    kept = []
+    for column, count in zip(columns, counts, strict=True):
+        if count <= 8:
+            kept.append(stepped(bits(key, column), count, p))
+        elif count <= 64:
+            own, (n_parts, rest) = stream(key, column), divmod(count, 8)
+            parts = [stepped(bits(own, i), 8, p) for i in range(n_parts)]
+            kept.append(sum(parts) + stepped(bits(own, n_parts), rest, p))
+        else:
+            kept.append(binomial(stream(key, column), count, p))
+    return kept
+
+
+def sampled(key: int, columns: Sequence[int], counts: Sequence[int], target: int) -> list[int]:
+    """`target` of all counts, drawn without replacement: thinned, and then so many more or fewer."""
+    total = sum(counts)
+    if total <= target:
+        return list(counts)
+    kept = thinned(key, columns, counts, target / total)
+    change = 1 if sum(kept) < target else -1
+    pool = [c - k for c, k in zip(counts, kept, strict=True)] if change > 0 else list(kept)
+    units = [gene for gene, n in enumerate(pool) for _ in range(n)]
+    drawn: set[int] = set()
+    counter = 0
+    while len(drawn) < abs(sum(kept) - target):
+        drawn.add(int(uniform(stream(key, WORD - 1), counter) * len(units)))
+        counter += 1
+    for unit in drawn:
+        kept[units[unit]] += change
+    return kept

@@ -1,10 +1,11 @@
-"""Where the chunks of an HDF5 dataset lie: its index, read level by level instead of node by node.
+"""Index of the chunks of an HDF5 dataset, read level by level instead of node by node.
 
-HDF5 reads one node of a tree after the other. Behind a URL each is a round trip, and a large atlas has hundreds of
-thousands of nodes. Here all nodes of a level are asked for at once. On local files this takes a tenth of the time of
-`chunk_iter`, which calls Python for every chunk (benchmarks/README.md has the figures). Read are B-trees of version 1,
-which the index is unless a file was written for new readers only; layouts follow the HDF5 File Format Specification,
-version 3.0 (sections II.A superblock, III.A B-trees, IV.A object headers). Any other index is left to HDF5.
+HDF5 reads the nodes of a tree one after the other. Behind a URL each read is a round trip, and a large atlas has
+hundreds of thousands of nodes. This module requests all nodes of a level at once. On local files it needs a tenth of
+the time of `chunk_iter`, which calls Python for every chunk (benchmarks/README.md has the measurements). It reads
+B-trees of version 1, the format of the index unless a file was written for new versions of HDF5 only. The layouts
+follow the HDF5 File Format Specification, version 3.0 (sections II.A superblock, III.A B-trees, IV.A object headers).
+HDF5 itself reads any other index.
 """
 
 from __future__ import annotations
@@ -26,32 +27,33 @@ from dasksc.storage.remote.remote_file import RemoteFile
 
 __all__ = ["ChunkTable", "chunk_table"]
 
-# What HDF5 keeps of a chunk at least, beside its values.
+# Minimum size of the metadata of a chunk in an HDF5 file.
 _RECORD_BYTES = 8
 _NOWHERE = 2**64 - 1
-# Messages of object headers.
+# Types of messages in object headers.
 _LAYOUT, _CONTINUATION, _TREE_SIZES = 0x08, 0x10, 0x13
 _IS_SHARED = 2
-# Headers beyond this are left to HDF5: they hold many attributes.
+# HDF5 reads larger headers, which have many attributes.
 _MOST_HEADER_BYTES = 2**22
 _MOST_HEADER_BLOCKS = 256
-# Half the children of a node, where the file says nothing else.
+# Default of half the maximum number of children of a node.
 _USUAL_HALF = 32
 _NODE_HEADER_BYTES = 24
-# Nodes that are read together, beside those of the level above.
+# Maximum size of nodes that are read together, in addition to those of the level above.
 _BATCH_BYTES = 2**25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkTable:
-    """Where each chunk of a dataset lies, by row-major number.
+    """Locations of the chunks of a dataset, by row-major number.
 
     Parameters
     ----------
     offsets, sizes
-        Place of each in bytes, shape (n_chunks,), int64; offset -1 if it was never written.
+        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 if it was never
+        written.
     skipped
-        Which filters each chunk skipped, shape (n_chunks,), uint32.
+        Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32.
     """
 
     offsets: NDArray[np.int64]
@@ -60,24 +62,26 @@ class ChunkTable:
 
 
 def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTable:
-    """Return where the chunks of a dataset lie.
+    """Read the locations of the chunks of a dataset.
+
+    The cost is one round trip per level of the tree behind a URL, and 20 bytes of memory per chunk.
 
     Parameters
     ----------
     dataset
-        In chunks, open.
+        Open, chunked dataset.
     file
-        The file it is in, without a user block.
+        File of the dataset, without a user block.
 
     Returns
     -------
     ChunkTable
-        A round trip for each level of the tree if it is behind a URL, 20 bytes of memory a chunk.
+        Locations of the chunks.
 
     Raises
     ------
     CorruptDataError
-        If the index contradicts itself, the dataset or the size of the file.
+        If the index is inconsistent in itself, or with the dataset or the size of the file.
     """
     grid = tuple(-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True))
     n_chunks = math.prod(grid)
@@ -99,7 +103,7 @@ def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTab
             _fill_by_hdf5(table, grid, dataset)
     finally:
         if isinstance(file, LocalFile):
-            file.close()  # or a thousand atlases would all be open
+            file.close()  # opening a thousand atlases must not keep as many files open
     return table
 
 
@@ -111,10 +115,10 @@ def _fill(table: ChunkTable, grid: tuple[int, ...], tree: _Tree) -> None:
         places = at[:, :-1] // chunks
         if (places * chunks != at[:, :-1]).any() or at[:, -1].any():
             raise tree.broken("a chunk begins where none can")
-        # Others were left in the file when the dataset was made shorter.
+        # Chunks outside the shape remain in the file after the dataset was shortened.
         inside = (places < np.array(grid, dtype=np.uint64)).all(axis=1)
         numbers = np.ravel_multi_index(tuple(places[inside].astype(np.int64).T), grid)
-        # So none comes twice, and no node either.
+        # Strictly ascending numbers also exclude repeated chunks and nodes.
         if (np.diff(numbers, prepend=last) <= 0).any():
             raise tree.broken("its chunks are not in order")
         last = int(numbers[-1]) if len(numbers) else last
@@ -132,7 +136,7 @@ def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Datase
     def note(chunk: Any) -> None:
         number = 0
         for at, length, n in zip(chunk.chunk_offset, chunks, grid, strict=True):
-            if at // length >= n:  # left in the file when the dataset was made shorter
+            if at // length >= n:  # remained in the file after the dataset was shortened
                 return
             number = number * n + at // length
         table.offsets[number] = chunk.byte_offset
@@ -147,20 +151,20 @@ def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Datase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tree:
-    """A B-tree of version 1 over the chunks of a dataset.
+    """B-tree of version 1 over the chunks of a dataset.
 
     Parameters
     ----------
     file
-        Where it is.
+        File of the tree.
     label
-        What to call the dataset in errors.
+        Name of the dataset in error messages.
     root
-        Address of its root, `_NOWHERE` if no chunk was ever written.
+        Address of the root, `_NOWHERE` if no chunk was ever written.
     chunks
-        Lengths of a chunk.
+        Shape of a chunk.
     half
-        Half the children that a node has room for.
+        Half the maximum number of children of a node.
     """
 
     file: LocalFile | RemoteFile
@@ -171,16 +175,16 @@ class _Tree:
 
     @classmethod
     def of(cls, dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> _Tree | None:
-        """Return the tree of a dataset; None if its index is another, or may not be in the file yet."""
-        # Behind a user block addresses are counted from its end.
+        """Return the tree of a dataset; None if its index has another format, or the file may be being written."""
+        # Addresses are relative to the end of a user block, which is not supported.
         readable = dataset.file.mode == "r" and not dataset.file.userblock_size
         half = _half_of(file) if readable else None
-        # `h5py.h5o.get_info` would walk the tree itself, to add up what nodes take.
+        # `h5py.h5o.get_info` would traverse the tree to sum the sizes of its nodes.
         low, high = h5py.h5g.get_objinfo(dataset.id).objno
         header = low + (high << 32)
         layout = None if half is None else next(_messages(file, header, _LAYOUT), None)
         n_dims = len(dataset.shape) + 1
-        # Version 3, class "chunked".
+        # Version 3 of the layout message, class "chunked".
         if half is None or layout is None or layout[:3] != bytes((3, 2, n_dims)) or len(layout) < 11 + 4 * n_dims:
             return None
         root, *chunks = struct.unpack_from(f"<Q{n_dims}I", layout, 3)
@@ -190,20 +194,23 @@ class _Tree:
 
     @property
     def record(self) -> np.dtype[Any]:
-        """A key, which describes the first chunk below a child, and the child: a node, or in a leaf the chunk."""
+        """Data type of an entry: a key, which describes the first chunk below a child, and the address of the child.
+
+        The child is a node or, in a leaf, a chunk.
+        """
         at = ("at", "<u8", (len(self.chunks) + 1,))
         return np.dtype([("size", "<u4"), ("skipped", "<u4"), at, ("child", "<u8")])
 
     @property
     def node_bytes(self) -> int:
-        """What a node takes in the file, however few children it has; behind them is one more key."""
+        """Size of a node in the file, in bytes, independent of its number of children. A last key follows it."""
         return _NODE_HEADER_BYTES + (2 * self.half + 1) * self.record.itemsize - 8
 
     def leaves(self) -> Iterator[NDArray[np.void]]:
-        """Yield the records of all chunks in their order, some nodes' at a time."""
+        """Yield the entries of all chunks in order, for some nodes at a time."""
         if self.root == _NOWHERE:
             return
-        # The root was made with the dataset: it is often near what HDF5 has read already.
+        # The root was created with the dataset, so it is often in a block that HDF5 has read already.
         if len(root := _read(self.file, self.root, self.node_bytes)) < self.node_bytes:
             raise self.broken(f"its root is beyond the end of the file, at {self.root}")
         nodes = np.frombuffer(root, dtype=np.uint8)[None, :]
@@ -224,7 +231,7 @@ class _Tree:
         yield records
 
     def _nodes(self, at: NDArray[np.uint64]) -> Iterator[NDArray[np.uint8]]:
-        """Yield nodes, some at a time, shape (n, node_bytes)."""
+        """Yield nodes in groups, shape (n, node_bytes)."""
         if len(at) and at.max() > self.file.identity.size - self.node_bytes:
             raise self.broken("a node is beyond the end of the file")
         file = self.file if isinstance(self.file, LocalFile) else self.file.uncached()
@@ -240,9 +247,9 @@ class _Tree:
             yield nodes
 
     def _records(self, nodes: NDArray[np.uint8], level: int) -> NDArray[np.void]:
-        """Return what nodes of one level say of their children, in order."""
+        """Return the entries of nodes of one level, in order."""
         heads = nodes[:, :8]
-        # Signature, kind (chunks) and level.
+        # Signature, type of node (chunks) and level.
         if (heads[:, :6] != np.frombuffer(b"TREE\x01" + bytes((level,)), dtype=np.uint8)).any():
             raise self.broken(f"what should be a node of level {level} is none")
         n_used = heads[:, 6:8].copy().view("<u2")
@@ -253,7 +260,7 @@ class _Tree:
         return used
 
     def broken(self, reason: str) -> CorruptDataError:
-        """Return the error for a tree that is damaged."""
+        """Return the error for a damaged tree."""
         return CorruptDataError(
             f"{self.label}: the index of its chunks is corrupt: {reason}. Copy or download the file again."
         )
@@ -263,7 +270,7 @@ class _Tree:
 
 
 def _half_of(file: LocalFile | RemoteFile) -> int | None:
-    """Return half the children that nodes over chunks have room for; None if addresses are not of 8 bytes."""
+    """Return half the maximum number of children of chunk nodes; None if addresses do not have 8 bytes."""
     start = _read(file, 0, 48)
     if len(start) < 48:
         return None
@@ -280,18 +287,18 @@ def _half_of(file: LocalFile | RemoteFile) -> int | None:
 
 
 def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator[bytes]:
-    """Yield the messages of one kind in an object header; nothing of headers that are not understood.
+    """Yield the messages of one type in an object header; nothing for unsupported headers.
 
-    HDF5 has opened the object, so its header is whole.
+    HDF5 has opened the object, so its header is complete.
     """
     start = _read(file, address, 64)
     if start[:4] == b"OHDR" and start[4:5] == b"\x02":
         flags = start[5]
-        # Times, and when attributes are stored elsewhere.
+        # Optional timestamps, and thresholds for the storage of attributes.
         at = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
         width = 1 << (flags & 3)
         n_bytes = int.from_bytes(start[at : at + width], "little")
-        # Kind, size and flags; then the order in which attributes were made.
+        # Type, size and flags, optionally followed by the creation order.
         head, is_new = struct.Struct("<BHB2x" if flags & 4 else "<BHB"), True
         blocks = [(address + at + width, n_bytes)]
     elif start[:1] == b"\x01" and len(start) >= 16:
@@ -300,7 +307,7 @@ def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator
     else:
         return
     n_bytes_left = _MOST_HEADER_BYTES
-    for block_at, n_bytes in blocks:  # grows
+    for block_at, n_bytes in blocks:  # continuation messages append blocks
         n_bytes_left -= n_bytes
         if n_bytes_left < 0 or len(blocks) > _MOST_HEADER_BLOCKS:
             return
@@ -314,12 +321,12 @@ def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator
                 yield message
             elif found == _CONTINUATION and len(message) >= 16:
                 place, n_bytes = struct.unpack_from("<QQ", message)
-                # A signature before, a checksum behind.
+                # Continuation blocks of version 2 start with a signature and end with a checksum.
                 blocks.append((place + 4, max(0, n_bytes - 8)) if is_new else (place, n_bytes))
 
 
 def _read(file: LocalFile | RemoteFile, offset: int, n_bytes: int) -> bytes:
-    """Return bytes of a file, as many as there are; behind a URL, those that h5py has read are not asked for again."""
+    """Read bytes of a file up to its end. Behind a URL, blocks that h5py has read are not requested again."""
     data = bytearray(max(0, min(n_bytes, file.identity.size - offset)))
     if isinstance(file, LocalFile):
         file.read(offset, memoryview(data))

@@ -1,13 +1,13 @@
-"""Requests of a forked process, made for it by a new one.
+"""Requests of a forked process, made by a helper process.
 
 ``DataLoader(dataset, num_workers=2)`` forks its workers on Linux before Python 3.14, after the process has read from
-the store to open the atlas. obstore's threads do not survive a fork: a request of the worker would wait for them for
-ever, without a word (measured with obstore 0.12.1). So the worker starts a process of its own, in about two seconds,
-which makes its requests: a socket for each thread, questions and answers pickled. It ends with the child, whose sockets
-close.
+the store to open the atlas. The threads of obstore do not survive a fork: a request of the worker would wait for them
+forever, without an error (measured with obstore 0.12.1). The worker therefore starts a process that makes its
+requests, which takes about two seconds. Each thread has a socket; requests and responses are pickled. The helper
+process ends when the worker ends, since that closes the sockets.
 
-Ranges of 4 MiB come through at 0.8 GB/s. A `multiprocessing.managers.BaseManager` in its place saves 50 lines, and
-brings three quarters of that: its connections copy once more.
+Ranges of 4 MiB arrive at 0.8 GB/s. A `multiprocessing.managers.BaseManager` would save 50 lines and reach three
+quarters of that rate, since its connections copy the data once more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class OrphanClient:
-    """A store, asked by another process; see `dasksc.storage.remote.client.Client`.
+    """Client of a store whose requests another process makes; see `dasksc.storage.remote.client.Client`.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class OrphanClient:
 
 
 class _Helper:
-    """The process that makes requests for this one, and the socket by which threads get one each."""
+    """Helper process that makes requests for this one, and the control socket that passes it a socket per thread."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -119,7 +119,7 @@ _mine = threading.local()
 
 
 def _connection() -> socket.socket:
-    """Return this thread's socket."""
+    """Return the socket of this thread."""
     global _helper
     pid, held = getattr(_mine, "held", (None, None))
     if pid != os.getpid() or held is None:
@@ -133,7 +133,7 @@ def _connection() -> socket.socket:
 
 def _after_fork() -> None:
     global _starting
-    _starting = threading.Lock()  # another thread of the parent may have held the old one
+    _starting = threading.Lock()  # another thread may have held the old one at the time of the fork
 
 
 after_fork(_after_fork)
@@ -147,7 +147,7 @@ def send(connection: socket.socket, value: Any) -> None:
 
 
 def received(connection: socket.socket) -> Any:
-    """Wait for a value and return it."""
+    """Wait for a value, and return it."""
     (size,) = _SIZE.unpack(_exactly(connection, _SIZE.size))
     return pickle.loads(_exactly(connection, size))
 

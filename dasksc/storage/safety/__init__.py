@@ -1,1 +1,1 @@
-"""What malicious or damaged files may not do."""
+"""Protection against malicious and damaged files."""

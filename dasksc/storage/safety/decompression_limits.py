@@ -1,7 +1,7 @@
-"""How much stored bytes may decode to, found out before a library decodes them into whatever memory they ask for.
+"""Limits on the decompressed size of stored bytes, checked before a library allocates memory for them.
 
-Headers and block lengths tell it for most codecs; where nothing does, the bytes are decoded in pieces that are
-thrown away.
+For most codecs, headers and block lengths give an upper bound. For the others, the bytes are decompressed in pieces
+that are discarded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dasksc.storage.arrays import is_of_content
 
 __all__ = ["DEFLATE_RATIO", "LZF_RATIO", "ROOM_BYTES", "SWELLING", "check_swelling"]
 
-# More than belongs there that may pass: what cannot decode to so much need not be looked at closely.
+# Tolerated excess over the expected size. Data that cannot exceed it need no closer inspection.
 ROOM_BYTES = 2**25
 
-# What a stored byte can become: in deflate, two bits can stand for 258 bytes, in LZF three bytes for 264.
+# Maximum expansion: in deflate, two bits may represent 258 bytes; in LZF, three bytes may represent 264.
 DEFLATE_RATIO = 1032
 LZF_RATIO = 88
 
@@ -31,21 +31,22 @@ _ZSTD_BLOCK_BYTES = 2**17
 
 
 def check_swelling(codec: str, data: Any, *, at_most: int) -> None:
-    """Refuse bytes that decode to too much.
+    """Raise an error if stored bytes may decompress to more than a limit.
 
     Parameters
     ----------
     codec
-        One of `SWELLING`.
+        Name of the codec, one of `SWELLING`.
     data
-        A buffer; bytes as stored.
+        Buffer of stored bytes.
     at_most
-        Bytes that they may decode to.
+        Maximum decompressed size in bytes.
 
     Raises
     ------
     ValueError
-        If it is more. Bytes that are not sound are left to the decoder, which finds them so at the same place.
+        If the limit is exceeded. Malformed data end the check without an error, since the decoder fails at the same
+        place.
     """
     view = memoryview(data).cast("B")
     sizes = SWELLING[codec](view, at_most)
@@ -53,16 +54,17 @@ def check_swelling(codec: str, data: Any, *, at_most: int) -> None:
     while total <= at_most:
         try:
             total += next(sizes)
-        except Exception as error:  # also where they end
+        except Exception as error:  # includes StopIteration
             if not is_of_content(error):
                 raise
             return
     raise ValueError(f"its {len(view)} bytes decode ({codec}) to more than the {at_most} that can belong there")
 
 
-# Each yields sizes that add up to what it is at most, or to more than that where the sum is below the limit.
+# Each generator yields sizes whose sum is an upper bound of the decompressed size. It may yield nothing if the size
+# cannot exceed the limit.
 def _gzip(view: memoryview, at_most: int) -> Iterator[int]:
-    """Count as Python's `gzip` reads, which knows of padding between members and of headers that zlib does not."""
+    """Yield sizes as the `gzip` module reads, which accepts padding between members and headers that zlib does not."""
     if DEFLATE_RATIO * len(view) <= at_most:
         return
     with gzip.GzipFile(fileobj=io.BytesIO(view)) as stream:
@@ -93,7 +95,7 @@ def _streamed(make: Callable[[], Any]) -> Callable[[memoryview, int], Iterator[i
 
 
 def _zstd(view: memoryview, at_most: int) -> Iterator[int]:
-    """Walk over frames and their blocks (RFC 8878, 3.1.1), which tell what they decode to at most."""
+    """Yield upper bounds from the headers of Zstandard frames and blocks (RFC 8878, 3.1.1)."""
     at = 0
     while at < len(view):
         magic = _little(view, at, 4)
@@ -106,7 +108,7 @@ def _zstd(view: memoryview, at_most: int) -> Iterator[int]:
         is_single, has_checksum = bool(descriptor & 0x20), bool(descriptor & 0x04)
         at += 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
         n_length = (1 if is_single else 0, 2, 4, 8)[descriptor >> 6]
-        if n_length:  # decoders make room for what the header says, and take no more
+        if n_length:  # decoders allocate the size in the header, and write no more
             yield _little(view, at, n_length) + 256 * (n_length == 2)
         at += n_length
         is_last = False
@@ -125,7 +127,7 @@ def _lzf(view: memoryview, at_most: int) -> Iterator[int]:
     data, at, total = bytes(view), 0, 0
     while at < len(data) - 1:
         code = data[at]
-        if code < 32:  # as many bytes follow as they are, and one
+        if code < 32:  # a literal run: code + 1 bytes follow
             total += code + 1
             at += code + 2
         elif code < 224:
@@ -158,7 +160,7 @@ SWELLING: dict[str, Callable[[memoryview, int], Iterator[int]]] = {
     "zstd": _zstd,
     "blosc": _stated(4, 4, "little"),
     "lz4": _stated(0, 4, "little"),
-    # HDF5's filters of that name begin with the size.
+    # The HDF5 filters of these names start with the decompressed size.
     "h5-lz4": _stated(0, 8, "big"),
     "h5-bitshuffle": _stated(0, 8, "big"),
     "h5-lzf": _lzf,

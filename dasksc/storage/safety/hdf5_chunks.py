@@ -1,4 +1,4 @@
-"""Chunks of HDF5 datasets that swell: HDF5 lets its filters take whatever memory the stored bytes ask for."""
+"""Limits on the decompressed size of HDF5 chunks, since HDF5 filters allocate as much as the stored bytes request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dasksc.storage.safety.hdf5_links import others_of
 
 __all__ = ["check_chunks", "stored_bytes"]
 
-# Filters that compress, by number: the codec, and what a byte can stand for, where that has an end.
+# Compression filters by number: name of the codec, and its maximum expansion if there is one.
 _SWELLING: dict[int, tuple[str, int | None]] = {
     h5py.h5z.FILTER_DEFLATE: ("zlib", DEFLATE_RATIO),
     h5py.h5z.FILTER_LZF: ("h5-lzf", LZF_RATIO),
@@ -30,25 +30,25 @@ _BITSHUFFLE, _ITS_COMPRESSION = 32008, 4
 
 
 def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | None = None) -> None:
-    """Refuse a dataset if h5py would decode one of its chunks to far more than belongs there.
+    """Raise an error if h5py would decompress a chunk of a dataset to far more than its shape allows.
 
-    Few chunks are read for that: those of gzip and LZF are too small to become much, unless they are very large.
+    Few chunks are read for this check: gzip and LZF have a maximum expansion, so only very large chunks are suspicious.
 
     Parameters
     ----------
     dataset
-        The dataset, open.
+        Open dataset.
     label
-        What to call it in errors.
+        Name of the dataset in error messages.
     rows
-        Only chunks of rows [start, stop); default: all.
+        Rows [start, stop) whose chunks are checked; default: all.
 
     Raises
     ------
     CorruptDataError
         If there is such a chunk.
     StorageError
-        If its filters compress twice.
+        If a compression filter is not the last filter, or there are several.
     """
     plist = dataset.id.get_create_plist()
     filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
@@ -84,14 +84,14 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
 
 
 def stored_bytes(datasets: Iterable[h5py.Dataset]) -> int:
-    """Return how many bytes are stored for datasets: of each file at most its size, since chunks may be shared."""
+    """Return the stored bytes of datasets. Each file counts at most its size, since datasets may share chunks."""
     sizes: dict[str, int] = {}
     stored: dict[str, int] = {}
     for dataset in datasets:
         file, others = dataset.file, others_of(dataset)
         name = str(file.filename)
         sizes[name] = file.id.get_filesize()
-        # HDF5 does not tell of what a virtual dataset is made.
+        # HDF5 does not report the stored size of a virtual dataset.
         stored[name] = stored.get(name, 0) + (sizes[name] if dataset.is_virtual else dataset.id.get_storage_size())
         for other in others:
             sizes[other] = stored[other] = os.path.getsize(other)
@@ -99,7 +99,7 @@ def stored_bytes(datasets: Iterable[h5py.Dataset]) -> int:
 
 
 def _offsets(dataset: h5py.Dataset, rows: tuple[int, int]) -> Iterator[tuple[int, ...]]:
-    """Where the chunks begin that hold some rows."""
+    """Return the offsets of the chunks that contain some rows."""
     first = range(rows[0] // dataset.chunks[0] * dataset.chunks[0], rows[1], dataset.chunks[0])
     others = (range(0, n, length) for n, length in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
     return itertools.product(first, *others)

@@ -1,6 +1,6 @@
-"""Where an HDF5 file leads to other files: refused, unless they lie beside it.
+"""Checks of links in HDF5 files: links to other files must stay in the same folder.
 
-A file from somewhere else may name any path of this machine, or what stands there by chance.
+A file from an untrusted source may refer to any path of this machine.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["check_item", "check_links", "check_path", "others_of"]
 
 
 def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
-    """Refuse a file with links to files outside of a folder.
+    """Raise an error if a file has links to files outside a folder.
 
     Parameters
     ----------
     root
-        The file, open.
+        Open file.
     path
-        What to call it in errors.
+        Name of the file in error messages.
     folder
-        Where other files may be; None where there can be none, in which case values in other files are sought too.
+        Folder that linked files must be in. None forbids all links, and also values in other files.
 
     Raises
     ------
@@ -42,32 +42,32 @@ def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
             return None if other is None else (name, other)
         return None
 
-    # HDF5 would swallow an error.
+    # An error raised in the callback would be lost in HDF5, so it is raised afterwards.
     found = root.visititems_links(look)
     if found is not None:
         _refuse(path, found[0], found[1], folder)
 
 
 def check_path(root: h5py.File, path: str, name: str, *, folder: str | None) -> None:
-    """Refuse the way to one object if it goes through files outside of a folder; see `check_links`."""
+    """Raise an error if the path to an object passes through a file outside a folder; see `check_links`."""
     parts = name.strip("/").split("/")
     for n in range(1, len(parts) + 1):
         link = root.get("/".join(parts[:n]), getlink=True)
         if isinstance(link, h5py.ExternalLink):
             if not _is_inside(link.filename, folder):
                 _refuse(path, "/".join(parts[:n]), link.filename, folder)
-            return  # what follows is in that file
+            return  # the rest of the path is in that file
 
 
 def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> None:
-    """Refuse an object if links led to it out of a folder, or its values lie outside; see `check_links`."""
+    """Raise an error if links led to an object outside a folder, or its values are outside; see `check_links`."""
     found = item.file.filename
     if not os.path.samefile(found, path) and not _is_inside(found, folder):
         _refuse(path, item.name.strip("/"), found, folder)
     if not isinstance(item, h5py.Dataset):
         return
     beside = os.path.dirname(found)
-    # Names of virtual sources are sought beside the file first, those of external storage where the process runs.
+    # HDF5 searches virtual sources next to the file first, and external storage in the working directory.
     for other in _sources_of(item):
         if not _is_inside(other, beside):
             _refuse(path, item.name.strip("/"), other, folder)
@@ -77,7 +77,7 @@ def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> No
 
 
 def others_of(dataset: h5py.Dataset) -> list[str]:
-    """Return the paths of the other files in which values of a dataset lie, those that are there."""
+    """Return the paths of the existing other files that contain values of a dataset."""
     beside = os.path.dirname(str(dataset.file.filename))
     found = (os.path.join(beside, name) for name in _sources_of(dataset))
     return [path for path in (*found, *map(os.path.abspath, _external_of(dataset))) if os.path.exists(path)]
@@ -98,7 +98,7 @@ def _is_inside(other: str, folder: str | None) -> bool:
         return False
     real = os.path.realpath(folder)
     found = os.path.join(real, other)
-    # What is not there HDF5 seeks where the process runs.
+    # HDF5 searches missing files in the working directory.
     if not os.path.exists(found) and os.path.exists(other):
         found = os.path.abspath(other)
     return os.path.realpath(found).startswith(real.rstrip("/") + "/")

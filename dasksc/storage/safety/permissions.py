@@ -1,4 +1,4 @@
-"""Whether a file or folder of this machine is its user's alone."""
+"""Check that a file or folder is accessible to the current user only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["exposure"]
 
 
 def exposure(status: os.stat_result) -> str | None:
-    """Return how another user can get at a file or folder, for people; None if no other user can.
+    """Describe how other users can access a file or folder; None if they cannot.
 
-    Root, who can anyway, counts as this user. Where owners have no numbers (Windows) nothing is known, and None is
-    returned.
+    Root counts as the current user, since it has access to everything. On Windows, where owners have no numeric ids,
+    the function returns None.
 
     Parameters
     ----------
     status
-        What `os.stat` or `os.fstat` says of it.
+        Result of `os.stat` or `os.fstat`.
     """
     if not hasattr(os, "geteuid"):
         return None

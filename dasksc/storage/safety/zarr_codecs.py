@@ -1,8 +1,8 @@
-"""Codecs of zarr-python with a bound: chunks that decode to more than belongs there are refused.
+"""Codecs for zarr-python with a limit on the decompressed size of chunks.
 
-zarr-python takes what decodes an array from the array's metadata. `bounded_metadata` rewrites metadata before
-zarr-python parses them: the codecs between stored bytes and elements become one codec of this module, which holds
-them. So nothing changes for arrays that other code of the process opens.
+zarr-python takes the codecs of an array from its metadata. `bounded_metadata` rewrites the metadata before zarr-python
+parses them: a single codec of this module wraps the codecs between stored bytes and elements. Arrays opened by other
+code in the process are not affected.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from dasksc.storage.safety.decompression_limits import ROOM_BYTES, SWELLING, che
 __all__ = ["bounded_metadata", "codecs_within"]
 
 _NAME = "dasksc_bounded"
-# Strings have any length, but no column of an atlas has so many bytes in a row.
+# Strings have no fixed length, but no column of an atlas has so many bytes per row.
 _STRING_BYTES = 2**12
 _NUMBER_BYTES = 16
-# Codecs of strings begin with their number; others make objects of any shape.
+# Codecs of strings store their number first; the codecs in the next set create objects of any shape.
 _OF_OBJECTS = frozenset({"vlen-utf8", "vlen-bytes", "vlen-array", "vlenutf8", "vlenbytes"})
 _ANY_OBJECTS = frozenset({"json2", "msgpack2", "categorize"})
 
 
 def bounded_metadata(document: Any) -> Any:
-    """Return metadata of a node, and of those consolidated in it, with bounded codecs.
+    """Return metadata of a node, and those consolidated in it, with bounded codecs.
 
     Parameters
     ----------
     document
-        The content of a ``zarr.json``, ``.zarray`` or ``.zmetadata``.
+        Content of a ``zarr.json``, ``.zarray`` or ``.zmetadata``.
 
     Returns
     -------
     object
-        `document` itself where nothing in it needs a bound. Documents that zarr-python cannot parse stay as they
-        are: its errors say what is wrong with them.
+        `document` itself if nothing in it needs a limit. Documents that zarr-python cannot parse are unchanged, so
+        that its error messages apply.
 
     Raises
     ------
     Exception
-        Of any kind, if the codecs are not described as the format demands.
+        Of any type, if the description of the codecs is malformed.
     """
     if not isinstance(document, dict):
         return document
@@ -77,14 +77,14 @@ def _with_bounded_nodes(consolidated: dict[str, Any]) -> dict[str, Any]:
 
 
 def codecs_within(codec: Any) -> tuple[Any, ...]:
-    """Return the codecs that a bounded one holds, in the order of encoding; any other codec by itself."""
+    """Return the codecs that a bounded codec wraps, in the order of encoding; any other codec as a tuple of one."""
     if isinstance(codec, _BoundedV2):
         return () if codec.inner is None else (codec.inner,)
     return codec.codecs if isinstance(codec, _BoundedV3) else (codec,)
 
 
 def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an array whose compressor is bounded, and checks what filters get."""
+    """Return the metadata of an array with a compressor that limits its output and the input of filters."""
     steps = [*(array.get("filters") or ()), *filter(None, (array.get("compressor"),))]
     names = [step["id"] for step in steps]
     refused = _refusal_of(zip(names, steps, strict=True))
@@ -108,7 +108,7 @@ def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bounded_v3(codecs: list[Any]) -> list[Any]:
-    """Return codecs of which those that turn bytes into bytes are one, if they need a bound; those in shards, too."""
+    """Return codecs in which one bounded codec replaces those from bytes to bytes, if needed; also within shards."""
     steps = [{"name": step} if isinstance(step, str) else step for step in codecs]
     called = [step["name"] for step in steps]
     try:
@@ -139,13 +139,13 @@ def _with_bounded_chunks(sharding: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(kind: type) -> str:
-    """Return the name of a class of codecs, by which an alias in the metadata does not matter."""
+    """Return the canonical name of a codec class, since metadata may use an alias."""
     name = getattr(kind, "codec_name", kind.__name__.removesuffix("Codec").lower())
     return str(name).removeprefix("numcodecs.")
 
 
 def _refusal_of(steps: Any) -> str | None:
-    """Return why steps of a chain are not taken: bounds of their own, and filters that make anything of bytes."""
+    """Return the reason to refuse codecs: unsafe ones, and bounded codecs that metadata name themselves."""
     for name, config in steps:
         if name in (_NAME, _name_of(_BoundedV3)):
             return f"arrays that name the codec {_NAME!r}, which dasksc sets itself, are not read"
@@ -160,18 +160,18 @@ def _refusal_of(steps: Any) -> str | None:
 
 
 class _BoundedV2(numcodecs.abc.Codec):
-    """The compressor of an array of Zarr 2, with a bound.
+    """Compressor of a Zarr v2 array with a limit on the decompressed size.
 
     Parameters
     ----------
     codec
         Configuration of the compressor; None if there is none.
     dtype, chunks
-        What the array's metadata say of its type and the shape of its chunks.
+        Data type of the array and shape of its chunks, as in the metadata.
     is_counted
-        Whether the result begins with the number of strings in it.
+        True if the decompressed bytes start with a number of strings.
     refused
-        Why nothing is decoded, if that is so.
+        Reason to raise an error instead of decoding; None if there is none.
     """
 
     codec_id = _NAME
@@ -187,15 +187,15 @@ class _BoundedV2(numcodecs.abc.Codec):
 
     @property
     def inner(self) -> Any:
-        """The compressor."""
+        """Compressor, or None."""
         return None if self.codec is None else numcodecs.get_codec(self.codec)
 
     def encode(self, buf: Any) -> Any:
-        """Refuse: what a bound is put on is read only."""
+        """Raise an error, since arrays with bounded codecs are read-only."""
         raise InputError("arrays with bounded codecs are read only")
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """Return what a chunk decodes to, after a look at how much that is."""
+        """Decode a chunk after a check of its decompressed size."""
         if self.refused:
             raise StorageError(self.refused)
         if self.codec is not None:
@@ -207,7 +207,7 @@ class _BoundedV2(numcodecs.abc.Codec):
 
 
 def _item_bytes(dtype: Any) -> int | None:
-    """Return the size of an element as metadata of Zarr 2 give its type; None if elements have any size."""
+    """Return the size of an element in bytes for a data type of Zarr v2; None if it is variable."""
     if isinstance(dtype, str):
         parsed = np.dtype(dtype)
         return None if parsed.hasobject else parsed.itemsize
@@ -217,16 +217,16 @@ def _item_bytes(dtype: Any) -> int | None:
 
 @dataclass(frozen=True)
 class _BoundedV3(BytesBytesCodec):
-    """The codecs of an array of Zarr 3 that turn bytes into bytes, with a bound.
+    """Codecs from bytes to bytes of a Zarr v3 array, with a limit on the decompressed size.
 
     Parameters
     ----------
     codecs
-        In the order of encoding.
+        Codecs in the order of encoding.
     is_counted
-        Whether the result begins with the number of strings in it.
+        True if the decompressed bytes start with a number of strings.
     refused
-        Why nothing is decoded, if that is so.
+        Reason to raise an error instead of decoding; None if there is none.
     """
 
     codecs: tuple[BytesBytesCodec, ...]
@@ -237,29 +237,29 @@ class _BoundedV3(BytesBytesCodec):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the codec that metadata describe."""
+        """Create the codec from its metadata."""
         configuration = data["configuration"]
         codecs: Any = tuple(get_codec_class(step["name"]).from_dict(step) for step in configuration["codecs"])
         return cls(codecs=codecs, is_counted=configuration["is_counted"], refused=configuration["refused"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what metadata say of the codec."""
+        """Return the metadata of the codec."""
         codecs = [codec.to_dict() for codec in self.codecs]
         configuration = {"codecs": codecs, "is_counted": self.is_counted, "refused": self.refused}
         return {"name": _NAME, "configuration": configuration}
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
-        """Return the size of what is stored for a number of bytes, where it is fixed."""
+        """Return the encoded size of a number of bytes, if it is fixed."""
         for codec in self.codecs:
             input_byte_length = codec.compute_encoded_size(input_byte_length, chunk_spec)
         return input_byte_length
 
     def evolve_from_array_spec(self, array_spec: Any) -> Self:
-        """Return the codec with what it takes from the array filled in."""
+        """Return the codec with parameters completed from the array."""
         return replace(self, codecs=tuple(codec.evolve_from_array_spec(array_spec) for codec in self.codecs))
 
     async def _decode_single(self, chunk_data: Buffer, chunk_spec: Any) -> Buffer:
-        """Return what a chunk decodes to, each codec after a look at how much it makes."""
+        """Decode a chunk, with a check of the decompressed size before each codec."""
         if self.refused:
             raise StorageError(self.refused)
         data = chunk_data
@@ -277,14 +277,14 @@ class _BoundedV3(BytesBytesCodec):
 
 
 def _check_size(name: str, data: Any, shape: tuple[int, ...], item_bytes: int | None) -> None:
-    """Refuse a chunk that decodes to too much."""
+    """Raise an error for a chunk that decompresses to more than its shape allows."""
     at_most = math.prod(shape) * (_STRING_BYTES if item_bytes is None else int(item_bytes))
     with _saying_where(shape):
         check_swelling(name, data, at_most=at_most + ROOM_BYTES)
 
 
 def _check_count(data: Any, shape: tuple[int, ...]) -> None:
-    """Refuse a chunk of strings that says it holds more of them than belong there."""
+    """Raise an error for a chunk of strings whose stated number of strings exceeds its shape."""
     stated = int.from_bytes(memoryview(data).cast("B")[:4], "little")
     with _saying_where(shape):
         if stated > math.prod(shape):

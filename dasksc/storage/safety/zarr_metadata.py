@@ -1,4 +1,4 @@
-"""What zarr-python must not be given: metadata that make it run code, and archives and chunks that swell."""
+"""Checks of Zarr metadata and archives before zarr-python reads them: codecs that run code, oversized content."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ __all__ = [
 
 _METADATA = ("zarr.json", ".zarray", ".zmetadata")
 _CODE = ("pickle", "numcodecs.pickle")
-# An entry of a zip file is read whole.
+# An entry of a zip file is read as a whole.
 _ENTRY_BYTES = 2**31
 
 
 def safe_content(store: str, key: str, content: bytes) -> bytes:
-    """Return an object as zarr-python may have it: of metadata, with codecs that refuse chunks that swell.
+    """Return the content of an object in a form that is safe for zarr-python: metadata get bounded codecs.
 
     Raises
     ------
     StorageError
-        If a codec is one that unpickles: loading the array would run code that comes with it.
+        If a codec unpickles, since loading the array would execute code from the store.
     CorruptDataError
-        If codecs are not described as the format demands.
+        If the description of the codecs is malformed.
     """
     if not key.endswith(_METADATA):
         return content
     try:
         document = json.loads(content)
     except ValueError:
-        return content  # zarr-python says what is wrong with it
+        return content  # zarr-python reports the error
     if b"pickle" in content and _names_code(document):
         raise StorageError(
             f"{store}/{key} asks for the codec 'pickle', which runs code that comes with the data. It is not read: "
@@ -72,12 +72,12 @@ def _names_code(value: Any) -> bool:
 
 
 def check_zip(path: str) -> None:
-    """Refuse a zip file with an entry that would fill memory.
+    """Raise an error if an entry of a zip file would fill memory.
 
     Raises
     ------
     StorageError
-        If there is one; the message names it.
+        If there is such an entry; the message names it.
     """
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
@@ -89,7 +89,7 @@ def check_zip(path: str) -> None:
 
 
 def stored_bytes(store: str, arrays: Iterable[zarr.Array[Any]], *, enough: int) -> int:
-    """Return how many bytes are stored for arrays of a directory; no more is counted once it is `enough`."""
+    """Return the stored bytes of arrays in a directory; counting stops at `enough`."""
     total = 0
     for array in arrays:
         for folder, _, names in os.walk(os.path.join(store, array.path)):
@@ -101,21 +101,21 @@ def stored_bytes(store: str, arrays: Iterable[zarr.Array[Any]], *, enough: int) 
 
 
 class GuardedLocalStore(LocalStore):
-    """A directory; see `safe_content`."""
+    """Directory store with safe metadata; see `safe_content`."""
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return an object, metadata as `safe_content` has them."""
+        """Return an object; metadata as `safe_content` returns them."""
         data = await super().get(key, prototype, byte_range)  # type: ignore[arg-type, unused-ignore]
         return data if data is None else _safe(str(self.root), key, data)
 
 
 class GuardedZipStore(ZipStore):
-    """A zip file; see `safe_content`."""
+    """Zip store with safe metadata; see `safe_content`."""
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return an object, metadata as `safe_content` has them."""
+        """Return an object; metadata as `safe_content` returns them."""
         data = await super().get(key, prototype, byte_range)
         return data if data is None else _safe(str(self.path), key, data)
 

@@ -1,1 +1,1 @@
-"""Zarr stores."""
+"""Reading of Zarr stores."""

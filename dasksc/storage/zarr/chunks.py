@@ -1,4 +1,4 @@
-"""The stored chunks of a Zarr array, one in an object or many, over whatever holds the objects."""
+"""Stored chunks of a Zarr array, with one or more per object, independent of the type of storage."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ __all__ = ["At", "File", "Objects", "chunked_array"]
 T = TypeVar("T")
 
 At: TypeAlias = tuple[int, ...]
-"""Numbers of an object in the grid of objects, one for each axis."""
+"""Indices of an object in the grid of objects, one per axis."""
 File: TypeAlias = LocalFile | RemoteFile
 
 
 class Objects(Protocol):
-    """The stored objects of an array: a source of bytes. Pickles.
+    """Stored objects of an array, as a source of bytes. Instances can be pickled.
 
-    Objects that were changed or removed since the array was opened are refused with a `CorruptDataError`.
+    Objects that were changed or removed since the array was opened raise a `CorruptDataError`.
     """
 
     @property
     def working_bytes(self) -> int:
-        """Memory that stored bytes take while a fetch is read; see `ChunkSource.working_bytes`."""
+        """Memory of stored bytes while a fetch is read, in bytes; see `ChunkSource.working_bytes`."""
 
     @property
     def can_map(self) -> bool:
-        """Whether the thread that asks may map the objects into memory."""
+        """True if the calling thread may memory-map the objects."""
 
     def check(self) -> None:
-        """Refuse an array that was replaced, if that is known before objects are read."""
+        """Raise an error if the array was replaced, unless that is known only when objects are read."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole objects, None where there is none; each holds one chunk of `n_bytes` elements."""
+        """Yield the bytes of whole objects, or None for missing ones; each holds a chunk of `n_bytes` decoded bytes."""
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield whole objects where they lie mapped, each as one chunk."""
+        """Yield whole objects memory-mapped, each as one chunk."""
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield what is made of objects met for the first time, None where there is none."""
+        """Yield the result of `index_of` for each object, read for the first time; None for missing objects."""
 
     def file(self, at: At, identity: Any) -> File:
-        """Return an object that was met before."""
+        """Return an object that `indexed` has read before."""
 
     def ranges(self, groups: list[tuple[Any, NDArray[np.int64], NDArray[np.int64]]]) -> Iterator[Any]:
-        """Yield the bytes of ranges, valid until the next is asked for; a group is a file, offsets and sizes."""
+        """Yield the bytes of ranges, valid until the next one is requested; a group is a file, offsets and sizes."""
 
 
 def chunked_array(objects: Objects, *, layout: Layout, label: str) -> ChunkedArray:
-    """Return the array whose chunks are in stored objects, laid out as its metadata say."""
+    """Return the array with chunks in stored objects, laid out according to its metadata."""
     source: ChunkSource = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
     return ChunkedArray(
         label=label,
@@ -76,7 +76,7 @@ def chunked_array(objects: Objects, *, layout: Layout, label: str) -> ChunkedArr
 
 
 class _Chunks:
-    """Chunks of which each is an object; a `ChunkSource`."""
+    """Chunks stored as one object each; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: Layout) -> None:
         self._objects = objects
@@ -89,7 +89,7 @@ class _Chunks:
         return self._objects.working_bytes
 
     def check(self) -> None:
-        """Refuse an array that was replaced."""
+        """Raise an error if the array was replaced."""
         self._objects.check()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
@@ -112,12 +112,12 @@ class _Shard:
 
 
 class _Shards:
-    """Chunks of which many are in an object, behind an index; a `ChunkSource`."""
+    """Chunks stored in shards, objects with several chunks and an index; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: Layout) -> None:
         self._objects = objects
         self._layout = layout
-        # As they were when this process first met them, (None,) where there was none.
+        # State of each shard when this process first read it; (None,) if it did not exist.
         self._seen = Seen[At, tuple[_Shard | None]]()
 
     @property
@@ -126,7 +126,7 @@ class _Shards:
         return self._objects.working_bytes
 
     def check(self) -> None:
-        """Refuse an array that was replaced."""
+        """Raise an error if the array was replaced."""
         self._objects.check()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
@@ -154,7 +154,7 @@ class _Shards:
                 yield MappedChunks(at=at, sizes=sizes, owner=owner)
 
     def _places(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the shard (None if it was never written), offsets (-1 likewise) and sizes of runs of chunks."""
+        """Yield the shard, offsets and sizes of runs of chunks; None and -1 for shards and chunks never written."""
         at = np.stack(np.unravel_index(numbers, self._layout.grid))
         per_shard = np.array(self._layout.per_shard)[:, None]
         shard_at = at // per_shard
@@ -176,7 +176,7 @@ class _Shards:
             yield self._objects.file(one, shard.identity), offsets, sizes
 
     def _shards(self, ats: list[At]) -> dict[At, _Shard | None]:
-        """Return the indexes of shards, remembered; None for a shard that was never written."""
+        """Return the indexes of shards, cached after the first read; None for a shard that was never written."""
         known = {at: self._seen.get(at) for at in ats}
         unknown = [at for at, shard in known.items() if shard is None]
         for at, shard in zip(unknown, self._objects.indexed(unknown, self._indexed), strict=True):

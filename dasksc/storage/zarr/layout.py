@@ -1,4 +1,4 @@
-"""What the metadata of a Zarr array say, v2 and v3: where its chunks lie, and how they are decoded."""
+"""Layout of a Zarr array (v2 and v3) from its metadata: location and codecs of its chunks."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _NUMBERS = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
 )
 
-# The objects that describe an array, of Zarr v3 and v2.
+# Names of the objects with the metadata of an array, of Zarr v3 and v2.
 METADATA = ("zarr.json", ".zarray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """What the metadata of a Zarr array say.
+    """Layout of a Zarr array.
 
     Parameters
     ----------
     shape, chunk_shape
-        Lengths of the array, and of what is decoded at once.
+        Shapes of the array and of a chunk.
     shard_shape
-        Lengths of what is stored in one file, if that holds several chunks.
+        Shape of a shard; None if each chunk is an object.
     chain
-        How a chunk is decoded.
+        Codecs of a chunk.
     fill
-        What is read where nothing was written.
+        Value of elements that were never written.
     prefix, separator
-        What the keys of stored objects begin with, and what is between their numbers.
+        Prefix of the keys of stored objects, and separator of the indices in them.
     index_checksum, index_first
-        Whether a shard's index ends in a CRC32C, and whether it is at the start of the shard.
+        True if the index of a shard ends with a CRC32C checksum, and if it is at the start of the shard.
     """
 
     shape: tuple[int, ...]
@@ -59,27 +59,27 @@ class Layout:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """How many chunks there are along each axis."""
+        """Number of chunks along each axis."""
         return tuple(-(-n // length) for n, length in zip(self.shape, self.chunk_shape, strict=True))
 
     @property
     def per_shard(self) -> tuple[int, ...]:
-        """How many chunks a shard has along each axis."""
+        """Number of chunks of a shard along each axis."""
         shard_shape = self.shard_shape or self.chunk_shape
         return tuple(shard // chunk for shard, chunk in zip(shard_shape, self.chunk_shape, strict=True))
 
     def key(self, at: tuple[int, ...]) -> str:
-        """Return the key of the object at these numbers of the grid, below the array's."""
+        """Return the key of the object with these grid indices, relative to the array."""
         return f"{self.prefix}{self.separator.join(map(str, at))}"
 
 
 def layout_of(name: str, content: bytes) -> Layout:
-    """Return what the metadata of an array say, which are in an object of this name, one of `METADATA`.
+    """Parse the metadata of an array, stored in an object named `name`, one of `METADATA`.
 
     Raises
     ------
     UnknownLayoutError
-        If it must be read through zarr-python.
+        If the array can only be read with zarr-python.
     """
     try:
         return (_layout_v3 if name == "zarr.json" else _layout_v2)(json.loads(content))
@@ -161,7 +161,7 @@ def _codec_v3(codec: dict[str, Any]) -> Codec:
     if name == "zstd":
         configuration = {"level": configuration.get("level", 0)}
     elif name == "blosc":
-        # How it was compressed is in each chunk's own header.
+        # Each chunk has the compression parameters in its header.
         configuration = {}
     elif name.startswith("numcodecs."):
         name = name.removeprefix("numcodecs.")

@@ -1,4 +1,4 @@
-"""Zarr arrays in a directory of this machine, whose chunks are read without zarr-python."""
+"""Zarr arrays in a local directory, whose chunks are read without zarr-python."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _NOTHING = MappedChunks(at=np.zeros(1, dtype=np.uint64), sizes=np.zeros(1, dtype
 
 
 def direct_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArray:
-    """Return a Zarr array as one that is read without zarr-python.
+    """Open a Zarr array for reading without zarr-python.
 
     Parameters
     ----------
     directory
-        The directory of the array, with its ``zarr.json`` or ``.zarray``.
+        Directory of the array, with its ``zarr.json`` or ``.zarray``.
     label
-        What to call it in errors.
+        Name of the array in error messages.
     use_mmap
-        Whether files of this machine may be mapped.
+        Setting for memory-mapping files of this machine.
 
     Raises
     ------
     UnknownLayoutError
-        If it must be read through zarr-python.
+        If the array can only be read with zarr-python.
     """
     for name in METADATA:
         path = os.path.join(directory, name)
@@ -58,21 +58,21 @@ def direct_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArra
 
 
 class Files:
-    """The stored objects of an array, each a file; see `dasksc.storage.zarr.chunks.Objects`.
+    """Stored objects of an array as files; see `dasksc.storage.zarr.chunks.Objects`.
 
     Parameters
     ----------
     directory
-        The array's directory.
+        Directory of the array.
     layout
-        What the metadata say.
+        Layout of the array.
     metadata
-        The file with the metadata, by which a replaced array is known.
+        Identity of the metadata file, which changes if the array is replaced.
     use_mmap
-        Whether files of this machine may be mapped.
+        Setting for memory-mapping files of this machine.
     """
 
-    # What is read into, which is little.
+    # The buffer for one file, which is negligible.
     working_bytes = 0
 
     def __init__(self, directory: str, *, layout: Layout, metadata: FileIdentity, use_mmap: UseMmap) -> None:
@@ -81,35 +81,35 @@ class Files:
         self._layout = layout
         self._metadata = metadata
         self._use_mmap = use_mmap if is_local else False
-        # The directory of all the objects, if it is one: its time of change tells when one came, went or was replaced.
+        # Directory of all objects, if there is a single one. Its modification time changes when objects come or go.
         self._folder = None
         if layout.separator != "/" or len(layout.shape) == 1:
             folder = os.path.dirname(f"{directory}/{layout.prefix}0")
             self._folder = FileIdentity.of(folder) if os.path.isdir(folder) else None
-        # Objects changed since are refused, if the files have this machine's clock.
+        # Files with a later modification time raise an error. This requires files with the clock of this machine.
         self._opened_ns = time.time_ns() if is_local else None
-        # As they were when this process first read them: to look at all of them on opening would take too long.
+        # Identities at the first read in this process, since inspecting all files on opening would take too long.
         self._seen = Seen[At, FileIdentity]()
-        # An atlas may have more shards than a process may have files: a few stay open.
+        # Only a few files stay open: an atlas may have more shards than a process may open files.
         self._files: dict[At, LocalFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the time: what opens the same array again pickles to the same, by which Dask names it.
+        # The time is left out, so that equal arrays pickle equally: Dask derives their names from the pickle.
         return self.__dict__ | {"_opened_ns": None, "_files": {}}
 
     @property
     def can_map(self) -> bool:
-        """Whether the thread that asks may map the files."""
+        """True if the calling thread may memory-map the files."""
         return maps(self._use_mmap)
 
     def check(self) -> None:
-        """Refuse an array that was replaced, or of which objects came, went or were replaced."""
+        """Raise an error if the array was replaced, or objects were added, removed or replaced."""
         self._metadata.check()
         if self._folder is not None:
             self._folder.check()
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole files, in memory that is used again."""
+        """Yield the bytes of whole files, in a buffer that is reused."""
         buffer = bytearray()
         for at in ats:
             with self._opened(at) as opened:
@@ -123,7 +123,7 @@ class Files:
                 yield memoryview(buffer)[:n]
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield whole files where they lie mapped."""
+        """Yield whole files memory-mapped."""
         for at in ats:
             with self._opened(at) as opened:
                 if opened is None:
@@ -136,7 +136,7 @@ class Files:
             yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield what is made of files met for the first time."""
+        """Yield the result of `index_of` for each file, opened for the first time."""
         for at in ats:
             path = self._path(at)
             try:
@@ -149,11 +149,11 @@ class Files:
             yield index_of(LocalFile(identity))
 
     def file(self, at: At, identity: FileIdentity) -> LocalFile:
-        """Return a file that was met before, which stays open for a while."""
+        """Return a file that `indexed` has read before; it stays open for some time."""
         file = self._files.pop(at, None) or LocalFile(identity)
         file.check()
         self._files[at] = file
-        # Threads that race here drop one that another has just looked up, which keeps it while it reads.
+        # Another thread may still use a file removed here; it stays open while that thread refers to it.
         for oldest in list(self._files)[:-_OPEN_FILES]:
             self._files.pop(oldest, None)
         return file
@@ -168,7 +168,7 @@ class Files:
 
     @contextmanager
     def _opened(self, at: At) -> Iterator[tuple[int, int] | None]:
-        """Open a file: its descriptor and its size in bytes; None if it was never written."""
+        """Open a file, and yield its descriptor and its size in bytes; None if it was never written."""
         path = self._path(at)
         with ExitStack() as stack:
             try:
@@ -186,18 +186,18 @@ class Files:
             yield file.fileno(), now.size
 
     def _check_object(self, now: FileIdentity) -> None:
-        """Refuse an object that was written to after the array was opened."""
+        """Raise an error if an object was written after the array was opened."""
         if self._opened_ns is None or now.mtime_ns <= self._opened_ns:
             return
-        # A time of change that lies in the future came with the file, from a machine whose clock is ahead; when
-        # it was written here, the file system says.
+        # A modification time in the future may come from a machine whose clock is ahead. The change time shows when the
+        # file was written on this machine.
         if os.stat(now.path).st_ctime_ns > self._opened_ns:
             raise CorruptDataError(
                 f"{now.path} was changed since it was opened. Open it again, and do not write to it."
             )
 
     def _check_absent(self, path: str) -> None:
-        """Refuse that an object is not there, if one may have been removed after the array was opened."""
+        """Raise an error for a missing object if it may have been removed after the array was opened."""
         folder = os.path.dirname(path)
         while not os.path.isdir(folder):
             folder = os.path.dirname(folder)

@@ -1,4 +1,4 @@
-"""Zarr stores (directories and zip files, v2 and v3) through zarr-python."""
+"""Zarr stores (directories and zip files, v2 and v3), read with zarr-python."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dasksc.storage.zarr.remote import PlaceStore, RemoteMetadata
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
-# Runs closer than this are read as one: a separate selection costs zarr-python about a millisecond.
+# Runs with smaller gaps are read as one, since each selection costs zarr-python about a millisecond.
 _GAP_BYTES = 2**20
 
 
 class ZarrFile:
-    """One Zarr store, opened in each process when it is first read there.
+    """Zarr store, opened in each process on first use.
 
     Parameters
     ----------
     path
-        A directory, a zip file, or a place behind a URL.
+        Directory, zip file, or `Place` of a URL.
     """
 
     def __init__(self, path: str | Place) -> None:
@@ -40,12 +40,12 @@ class ZarrFile:
         return self.__dict__ | {"_opened": None}
 
     def store(self) -> Store:
-        """Return the store, open in this process."""
+        """Return the store, opened in this process."""
         if isinstance(self.path, Place):
             return PlaceStore(self.path)
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            # Opened anew after a fork; a race between threads opens it twice, which is harmless.
+            # Reopened after a fork. Threads in a race open it twice, which is harmless.
             is_zip = os.path.isfile(self.path)
             if is_zip:
                 check_zip(self.path)
@@ -68,7 +68,7 @@ class ZarrFile:
             ) from error
 
     def identity(self, name: str) -> FileIdentity | RemoteMetadata:
-        """Return what tells whether the array `name` was replaced."""
+        """Return the identity of the array `name`, which changes if the array is replaced."""
         if isinstance(self.path, Place):
             return RemoteMetadata.of(self.path.below(name))[0]
         if os.path.isfile(self.path):
@@ -81,14 +81,14 @@ class ZarrFile:
 
 
 class ZarrArray(SlicedArray):
-    """A Zarr array, read through zarr-python.
+    """Zarr array, read with zarr-python.
 
     Parameters
     ----------
     file
-        The store it is in.
+        Store of the array.
     name
-        Its path in the store.
+        Path of the array in the store.
     """
 
     def __init__(self, file: ZarrFile, name: str) -> None:
@@ -97,7 +97,7 @@ class ZarrArray(SlicedArray):
         super().__init__(
             label=f"{file.path}:/{name}",
             shape=array.shape,
-            # Types of strings have no byte order, and are refused where numbers are needed.
+            # Data types of strings have no byte order; they raise an error where numbers are required.
             dtype=dtype.newbyteorder("=") if dtype.kind in "biufc" else dtype,
             chunk=int(array.chunks[0]) if array.chunks else 1,
             gap_bytes=_GAP_BYTES,
@@ -107,7 +107,7 @@ class ZarrArray(SlicedArray):
         self._identity = file.identity(name)
 
     def reader(self) -> ReadSlice:
-        """Return what reads, after a check that the array is the one that was opened."""
+        """Return a function that reads slices, after a check that the array was not replaced."""
         self._identity.check()
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 

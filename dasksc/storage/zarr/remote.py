@@ -1,4 +1,4 @@
-"""Zarr stores behind a URL: their metadata for zarr-python, their chunks by byte ranges."""
+"""Zarr stores behind URLs: metadata for zarr-python, and chunks by byte ranges."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteMetadata:
-    """The object that describes an array, as it was when the array was opened.
+    """Metadata object of an array, with its identity when the array was opened.
 
     Parameters
     ----------
     place
-        Where it is.
+        Location of the object.
     identity
-        What it was.
+        Identity of the object.
     """
 
     place: Place
@@ -46,7 +46,7 @@ class RemoteMetadata:
 
     @classmethod
     def of(cls, array: Place) -> tuple[RemoteMetadata, bytes]:
-        """Return what describes the array at a place, and its content.
+        """Return the metadata object of the array at a place, and its content.
 
         Raises
         ------
@@ -63,26 +63,26 @@ class RemoteMetadata:
         raise UnknownLayoutError("it has no metadata of its own")
 
     def check(self) -> None:
-        """Refuse an array that was replaced since; one request."""
+        """Raise an error if the array was replaced since it was opened; makes one request."""
         self.identity.compare(self.place.client.stat(self.place.key))
 
 
 def direct_array(array: Place, *, label: str, cache: Cache | None) -> StoredArray:
-    """Return a Zarr array as one that is read without zarr-python.
+    """Open a Zarr array for reading without zarr-python.
 
     Parameters
     ----------
     array
-        Where its metadata are.
+        Location of the array.
     label
-        What to call it in errors.
+        Name of the array in error messages.
     cache
-        Where chunks are kept on this machine.
+        Cache of chunks on this machine.
 
     Raises
     ------
     UnknownLayoutError
-        If it must be read through zarr-python.
+        If the array can only be read with zarr-python.
     """
     metadata, content = RemoteMetadata.of(array)
     layout = layout_of(os.path.basename(metadata.place.key), content)
@@ -91,18 +91,18 @@ def direct_array(array: Place, *, label: str, cache: Cache | None) -> StoredArra
 
 
 class StoreObjects:
-    """The stored objects of an array behind a URL; see `dasksc.storage.zarr.chunks.Objects`.
+    """Stored objects of an array behind a URL; see `dasksc.storage.zarr.chunks.Objects`.
 
     Parameters
     ----------
     array
-        Where its metadata are.
+        Location of the array.
     layout
-        What they say.
+        Layout of the array.
     metadata
-        By which a replaced array is known.
+        Metadata object, whose identity changes if the array is replaced.
     cache
-        Where chunks are kept on this machine.
+        Cache of chunks on this machine.
     """
 
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
@@ -113,24 +113,24 @@ class StoreObjects:
         self._layout = layout
         self._metadata = metadata
         self._cache = cache
-        # As they were when this process first met them.
+        # Identities when this process first read the objects.
         self._seen = Seen[At, ObjectIdentity]()
 
     def check(self) -> None:
-        """Do nothing: `contents` and `indexed` check while they wait for the objects anyway."""
+        """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole objects, those that follow asked for already."""
-        # No codec makes a chunk much longer.
+        """Yield the bytes of whole objects; the next ones are requested ahead."""
+        # No codec expands a chunk further.
         longest = 2 * n_bytes + 2**16
         yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield nothing: nothing is mapped."""
+        """Return an empty iterator, since remote objects cannot be mapped."""
         return iter(())
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield what is made of objects met for the first time, those that follow asked for already."""
+        """Yield the result of `index_of` for each object, read for the first time; later ones are requested ahead."""
 
         def indexed(at: At) -> T | None:
             try:
@@ -142,17 +142,17 @@ class StoreObjects:
         return self._checked([(partial(indexed, at), 0) for at in ats])
 
     def file(self, at: At, identity: ObjectIdentity) -> RemoteFile:
-        """Return an object that was met before."""
+        """Return an object that `indexed` has read before."""
         return RemoteFile(self._place(at), identity, cache=self._cache)
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
-        """Yield ranges, those of the next objects asked for already; see `ranges_of`."""
+        """Yield ranges; those of the next objects are requested ahead. See `ranges_of`."""
         return ranges_of(groups)
 
     def _checked(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> Iterator[Any]:
-        """Yield what calls return; see `in_order`."""
+        """Return an iterator over the results of calls; see `in_order`."""
         answers = in_order([(self._metadata.check, 0), *calls])
-        # The answer of the check comes first, so that nothing of a replaced array is handed out.
+        # The result of the check comes first, so that no data of a replaced array are returned.
         next(answers)
         return answers
 
@@ -163,7 +163,7 @@ class StoreObjects:
         place, seen = self._place(at), self._seen.get(at)
         try:
             if self._cache is not None:
-                if seen is None:  # whether what the cache has is what is there
+                if seen is None:  # the cached content must be that of the current object
                     seen = self._seen.keep(at, place.client.stat(place.key))
                 if seen.size > longest:
                     raise CorruptDataError(f"{place} has {seen.size} bytes, where at most {longest} belong")
@@ -178,12 +178,12 @@ class StoreObjects:
 
 
 class PlaceStore(Store):
-    """A store for zarr-python that reads as everything here does: with retries, and errors that name the place.
+    """Store for zarr-python on a client of dasksc, with its retries and error messages.
 
     Parameters
     ----------
     place
-        Where the root of the hierarchy is.
+        Location of the root of the hierarchy.
     """
 
     supports_writes = False
@@ -205,7 +205,7 @@ class PlaceStore(Store):
         return f"PlaceStore({self._place})"
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return an object, or a range of it; None if there is none."""
+        """Return an object or a range of it; None if it does not exist."""
         try:
             data = await asyncio.to_thread(self._get, key, byte_range)
         except MissingPathError:
@@ -231,7 +231,7 @@ class PlaceStore(Store):
         return list(await asyncio.gather(*(self.get(key, prototype, wanted) for key, wanted in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        """Return whether there is an object."""
+        """Return True if an object exists."""
         try:
             await asyncio.to_thread(self._place.client.stat, self._place.below(key).key)
         except MissingPathError:
@@ -239,11 +239,11 @@ class PlaceStore(Store):
         return True
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Refuse: nothing is written."""
+        """Raise an error, since the store is read-only."""
         raise InputError(f"{self._place} is read only")
 
     async def delete(self, key: str) -> None:
-        """Refuse: nothing is written."""
+        """Raise an error, since the store is read-only."""
         raise InputError(f"{self._place} is read only")
 
     async def list(self) -> AsyncIterator[str]:

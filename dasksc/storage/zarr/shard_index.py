@@ -1,4 +1,4 @@
-"""Where the chunks of a shard lie in it, by the index that it has."""
+"""Index of a shard: offsets and sizes of its chunks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dasksc.storage.zarr.layout import Layout
 
 __all__ = ["index_bytes", "index_places"]
 
-# What a shard's index holds for a chunk that was never written.
+# Offset and size in the index of a chunk that was never written.
 _NEVER = 2**64 - 1
 
 
 def index_bytes(layout: Layout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
-    """Return where in a shard its index lies, [start, stop) in bytes."""
+    """Return the byte range [start, stop) of the index in a shard."""
     n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
     if identity.size < n_bytes:
         raise CorruptDataError(f"{identity.path} is truncated: it has no room for the index of its chunks")
@@ -31,14 +31,14 @@ def index_bytes(layout: Layout, identity: FileIdentity | ObjectIdentity) -> tupl
 def index_places(
     layout: Layout, identity: FileIdentity | ObjectIdentity, data: Any
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return offset (-1 if it was never written) and size in bytes of each chunk of a shard, from its index."""
+    """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
     if layout.index_checksum:
         try:
             data = Crc32c().decode(data, len(data))
         except ValueError as error:
             raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
     table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    # What lies beyond any file is kept as lying beyond this one, to be refused when it is asked for.
+    # Offsets beyond int64 are clipped to one beyond the end of this file, which raises an error when it is read.
     places = np.minimum(table, identity.size + 1).astype(np.int64)
     places[table[:, 0] == _NEVER] = -1, 0
     return places[:, 0].copy(), places[:, 1].copy()

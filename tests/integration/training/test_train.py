@@ -322,6 +322,39 @@ def test_strategies_take_their_options_and_columns_of_weights(raw):
         train(raw)
 
 
+@pytest.mark.parametrize("control", ["{'cell_type': common}", "an expression"])
+def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
+    obs = dasksc.open(atlas).obs
+    common = obs["cell_type"].value_counts().index[0]
+    by_dict = control != "an expression"
+    raw["data"] |= {
+        "strategy": {
+            "name": "cell_sets",
+            "by": ["plate", "cell_type"],
+            "set_size": 8,
+            "control": {"cell_type": common} if by_dict else f"cell_type == '{common}'",
+            "match": ["plate"],
+            "unmatched": "loosen",
+            "weights": "groups",
+            "n_sets": 6,
+        },
+        "validation": 0.3,
+        "obs": ["plate"] if by_dict else [],
+    }
+    raw["model"] = {"name": "tests.programs.train_models:SetEffect"}
+    assert train(raw).n_steps == 2 * 3
+    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    trained = [row for batch in loaders.training for row in batch.index.tolist()]
+    held = [row for batch in loaders.validation for row in batch.index.tolist()]
+    assert not set(trained) & set(held)
+    _, held_out = split_rows(dasksc.open(atlas), Validation(share=0.3))
+    targets = obs["cell_type"].to_numpy() != common
+    assert set(held) == set(held_out[targets[held_out]].tolist())
+    controls = [row for batch in loaders.validation for row in batch.control.index.tolist()]
+    assert not targets[controls].any()
+    assert set(controls) - set(held_out.tolist()), "controls of validation may be any of the atlas"
+
+
 def test_whole_values_of_a_column_are_held_out(atlas):
     adata = dasksc.open(atlas)
     rows, held = split_rows(adata, Validation(share=0.3, by="plate"))

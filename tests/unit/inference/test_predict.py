@@ -182,8 +182,10 @@ def test_ranks_write_what_one_process_does(atlas, tmp_path, world_size):
 
 def test_the_last_of_ranks_at_work_together_publishes(atlas, tmp_path):
     out = tmp_path / "emb.zarr"
+    # Opened once: AnnData's warnings cannot be suppressed in several threads at a time.
+    adata = dasksc.open(atlas)
     reports = on_ranks(
-        3, lambda rank, store: predict(first_columns, atlas, out, rank=rank, world_size=3, scheduler="synchronous")
+        3, lambda rank, store: predict(first_columns, adata, out, rank=rank, world_size=3, scheduler="synchronous")
     )
     assert all(isinstance(report, dasksc.PredictionReport) for report in reports), reports
     assert sum(report.n_predicted for report in reports) == N_OBS

@@ -197,6 +197,16 @@ def test_expressions_and_filters(path: Path) -> None:
     assert max(obs.dose.iloc[batch.control.index.numpy()].max() for batch in every) > 0.9
 
 
+def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:
+    # As many rows as "cells" has letters, and as a mapping has groups.
+    for weights in ("cells", {"A": 1.0, "B": 1.0, "C": 1.0, "ctrl": 1.0}):
+        rows = [int(np.flatnonzero(screen().obs.gene == gene)[0]) for gene in ("A", "B", "C", "ctrl")]
+        rows += [int(np.flatnonzero(screen().obs.gene == "A")[1])] * (weights == "cells")
+        few = dasksc.CellSets("gene", 1, indices=rows, weights=weights)
+        data = dataset(path, few, batch_size=1, filter="dose >= 0")
+        assert {row for batch in data for row in batch.index.tolist()} <= set(rows)
+
+
 def test_a_batch_of_one_class(path: Path) -> None:
     obs = screen().obs
     for batch in dataset(path, dasksc.CellSets("gene", 32)):
@@ -216,9 +226,8 @@ def test_transforms_hooks_and_devices(path: Path) -> None:
     assert all(len(set(labels[i : i + 8])) == 1 for labels in rows for i in range(0, len(labels), 8))
 
 
-def test_groups_need_sets(path: Path) -> None:
-    with pytest.raises(InputError, match="groups are those of dasksc.CellSets"):
-        _ = dasksc.scDataset(path, dasksc.Streaming(), 8).groups
+def test_there_are_no_groups_without_sets(path: Path) -> None:
+    assert dasksc.scDataset(path, dasksc.Streaming(), 8).groups is None
 
 
 def test_a_missing_column_names_the_argument(path: Path) -> None:

@@ -1,0 +1,82 @@
+"""`dasksc stats`: statistics of genes, groups and cells, in one pass."""
+
+from __future__ import annotations
+
+import click
+
+import dasksc
+from dasksc.cli._shared import StorageOptions, data_options, opened, print_json
+from dasksc.summaries.gene_statistics import check_destination, write_statistics
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+\b
+Examples:
+  dasksc stats atlas.h5ad --by donor --out stats.h5ad
+  dasksc stats atlas.h5ad --by donor --by cell_type --filter 'n_genes > 500' --out stats.h5ad
+  dasksc stats 'plates/*.h5ad' --layer counts --qc mito=MT- --qc ribo=RPS --out stats.h5ad
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@data_options
+@click.option("--by", multiple=True, metavar="COLUMN", help="Group cells by this obs column; several: by all of them.")
+@click.option("--filter", metavar="EXPRESSION", help="Use only cells for which this holds: 'n_genes > 500'.")
+@click.option("--layer", help="Use this layer instead of X.")
+@click.option(
+    "--qc",
+    multiple=True,
+    metavar="NAME[=PREFIX]",
+    help="For each cell, its total, its genes, and the share of genes whose names begin with PREFIX, or of those that "
+    "the var column NAME marks.",
+)
+@click.option("--out", metavar="PATH", help="Write everything to this .h5ad file.")
+def command(
+    paths: tuple[str, ...],
+    join: str,
+    storage_options: StorageOptions,
+    cache: str | None,
+    as_json: bool,
+    by: tuple[str, ...],
+    filter: str | None,
+    layer: str | None,
+    qc: tuple[str, ...],
+    out: str | None,
+) -> None:
+    """Compute sums, means, variances and numbers of nonzeros of each gene, and of each group of cells."""
+    if out is not None:
+        check_destination(out)  # before the pass
+    atlas = opened(paths, join, storage_options=storage_options, cache=cache)
+    if isinstance(atlas, dasksc.Modalities):
+        raise dasksc.InputError(
+            f"statistics are of one matrix, and this holds several modalities ({', '.join(atlas)}). Store one of them "
+            "as an .h5ad file: mudata.read(path)['rna'].write_h5ad('rna.h5ad')"
+        )
+    masks = {}
+    for name, is_prefix, prefix in (one.partition("=") for one in qc):
+        if is_prefix:
+            masks[name] = atlas.var_names.str.startswith(prefix)
+        elif name in atlas.var and atlas.var[name].dtype == bool:
+            masks[name] = atlas.var[name].to_numpy()
+        else:
+            raise dasksc.InputError(f"--qc {name}: var has no column {name!r} of true and false; give {name}=PREFIX")
+    found = dasksc.statistics(atlas, by=list(by) or None, filter=filter, layer=layer, qc=masks or None)
+    if out is not None:
+        write_statistics(found, out)
+    genes = found.genes
+    n_cells = int(genes["n"].iloc[0]) if len(genes) else 0
+    told = {
+        "n_cells": n_cells,
+        "n_genes": len(genes),
+        "n_expressed": int((genes["count_nonzero"] > 0).sum()),
+        "total": float(genes["sum"].sum()),
+        "n_groups": None if found.groups is None else found.groups.n_obs,
+        "out": out,
+    }
+    if as_json:
+        print_json(told)
+        return
+    groups = "" if found.groups is None else f", {found.groups.n_obs:,} groups"
+    expressed = f"{told['n_expressed']:,} of {len(genes):,} genes expressed, total {told['total']:,.0f}"
+    click.echo(f"{n_cells:,} cells, {expressed}{groups}" + ("" if out is None else f"; written to {out}"))

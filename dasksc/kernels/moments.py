@@ -1,0 +1,157 @@
+"""Add up CSR rows: moments and clipped sums of each column, and totals of each row.
+
+Parameters that recur
+---------------------
+indptr, columns, values
+    CSR rows: shapes (n_rows + 1,), (nnz,) and (nnz,).
+groups
+    The group of each row, shape (n_rows,), int64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dasksc.kernels.compiled import kernel
+
+__all__ = [
+    "FRACTIONS",
+    "NEGATIVE",
+    "NOT_A_NUMBER",
+    "add_clipped",
+    "add_moments",
+    "add_residuals",
+    "add_rows",
+    "finish_moments",
+    "kinds_of",
+]
+
+FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
+"""What `kinds_of` tells of values."""
+
+
+@kernel
+def add_moments(indptr, columns, values, groups, moments):
+    """Add what is not zero to `moments`, shape (n_groups, n_vars, 4), float64.
+
+    Of each group and column: how many, the first of them, and the sums of their differences from it and of the squares
+    of these. Differences from a value of the data keep their digits where the mean is large.
+    """
+    n_vars = moments.shape[1]
+    flat = moments.reshape(-1)
+    for i in range(len(groups)):
+        begin = np.uint64(groups[i] * n_vars)
+        for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
+            value = np.float64(values[k])
+            if value == 0:
+                continue
+            at = (begin + np.uint64(columns[k])) * np.uint64(4)
+            if flat[at] == 0:
+                flat[at + np.uint64(1)] = value
+            difference = value - flat[at + np.uint64(1)]
+            flat[at] += 1
+            flat[at + np.uint64(2)] += difference
+            flat[at + np.uint64(3)] += difference * difference
+
+
+@kernel
+def finish_moments(moments, n_rows, counts, sums, means, squares):
+    """Write how many values are not zero, sums, means and sums of squared differences from these.
+
+    All have shape (n_groups, n_vars); `moments` is that of `add_moments`, and `n_rows`, shape (n_groups,), int64, are
+    the rows of each group. What is not zero and zeros are two parts, whose squares are joined as Chan, Golub and
+    LeVeque (1983) do. A mean of no row is NaN.
+    """
+    for i in range(len(n_rows)):
+        n = np.float64(n_rows[i])
+        for j in range(moments.shape[1]):
+            count, first, sum_, square = moments[i, j, 0], moments[i, j, 1], moments[i, j, 2], moments[i, j, 3]
+            counts[i, j] = np.int64(count)
+            sums[i, j] = count * first + sum_
+            means[i, j] = sums[i, j] / n if n > 0 else np.nan
+            squares[i, j] = 0.0
+            if count > 0:
+                away = sum_ / count  # of the mean of what is not zero, from its first value
+                own = square - sum_ * away
+                mean = first + away
+                squares[i, j] = (0.0 if own < 0 else own) + mean * mean * count * ((n - count) / n)
+
+
+@kernel
+def kinds_of(values):
+    """Return which of `FRACTIONS`, `NEGATIVE` and `NOT_A_NUMBER` there are among `values`."""
+    n_fractions = n_negative = n_missing = np.int64(0)
+    for k in range(len(values)):
+        value = np.float64(values[k])
+        n_fractions += np.int64(value != np.floor(value))
+        n_negative += np.int64(value < 0)
+        n_missing += np.int64(value != value)
+    return FRACTIONS * (n_fractions > 0) + NEGATIVE * (n_negative > 0) + NOT_A_NUMBER * (n_missing > 0)
+
+
+@kernel
+def add_rows(indptr, columns, values, masks, totals, counts):
+    """Write the total of each row into `totals`, and how many of its values are not zero into `counts`.
+
+    `masks`, shape (n_masks, n_vars), bool, are of columns whose totals are wanted, too: `totals` has shape
+    (n_rows, 1 + n_masks), float64, and `counts` (n_rows,), int64.
+    """
+    for i in range(len(counts)):
+        total = 0.0
+        count = 0
+        for k in range(indptr[i], indptr[i + 1]):
+            total += values[k]
+            count += values[k] != 0
+        totals[i, 0] = total
+        counts[i] = count
+        for j in range(masks.shape[0]):
+            total = 0.0
+            for k in range(indptr[i], indptr[i + 1]):
+                if masks[j, columns[k]]:
+                    total += values[k]
+            totals[i, 1 + j] = total
+
+
+@kernel
+def add_clipped(indptr, columns, values, groups, bounds, sums):
+    """Add values, at most `bounds`, shape (n_groups, n_vars), and their squares to `sums`, (n_groups, n_vars, 2)."""
+    for i in range(len(groups)):
+        group = groups[i]
+        for k in range(indptr[i], indptr[i + 1]):
+            column = columns[k]
+            value = min(np.float64(values[k]), bounds[group, column])
+            sums[group, column, 0] += value
+            sums[group, column, 1] += value * value
+
+
+@kernel
+def add_residuals(indptr, columns, values, groups, shares, theta, clip, sums):
+    """Add Pearson residuals and their squares to `sums`, shape (n_groups, 2, n_vars).
+
+    The mean of a value is the total of its row times that of its column among all counts of the group, `shares`, shape
+    (n_groups, n_vars), and its variance ``mean + mean**2 / theta``. Residuals are clipped to [-`clip`, `clip`]. A
+    residual whose variance is 0 is 0.
+    """
+    n_vars = shares.shape[1]
+    for i in range(len(groups)):
+        share, sum_, squares = shares[groups[i]], sums[groups[i], 0], sums[groups[i], 1]
+        total = 0.0
+        for k in range(indptr[i], indptr[i + 1]):
+            total += values[k]
+        # All as if they were zero, without a branch, so that it is done on several at a time; then those that are not.
+        for j in range(n_vars):
+            mean = share[j] * total
+            residual = -min(math.sqrt(mean * theta / (theta + mean)), clip)
+            sum_[j] += residual
+            squares[j] += residual * residual
+        for k in range(indptr[i], indptr[i + 1]):
+            j = columns[k]
+            mean = share[j] * total
+            if mean > 0:
+                zero = -min(math.sqrt(mean * theta / (theta + mean)), clip)
+                residual = (values[k] - mean) / math.sqrt(mean + mean * mean / theta)
+                residual = min(max(residual, -clip), clip)
+                sum_[j] += residual - zero
+                squares[j] += residual * residual - zero * zero

@@ -1,0 +1,102 @@
+"""Genes by their dispersion among genes of about the same mean: two flavors of highly variable genes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+__all__ = ["by_dispersion"]
+
+_N_BINS = 20
+# The median absolute deviation of a normal distribution with a standard deviation of 1.
+_NORMAL_DEVIATION = 0.6744897501960817
+
+
+def by_dispersion(
+    means: NDArray[np.float64],
+    variances: NDArray[np.float64],
+    is_there: NDArray[np.bool_] | None,
+    *,
+    flavor: str,
+    n_top_genes: int,
+) -> pd.DataFrame:
+    """Find highly variable genes by normalized dispersions.
+
+    Parameters
+    ----------
+    means, variances
+        Of each gene in each batch, shape (n_batches, n_vars).
+    is_there
+        Which genes each batch has; None: a single batch, with all genes.
+    flavor
+        ``"seurat"`` or ``"cell_ranger"``.
+    n_top_genes
+        How many genes.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``means``, ``dispersions``, ``dispersions_norm``, ``highly_variable``, and of batches how many have the gene
+        among theirs.
+    """
+    if is_there is None:
+        return _of_batch(means[0], variances[0], flavor, n_top_genes)
+    batches = []
+    for mean, variance, there in zip(means, variances, is_there, strict=True):
+        columns = _of_batch(mean[there], variance[there], flavor, n_top_genes).astype(np.float64)
+        # What a batch does not have counts as 0.
+        batches.append(columns.set_axis(np.flatnonzero(there)).reindex(range(len(mean)), fill_value=0.0))
+    stacked = np.stack([one.to_numpy() for one in batches])
+    n_tops = stacked[:, :, -1].sum(axis=0).astype(np.int64)
+    scores = _nan_mean(stacked[:, :, 2])
+    found = pd.DataFrame(
+        {
+            "means": _nan_mean(stacked[:, :, 0]),
+            "dispersions": _nan_mean(stacked[:, :, 1]),
+            "dispersions_norm": scores,
+            "highly_variable_nbatches": n_tops,
+            "highly_variable_intersection": n_tops == len(batches),
+        }
+    )
+    order = np.lexsort((-np.nan_to_num(scores, nan=-np.inf), -n_tops))
+    is_top = np.zeros(len(found), dtype=bool)
+    is_top[order[:n_top_genes]] = True
+    return found.assign(highly_variable=is_top)
+
+
+def _of_batch(mean: NDArray[np.float64], variance: NDArray[np.float64], flavor: str, n_top_genes: int) -> pd.DataFrame:
+    mean = np.where(mean == 0, 1e-12, mean)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        dispersion = variance / mean
+        if flavor == "seurat":
+            dispersion = np.log(np.where(dispersion == 0, np.nan, dispersion))
+            mean = np.log1p(mean)
+    genes = pd.DataFrame({"means": mean, "dispersions": dispersion})
+    if flavor == "seurat":
+        bins: Any = pd.cut(genes["means"], bins=_N_BINS)
+        grouped = genes["dispersions"].groupby(bins, observed=True)
+        center, width = grouped.transform("mean"), grouped.transform("std")
+        # A gene that is alone in its bin has a normalized dispersion of 1.
+        alone = width.isna()
+        width, center = width.where(~alone, center), center.where(~alone, 0.0)
+    else:
+        edges = np.r_[-np.inf, np.percentile(mean, np.arange(10, 105, 5)), np.inf]
+        # Edges are equal where many genes are expressed by no cell, which scanpy refuses.
+        bins = pd.cut(genes["means"], bins=edges, duplicates="drop")
+        grouped = genes["dispersions"].groupby(bins, observed=True)
+        center = grouped.transform("median")
+        width = (genes["dispersions"] - center).abs().groupby(grouped.ngroup()).transform("median") / _NORMAL_DEVIATION
+    with np.errstate(invalid="ignore", divide="ignore"):
+        normed = ((genes["dispersions"] - center) / width).to_numpy()
+    there = np.sort(normed[~np.isnan(normed)])
+    lowest = there[-min(n_top_genes, len(there))] if len(there) else np.inf
+    return genes.assign(dispersions_norm=normed, highly_variable=np.nan_to_num(normed, nan=-np.inf) >= lowest)
+
+
+def _nan_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return means over batches that have a value, NaN where none has."""
+    n = (~np.isnan(values)).sum(axis=0)
+    return np.where(n > 0, np.nansum(values, axis=0) / np.maximum(n, 1), np.nan)

@@ -1,0 +1,251 @@
+"""Statistics of genes, of genes by group, and of cells, in one pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from numpy.typing import NDArray
+
+from dasksc.atlas.lookup import known
+from dasksc.atlas.options import Openable
+from dasksc.errors import InputError
+from dasksc.kernels import moments as kernels
+from dasksc.loader.genes import GeneRequest
+from dasksc.summaries.reading import Groups, Moments, Pass, groups_of
+
+__all__ = ["Statistics", "check_destination", "statistics", "write_statistics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What `statistics` found.
+
+    Parameters
+    ----------
+    genes
+        A row for each gene, by its name: ``n``, the cells; ``sum``, ``mean`` and ``var`` (float64, ``ddof=1``), NaN
+        where there are too few cells; ``count_nonzero``.
+    groups
+        A row for each group and a column for each gene, with the layers ``sum``, ``mean``, ``var`` and
+        ``count_nonzero``, as `scanpy.get.aggregate` lays them out; obs has the labels and ``n_obs_aggregated``, the
+        cells. None without ``by``.
+    cells
+        A row for each cell that was read, with columns as `scanpy.pp.calculate_qc_metrics` names them. None without
+        ``qc``.
+    """
+
+    genes: pd.DataFrame
+    groups: AnnData | None = None
+    cells: pd.DataFrame | None = None
+
+    def to_anndata(self) -> AnnData:
+        """Return everything as one AnnData.
+
+        Returns
+        -------
+        AnnData
+            The groups, or one called ``"all"``, by genes; `genes` as var, and `cells` as ``uns["cells"]``.
+        """
+        if self.groups is not None:
+            made = self.groups.copy()
+            made.var = self.genes
+        else:
+            layers = {name: self.genes[[name]].to_numpy().T for name in ("sum", "mean", "var", "count_nonzero")}
+            n_obs = self.genes["n"].to_numpy()[:1]
+            obs = pd.DataFrame({"n_obs_aggregated": n_obs if len(n_obs) else [0]}, index=["all"])
+            made = AnnData(obs=obs, var=self.genes, layers=layers)
+        if self.cells is not None:
+            made.uns["cells"] = self.cells.set_axis(self.cells.index.astype(str))
+        return made
+
+
+def statistics(
+    adata: Openable | Sequence[Openable] | Mapping[str, Openable],
+    *,
+    by: str | Sequence[str] | None = None,
+    filter: str | None = None,
+    layer: str | None = None,
+    qc: Mapping[str, Any] | Sequence[str] | None = None,
+    progress: bool = False,
+) -> Statistics:
+    """Compute statistics of genes and cells in one pass over an atlas.
+
+    Parameters
+    ----------
+    adata
+        What `dasksc.open` takes or returns.
+    by
+        An obs column, or several, whose labels group cells. Cells without a label belong to no group, and count in
+        the statistics over all.
+    filter
+        Use only cells for which an expression over obs holds, as for `dasksc.rows_where`.
+    layer
+        Use this layer instead of X.
+    qc
+        Sets of genes of which each cell's share is wanted: names of boolean columns of var, or a dict of names,
+        masks or positions by the name of the set. An empty list gives totals and numbers of genes alone. None: nothing
+        is computed for each cell.
+    progress
+        Show a progress bar (needs tqdm).
+
+    Returns
+    -------
+    Statistics
+        Of genes, of groups and of cells.
+
+    Raises
+    ------
+    InputError
+        If an argument does not fit the atlas, or groups by genes need more memory than ``dasksc.memory-limit``.
+    MissingKeyError
+        If there is no such column or layer.
+
+    Notes
+    -----
+    Rows are read as an epoch of `Streaming` reads them: on the active Dask Client, else on threads. Memory does not
+    grow with the number of cells but for `Statistics.cells`; 64 bytes are needed for each gene of each group. Values
+    are added up in float64 relative to the first of each gene and group, so that variances are right where means are
+    large.
+    """
+    columns = [] if by is None else [by] if isinstance(by, str) else list(by)
+    source = Pass(adata, layer=layer, columns=columns, filter=filter, names=qc is not None, progress=progress)
+    n_vars = source.adata.n_vars
+    groups = None if by is None else groups_of(source.obs, columns)
+    cells = None if qc is None else _Cells(source, qc)
+    # Last the rows of no group, since they count over all.
+    codes = np.zeros(source.n_rows, dtype=np.int64) if groups is None else _last_without(groups)
+    n_groups = 0 if groups is None else len(groups.labels)
+    moments = Moments(np.bincount(codes, minlength=n_groups + 1).astype(np.int64), n_vars)
+    for rows in source:
+        moments.add(rows, codes[rows.places])
+        if cells is not None:
+            cells.add(rows)
+    return Statistics(
+        genes=_genes(moments, source),
+        groups=None if groups is None else _grouped(moments, groups, source),
+        cells=None if cells is None else cells.table(),
+    )
+
+
+def _last_without(groups: Groups) -> NDArray[np.int64]:
+    return np.where(groups.codes < 0, len(groups.labels), groups.codes)
+
+
+def _genes(moments: Moments, source: Pass) -> pd.DataFrame:
+    n = source.n_rows
+    mean, squares = moments.over_all()
+    return pd.DataFrame(
+        {
+            "n": np.full(source.adata.n_vars, n, dtype=np.int64),
+            "sum": moments.sum.sum(axis=0),
+            "mean": mean,
+            "var": squares / (n - 1) if n > 1 else np.full(source.adata.n_vars, np.nan),
+            "count_nonzero": moments.n_nonzero.sum(axis=0),
+        },
+        index=source.adata.var_names,
+    )
+
+
+def _grouped(moments: Moments, groups: Groups, source: Pass) -> AnnData:
+    n_groups = len(groups.labels)
+    layers = {
+        "sum": moments.sum[:n_groups],
+        "mean": moments.mean[:n_groups],
+        "var": moments.variance()[:n_groups],
+        "count_nonzero": moments.n_nonzero[:n_groups],
+    }
+    return AnnData(
+        obs=groups.labels.assign(n_obs_aggregated=groups.n_rows),
+        var=pd.DataFrame(index=source.adata.var_names),
+        layers=layers,
+    )
+
+
+class _Cells:
+    """Totals, numbers of genes, and shares of sets of genes, for each cell."""
+
+    def __init__(self, source: Pass, qc: Mapping[str, Any] | Sequence[str]) -> None:
+        if isinstance(qc, str):
+            raise InputError(f"qc={qc!r} is a string; give a list of names: qc=[{qc!r}]")
+        masks = _of_var(source.adata, qc) if not isinstance(qc, Mapping) else _of_genes(source.adata, qc)
+        self._names = list(masks)
+        self._masks = np.zeros((len(masks), source.adata.n_vars), dtype=bool)
+        for mask, one in zip(self._masks, masks.values(), strict=True):
+            mask[:] = one
+        self._index = source.obs.index
+        self._totals = np.empty((source.n_rows, 1 + len(masks)))
+        self._counts = np.empty(source.n_rows, dtype=np.int64)
+
+    def add(self, rows: Any) -> None:
+        """Compute those of some rows."""
+        places, indptr, columns, values = rows
+        kernels.add_rows(indptr, columns, values, self._masks, self._totals[places], self._counts[places])
+
+    def table(self) -> pd.DataFrame:
+        """Return them by their names in `scanpy.pp.calculate_qc_metrics`."""
+        total = self._totals[:, 0]
+        columns: dict[str, NDArray[Any]] = {"n_genes_by_counts": self._counts, "total_counts": total}
+        for i, name in enumerate(self._names):
+            part = self._totals[:, 1 + i]
+            columns[f"total_counts_{name}"] = part
+            with np.errstate(invalid="ignore", divide="ignore"):
+                columns[f"pct_counts_{name}"] = part / total * 100
+        return pd.DataFrame(columns, index=self._index)
+
+
+def _of_var(adata: AnnData, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    masks = {}
+    for name in names:
+        column = adata.var[known("var", name, adata.var)]
+        if column.dtype != bool:
+            raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs true and false for each gene")
+        masks[name] = column.to_numpy()
+    return masks
+
+
+def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.bool_]]:
+    masks = {}
+    for name, genes in sets.items():
+        mask = np.zeros(adata.n_vars, dtype=bool)
+        chosen = np.asarray(genes) if not isinstance(genes, str) else genes
+        # No gene of an empty set, which `genes=` refuses, is a share of 0.
+        if isinstance(chosen, str) or (chosen.any() if chosen.dtype == bool else len(chosen)):
+            columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)
+            mask[columns.positions if columns is not None else slice(None)] = True
+        masks[name] = mask
+    return masks
+
+
+def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
+    """Write statistics as an h5ad file.
+
+    Raises
+    ------
+    InputError
+        As `check_destination` does.
+    """
+    found.to_anndata().write_h5ad(check_destination(path))
+
+
+def check_destination(path: str | os.PathLike[str]) -> str:
+    """Return where statistics can be written.
+
+    Raises
+    ------
+    InputError
+        If there is something at the path already, its folder is missing, or its name has another ending.
+    """
+    name = os.fspath(path)
+    if not name.endswith(".h5ad"):
+        raise InputError(f"{name} must end in .h5ad")
+    if os.path.exists(name):
+        raise InputError(f"{name} exists; give another path, or remove it")
+    if not os.path.isdir(os.path.dirname(name) or "."):
+        raise InputError(f"there is no folder {os.path.dirname(name)} to write {os.path.basename(name)} to")
+    return name

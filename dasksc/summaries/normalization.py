@@ -1,0 +1,122 @@
+"""Counts brought to the same total in every cell, lazily."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import scipy.sparse as sp
+from anndata import AnnData
+from numpy.typing import NDArray
+
+from dasksc._compat.dask import meta_of
+from dasksc.atlas.opening import open as open_atlas
+from dasksc.atlas.options import Openable
+from dasksc.errors import InputError
+from dasksc.kernels import moments as kernels
+from dasksc.pushdown import row_local
+from dasksc.summaries.reading import Pass
+
+__all__ = ["normalize"]
+
+
+def normalize(
+    adata: Openable | Sequence[Openable] | Mapping[str, Openable],
+    *,
+    target_sum: float | None = None,
+    log1p: bool = True,
+    layer: str | None = None,
+    progress: bool = False,
+) -> AnnData:
+    """Scale each cell to the same total, and take the logarithm, lazily.
+
+    Parameters
+    ----------
+    adata
+        What `dasksc.open` takes or returns.
+    target_sum
+        The total of each cell. None: the median of the totals of the cells that have any, which takes one pass over
+        the matrix and 8 bytes a cell while it lasts.
+    log1p
+        Take ``log(1 + x)`` of what is scaled.
+    layer
+        Normalize this layer instead of X.
+    progress
+        Show a progress bar of the pass (needs tqdm).
+
+    Returns
+    -------
+    AnnData
+        As `dasksc.open` returns it, with another X, or layer: floating-point, computed row by row from the stored
+        values while rows are read, in chunks and in batches. ``uns["log1p"]`` says that logarithms were taken. Nothing
+        of `adata` is changed.
+
+    Raises
+    ------
+    InputError
+        If `target_sum` is not a positive number, or no cell has a total from which to find it.
+    MissingKeyError
+        If there is no such layer.
+
+    Notes
+    -----
+    The same as `scanpy.pp.normalize_total` and `scanpy.pp.log1p`, but that scanpy takes the median over all cells,
+    also those whose total is 0, where X is CSR in memory. Cells whose total is 0 stay as they are. Totals are added up
+    in float64.
+    """
+    atlas = open_atlas(adata)
+    source = Pass(atlas, layer=layer, progress=progress)
+    if target_sum is None:
+        target_sum = _median_total(source)
+    if not _is_total(target_sum):
+        raise InputError(f"target_sum must be a positive number; got {target_sum!r}")
+    array = source.array
+    dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
+    scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
+    meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(meta_of(array)) else np.empty((0, 0), dtype=dtype)
+    made: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
+    if layer is None:
+        atlas.X = made
+    else:
+        atlas.layers[layer] = made
+    if log1p:
+        atlas.uns["log1p"] = {"base": None}
+    return atlas
+
+
+def _is_total(value: Any) -> bool:
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return is_number and bool(0 < value < np.inf)
+
+
+def _median_total(source: Pass) -> float:
+    totals, counts = np.empty((source.n_rows, 1)), np.empty(source.n_rows, dtype=np.int64)
+    masks = np.zeros((0, source.adata.n_vars), dtype=bool)
+    for places, indptr, columns, values in source:
+        kernels.add_rows(indptr, columns, values, masks, totals[places], counts[places])
+    some = totals[totals > 0]
+    if not len(some):
+        raise InputError(f"no cell has a total of {source.label} above 0, so there is no median; give target_sum=")
+    return float(np.median(some))
+
+
+def _scaled(block: Any, *, target: float, log1p: bool, dtype: np.dtype[Any]) -> Any:
+    """Return rows whose total is `target`, CSR or dense as they are given."""
+    if sp.issparse(block):
+        made = sp.csr_matrix(block, dtype=dtype, copy=True)
+        factors = _factors(np.asarray(made.sum(axis=1, dtype=np.float64)).reshape(-1), target)
+        made.data *= np.repeat(factors, np.diff(made.indptr)).astype(dtype)
+        values = made.data
+    else:
+        values = made = np.array(block, dtype=dtype)
+        values *= _factors(made.sum(axis=1, dtype=np.float64), target).astype(dtype)[:, None]
+    if log1p:
+        np.log1p(values, out=values)
+    return made
+
+
+def _factors(totals: NDArray[np.float64], target: float) -> NDArray[np.float64]:
+    return np.divide(target, totals, out=np.ones_like(totals), where=totals != 0)

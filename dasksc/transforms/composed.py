@@ -1,0 +1,97 @@
+"""Several transforms as one, and what keys the random ones.
+
+A transform with a method ``at_epoch`` is asked for that of each epoch, and one with a method ``at_batch`` for that of
+each batch, by its number in the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dasksc.batches.batch import Batch
+from dasksc.errors import WrongTypeError
+
+__all__ = ["Composed", "Transform", "as_transform", "at_batch", "at_epoch", "owning"]
+
+Transform = Callable[[Any], Any]
+
+
+class Composed:
+    """Transforms that are called one after the other, each with what the one before returned.
+
+    Parameters
+    ----------
+    transforms
+        What to call.
+    """
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        self.transforms = tuple(transforms)
+
+    def at_epoch(self, epoch: int) -> Composed:
+        """Return the transforms of an epoch."""
+        return Composed([at_epoch(one, epoch) for one in self.transforms])
+
+    def at_batch(self, number: int) -> Composed:
+        """Return the transforms of a batch."""
+        return Composed([at_batch(one, number) for one in self.transforms])
+
+    def owning(self) -> Composed:
+        """Return the transforms for batches that nobody else holds: up to the first that might keep one."""
+        n_owning = next(
+            (i for i, one in enumerate(self.transforms) if not hasattr(one, "owning")), len(self.transforms)
+        )
+        return Composed([*map(owning, self.transforms[:n_owning]), *self.transforms[n_owning:]])
+
+    def __call__(self, batch: Batch) -> Any:
+        """Call all of them."""
+        made: Any = batch
+        for transform in self.transforms:
+            made = transform(made)
+        return made
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(repr, self.transforms))}]"
+
+
+def as_transform(given: Any) -> Transform | None:
+    """Return one transform for what `scDataset` takes: None, a transform, or a list of them.
+
+    Raises
+    ------
+    WrongTypeError
+        If any cannot be called.
+    InputError
+        If two of a list would draw the same.
+    """
+    if given is None or isinstance(given, Composed):
+        return given
+    if not isinstance(given, list | tuple):
+        if not callable(given):
+            raise WrongTypeError(
+                f"transform must be callable; got {given!r}. Give a function of a batch, or a list of them"
+            )
+        return given  # type: ignore[no-any-return]
+    for one in given:
+        if not callable(one):
+            raise WrongTypeError(f"transform must be callable; the list has {one!r}. Give functions of a batch")
+    for i, one in enumerate(given):
+        if hasattr(one, "refuse_beside"):
+            one.refuse_beside(given[:i])
+    return Composed(given) if given else None
+
+
+def at_epoch(transform: Any, epoch: int) -> Any:
+    """Return the transform of an epoch."""
+    return transform.at_epoch(epoch) if hasattr(transform, "at_epoch") else transform
+
+
+def owning(transform: Any) -> Any:
+    """Return the transform for batches that nobody else holds."""
+    return transform.owning() if hasattr(transform, "owning") else transform
+
+
+def at_batch(transform: Any, number: int) -> Any:
+    """Return the transform of the batch with a number in the epoch."""
+    return transform.at_batch(number) if hasattr(transform, "at_batch") else transform

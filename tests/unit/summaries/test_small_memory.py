@@ -1,0 +1,54 @@
+"""Statistics of an atlas in a control group whose memory the atlas does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cgroups import Cgroup, NoCgroupError, memory_cgroup
+from tests.support.programs import PROGRAMS, ROOT
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("out of core")]
+
+MIB = 2**20
+
+
+def found_in(path: Path, group: Cgroup | None = None) -> dict[str, Any]:
+    os.sync()
+    with path.open("rb") as file:  # pages that others have read are not charged to a group
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    printed = subprocess.run(
+        [sys.executable, PROGRAMS / "limited_statistics.py", path],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=None if group is None else group.enter,
+        timeout=250,
+    ).stdout
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def test_memory_is_flat_and_fits_a_group_of_a_gibibyte(atlas_of: Callable[..., Path]) -> None:
+    large, small = atlas_of(100_000, 20_000), atlas_of(30_000, 20_000)
+    assert large.stat().st_size > 1024 * MIB
+    try:
+        with memory_cgroup(1024 * MIB) as group:
+            limited = found_in(large, group)
+            assert group.n_killed() == 0
+    except NoCgroupError as error:
+        pytest.skip(str(error))
+    whole = found_in(large)
+    assert limited["digest"] == whole["digest"]
+    assert limited["sums"] == pytest.approx(whole["sums"], rel=1e-12)
+    # Groups by genes take 64 bytes for each: 65 MB; rows in flight take the rest.
+    assert found_in(small)["peak"] <= 400 * MIB
+    assert whole["peak"] <= 400 * MIB

@@ -1,0 +1,274 @@
+"""Statistics in one pass, against NumPy in float64 and scanpy in memory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anndata as ad
+import dask
+import dask.array as da
+import distributed
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dasksc
+from dasksc import InputError, MissingKeyError, cli
+from dasksc.kernels import moments as kernels
+from dasksc.summaries import reading
+from dasksc.summaries.reading import Moments, Rows
+from tests.support.data import dense, make_adata, write_store
+
+pytestmark = pytest.mark.core
+
+NAMES = ["sum", "mean", "var", "count_nonzero"]
+
+
+def expected_of(values: Any) -> dict[str, np.ndarray[Any, Any]]:
+    values = dense(values).astype(np.float64)
+    return {
+        "sum": values.sum(axis=0),
+        "mean": values.mean(axis=0),
+        "var": values.var(axis=0, ddof=1),
+        "count_nonzero": (values != 0).sum(axis=0),
+    }
+
+
+def assert_are(found: pd.DataFrame, values: Any) -> None:
+    assert (found["n"] == len(dense(values))).all()
+    for name, expected in expected_of(values).items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-9)
+
+
+# --- Of genes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u1", "f2", "?"])
+def test_statistics_of_genes_are_those_of_numpy(layout, dtype, tmp_path):
+    values = dense(make_adata(60, 17).X) % 200
+    adata = ad.AnnData(sp.csr_matrix(values.astype("f4")) if layout == "csr" else values.astype(dtype))
+    if layout == "csr":
+        adata.X = sp.csr_matrix(values.astype("f4" if dtype == "f2" else dtype))
+    for data in (adata, write_store(adata, tmp_path, "h5ad")):
+        found = dasksc.statistics(data)
+        assert_are(found.genes, adata.X)
+        assert found.groups is found.cells is None
+        assert list(found.genes.index) == list(adata.var_names)
+
+
+def test_layers_files_and_dask_arrays_are_read(tmp_path):
+    adata = make_adata(60, 17)
+    path = write_store(adata, tmp_path, "h5ad")
+    assert_are(dasksc.statistics(path, layer="counts").genes, adata.layers["counts"])
+    assert_are(dasksc.statistics(write_store(adata, tmp_path, "v3"), layer="scaled").genes, adata.layers["scaled"])
+    assert_are(dasksc.statistics([path, path]).genes, sp.vstack([adata.X, adata.X]))
+    lazy = dasksc.open(path)
+    lazy.X = da.log1p(lazy.X)
+    assert_are(dasksc.statistics(lazy).genes, np.log1p(dense(adata.X)))
+    for scheduler in ("synchronous", "threads"):
+        with dask.config.set(scheduler=scheduler):
+            assert_are(dasksc.statistics(path).genes, adata.X)
+
+
+def test_a_cluster_reads_what_threads_would(in_process_cluster, tmp_path):
+    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
+    expected = dasksc.statistics(path, by="cell_type", qc=[])
+    with distributed.Client(in_process_cluster):
+        found = dasksc.statistics(path, by="cell_type", qc=[])
+    pd.testing.assert_frame_equal(found.genes, expected.genes)
+    pd.testing.assert_frame_equal(found.cells, expected.cells)
+    np.testing.assert_array_equal(found.groups.layers["var"], expected.groups.layers["var"])
+
+
+def test_a_filter_leaves_cells_out(tmp_path):
+    adata = make_adata(60, 17)
+    path = write_store(adata, tmp_path, "h5ad")
+    chosen = adata[adata.obs["int64"] > 0]
+    found = dasksc.statistics(path, filter="int64 > 0", by="cell_type", qc=[])
+    assert_are(found.genes, chosen.X)
+    assert found.groups.obs["n_obs_aggregated"].sum() == chosen.n_obs
+    assert list(found.cells.index) == list(chosen.obs_names)
+    none = dasksc.statistics(path, filter="int64 > 1000", by="cell_type", qc=[])
+    assert (none.genes["n"] == 0).all()
+    assert (none.genes["sum"] == 0).all()
+    assert none.genes[["mean", "var"]].isna().all(axis=None)
+    assert none.groups.shape == (0, 17)
+    assert len(none.cells) == 0
+    one = dasksc.statistics(adata[:1])
+    assert one.genes["var"].isna().all()
+
+
+def test_variances_about_a_large_mean_are_right_over_a_million_rows():
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(10_000, 3)) * [1, 3, 0.01] + [1e6, 1e7, 1e5]
+    rows = da.concatenate([da.from_array(first, chunks=(10_000, 3)) + 1e-3 * i for i in range(100)])
+    values = rows.compute()
+    groups = np.repeat(["a", "b"], [300_000, 700_000])
+    adata = ad.AnnData(values, obs=pd.DataFrame({"group": pd.Categorical(groups)}, index=np.arange(10**6).astype(str)))
+    found = dasksc.statistics(adata, by="group")
+    exact = (values.astype(np.longdouble) - values.mean(axis=0, dtype=np.longdouble)) ** 2
+    np.testing.assert_allclose(found.genes["var"], (exact.sum(axis=0) / (10**6 - 1)).astype(float), rtol=1e-6)
+    np.testing.assert_allclose(found.genes["mean"], values.mean(axis=0), rtol=1e-12)
+    for i, name in enumerate("ab"):
+        part = values[groups == name]
+        np.testing.assert_allclose(found.groups.layers["var"][i], part.var(axis=0, ddof=1), rtol=1e-6)
+
+
+VALUES = st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.5, -3.0, 1e8, 1e8 + 1])
+
+
+@given(
+    cells=st.lists(st.tuples(st.integers(0, 2), st.lists(VALUES, min_size=4, max_size=4)), max_size=12),
+    size=st.integers(1, 5),
+)
+def test_moments_do_not_depend_on_how_rows_are_cut(cells, size):
+    codes = np.array([code for code, _ in cells], dtype=np.int64)
+    values = np.array([row for _, row in cells], dtype=np.float64).reshape(-1, 4)
+    moments = Moments(np.bincount(codes, minlength=3), 4)
+    for start in range(0, len(cells), size):
+        part = sp.csr_matrix(values[start : start + size])
+        rows = Rows(slice(start, start + size), part.indptr, part.indices, part.data)
+        moments.add(rows, codes[start : start + size])
+    exact = values.astype(np.longdouble)
+    for group in range(3):
+        own = exact[codes == group]
+        np.testing.assert_allclose(moments.sum[group], own.sum(axis=0).astype(float), rtol=1e-12)
+        if len(own) > 1:
+            variance = own.var(axis=0, ddof=1).astype(float)
+            np.testing.assert_allclose(moments.variance()[group], variance, rtol=1e-6, atol=1e-9)
+    if len(cells):
+        mean, squares = moments.over_all()
+        np.testing.assert_allclose(mean, exact.mean(axis=0).astype(float), rtol=1e-12)
+        expected = ((exact - exact.mean(axis=0)) ** 2).sum(axis=0).astype(float)
+        np.testing.assert_allclose(squares, expected, rtol=1e-6, atol=1e-9)
+    kinds = kernels.kinds_of(values.reshape(-1))
+    assert bool(kinds & kernels.NEGATIVE) == bool((values < 0).any())
+    assert bool(kinds & kernels.FRACTIONS) == bool((values == 2.5).any())
+    assert not kinds & kernels.NOT_A_NUMBER
+
+
+def test_missing_values_stay_missing():
+    values = np.array([[1.0, np.nan], [2.0, 3.0]])
+    found = dasksc.statistics(ad.AnnData(values)).genes
+    assert found["sum"].tolist()[0] == 3.0
+    assert found[["sum", "mean", "var"]].iloc[1].isna().all()
+
+
+# --- Of groups ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["cell_type", ["cell_type", "flag"]])
+def test_groups_are_laid_out_as_scanpy_does(by, tmp_path):
+    sc = pytest.importorskip("scanpy")
+    adata = make_adata(200, 17)
+    adata.obs["flag"] = adata.obs["flag"].astype(str)
+    theirs = sc.get.aggregate(adata, by, NAMES)
+    ours = dasksc.statistics(write_store(adata, tmp_path, "h5ad"), by=by).groups
+    assert list(ours.obs_names) == list(theirs.obs_names)
+    assert list(ours.var_names) == list(theirs.var_names)
+    for name in [by] if isinstance(by, str) else by:
+        assert ours.obs[name].tolist() == theirs.obs[name].tolist()
+    for name in NAMES:
+        np.testing.assert_allclose(ours.layers[name], theirs.layers[name], rtol=1e-6, atol=1e-6)
+    counts = adata.obs.groupby(by, observed=True).size()
+    assert ours.obs["n_obs_aggregated"].tolist() == counts.tolist()
+
+
+def test_cells_without_a_label_belong_to_no_group_and_count_over_all():
+    adata = make_adata(60, 17)
+    found = dasksc.statistics(adata, by="cell_type_missing")
+    assert_are(found.genes, adata.X)
+    labelled = adata.obs["cell_type_missing"].notna()
+    assert found.groups.obs["n_obs_aggregated"].sum() == labelled.sum() < 60
+    np.testing.assert_allclose(found.groups.layers["sum"].sum(axis=0), dense(adata[labelled].X).sum(axis=0))
+
+
+def test_groups_that_need_more_memory_than_there_may_be_are_refused():
+    adata = make_adata(60, 17)
+    said = r"61 groups of 17 genes need .*memory-limit is .* Group by fewer"
+    with dask.config.set({"dasksc.memory-limit": "20kB"}), pytest.raises(InputError, match=said):
+        dasksc.statistics(adata, by=["int64", "uint16", "text", "float32"])
+
+
+# --- Of cells -------------------------------------------------------------------------------------------
+
+
+def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
+    sc = pytest.importorskip("scanpy")
+    adata = make_adata(60, 17)
+    adata.var["mito"] = adata.var_names.str.endswith(("1", "5"))
+    adata.var["none"] = False
+    path = write_store(adata, tmp_path, "h5ad")
+    theirs, _ = sc.pp.calculate_qc_metrics(adata, qc_vars=["mito", "none"], percent_top=None, log1p=False)
+    genes = adata.var_names[adata.var["mito"]].tolist()
+    for qc in (["mito", "none"], {"mito": genes, "none": []}, {"mito": adata.var["mito"].to_numpy(), "none": []}):
+        ours = dasksc.statistics(path, qc=qc).cells
+        assert set(ours.columns) == set(theirs.columns)
+        for name in ours:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-6)
+        assert list(ours.index) == list(adata.obs_names)
+    assert list(dasksc.statistics(path, qc=[]).cells.columns) == ["n_genes_by_counts", "total_counts"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"by": "nothing"}, MissingKeyError, "nothing"),
+        ({"by": []}, InputError, "names no column"),
+        ({"layer": "nothing"}, MissingKeyError, "layers has no 'nothing'"),
+        ({"filter": "nothing > 3"}, MissingKeyError, "nothing"),
+        ({"qc": "mito"}, InputError, r"give a list of names: qc=\['mito'\]"),
+        ({"qc": ["nothing"]}, MissingKeyError, "var has no 'nothing'"),
+        ({"qc": ["mean"]}, InputError, "needs true and false for each gene"),
+        ({"qc": {"mito": ["nothing"]}}, MissingKeyError, "nothing"),
+    ],
+)
+def test_what_does_not_fit_the_atlas_is_refused(options, error, said):
+    with pytest.raises(error, match=said):
+        dasksc.statistics(make_adata(60, 17), **options)
+
+
+# --- On the command line --------------------------------------------------------------------------------
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(cli.group, ["stats", *map(str, arguments)])
+
+
+def test_the_command_writes_what_the_function_finds(tmp_path):
+    adata = make_adata(60, 17)
+    path = write_store(adata, tmp_path, "h5ad")
+    expected = dasksc.statistics(path, by="cell_type", qc={"some": ["gene1", *[f"gene1{i}" for i in range(7)]]})
+    out = tmp_path / "stats.h5ad"
+    shown = run(path, "--by", "cell_type", "--qc", "some=gene1", "--out", out, "--json")
+    assert shown.exit_code == 0, shown.output
+    told = json.loads(shown.output)
+    assert (told["n_cells"], told["n_genes"], told["n_groups"]) == (60, 17, 3)
+    found = ad.read_h5ad(out)
+    for name in NAMES:
+        np.testing.assert_array_equal(found.layers[name], expected.groups.layers[name])
+        np.testing.assert_array_equal(found.var[name], expected.genes[name])
+    np.testing.assert_array_equal(found.uns["cells"]["pct_counts_some"], expected.cells["pct_counts_some"])
+    again = run(path, "--out", out)
+    assert again.exit_code == 1
+    assert "exists" in str(again.exception)
+    plain = run(path, "--filter", "int64 > 0", "--out", tmp_path / "all.h5ad")
+    assert "cells, 16 of 17 genes expressed" in plain.output
+    assert ad.read_h5ad(tmp_path / "all.h5ad").obs_names.tolist() == ["all"]
+    for wrong in (["--out", tmp_path / "a.csv"], ["--out", tmp_path / "no" / "a.h5ad"], ["--qc", "mito"]):
+        assert run(path, *wrong).exit_code == 1
+
+
+def test_a_pass_reads_every_row_once_in_order(tmp_path):
+    adata = make_adata(60, 17)
+    source = reading.Pass(write_store(adata, tmp_path, "h5ad"), layer=None)
+    parts = list(source)
+    assert [part.places.start for part in parts] == [0, *[part.places.stop for part in parts[:-1]]]
+    found = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 17)) for p in parts])
+    np.testing.assert_array_equal(found.toarray(), dense(adata.X))

@@ -1,0 +1,194 @@
+"""Highly variable genes are those of scanpy in memory, on real and made-up atlases."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import anndata as ad
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+import dasksc
+from dasksc import InputError, MissingKeyError
+from tests.support.data import sample, write_store
+
+pytestmark = pytest.mark.core
+
+FLAVORS = ["seurat", "cell_ranger", "seurat_v3", "pearson_residuals"]
+# In batches of 35 cells of the last, genes have the very same scores.
+REAL = [
+    *[(name, key) for name in ("pbmc_5k_protein_v3", "pbmc_10k_protein_v3") for key in (None, "batch")],
+    ("brainlarge_dataset_test", None),
+]
+
+
+def made_up(n_obs: int = 600, n_vars: int = 400, n_batches: int = 3) -> ad.AnnData:
+    rng = np.random.default_rng(0)
+    batches = rng.integers(0, n_batches, n_obs)
+    depth = rng.lognormal(0, 0.4, (n_obs, 1))
+    programs = rng.lognormal(0, rng.gamma(1, 0.3, n_vars), (n_batches + 5, n_vars))
+    # Expressed by so many cells that no two genes have the same score.
+    mean = (0.3 + rng.gamma(0.5, 2, n_vars)) * programs[rng.integers(0, n_batches + 5, n_obs)] * depth
+    counts = rng.poisson(mean).astype(np.float32)
+    counts[:, 7] = 0
+    counts[batches == 1, 11] = 0
+    obs = pd.DataFrame({"batch": pd.Categorical([f"b{i}" for i in batches])}, index=[f"c{i}" for i in range(n_obs)])
+    return ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(n_vars)]))
+
+
+def real(name: str) -> ad.AnnData:
+    path = sample(f"{name}.h5ad")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that come twice
+        stored = ad.read_h5ad(path)
+    counts = sp.csr_matrix(stored.X).astype(np.float32)
+    expressed = np.asarray(counts.sum(axis=0)).reshape(-1) > 0  # without which scanpy's bins are not unique
+    counts = sp.csr_matrix(counts[:, expressed])
+    obs = pd.DataFrame({"batch": pd.Categorical(np.arange(len(stored)) % 2)}, index=np.arange(len(stored)).astype(str))
+    return ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=np.arange(counts.shape[1]).astype(str)))
+
+
+def prepared(counts: ad.AnnData, flavor: str) -> ad.AnnData:
+    """A copy whose X is what a flavor expects."""
+    sc = pytest.importorskip("scanpy")
+    adata = counts.copy()
+    if flavor in ("seurat", "cell_ranger"):
+        sc.pp.normalize_total(adata, target_sum=1e4)
+        sc.pp.log1p(adata)
+    return adata
+
+
+def of_scanpy(adata: ad.AnnData, n_top_genes: int, flavor: str, batch_key: str | None = None) -> pd.DataFrame:
+    sc = pytest.importorskip("scanpy")
+    if flavor == "seurat_v3":
+        pytest.importorskip("skmisc")
+    pp = sc.experimental.pp if flavor == "pearson_residuals" else sc.pp
+    found: pd.DataFrame = pp.highly_variable_genes(
+        adata.copy(), n_top_genes=n_top_genes, flavor=flavor, batch_key=batch_key, inplace=False
+    )
+    return found
+
+
+def assert_same(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
+    """Fail unless both chose the same genes, but for scores that are tied."""
+    score = next(n for n in ("dispersions_norm", "variances_norm", "residual_variances") if n in theirs)
+    assert list(ours.index) == list(theirs.index)
+    names = {"means", "variances", "dispersions", score, "highly_variable_nbatches", "highly_variable_intersection"}
+    assert names & set(theirs) == names & set(ours)
+    for name in names & set(theirs):
+        np.testing.assert_allclose(
+            ours[name].to_numpy(float), theirs[name].to_numpy(float), rtol=2e-5, atol=2e-5, err_msg=name
+        )
+    differ = ours["highly_variable"].to_numpy() != theirs["highly_variable"].to_numpy(bool)
+    chosen = theirs.loc[theirs["highly_variable"].to_numpy(bool), score]
+    for gene in ours.index[differ]:
+        assert np.isclose(chosen, ours.loc[gene, score], rtol=1e-6, atol=1e-12).any(), gene
+
+
+@pytest.mark.parametrize("n_top_genes", [1, 50, 300, 1000])
+@pytest.mark.parametrize("batch_key", [None, "batch"])
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.filterwarnings("ignore:.*n_top_genes.*")
+def test_genes_of_a_made_up_atlas_are_those_of_scanpy(flavor, batch_key, n_top_genes, tmp_path):
+    adata = prepared(made_up(), flavor)
+    theirs = of_scanpy(adata, n_top_genes, flavor, batch_key)
+    path = write_store(adata, tmp_path, "h5ad")
+    ours = dasksc.highly_variable_genes(path, n_top_genes, flavor, batch_key)
+    assert_same(ours, theirs)
+    assert ours["highly_variable"].tolist() == theirs["highly_variable"].tolist()
+    assert ours["highly_variable"].dtype == bool
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize(("name", "batch_key"), REAL)
+def test_genes_of_a_real_atlas_are_those_of_scanpy(name, flavor, batch_key):
+    adata = prepared(real(name), flavor)
+    try:
+        theirs = of_scanpy(adata, 100, flavor, batch_key)
+    except ValueError as error:
+        # Too few cells for its fit, or for unique bins: ours says so, or finds genes.
+        if "unique" in str(error):
+            assert dasksc.highly_variable_genes(adata, 100, flavor, batch_key)["highly_variable"].sum() >= 100
+            return
+        with pytest.raises(InputError, match="which fails for batch"):
+            dasksc.highly_variable_genes(adata, 100, flavor, batch_key)
+        return
+    assert_same(dasksc.highly_variable_genes(adata, 100, flavor, batch_key), theirs)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_layout_scheduler_layer_and_filter_change_nothing(flavor, tmp_path):
+    adata = prepared(made_up(), flavor)
+    pytest.importorskip("skmisc")
+    expected = dasksc.highly_variable_genes(adata, 50, flavor)
+    dense = ad.AnnData(adata.X.toarray(), obs=adata.obs, var=adata.var, uns=adata.uns)
+    for given in (dense, write_store(dense, tmp_path, "h5ad")):
+        pd.testing.assert_frame_equal(dasksc.highly_variable_genes(given, 50, flavor), expected, rtol=1e-9)
+    with dask.config.set(scheduler="synchronous"):
+        pd.testing.assert_frame_equal(dasksc.highly_variable_genes(adata, 50, flavor), expected)
+    layered = ad.AnnData(adata.X * 0, obs=adata.obs, var=adata.var, uns=adata.uns, layers={"counts": adata.X})
+    pd.testing.assert_frame_equal(dasksc.highly_variable_genes(layered, 50, flavor, layer="counts"), expected)
+    part = dasksc.highly_variable_genes(adata, 50, flavor, filter="batch == 'b1'")
+    own = dasksc.highly_variable_genes(adata[adata.obs["batch"] == "b1"].copy(), 50, flavor)
+    pd.testing.assert_frame_equal(part, own)
+
+
+def test_another_base_of_logarithms_is_undone():
+    sc = pytest.importorskip("scanpy")
+    adata = made_up()
+    sc.pp.normalize_total(adata, target_sum=1e4)
+    sc.pp.log1p(adata, base=2)
+    assert_same(dasksc.highly_variable_genes(adata, 50), of_scanpy(adata, 50, "seurat"))
+
+
+@pytest.mark.parametrize(("flavor", "n_passes"), list(zip(FLAVORS, [1, 1, 2, 2], strict=True)))
+def test_no_flavor_reads_more_often_than_it_says(flavor, n_passes, monkeypatch):
+    from dasksc.summaries.reading import Pass
+
+    pytest.importorskip("skmisc")
+    n = 0
+    whole = Pass.__iter__
+
+    def counted(self: Pass) -> Any:
+        nonlocal n
+        n += 1
+        return whole(self)
+
+    monkeypatch.setattr(Pass, "__iter__", counted)
+    dasksc.highly_variable_genes(made_up(), 50, flavor, "batch")
+    assert n == n_passes
+
+
+def test_what_cannot_be_compared_is_refused(caplog):
+    adata = made_up()
+    with pytest.raises(InputError, match="flavor='seurat_v4' is none of"):
+        dasksc.highly_variable_genes(adata, 50, "seurat_v4")
+    with pytest.raises(InputError, match="n_top_genes"):
+        dasksc.highly_variable_genes(adata, 0)
+    with pytest.raises(MissingKeyError, match="nothing"):
+        dasksc.highly_variable_genes(adata, 50, batch_key="nothing")
+    with pytest.raises(InputError, match="the filter leaves none"):
+        dasksc.highly_variable_genes(adata, 50, filter="batch == 'b9'")
+    adata.obs["gaps"] = adata.obs["batch"].where(np.arange(600) > 9)
+    with pytest.raises(InputError, match="no batch for 10 cells"):
+        dasksc.highly_variable_genes(adata, 50, batch_key="gaps")
+    missing, below, fractions = adata.copy(), adata.copy(), adata.copy()
+    missing.X.data[5], below.X.data[5], fractions.X.data[5] = np.nan, -1, 0.5
+    for flavor in FLAVORS:
+        with pytest.raises(InputError, match="X has missing values"):
+            dasksc.highly_variable_genes(missing, 50, flavor)
+    for flavor in ("seurat_v3", "pearson_residuals"):
+        with pytest.raises(InputError, match="values below 0"):
+            dasksc.highly_variable_genes(below, 50, flavor)
+        with caplog.at_level(logging.WARNING, "dasksc.summaries"):
+            dasksc.highly_variable_genes(fractions, 50, flavor)
+        assert "values that are not whole" in caplog.text
+        caplog.clear()
+    small = adata[:3].copy()
+    with pytest.raises(InputError, match="which fails for batch 'all'"):
+        dasksc.highly_variable_genes(small, 50, "seurat_v3")

@@ -1,0 +1,291 @@
+"""Fewer counts and masked genes on the way to the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from itertools import islice
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from torch.utils.data import DataLoader
+
+import dasksc
+from dasksc import Batch, InputError, WrongTypeError
+from dasksc.planning.consumed_segments import Stretch
+from dasksc.tokens import RankTokens
+from dasksc.transforms import Downsample, MaskGenes
+
+pytestmark = pytest.mark.core
+
+N_OBS, N_VARS = 97, 70
+KINDS = [Downsample(0.5), Downsample(target_counts=60), MaskGenes(0.4)]
+
+
+@pytest.fixture(scope="module")
+def adata() -> ad.AnnData:
+    rng = np.random.default_rng(0)
+    counts = rng.poisson(rng.gamma(0.4, 4.0, N_VARS), (N_OBS, N_VARS)).astype(np.float32)
+    return ad.AnnData(sp.csr_matrix(counts), layers={"counts": sp.csr_matrix(counts * 2)})
+
+
+def batch_of(values: Any, layout: str = "dense", dtype: torch.dtype = torch.float32, **more: Any) -> Batch:
+    X = torch.as_tensor(values).to(dtype)
+    return Batch(X=X.to_sparse_csr() if layout == "csr" else X, index=torch.arange(len(X)) + 1000, **more)
+
+
+def dense(X: torch.Tensor) -> torch.Tensor:
+    return X.to_dense() if X.layout == torch.sparse_csr else X
+
+
+def epoch_of(adata: ad.AnnData, transform: Any, strategy: Any = None, **options: Any) -> dasksc.scDataset:
+    options = {"batch_size": 8, "fetch_factor": 2, "seed": 3, "rank": 0, "world_size": 1, **options}
+    return dasksc.scDataset(adata, strategy or dasksc.BlockShuffling(4), transform=transform, **options)
+
+
+def listed(batches: Any) -> list[tuple[list[int], list[list[float]]]]:
+    return [(batch.index.tolist(), dense(batch.X).tolist()) for batch in batches]
+
+
+# --- What becomes of a batch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", KINDS, ids=repr)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8],
+)
+def test_values_of_any_type_are_treated_alike_dense_and_csr(transform, dtype):
+    values = torch.from_numpy(np.random.default_rng(1).poisson(2, (9, N_VARS)))
+    expected = transform(batch_of(values)).X
+    for layout in ("dense", "csr"):
+        batch = batch_of(values, layout, dtype, obs={"label": torch.arange(9)})
+        made = transform(batch)
+        assert isinstance(made, Batch)
+        assert (made.X.layout, made.X.dtype, made.X.shape) == (batch.X.layout, dtype, batch.X.shape)
+        assert dense(made.X).double().equal(expected.double())
+        assert torch.equal(dense(batch.X), values.to(dtype))  # what was given stays
+        assert made.obs is batch.obs
+        if layout == "csr":
+            assert made.X.col_indices().equal(batch.X.col_indices())
+
+
+def test_true_and_false_are_counts_of_one():
+    values = torch.ones((20, N_VARS), dtype=torch.bool)
+    made = Downsample(0.5)(batch_of(values, dtype=torch.bool)).X
+    assert made.dtype == torch.bool
+    assert made.equal(Downsample(0.5)(batch_of(values)).X.bool())
+    assert 0.4 < made.double().mean() < 0.6
+
+
+def test_counts_stay_whole_and_no_more_are_kept_than_there_were():
+    values = torch.from_numpy(np.random.default_rng(1).poisson(5, (50, N_VARS))).float()
+    for transform in KINDS[:2]:
+        made = transform(batch_of(values)).X
+        assert made.equal(made.round())
+        assert bool(((made >= 0) & (made <= values)).all())
+    assert Downsample(0.5)(batch_of(values)).X.sum() / values.sum() == pytest.approx(0.5, abs=0.02)
+    assert Downsample(1.0)(batch_of(values)).X.equal(values)
+    assert Downsample(target_counts=60)(batch_of(values)).X.sum(dim=1).tolist() == [60.0] * 50
+    assert Downsample(target_counts=10**6)(batch_of(values)).X.equal(values)
+    masked = MaskGenes(0.4)(batch_of(values)).X
+    assert bool(((masked == 0) | (masked == values)).all())
+    assert (masked != 0).sum() / (values != 0).sum() == pytest.approx(0.6, abs=0.03)
+    assert MaskGenes(0.0)(batch_of(values)).X.equal(values)
+
+
+def test_totals_and_expectations_are_those_of_scanpy():
+    sc = pytest.importorskip("scanpy")
+    values = np.random.default_rng(1).poisson(np.linspace(0.1, 9, N_VARS), (1000, N_VARS)).astype(np.float32)
+    theirs = ad.AnnData(values.copy())
+    sc.pp.downsample_counts(theirs, counts_per_cell=150)
+    ours = Downsample(target_counts=150)(batch_of(values)).X.numpy()
+    np.testing.assert_array_equal(ours.sum(axis=1), theirs.X.sum(axis=1))
+    expected = values * (150 / values.sum(axis=1, keepdims=True))
+    # Means over 1,000 cells, whose standard deviation is about 0.05. scanpy draws of every cell by the same seed.
+    np.testing.assert_allclose(ours.mean(axis=0), expected.mean(axis=0), atol=0.25)
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("bad", [0.5, -1.0, float("nan"), float("inf")])
+def test_values_that_are_no_counts_are_named(layout, bad):
+    values = torch.zeros((4, N_VARS))
+    values[2, 67], values[2, 3] = bad, 4
+    with pytest.raises(InputError, match=rf"X has {bad} in row 1002, column 67.*layer='counts'"):
+        Downsample(0.5)(batch_of(values, layout))
+    assert dense(MaskGenes(0.5)(batch_of(values, layout)).X).shape == values.shape
+
+
+def test_batches_without_rows_or_genes_stay_so():
+    for transform in KINDS:
+        for layout in ("dense", "csr"):
+            assert transform(batch_of(np.zeros((0, 5)), layout)).X.shape == (0, 5)
+            assert dense(transform(batch_of(np.zeros((3, 5)), layout)).X).tolist() == [[0.0] * 5] * 3
+
+
+def test_a_layer_is_treated_and_X_is_not(adata):
+    for transform in (Downsample(0.5, layer="counts"), MaskGenes(0.5, layer="counts")):
+        (batch, *_) = epoch_of(adata, transform, layers=["counts"])
+        (plain, *_) = epoch_of(adata, None, layers=["counts"])
+        assert batch.X.equal(plain.X)
+        assert not batch.layers["counts"].equal(plain.layers["counts"])
+        with pytest.raises(InputError, match=r"no layers; ask for it: scDataset\(layers=\['counts'\]\)"):
+            list(epoch_of(adata, transform))
+    same = epoch_of(adata, [MaskGenes(0.5), MaskGenes(0.5, layer="counts")], layers=["counts"])
+    for batch in same:
+        assert batch.layers["counts"].equal(batch.X * 2)
+
+
+def test_controls_are_treated_by_other_keys():
+    values = torch.full((6, N_VARS), 3.0)
+    for transform in KINDS:
+        made = transform(batch_of(values, control=batch_of(values, "csr")))
+        assert made.X.equal(transform(batch_of(values)).X)
+        control = dense(made.control.X)
+        assert not control.equal(values)
+        assert not control.equal(made.X)
+        assert made.control.index.tolist() == list(range(1000, 1006))
+        assert transform(batch_of(values, control=None))["control"] is None
+
+
+def test_what_is_no_batch_of_X_is_refused():
+    for transform in KINDS:
+        with pytest.raises(InputError, match="takes a Batch with X and index; got a Tensor"):
+            transform(torch.zeros(3, 3))
+        with pytest.raises(InputError, match="got one with rna, index"):
+            transform(Batch(rna=Batch(X=torch.zeros(3, 3)), index=torch.arange(3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Downsample(), "either fraction= or target_counts="),
+        (lambda: Downsample(0.5, target_counts=5), "either fraction= or target_counts="),
+        (lambda: Downsample(0), r"fraction must be a number in \(0, 1\]; got 0"),
+        (lambda: Downsample(1.5), "got 1.5"),
+        (lambda: Downsample(float("nan")), "got nan"),
+        (lambda: Downsample("0.5"), "got '0.5'"),
+        (lambda: Downsample(True), "got True"),
+        (lambda: Downsample(target_counts=0), "target_counts"),
+        (lambda: Downsample(target_counts=1.5), "target_counts"),
+        (lambda: Downsample(0.5, seed=-1), "seed"),
+        (lambda: Downsample(0.5, layer=3), "layer=3 is no name"),
+        (lambda: MaskGenes(1.0), r"p must be a probability in \[0, 1\); got 1.0"),
+        (lambda: MaskGenes(-0.1), "got -0.1"),
+        (lambda: MaskGenes(float("nan")), "got nan"),
+        (lambda: MaskGenes(None), "got None"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(make, said):
+    with pytest.raises(InputError, match=said):
+        make()
+
+
+# --- Keys -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", KINDS, ids=repr)
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+def test_an_epoch_is_the_same_however_it_is_read(adata, transform, layout):
+    dataset = epoch_of(adata, transform, layout=layout)
+    expected = listed(dataset)
+    assert listed(dataset) != expected  # the next epoch
+    for options in ({"scheduler": "synchronous"}, {"scheduler": "threads", "prefetch": 3}):
+        assert listed(epoch_of(adata, transform, layout=layout, **options)) == expected
+    if layout == "dense":
+        assert listed(epoch_of(adata, transform, layout="csr")) == expected
+        loader = DataLoader(epoch_of(adata, transform), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        assert sorted(listed(loader)) == sorted(expected)
+
+
+def test_a_resumed_epoch_is_treated_as_it_would_have_been(adata):
+    for transform in KINDS:
+        expected = listed(epoch_of(adata, transform))
+        for n in range(len(expected)):
+            dataset = epoch_of(adata, transform)
+            before = listed(islice(dataset, n))
+            rest = epoch_of(adata, transform)
+            rest.load_state_dict(dataset.state_dict())
+            assert before + listed(rest) == expected
+
+
+def test_a_row_drawn_twice_is_treated_twice():
+    cells = ad.AnnData(np.full((4, N_VARS), 5, dtype=np.float32))
+    for transform in KINDS:
+        for batch_size in (1, 4):  # in two batches of the very same rows, and in one
+            drawn = dasksc.BlockWeightedSampling(1, total_size=40, weights=np.ones(4))
+            ranks = [epoch_of(cells, transform, drawn, batch_size=batch_size, rank=i, world_size=2) for i in range(2)]
+            epoch = [batch for rank in ranks for batch in rank]
+            found = {tuple(row) for batch in epoch for row in batch.X.tolist()}
+            assert len(found) == 40
+
+
+def test_stretches_and_ranks_number_batches_apart(adata):
+    plans = [epoch_of(adata, None, rank=rank, world_size=3).plan(0) for rank in range(3)]
+    numbers = [plan.batch_number(i) for plan in plans for i in range(plan.n_batches)]
+    assert sorted(numbers) == list(range(len(numbers)))
+    consumed = (Stretch(world_size=1, batch_size=8, fetch_factor=2, n_batches=3),)
+    rest = dataclasses.replace(plans[0], consumed=consumed)
+    assert rest.batch_number(0) > plans[2].batch_number(10**9)
+
+
+def test_seeds_and_epochs_differ_and_pickles_do_not():
+    batch = batch_of(np.full((5, N_VARS), 4))
+    for transform in KINDS:
+        made = transform(batch).X
+        assert made.equal(pickle.loads(pickle.dumps(transform))(batch).X)
+        assert made.equal(transform.at_epoch(1).at_epoch(0)(batch).X)
+        assert not made.equal(transform.at_epoch(1)(batch).X)
+        assert not made.equal(transform.at_batch(1)(batch).X)
+    assert not Downsample(0.5)(batch).X.equal(Downsample(0.5, seed=1)(batch).X)
+
+
+# --- Lists ----------------------------------------------------------------------------------------------
+
+
+def test_lists_of_transforms_are_called_in_order(adata):
+    def log(batch: Batch) -> Batch:
+        return Batch({**batch, "X": batch.X.log1p()})
+
+    composed = listed(epoch_of(adata, [Downsample(0.5), MaskGenes(0.2), log]))
+    plain = listed(epoch_of(adata, lambda batch: log(batch)))
+    assert [rows for rows, _ in composed] == [rows for rows, _ in plain]
+    assert composed != plain
+    one = listed(epoch_of(adata, (Downsample(0.5),)))
+    assert one == listed(epoch_of(adata, Downsample(0.5)))
+    assert isinstance(next(iter(epoch_of(adata, []))), torch.Tensor)  # as without any
+
+
+def test_a_batch_that_somebody_keeps_is_not_changed(adata):
+    def keep(batch: Batch) -> Batch:
+        return Batch({**batch, "target": batch.X})
+
+    for transform in KINDS:
+        for layout in ("dense", "csr"):
+            other = MaskGenes(0.1, seed=5)
+            kept = [dense(b.target).tolist() for b in epoch_of(adata, [other, keep, transform], layout=layout)]
+            assert kept == [dense(b.X).tolist() for b in epoch_of(adata, other, layout=layout)]
+
+
+def test_tokens_are_made_of_what_is_left(adata):
+    tokens = RankTokens(adata.var_names, mask_ratio=0.2)
+    dataset = epoch_of(adata, [Downsample(0.3), tokens], layout="csr")
+    batch = next(iter(dataset))
+    left = next(iter(epoch_of(adata, Downsample(0.3), layout="csr")))
+    assert batch.attention_mask.sum(dim=1).tolist() == (dense(left.X) != 0).sum(dim=1).tolist()
+    labels = batch.labels
+    assert not labels.equal(next(iter(dataset)).labels)  # of the next epoch
+
+
+def test_lists_that_cannot_be_called_or_draw_the_same_are_refused(adata):
+    with pytest.raises(WrongTypeError, match="the list has 3"):
+        epoch_of(adata, [Downsample(0.5), 3])
+    with pytest.raises(WrongTypeError, match="transform must be callable; got 3. Give a function"):
+        epoch_of(adata, 3)
+    with pytest.raises(InputError, match="MaskGenes twice with seed=0"):
+        epoch_of(adata, [MaskGenes(0.5), Downsample(0.5), MaskGenes(0.1)])
+    epoch_of(adata, [MaskGenes(0.5), MaskGenes(0.1, seed=1)])
