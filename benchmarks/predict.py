@@ -5,8 +5,9 @@
 
 A linear embedding of 64 dimensions of all cells of an atlas, in batches of 1,024: by `dasksc.predict`, to a store that
 is made anew each time, and by the same loop that drops what the model returns. In turns; the round before them is not
-measured; medians. It is checked that both compute the same. Then the peak of anonymous memory beyond what is held after
-a first batch, in a process of its own, of an atlas with a quarter of the cells and of all.
+measured; medians. Both must compute the same. Then the peak of anonymous memory beyond what is held after a first batch,
+in a process of its own: for an atlas with a quarter of the cells, for all, and for all in a control group that limits
+the memory, page cache included, as jobs of Slurm and Kubernetes do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 from _atlas import add_options, atlas
-from _machine import read_through, rss_anon_bytes
+from _machine import drop_from_cache, read_through, rss_anon_bytes
 from _reports import add_out, write_report
+from dask.utils import parse_bytes
+from memory import peak_of_rss_anon
 
 import dasksc
+from tests.support.cgroups import Cgroup, NoCgroupError, memory_cgroup
 
 WIDTH = 64
 TARGET = 0.9
@@ -58,11 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--layouts", nargs="+", default=["dense", "csr"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", default="1GiB", help="memory limit of a control group")
     parser.add_argument("--memory-only", type=Path, help=argparse.SUPPRESS)
     add_out(parser)
     options = parser.parse_args(arguments)
     if options.memory_only is not None:
-        print(json.dumps(peak_of(options.memory_only, options.batch, options.layouts[0])))
+        print(json.dumps(memory_of(options.memory_only, options.batch, options.layouts[0])))
         return {}
 
     path = atlas(options)
@@ -78,9 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         share = medians["predict"] / medians["loop"]
         print(f"| {layout} | {medians['loop']:,.0f} | {medians['predict']:,.0f} | {share:.1%} |")
     report["least_share"] = min(rate["predict"] / rate["loop"] for rate in report["cells_per_s"].values())
-    report["peak_bytes"] = peaks(options, path, n_obs)
-    for n, peak in report["peak_bytes"].items():
-        print(f"{int(n):,} cells: {peak / 2**20:.0f} MiB beyond the first batch")
+    report["memory"] = peaks(options, path, n_obs)
+    print("| cells | limit | peak, MiB | projected, MiB |\n| ---: | --- | ---: | ---: |")
+    for one in report["memory"]:
+        peak, projected = one["peak_bytes"] / 2**20, one["projected_bytes"] / 2**20
+        print(f"| {one['n_obs']:,} | {one['limit'] or 'none'} | {peak:.0f} | {projected:.0f} |")
     report["load"] = os.getloadavg()[0]
     print(f"target: {TARGET:.0%} of the loop; {'reached' if report['least_share'] >= TARGET else 'missed'}")
     write_report(options.out, report)
@@ -126,38 +132,45 @@ def loop(model: torch.nn.Module, dataset: dasksc.scDataset) -> tuple[np.ndarray,
     return last, n_rows
 
 
-def peaks(options: argparse.Namespace, path: Path, n_obs: int) -> dict[str, int]:
-    """Return the peak of anonymous memory by the number of cells, each in a process of its own."""
+def peaks(options: argparse.Namespace, path: Path, n_obs: int) -> list[dict[str, Any]]:
+    """Return the peak of anonymous memory for a quarter of the cells and for all, and for all in a control group."""
     few = argparse.Namespace(**{**vars(options), "cells": n_obs // 4, "atlas": None})
-    found = {}
-    for one in (atlas(few), path):
-        command = [sys.executable, __file__, "--memory-only", str(one), "--batch", str(options.batch)]
-        done = subprocess.run([*command, "--layouts", options.layouts[0]], capture_output=True, text=True, check=True)
-        n, peak = json.loads(done.stdout.splitlines()[-1])
-        found[str(n)] = peak
+    found = [peak_of(atlas(few), options), peak_of(path, options)]
+    try:
+        with memory_cgroup(parse_bytes(options.limit)) as group:
+            drop_from_cache(path)  # pages that another process has read are not charged to a group
+            found.append(peak_of(path, options, group))
+            if group.n_killed():
+                raise SystemExit(f"the kernel ended a process that had {options.limit}")
+    except NoCgroupError as error:
+        print(f"without a control group: {error}")
     return found
 
 
-def peak_of(path: Path, batch: int, layout: str) -> tuple[int, int]:
-    """Return the number of cells, and the peak of anonymous memory beyond what is there after a first batch."""
+def peak_of(path: Path, options: argparse.Namespace, group: Cgroup | None = None) -> dict[str, Any]:
+    """Return what a process of its own prints, in a control group if one is given."""
+    command = [sys.executable, __file__, "--memory-only", str(path), "--batch", str(options.batch)]
+    done = subprocess.run(
+        [*command, "--layouts", options.layouts[0]],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        preexec_fn=None if group is None else group.enter,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {"limit": None if group is None else options.limit}
+
+
+def memory_of(path: Path, batch: int, layout: str) -> dict[str, Any]:
+    """Return the peak of anonymous memory beyond what is there after a first batch, and what was projected."""
     dataset = dataset_of(path, batch, layout)
     model = Embedding(dasksc.open(path, obs=[], names=False).n_vars)
     with torch.inference_mode():
         model(next(iter(dataset)))  # compiles
-    before, peak, is_over = rss_anon_bytes(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.wait(0.005):
-            peak = max(peak, rss_anon_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    before = rss_anon_bytes()
+    with peak_of_rss_anon() as found, tempfile.TemporaryDirectory(dir=path.parent) as folder:
         report = dasksc.predict(model, dataset, Path(folder) / "emb.zarr")
-    is_over.set()
-    watcher.join()
-    return report.n_obs, peak - before
+    return {"n_obs": report.n_obs, "peak_bytes": max(found) - before, "projected_bytes": dataset.projected_bytes}
 
 
 if __name__ == "__main__":
