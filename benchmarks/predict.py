@@ -5,9 +5,9 @@
 
 A linear embedding of 64 dimensions of all cells of an atlas, in batches of 1,024: by `dasksc.predict`, to a store that
 is made anew each time, and by the same loop that drops what the model returns. In turns; the round before them is not
-measured; medians. Both must compute the same. Then the peak of anonymous memory beyond what is held after a first batch,
-in a process of its own: for an atlas with a quarter of the cells, for all, and for all in a control group that limits
-the memory, page cache included, as jobs of Slurm and Kubernetes do.
+measured; medians. Both must compute the same. Then the peak of anonymous memory beyond what is held after a first
+batch, in a process of its own: for an atlas with a quarter of the cells, for all, and for all in a control group that
+limits the memory, page cache included, as jobs of Slurm and Kubernetes do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Elements of another store, such as embeddings, beside those of an atlas."""
+"""Elements of other stores, such as embeddings, added to an atlas."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dasksc.pushdown import to_dask
 __all__ = ["NAMES_ATTRIBUTE", "attach_elements", "check_attach", "names_digest_of", "path_names"]
 
 _GROUPS = ("obsm", "obs")
-# Of the root of a store: the digest of the names of its cells, null if they have none.
+# Attribute of the root of a store: the digest of the names of its cells, null if they have none.
 NAMES_ATTRIBUTE = "dasksc-names"
 
 
 def check_attach(attach: Any) -> None:
-    """Refuse what is no mapping of keys to paths.
+    """Refuse `attach` unless it maps keys to paths.
 
     Raises
     ------
     InputError
-        If it is none, or a key is not of obsm or obs.
+        If it is not a mapping, or a key is not in obsm or obs.
     """
     if not isinstance(attach, Mapping):
         raise InputError(f"attach={attach!r} is no dict; give keys and paths: attach={{'obsm/X_emb': 'emb.zarr'}}")
@@ -46,7 +46,7 @@ def check_attach(attach: Any) -> None:
 
 
 def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]], options: OpenOptions) -> None:
-    """Add elements of other stores to an AnnData; matrices of obsm lazily, columns of obs as they are.
+    """Add elements of other stores to an AnnData: matrices of obsm lazily, columns of obs in memory.
 
     Parameters
     ----------
@@ -60,9 +60,9 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
     Raises
     ------
     InputError
-        If `adata` has the key, or the store is of other cells: another number, or other names.
+        If `adata` has the key, or the store has another number of cells or other names.
     MissingKeyError
-        If the store has no such key.
+        If the store lacks the key.
     """
     digest = None
     for key, path in attach.items():
@@ -100,7 +100,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
 
 
 def names_digest_of(root: Any, where: Any) -> str | None:
-    """Return the digest of the names of cells in a store, as it is noted there or of the names; None without names."""
+    """Return the digest of the names of the cells in a store, recorded or computed; None without names."""
     if NAMES_ATTRIBUTE in root.attrs:
         noted = root.attrs[NAMES_ATTRIBUTE]
         return None if noted is None else str(noted)
@@ -113,7 +113,7 @@ def names_digest_of(root: Any, where: Any) -> str | None:
 
 
 def path_names(path: str) -> Iterator[list[str]]:
-    """Yield the names of the cells of an atlas at a path, some at a time."""
+    """Yield the names of the cells of the atlas at a path, in pieces."""
     options = OpenOptions()
     where = where_of(path, options)
     with reading(where), root_of(where, options) as root:

@@ -1,4 +1,4 @@
-"""``dasksc embed``: a model on every cell of an atlas."""
+"""``dasksc embed``: run a model on every cell of an atlas."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def command(
     cache: str | None,
     as_json: bool,
 ) -> None:
-    """Run a model on every cell of ATLAS, and write what it returns.
+    """Run a model on every cell of ATLAS, and write the results.
 
-    OUT.zarr gets the key when all cells have it. Stopped by Ctrl-C, a crash or a full disk, the same command does the
-    rest, on any number of ranks.
+    The key appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command resumes
+    the work, on any number of ranks.
     """
     if out is None and not in_place:
         raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")

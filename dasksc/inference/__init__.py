@@ -1,26 +1,25 @@
-"""Predictions of every cell of an atlas, written as they are made.
+"""Predictions for every cell of an atlas, written during inference.
 
-Rows are cut into units of whole batches (`dasksc.inference.work`), each a shard of every output and a marker beside
-them. Which rows a unit and a batch hold depends on the number of cells and the batch size, never on ranks. The folder
-of the units is named by the digest of a plan: model, data and options. So any process can tell which units are
-missing, whatever process made the others.
+Rows are divided into units of whole batches (`dasksc.inference.work`): a shard of every output and a marker. The rows
+of a unit and of a batch depend on the number of cells and the batch size, not on ranks. Units are kept in a folder
+named by the digest of a plan (model, data and options), so any process can find the missing units.
 
 Each rank
 
-1. describes the plan, and creates the work folder with it or joins those who have (a lock is held for that only);
-2. predicts the missing units of its contiguous range of units, one after the other, and writes them; memory holds a
-   batch, a chunk of each output, and what the loader reads ahead;
-3. looks under the lock whether all units are complete. The rank that finds them so, the last one, publishes: it writes
-   the metadata and renames (`dasksc.inference.targets`), so that a reader sees a key complete or not at all;
-4. waits for the others through the store of the process group, if there is one, so that the key is there when it
-   returns; a rank that fails leaves a note instead, with which the others fail.
+1. writes the plan to the work folder, or joins ranks with the same plan, and claims a contiguous range of units. It
+   holds a lock during this step only.
+2. predicts and writes the missing units of its range. Memory holds batches that are read ahead, and a chunk of each
+   output.
+3. publishes the result if all units are complete, under the lock: it writes the metadata and renames
+   (`dasksc.inference.targets`). A reader sees a key complete or not at all.
+4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
+   call returns. A rank that fails leaves a note, and the other ranks fail with it.
 
-Ranks meet in no collective, except under FSDP, where every call of the model is one: there all ranks make as many calls
-as the one with most batches, and discard what they need not write.
+Ranks use no collectives, except under FSDP, where every call of the model is collective. There all ranks make equally
+many calls and discard surplus batches.
 
-What goes wrong is named: an existing key before anything is read (or, of a dict, at the first batch); another number of
-rows or columns than expected, at the batch; NaN, by cell; a full disk, with what is needed. All that is complete is
-kept, and the same call does the rest.
+Errors name the problem: an existing key, a wrong shape, the cells with NaN, or the space that a full disk lacks.
+Complete units are kept, and the same call predicts the others.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from dask.base import tokenize
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
 from dasksc.inference.digests import digest_of
-from dasksc.inference.outputs import Output, Outputs, check_name
+from dasksc.inference.outputs import Output, Outputs, check_categories, check_name
 from dasksc.inference.sharing import NanError, Notes, Share, most_of_ranks
 from dasksc.inference.targets import Target, target_of
 from dasksc.inference.work import Work
@@ -70,18 +69,18 @@ class PredictionReport:
     path
         Path of the store or file that has the predictions.
     keys
-        Shape and type of each key, such as ``{"obsm/X_emb": "(1000, 64) float32"}``; empty while other ranks predict.
+        Shape and type of each key, such as ``{"obsm/X_emb": "(1000, 64) float32"}``; empty if `is_complete` is False.
     n_obs
         Number of cells of the atlas.
     n_predicted
-        Number of cells that this call predicted on this rank; the others were done before, or by other ranks.
+        Number of cells that this call predicted on this rank, without cells predicted before or by other ranks.
     nan_cells
-        For each output with NaN the number of cells that have any, and the first of them: row and name.
+        For each output with NaN, the number of cells with NaN, and the first of them as (row, name).
     elapsed_s
         Duration of this call in seconds.
     is_complete
-        True if the keys are there. False if other ranks are still predicting, and there is no process group through
-        which to wait for them.
+        True if the keys exist. False if other ranks are still predicting and there is no process group to wait for
+        them.
     """
 
     path: str
@@ -116,37 +115,37 @@ def predict(
     progress: bool = False,
     **options: Any,
 ) -> PredictionReport:
-    """Run a model on every cell of an atlas once, and write what it returns.
+    """Run a model once on every cell of an atlas, and write the results.
 
-    Memory does not grow with the number of cells. A call that was interrupted or killed is resumed by the same call, on
-    any number of ranks. Predictions become visible only when all of them are written.
+    Memory does not grow with the number of cells. After an interruption the same call resumes the work, on any number
+    of ranks. Predictions become visible only when all of them are written.
 
     Parameters
     ----------
     model
-        Module, method of one (``model.encode``), or function. It is called with each batch, in inference mode, and
-        returns a tensor or array with a row per cell, or a dict of these by name. Matrices become entries of obsm,
-        arrays of one dimension columns of obs. ``DistributedDataParallel`` is unwrapped; a module sharded by
-        ``fully_shard`` is called equally often on all ranks.
+        Module, method of a module (``model.encode``), or function. It is called with each batch, in inference mode, and
+        returns a tensor or array with one row per cell, shape (batch, k) or (batch,), or a dict of them by name.
+        Matrices become entries of obsm, one-dimensional arrays columns of obs. ``DistributedDataParallel`` is
+        unwrapped; a module sharded by ``fully_shard`` is called equally often on all ranks.
     dataset
-        An `dasksc.scDataset`, whose batch size and request (genes, layers, obs, layout, transform) are used; all rows
-        of its collection are read in storage order, whatever its strategy and filter. Or an atlas, as `dasksc.open`
-        takes it.
+        Data set whose batch size and request (genes, layers, obs, layout, transform) are used. All rows of its
+        collection are read in storage order; its strategy and filter are not used. Or an atlas in any form that
+        `dasksc.open` accepts.
     out
-        Path of a Zarr store to create, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``. Or of an
-        AnnData store (Zarr v3) of the same cells, to add to. Or, with `in_place`, of an h5ad file of the same cells.
+        Path of a Zarr store to create, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``; or of an AnnData
+        store (Zarr v3) with the same cells, to extend; or, with `in_place`, of an h5ad file with the same cells.
     key
-        Name of predictions that the model returns without one.
+        Name of predictions that the model returns without a name.
     categories
-        Labels of integer codes that the model returns, by name: ``{"predicted": ["B cell", "T cell"]}``. They become
-        categorical columns of obs; -1 stands for a missing value.
+        Labels of integer codes that the model returns, by name: ``{"predicted": ["B cell", "T cell"]}``. Labels are all
+        text or all numbers. The codes become categorical columns of obs; -1 stands for a missing value.
     device
         Device of the batches, to which a module is moved. Default: that of the module's first parameter.
     in_place
-        If True, `out` may be an h5ad file: one process copies it when all predictions are there, adds them, and
-        replaces the file by the copy.
+        If True, `out` may be an h5ad file. When all predictions are complete, one process extends a copy of the file
+        and replaces the file by the copy.
     overwrite
-        If True, replace keys that exist, and discard unfinished predictions with other arguments.
+        If True, replace existing keys, and discard unfinished predictions with other arguments.
     nan
         ``"error"`` refuses NaN. ``"report"`` writes it, and `PredictionReport.nan_cells` counts it.
     progress
@@ -157,23 +156,23 @@ def predict(
     Returns
     -------
     PredictionReport
-        What was written.
+        Shapes and types of the predictions, cells with NaN, and the rate.
 
     Raises
     ------
     InputError
-        If an argument is invalid, a key exists, `out` is of other cells, or unfinished predictions there are of another
-        model, other data or options; if the model returns other shapes or types than expected, or NaN.
+        If an argument is invalid, a key exists, `out` has other cells or lies inside a store, or unfinished predictions
+        have another model, other data or options; if the model returns an unexpected shape or type, or NaN.
     StorageError
-        If the disk is full, or another rank failed. What is complete is kept.
+        If the disk is full, another rank failed, or another process predicts the same cells. Complete units are kept.
 
     Notes
     -----
-    Unfinished work lies in ``OUT.partial``. A digest says what it is of: parameters, buffers and attributes of the
-    module and the source code of its classes, or the source code and closure of a function; the files that are read;
-    and the options. Code that they call is not part of it: remove the folder after changing that.
+    Unfinished work is kept in ``OUT.partial``, identified by a digest of the model (parameters, buffers, attributes and
+    the source code of its classes, or the source code and closure of a function), of the files that are read, and of
+    the options. The digest does not include code called from there: remove the folder after changing such code.
 
-    `out` has to be on a file system that all ranks see, with locks between machines.
+    `out` must be on a file system that all ranks share, with locks between machines.
     """
     run = Predictions(
         model,
@@ -220,13 +219,11 @@ class Predictions:
         if nan not in ("error", "report"):
             raise InputError(f"nan={nan!r} is neither 'error' nor 'report'")
         self._key = check_name(key)
-        labels = {check_name(name): [_plain(label) for label in held] for name, held in (categories or {}).items()}
+        labels = check_categories(categories)
         self._nan = nan
         self._overwrite = overwrite
         self.predictor = Predictor.of(model)
-        if device is not None and self.predictor.module is not None:
-            self.predictor.module.to(device)
-        self._device = self.predictor.device if device is None else torch.device(device)
+        self._device = self.predictor.device if device is None else _device_of(device)
         self.dataset = _dataset_of(dataset, options or {})
         self._source = parts_of(self.dataset).source
         self.world: World = world_of(self.dataset)
@@ -235,6 +232,8 @@ class Predictions:
             raise InputError("the atlas has no cells to predict")
         self._outputs = Outputs(key=key, categories=labels)
         path = getattr(self._source.collection, "path", None)
+        if device is not None and self.predictor.module is not None:
+            self.predictor.module.to(self._device)
         self.target: Target = target_of(out, key, in_place=in_place, source=path)
         plan = {
             "format": _FORMAT,
@@ -248,7 +247,7 @@ class Predictions:
         self.work = Work(self.target.path, self.target.folder, plan, n_obs=n_obs, batch_size=self.dataset.batch_size)
 
     def _data_digest(self) -> str:
-        """Return a digest of what is read, as batches have it."""
+        """Return a digest of the content of the batches."""
         source, dataset = self._source, self.dataset
         hooks = digest_of([getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")])
         made = digest_of([dataset.batch_transform, dataset.transform])
@@ -264,7 +263,7 @@ class Predictions:
     # --- Steps ----------------------------------------------------------------------------------------
 
     def run(self, *, shown: bool = False) -> PredictionReport:
-        """Predict what is missing, and publish what is complete."""
+        """Predict the missing units, and publish the result if it is complete."""
         begun = time.perf_counter()
         notes = Notes(self.world)
         with notes.of_failure(), self.explaining():
@@ -277,7 +276,7 @@ class Predictions:
         return self.report(n_done, time.perf_counter() - begun)
 
     def begin(self) -> Share | None:
-        """Begin or join the work; return this rank's share of it, or None if the predictions are there."""
+        """Begin or join the work; return the share of this rank, or None if the predictions exist."""
         target, work = self.target, self.work
         with work.locked(wait=True):
             if target.found(work.digest) and not work.is_begun():
@@ -285,7 +284,7 @@ class Predictions:
                 return None
             target.check_cells(work.n_obs, self._names)
             work.begin(overwrite=self._overwrite)
-        return Share(work, self.dataset, self.world, self._outputs)
+            return Share(work, self.dataset, self.world, self._outputs)
 
     def _loop(self, share: Share, *, shown: bool) -> int:
         predictor = self.predictor
@@ -301,12 +300,13 @@ class Predictions:
                     n = self.take(share, predictor.function(batch))
                     n_done += n
                     advance(n, label)
+            share.settle()
         finally:
             share.abandon()
         return n_done
 
     def take(self, share: Share, returned: Any) -> int:
-        """Write what the model returned for the next batch of the share; return its number of rows."""
+        """Write the predictions for the next batch of the share; return its number of rows."""
         try:
             return share.take(returned, nan_allowed=self._nan == "report", first=self._refuse_taken)
         except NanError as error:
@@ -317,7 +317,7 @@ class Predictions:
             ) from None
 
     def publish(self) -> None:
-        """Make the predictions visible if all of them are there."""
+        """Make the predictions visible if all units are complete."""
         work, target = self.work, self.target
         with work.locked(wait=True):
             if not work.is_begun() or work.missing():
@@ -329,7 +329,13 @@ class Predictions:
             work.remove()
 
     def _refuse_taken(self, outputs: Sequence[Output]) -> None:
-        taken = [] if self._overwrite else self.target.taken([one.key for one in outputs])
+        keys = [one.key for one in outputs]
+        if self.target.index_key() in keys:
+            raise InputError(
+                f"the model returned {self.target.index_key()!r}, which has the names of the cells in "
+                f"{self.target.path}. Return it by another name"
+            )
+        taken = [] if self._overwrite else self.target.taken(keys)
         if taken:
             raise InputError(
                 f"{self.target.path} has {taken[0]!r} already. Give another key= or out=, or overwrite=True "
@@ -365,12 +371,12 @@ class Predictions:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Name what is kept when a step fails, and the space that is needed where a disk is full."""
+        """Add to errors the folder with complete units, and the space that a full disk lacks."""
         work = self.work
         try:
             yield
         except KeyboardInterrupt as error:
-            error.add_note(f"What is done is kept in {work.folder}; the same again does the rest.")
+            error.add_note(f"Complete units are kept in {work.folder}; the same call predicts the others.")
             raise
         except OSError as error:
             # Libraries may wrap the error of the operating system and lose its errno.
@@ -381,9 +387,10 @@ class Predictions:
             raise StorageError(f"{work.target} cannot be written: {error}") from error
         except InputError:
             # Nothing is worth keeping, and it would stand in the way of the next attempt.
-            if self.world.world_size == 1 and work.is_begun() and len(work.missing()) == work.n_units:
+            if self.world.world_size == 1 and work.is_begun():
                 with work.locked(wait=True):
-                    work.remove()
+                    if len(work.missing()) == work.n_units and not work.is_claimed():
+                        work.remove()
             raise
 
     def _needed_bytes(self) -> int:
@@ -394,7 +401,7 @@ class Predictions:
         return int(sum(done) / max(1, n_done) * n_missing)
 
     def report(self, n_predicted: int, elapsed_s: float) -> PredictionReport:
-        """Return what was done."""
+        """Return the result of this call."""
         found = self.target.found(self.work.digest)
         is_complete = bool(found) and not self.work.is_begun()
         nan = {key: one.nan for key, one in found.items() if is_complete and one.nan.n}
@@ -409,6 +416,13 @@ class Predictions:
         )
 
 
+def _device_of(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={given!r} is no device: {error}") from error
+
+
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
     """Return the data set to read, made of an atlas if it is none."""
     if not isinstance(data, scDataset):
@@ -416,7 +430,3 @@ def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
     if options:
         raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be given here: the data set has its own")
     return data
-
-
-def _plain(label: Any) -> Any:
-    return label.item() if isinstance(label, np.generic) else label

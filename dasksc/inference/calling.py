@@ -25,11 +25,11 @@ class Predictor:
     Parameters
     ----------
     function
-        What is called.
+        Function to call.
     module
-        Module whose parameters it uses, if that is known.
+        Module whose parameters it uses, if known.
     identity
-        What determines its results, for a digest.
+        Object that determines its results, for a digest.
     """
 
     function: Callable[[Any], Any]
@@ -78,7 +78,7 @@ class Predictor:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Compute without gradients, the module in evaluation mode; restore the mode of each of its parts."""
+        """Disable gradients and set the module to evaluation mode; restore the mode of each submodule."""
         parts = [] if self.module is None else [(part, part.training) for part in self.module.modules()]
         # FSDP frees and fills parameters in place, which inference tensors do not allow outside.
         mode = torch.no_grad() if self.is_sharded else torch.inference_mode()

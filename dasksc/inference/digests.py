@@ -1,8 +1,8 @@
 """Digests of models and functions, equal in every process and for any number of ranks.
 
-A digest covers what determines predictions: parameters and buffers, plain attributes of modules (such as ``beta=0.5``)
-and the source code of their classes; for a function its source code, defaults and closure. Code that is called from
-there is not covered, nor are global variables.
+A digest includes parameters and buffers, plain attributes of modules (such as ``beta=0.5``) and the source code of
+their classes; for a function, its source code, defaults and closure. It does not include code called from there, or
+global variables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of a model, a function, or what they hold.
+    """Return a digest of a model, a function, or their content.
 
     Parameters
     ----------

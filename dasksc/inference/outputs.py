@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,10 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError, WrongTypeError
 
-__all__ = ["Output", "Outputs"]
+__all__ = ["Output", "Outputs", "check_categories", "check_name", "check_same", "nan_rows"]
+
+# The longest name of a file has 255 bytes; names of partial files are longer.
+_NAME_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a model may return, and how it is taken.
+    """Conversion of the results of a model to arrays.
 
     Parameters
     ----------
@@ -67,7 +71,7 @@ class Outputs:
     categories: Mapping[str, Sequence[Any]]
 
     def arrays(self, returned: Any, n_rows: int) -> dict[str, NDArray[Any]]:
-        """Return what a model returned for a batch of `n_rows` rows as arrays, by name.
+        """Return the results of a model for a batch of `n_rows` rows as arrays, by name.
 
         Raises
         ------
@@ -102,8 +106,8 @@ class Outputs:
                 f"the model returned {name!r} of shape {value.shape} for a batch of {n_rows} cells; expected "
                 f"({n_rows}, k), or ({n_rows},) for a column of obs"
             )
-        if value.dtype.kind not in "biuf":
-            raise InputError(f"the model returned {name!r} of type {value.dtype}; expected numbers")
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            raise InputError(f"the model returned {name!r} of type {value.dtype}; expected numbers of at most 64 bits")
         return value if name not in self.categories else self._codes(name, value)
 
     def _codes(self, name: str, codes: NDArray[Any]) -> NDArray[Any]:
@@ -121,7 +125,7 @@ class Outputs:
         return codes.astype(np.min_scalar_type(-max(1, n_labels)))
 
     def described(self, arrays: Mapping[str, NDArray[Any]]) -> tuple[Output, ...]:
-        """Return what arrays are, without their number of rows."""
+        """Return the specifications of arrays, by ascending name."""
         return tuple(
             Output(
                 name=name,
@@ -129,7 +133,7 @@ class Outputs:
                 dtype=array.dtype.newbyteorder("=").name,
                 labels=tuple(self.categories[name]) if name in self.categories else None,
             )
-            for name, array in arrays.items()
+            for name, array in sorted(arrays.items())
         )
 
 
@@ -141,8 +145,18 @@ def check_name(name: Any) -> str:
     InputError
         If it cannot be a key of a store.
     """
-    if not isinstance(name, str) or not name or "/" in name or name in (".", "..") or name.startswith("__"):
-        raise InputError(f"{name!r} cannot be a key of obsm or obs; give a name without '/': 'X_emb'")
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or not 0 < len(name.encode()) <= _NAME_BYTES
+        or set(name) & set("/\\")
+        or name.startswith((".", "__"))
+        or name in ("_index", "zarr.json")  # the names of the cells, and the metadata of the group
+    ):
+        raise InputError(
+            f"{name!r} cannot be a key of obsm or obs; give a name of at most {_NAME_BYTES} bytes, without '/', '\\' "
+            "and control characters, that does not begin with '.' or '__' and is not reserved by the store: 'X_emb'"
+        )
     return name
 
 
@@ -174,3 +188,43 @@ def nan_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int64]]
             is_nan = np.isnan(array)
             found[name] = np.flatnonzero(is_nan if is_nan.ndim == 1 else is_nan.any(axis=1))
     return found
+
+
+def check_categories(categories: Any) -> dict[str, list[Any]]:
+    """Return the labels of categorical outputs as plain types, by name.
+
+    Raises
+    ------
+    WrongTypeError
+        If `categories` is not a mapping, or labels are not in an ordered sequence.
+    InputError
+        If labels are missing, repeat, or are neither all text nor all numbers.
+    """
+    if categories is None:
+        return {}
+    if not isinstance(categories, Mapping):
+        raise WrongTypeError(
+            f"categories={categories!r} is not a dict; give labels by name: {{'predicted': ['B', 'T']}}"
+        )
+    return {check_name(name): _labels(name, given) for name, given in categories.items()}
+
+
+def _labels(name: str, given: Any) -> list[Any]:
+    # The order of a set differs between processes.
+    if isinstance(given, str | bytes | Mapping | set | frozenset) or not hasattr(given, "__iter__"):
+        raise WrongTypeError(
+            f"categories[{name!r}] is {given!r}; give the labels in the order of the codes: ['B', 'T']"
+        )
+    labels = [label.item() if isinstance(label, np.generic) else label for label in given]
+    if not labels:
+        raise InputError(f"categories[{name!r}] has no labels; give one for each code")
+    is_one_kind = any(all(type(label) is kind for label in labels) for kind in (str, bool, int, float))
+    if not is_one_kind or any(isinstance(label, float) and not math.isfinite(label) for label in labels):
+        raise InputError(
+            f"categories[{name!r}] has labels such as {labels[:3]!r}; expected all text or all numbers, none missing. "
+            "The code -1 stands for a missing value"
+        )
+    if len(set(labels)) < len(labels):
+        repeated = next(label for i, label in enumerate(labels) if label in labels[:i])
+        raise InputError(f"categories[{name!r}] has the label {repeated!r} twice; labels must differ")
+    return labels

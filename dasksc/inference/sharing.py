@@ -1,4 +1,4 @@
-"""What a rank predicts, and how ranks learn that all are done."""
+"""Shares of ranks, and how ranks learn that all of them are done."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.c
 class Share:
     """Units that one rank predicts: the missing ones of a contiguous range of all units.
 
+    No other process predicts a unit of the range until `abandon` is called. Create it under the lock of the work.
+
     Parameters
     ----------
     work
@@ -45,6 +47,7 @@ class Share:
 
     def __init__(self, work: Work, dataset: scDataset, world: World, outputs: Outputs) -> None:
         first, last = (work.n_units * rank // world.world_size for rank in (world.rank, world.rank + 1))
+        self._claim = work.claim(first, last) if first < last else None
         self.units = work.missing(first, last)
         self._has_taken = False
         self._dataset = dataset
@@ -89,7 +92,7 @@ class Share:
             yield batch
 
     def take(self, returned: Any, *, nan_allowed: bool, first: Callable[[tuple[Output, ...]], None]) -> int:
-        """Write what the model returned for the next batch; return its number of rows, 0 for surplus ones.
+        """Write the predictions for the next batch; return its number of rows, 0 for surplus batches.
 
         Parameters
         ----------
@@ -108,6 +111,22 @@ class Share:
         start, n_rows = next(self._starts, (0, 0))
         if not n_rows:
             return 0
+        try:
+            self._take(returned, start, n_rows, nan_allowed=nan_allowed, first=first)
+        except BaseException:
+            self.abandon()
+            raise
+        return n_rows
+
+    def _take(
+        self,
+        returned: Any,
+        start: int,
+        n_rows: int,
+        *,
+        nan_allowed: bool,
+        first: Callable[[tuple[Output, ...]], None],
+    ) -> None:
         arrays = self._outputs.arrays(returned, n_rows)
         described = self._outputs.described(arrays)
         if not self._has_taken:
@@ -118,11 +137,22 @@ class Share:
             name, rows = next(iter(nan.items()))
             raise NanError(name, len(rows), [start + int(row) for row in rows[:5]])
         self._writer.take(start, arrays, described, nan)
-        return n_rows
+
+    def settle(self) -> None:
+        """Wait until all units that were written are complete.
+
+        Raises
+        ------
+        OSError
+            If one cannot be completed, such as on a full disk.
+        """
+        self._writer.settle()
 
     def abandon(self) -> None:
-        """Remove the files of an unfinished unit."""
+        """Remove the files of an unfinished unit, and let other processes predict it."""
         self._writer.abandon()
+        if self._claim is not None:
+            self._claim.release()
 
 
 class NanError(Exception):
@@ -144,7 +174,7 @@ def most_of_ranks(n: int, device: torch.device | None) -> int:
 
 
 class Notes:
-    """Notes of the ranks on how they ended, in the store of the process group.
+    """Notes in the store of the process group on how each rank ended.
 
     Parameters
     ----------
@@ -162,7 +192,7 @@ class Notes:
 
     @contextlib.contextmanager
     def of_failure(self) -> Iterator[None]:
-        """Leave a note when what is done here fails."""
+        """Leave a note if the body raises."""
         try:
             yield
         except BaseException as error:
@@ -202,8 +232,8 @@ class Notes:
                 note = store.get(f"rank {rank}").decode()
                 if note != "done":
                     raise StorageError(
-                        f"rank {rank} {note}. What is done is kept in {work.folder}: the same again does the rest, on "
-                        "any number of ranks"
+                        f"rank {rank} {note}. Complete units are kept in {work.folder}: the same call predicts the "
+                        "others, on any number of ranks"
                     )
                 waiting.discard(rank)
             if waiting:

@@ -1,8 +1,8 @@
-"""Places that predictions are put when all of them are there: a new store, a store that exists, or an h5ad file.
+"""Destinations of complete predictions: a new store, an existing store, or an h5ad file.
 
-A reader sees a key either not at all or with all its rows. In a new store and in a file all keys appear at once, by one
-rename. In a store that exists each key appears by the rename of its folder, and the metadata that lists the keys is
-replaced after that.
+A reader sees a key with all its rows or not at all. In a new store and in a file all keys appear at once, by one
+rename. In an existing store each key appears by the rename of its folder; the metadata that lists the keys is replaced
+afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PIECE_BYTES = 2**24
 
 
 class Found(NamedTuple):
-    """Predictions that are there: shape and type of the array, and the rows with NaN."""
+    """Published predictions: shape and type of the array, and the rows with NaN."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 
 class Target(Protocol):
-    """Protocol of places for predictions."""
+    """Protocol of destinations."""
 
     path: Path
 
@@ -63,20 +63,23 @@ class Target(Protocol):
         """Path of the work folder."""
 
     def found(self, digest: str) -> dict[str, Found]:
-        """Return the predictions with a digest that are there, by key."""
+        """Return the published predictions with a digest, by key."""
 
     def taken(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys, or what else stands in the way, that exist already."""
+        """Return the keys that exist already, or the path of another obstacle."""
+
+    def index_key(self) -> str | None:
+        """Return the key of the names of the cells; None if there is no table of cells yet."""
 
     def check_cells(self, n_obs: int, names: Names) -> None:
-        """Refuse a target of other cells."""
+        """Refuse a destination with other cells."""
 
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
-        """Put complete predictions there."""
+        """Publish complete predictions."""
 
 
 def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Target:
-    """Return the place that `out` says.
+    """Return the destination for a path.
 
     Parameters
     ----------
@@ -99,8 +102,14 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
     if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
         raise InputError(f"out={out!r} is no local path; give that of a Zarr store: 'emb.zarr'")
     path = Path(os.path.abspath(out))
+    around = next((folder for folder in path.parents if _is_node(folder)), None)
+    if around is not None:
+        raise InputError(
+            f"out={str(path)!r} lies inside the Zarr store {around}. Give the path of the store itself, with key=, or "
+            "a path beside it"
+        )
     is_source = source is not None and not is_url(source) and os.path.realpath(source) == os.path.realpath(path)
-    if path.is_dir() and any((path / marker).exists() for marker in ("zarr.json", ".zgroup")):
+    if _is_node(path):
         return InStore(path, key, is_source=is_source)
     if path.suffix in (".h5ad", ".h5") or path.is_file():
         if not in_place:
@@ -116,6 +125,11 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
     if in_place:
         raise MissingPathError(f"in_place=True adds to a file or store, and there is none at {path}")
     return NewStore(path)
+
+
+def _is_node(path: Path) -> bool:
+    """Return True if a folder is a Zarr group or array."""
+    return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
 
 
 def _check_cells(where: Path, root: Any, n_obs: int, names: Names, *, is_source: bool) -> None:
@@ -157,6 +171,10 @@ class NewStore:
     def taken(self, keys: Iterable[str]) -> list[str]:
         """See `Target`."""
         return [str(self.path)] if os.path.lexists(self.path) else []
+
+    def index_key(self) -> str | None:
+        """See `Target`."""
+        return None
 
     def check_cells(self, n_obs: int, names: Names) -> None:
         """See `Target`."""
@@ -214,6 +232,10 @@ class InStore:
     def taken(self, keys: Iterable[str]) -> list[str]:
         """See `Target`."""
         return [key for key in keys if os.path.lexists(self.path / key)]
+
+    def index_key(self) -> str | None:
+        """See `Target`."""
+        return f"obs/{_metadata_in(self.path / 'obs' / 'zarr.json')['attributes']['_index']}"
 
     def check_cells(self, n_obs: int, names: Names) -> None:
         """See `Target`."""
@@ -296,6 +318,11 @@ class InFile:
         with h5py.File(self.path, "r") as file:
             return [key for key in keys if key in file]
 
+    def index_key(self) -> str | None:
+        """See `Target`."""
+        with h5py.File(self.path, "r") as file:
+            return f"obs/{file['obs'].attrs['_index']}"
+
     def check_cells(self, n_obs: int, names: Names) -> None:
         """See `Target`."""
         with h5py.File(self.path, "r") as file:
@@ -343,7 +370,7 @@ class InFile:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file with its permissions, sharing its blocks where the file system can (Btrfs, XFS)."""
+    """Copy a file with its permissions; share its blocks if the file system supports it (Btrfs, XFS)."""
     with source.open("rb") as read, target.open("wb") as written, contextlib.suppress(ImportError, OSError):
         import fcntl
 
@@ -358,7 +385,7 @@ _FICLONE = 0x40049409
 
 
 def _write_metadata(work: Work, one: Output, nan: Nan) -> None:
-    """Write what makes the shards of an output an element of AnnData."""
+    """Write the metadata that makes the shards of an output an element of AnnData."""
     place = work.store / one.key
     own = {_ATTRIBUTE: work.digest, _NAN: list(nan.get(one.name, NanRows()))}
     if one.labels is None:
@@ -370,7 +397,7 @@ def _write_metadata(work: Work, one: Output, nan: Nan) -> None:
 
 
 def _write_obs(store: Path, n_obs: int, pieces: Iterable[Sequence[str]] | None, columns: list[str]) -> str | None:
-    """Write a table of cells, whose columns are there; return the digest of their names."""
+    """Write a table of cells around existing columns; return the digest of the names."""
     has_names = pieces is not None
     given = _numbers(n_obs) if pieces is None else iter(pieces)
     group = zarr.open_group(store / "obs", mode="a", zarr_format=3)
@@ -426,6 +453,6 @@ def _replace_json(path: Path, value: Any) -> None:
 
 
 def _remove_partial(store: Path) -> None:
-    """Remove what processes that were killed left."""
+    """Remove partial files of killed processes."""
     for leftover in store.rglob(".*.partial"):
         leftover.unlink()

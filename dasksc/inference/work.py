@@ -1,9 +1,11 @@
 """Units of predictions, written one by one by any number of processes.
 
-The rows of an atlas are cut into *units* of whole batches. Their size depends on the number of cells and on the batch
-size alone, so a batch holds the same rows whoever reads it. A unit is one shard of every output, and a marker that is
-written after them. Units are kept in a folder that the digest of the plan names: a digest of the model, the data and
-the options, without rank and world size. A process of any later run, of any number of ranks, does what has no marker.
+The rows of an atlas are divided into *units* of whole batches. Their size depends only on the number of cells and the
+batch size, so a batch contains the same rows on any rank. A unit is one shard of every output, and a marker that is
+written after the shards. Units are kept in a folder named by the digest of the plan: the model, the data and the
+options, without rank and world size. Later runs on any number of ranks predict the units without a marker.
+
+A process claims its range of units by a locked file, so no two processes predict the same unit at a time.
 """
 
 from __future__ import annotations
@@ -11,20 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import platform
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, InputError
+from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.inference.outputs import Output, check_same
 from dasksc.output.shards import ShardedArray, ShardWriter
 from dasksc.output.work_folder import WorkFolder, appearing
+from dasksc.platforms import lock_file
 
-__all__ = ["NanRows", "UnitWriter", "Work", "runs_of", "unit_rows_for"]
+__all__ = ["Claim", "NanRows", "UnitWriter", "Work", "runs_of", "unit_rows_for"]
 
 _LEAST_ROWS = 2**10
 _MOST_ROWS = 2**16
@@ -61,6 +67,30 @@ class NanRows(NamedTuple):
         return NanRows(self.n + n, [*self.first, *rows][:_NAMED])
 
 
+class Claim:
+    """Exclusive use of a range of units by one process, until it is released or the process ends.
+
+    Parameters
+    ----------
+    path
+        Path of a file to create and lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(exist_ok=True)
+        self._file: IO[str] = path.open("w")
+        self._file.write(f"process {os.getpid()} on {platform.node()}")
+        self._file.flush()
+        lock_file(self._file, wait=False)
+
+    def release(self) -> None:
+        """Give the units free."""
+        if not self._file.closed:
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+
+
 class Work(WorkFolder):
     """Work folder of predictions.
 
@@ -71,7 +101,7 @@ class Work(WorkFolder):
     folder
         Path of the work folder, on the same file system.
     plan
-        What determines the predictions, as plain types.
+        Model, data and options that determine the predictions, as plain types.
     n_obs, batch_size
         Number of cells, and rows of a batch.
     """
@@ -103,17 +133,62 @@ class Work(WorkFolder):
         ------
         InputError
             If the folder holds another plan and `overwrite` is False.
+        StorageError
+            If another process works on another plan.
         """
         begun = self.begun()
         if begun is not None and begun != self.plan and not overwrite:
             raise self.differing(begun, self.plan)
         if begun != self.plan:
+            self._refuse_claimed(0, None)
             self.clear()
             self.write_plan(self.plan)
 
     def is_begun(self) -> bool:
         """Return True if the folder holds the plan of this work."""
         return self.begun() == self.plan
+
+    # --- Claims ---------------------------------------------------------------------------------------
+
+    def claim(self, first: int, last: int) -> Claim:
+        """Claim the units ``[first, last)`` for this process; call it under the lock.
+
+        Raises
+        ------
+        StorageError
+            If another process works on any of them.
+        """
+        self._refuse_claimed(first, last)
+        return Claim(self.folder / "claims" / f"{first}-{last}-{os.urandom(4).hex()}")
+
+    def _refuse_claimed(self, first: int, last: int | None) -> None:
+        owner = next(self._owners(first, last), None)
+        if owner is not None:
+            raise StorageError(
+                f"{self.target} is being written by {owner}, which predicts the same cells. Wait for it or end it, or "
+                "give another out="
+            )
+
+    def is_claimed(self) -> bool:
+        """Return True if a process works on any unit."""
+        return any(True for _ in self._owners(0, None))
+
+    def _owners(self, first: int, last: int | None) -> Iterator[str]:
+        """Yield the processes with a claim on any unit of ``[first, last)``; remove claims of processes that ended."""
+        for path in sorted((self.folder / "claims").glob("*-*-*")):
+            start, stop = map(int, path.name.split("-")[:2])
+            if stop <= first or (last is not None and start >= last):
+                continue
+            try:
+                with path.open("r+") as file:
+                    owner = file.read()
+                    lock_file(file, wait=False)
+            except FileNotFoundError:  # released meanwhile
+                continue
+            except BlockingIOError:
+                yield owner or "another process"
+                continue
+            path.unlink(missing_ok=True)
 
     # --- Units ----------------------------------------------------------------------------------------
 
@@ -122,7 +197,11 @@ class Work(WorkFolder):
 
     def is_done(self, k: int) -> bool:
         """Return True if unit `k` is complete."""
-        return self._marker(k).exists()
+        try:
+            # A power failure may leave the name of a file without its contents.
+            return self._marker(k).stat().st_size > 0
+        except FileNotFoundError:
+            return False
 
     def missing(self, first: int = 0, last: int | None = None) -> list[int]:
         """Return the units of ``[first, last)`` that are not complete."""
@@ -200,6 +279,8 @@ class Work(WorkFolder):
 class UnitWriter:
     """Writer of successive batches of successive units.
 
+    A thread completes each unit, since flushing a file to the disk takes as long as several batches.
+
     Parameters
     ----------
     work
@@ -213,6 +294,8 @@ class UnitWriter:
         self._writers: dict[str, ShardWriter] = {}
         self._nan: dict[str, NanRows] = {}
         self._at = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._completing: Future[None] | None = None
 
     def take(
         self,
@@ -265,14 +348,36 @@ class UnitWriter:
 
     def _finish(self, k: int) -> None:
         assert self._open is not None
+        self.settle()
         opened, self._open = self._open, None
-        self._writers = {}
-        opened.close()
-        self._work.mark(k, self._outputs, self._nan)
-        self._nan = {}
+        outputs, nan = self._outputs, self._nan
+        self._writers, self._nan = {}, {}
+
+        def complete() -> None:
+            opened.close()
+            self._work.mark(k, outputs, nan)
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-unit")
+        self._completing = self._thread.submit(complete)
+
+    def settle(self) -> None:
+        """Wait until all units that were written are complete.
+
+        Raises
+        ------
+        OSError
+            If one cannot be completed, such as on a full disk.
+        """
+        completing, self._completing = self._completing, None
+        if completing is not None:
+            completing.result()
 
     def abandon(self) -> None:
         """Remove the files of an unfinished unit."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
         opened, self._open = self._open, None
         if opened is not None:
             error = InterruptedError("the unit is left unfinished")

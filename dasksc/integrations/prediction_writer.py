@@ -1,7 +1,7 @@
 """Callback that writes the predictions of a Lightning run, for either of Lightning's two packages.
 
-Lightning asks the data module for the data set of `predict` when the parameters are loaded. The callback then replaces
-the data set by the batches that this rank has to predict, and writes what ``predict_step`` returns for each.
+Lightning asks the data module for the data set of `predict` after it has loaded the parameters. The callback then
+replaces the data set by the batches of this rank's share, and writes the results of ``predict_step``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Writer"]
 
 
 class Writer:
-    """Callback of a Trainer that writes what ``predict_step`` returns, as `dasksc.predict` does.
+    """Callback of a Trainer that writes the results of ``predict_step``, as `dasksc.predict` does.
 
     ``trainer.predict(model, datamodule=data)`` needs a `scDataModule` with ``predict=dasksc.Streaming()``. All cells of
     its collection are read in storage order, whatever the strategy. The Trainer keeps no predictions in memory.
@@ -33,7 +33,7 @@ class Writer:
     Attributes
     ----------
     report
-        What was written, when the Trainer has predicted; None before.
+        Report of the last ``trainer.predict``; None before.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Writer:
         self._begun = 0.0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the place of the data set for ``predict``."""
+        """Replace the data set for ``predict`` by the share of this rank."""
         if stage != "predict":
             return
         data = trainer.datamodule
@@ -102,6 +102,7 @@ class Writer:
         self._run = None
         with notes.of_failure(), run.explaining():
             if self._share is not None:
+                self._share.settle()
                 self._share.abandon()  # limit_predict_batches may end inside a unit
                 run.publish()
             if trainer.limit_predict_batches == 1.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 from dasksc.executor.progress import EpochStats
@@ -14,6 +15,7 @@ from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.ranks import World
 from dasksc.sampling.binding import bind
 from dasksc.sampling.strategies import Streaming
+from dasksc.transforms.composed import as_transform, at_batch, at_epoch, owning
 
 __all__ = ["over_range", "world_of"]
 
@@ -27,7 +29,8 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
         Data set whose request (genes, obs, layers, obsm, layout, dtype, hooks and transform) and sizes are used. Its
         strategy, filter, rank and epochs are not. It is not changed, and shares its matrices with the result.
     start, stop
-        Range of rows of the collection.
+        Range of rows of the collection; `start` is a multiple of the batch size. Random transforms depend on the place
+        of a batch in the collection, not in the range.
     device
         Device of the batches. Default: that of `dataset`.
     """
@@ -47,9 +50,32 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     one._stats = EpochStats()
     one._token = secrets.token_hex(4)
     one._progress = False
+    transform = as_transform(dataset.transform)
+    if transform is not None and start:
+        one.transform = _Numbered(transform, start // dataset.batch_size)
     if device is not None:
         one._placement = Placement(device, dataset._placement.pin_memory)
     return one
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """Transform of batches that are numbered from another number than 0."""
+
+    transform: Any
+    first: int
+
+    def at_epoch(self, epoch: int) -> _Numbered:
+        return _Numbered(at_epoch(self.transform, epoch), self.first)
+
+    def at_batch(self, number: int) -> Any:
+        return at_batch(self.transform, self.first + number)
+
+    def owning(self) -> _Numbered:
+        return _Numbered(owning(self.transform), self.first)
+
+    def __call__(self, batch: Any) -> Any:
+        return self.transform(batch)
 
 
 def world_of(dataset: scDataset) -> World:

@@ -104,10 +104,10 @@ class WorkFolder:
             lock.close()
 
     def begun(self) -> dict[str, Any] | None:
-        """Return the plan of the work in the folder, or None if there is none."""
+        """Return the plan of the work in the folder, or None if there is none that can be read."""
         try:
             begun: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # a file may be empty after a power failure
             return None
         return begun
 

@@ -331,18 +331,18 @@ class Training(_Section):
 
 
 class Predict(_Section):
-    """What is predicted at the end of the training, for every cell, by `dasksc.predict`.
+    """Prediction for every cell at the end of the training, by `dasksc.predict`.
 
     Parameters
     ----------
     out
         Path of the store to create or extend, or of the h5ad file with `in_place`.
     path
-        Of the atlas to read. Default: `data.path`, all of its cells.
+        Path of the atlas to read. Default: `data.path`, all of its cells.
     key
         Name in obsm.
     method
-        Of the model. Default: ``embed`` where it has that, otherwise the model itself. ``predict`` of a classifier
+        Method of the model. Default: ``embed`` if it has one, otherwise the model itself. ``predict`` of a classifier
         writes the column ``predicted`` of obs.
     batch_size
         Rows of a batch, per rank. Default: `data.batch_size`.

@@ -1,4 +1,4 @@
-"""Inference with trained models: what they read is noted in ``model.pt``, and read again from any atlas."""
+"""Inference with trained models on any atlas, from the reading options recorded in ``model.pt``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dasksc import Batch, InputError, scDataset
 from dasksc.atlas.lookup import nearest
 from dasksc.train.config import Config
 from dasksc.train.import_paths import find
+from dasksc.train.saved_models import read_saved
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.vocabulary import Vocabulary
 
@@ -27,7 +28,7 @@ _COPIED = ("layers", "obsm", "obs", "layout", "dtype")
 
 
 def noted_reading(config: Config, dataset: scDataset) -> dict[str, Any]:
-    """Return what a model reads, as plain types.
+    """Return the reading options of a model, as plain types.
 
     Parameters
     ----------
@@ -57,14 +58,14 @@ def noted_reading(config: Config, dataset: scDataset) -> dict[str, Any]:
 
 
 def dataset_for(noted: Mapping[str, Any], data: Any, *, batch_size: int, **options: Any) -> scDataset:
-    """Return a data set that reads an atlas as a model was trained on another, without masks and labels.
+    """Return a data set that reads an atlas like the training data of a model, without masks and labels.
 
     Parameters
     ----------
     noted
-        What `noted_reading` returned.
+        Result of `noted_reading`.
     data
-        The atlas, as `dasksc.open` takes it. A path keeps the names of cells out of memory.
+        Atlas in any form that `dasksc.open` accepts. A path keeps the names of cells out of memory.
     batch_size
         Rows of a batch.
     **options
@@ -101,7 +102,7 @@ def _whole(batch: Batch) -> Batch:
 
 
 def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
-    """Return what is called for predictions: a method, by default ``embed`` where the model has it.
+    """Return the method to call for predictions, by default ``embed`` if the model has it, or the model itself.
 
     Raises
     ------
@@ -120,7 +121,7 @@ def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
 
 
 def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the labels of what ``predict`` of a classifier returns; nothing for other methods."""
+    """Return the labels of the codes from ``predict`` of a classifier; empty for other methods."""
     label = getattr(model, "label", None)
     return (
         {"predicted": list(categories[label])}
@@ -130,23 +131,23 @@ def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, 
 
 
 def read_model(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return what ``model.pt`` notes of reading, None where an older version wrote it, and the labels of obs columns.
+    """Return the reading options in a ``model.pt``, None for older versions, and the labels of obs columns.
 
     Raises
     ------
     InputError
-        If it is the folder of a checkpoint, which has neither.
+        If the path is the folder of a checkpoint, which has neither.
     """
     if path.is_dir():
         raise InputError(f"{path} is a checkpoint; give the model.pt that the training wrote at its end")
-    saved = torch.load(path, weights_only=True, map_location="cpu")
+    saved = read_saved(path)
     return saved.get("reading"), saved.get("categories", {})
 
 
 def predict_trained(
     config: Config, model: nn.Module, dataset: scDataset, *, device: torch.device, progress: bool = False
 ) -> dasksc.PredictionReport:
-    """Predict as the section ``predict`` of a configuration says. All ranks must call it.
+    """Predict according to the section ``predict`` of a configuration. All ranks must call this function.
 
     Parameters
     ----------

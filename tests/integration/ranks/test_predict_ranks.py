@@ -59,7 +59,7 @@ def test_when_a_rank_fails_the_others_say_so_and_the_rest_is_done_later(atlas, t
     out = tmp_path / "emb.zarr"
     printed = torchrun(2, "predict_ranks.py", atlas, out, "failing")
     assert "rank 1 failed: ZeroDivisionError: this rank fails" in printed
-    assert "rank 0 failed: StorageError: rank 1 failed ZeroDivisionError: this rank fails. What is done" in printed
+    assert "rank 0 failed: StorageError: rank 1 failed ZeroDivisionError: this rank fails. Complete" in printed
     assert not out.exists()
 
 

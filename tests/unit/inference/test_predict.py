@@ -20,7 +20,7 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
-from dasksc.inference import Predictions, work
+from dasksc.inference import Predictions
 from dasksc.inference.digests import digest_of
 from dasksc.inference.work import runs_of, unit_rows_for
 from dasksc.output import shards
@@ -31,21 +31,6 @@ pytestmark = pytest.mark.core
 
 N_OBS, N_VARS, BATCH = 203, 17, 8
 LABELS = ["B cell", "T cell", "NK cell"]
-
-
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make units of two batches, of which the atlas has 13."""
-    monkeypatch.setattr(work, "_LEAST_ROWS", 16)
-    monkeypatch.setattr(work, "_MOST_ROWS", 16)
-    monkeypatch.setattr(shards, "sync", lambda file: None)
-
-
-@pytest.fixture
-def atlas(tmp_path: Path) -> Path:
-    path = tmp_path / "atlas.h5ad"
-    make_adata(N_OBS, N_VARS).write_h5ad(path)
-    return path
 
 
 class Embedder(nn.Module):
@@ -343,6 +328,8 @@ def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
     share = run.begin()
     for batch in share.batches():
         run.take(share, run.predictor.function(batch).detach())
+    share.settle()
+    share.abandon()
     with h5py.File(atlas, "r+") as file:
         file.attrs["edited"] = "by somebody else"
     with pytest.raises(StorageError, match="replaced or changed"):
