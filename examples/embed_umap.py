@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Train an autoencoder on an atlas, write the embedding of every cell beside it, and draw a UMAP of some.
+"""Train an autoencoder on an atlas, write the embedding of every cell, and draw a UMAP of a sample of cells.
 
+    pip install 'dasksc[train,demo]'                    # scanpy draws
     python embed_umap.py atlas.h5ad --color cell_type
-    python embed_umap.py                                # an atlas is made
+    python embed_umap.py                                # on a synthetic atlas
 
-The embedding goes to ``emb.zarr`` in the folder of the figure, which `dasksc.open` attaches to the atlas. Only the
-cells that are drawn are read back.
+The embedding is written to ``emb.zarr`` in the folder of the figure, and `dasksc.open` attaches it to the atlas. Only
+the sampled cells are read back.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def train(path: Path, *, latent: int, n_epochs: int, device: torch.device) -> Au
 
 
 def drawn(path: Path, emb: Path, *, color: str, n_cells: int) -> anndata.AnnData:
-    """Return the embedding of some cells, chosen at random, with their labels."""
+    """Return the embedding and the labels of a random sample of cells."""
     adata = dasksc.open(path, obs=[color], attach={"obsm/X_emb": emb})
     rng = np.random.default_rng(0)
     rows = np.sort(rng.choice(adata.n_obs, min(n_cells, adata.n_obs), replace=False))
@@ -52,7 +53,7 @@ def drawn(path: Path, emb: Path, *, color: str, n_cells: int) -> anndata.AnnData
 
 
 def draw(cells: anndata.AnnData, figure: Path, *, color: str) -> None:
-    """Draw a UMAP, and say how often neighbours share the label."""
+    """Draw a UMAP, and print how often neighbors share the label."""
     warnings.filterwarnings("ignore")
     import matplotlib as mpl
 
@@ -72,7 +73,7 @@ def draw(cells: anndata.AnnData, figure: Path, *, color: str) -> None:
 
 
 def main() -> None:
-    """Train, embed and draw as the command line says."""
+    """Train, embed and draw according to the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("atlas", nargs="?", type=Path, help="an h5ad file or a Zarr store; without one, one is made")
     parser.add_argument("--color", default="cell_type", help="obs column to draw")

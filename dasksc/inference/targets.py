@@ -11,9 +11,9 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -23,11 +23,25 @@ from anndata.io import write_elem
 
 from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.atlas.cell_names import digest_names
-from dasksc.errors import InputError, MissingPathError, StorageError
+from dasksc.errors import InputError, MissingPathError
 from dasksc.inference.outputs import Output
 from dasksc.inference.work import NanRows, Work
+from dasksc.inference.zarr_elements import (
+    ARRAY,
+    ATTRIBUTE,
+    CATEGORICAL,
+    NAN,
+    Found,
+    Nan,
+    found_in_store,
+    metadata_in,
+    remove_partial,
+    replace_json,
+    write_metadata,
+    write_obs,
+)
 from dasksc.output.elements import as_anndata_writes, write_group
-from dasksc.output.work_folder import appearing, discard, sync_folder
+from dasksc.output.work_folder import discard, sync_folder
 from dasksc.storage import is_url
 from dasksc.storage.file_identity import FileIdentity
 
@@ -36,21 +50,9 @@ __all__ = ["Names", "Target", "target_of"]
 Names = Callable[[], Iterable[Sequence[str]] | None]
 """Returns the names of the cells in pieces; None if they have none."""
 
-Nan = Mapping[str, NanRows]
-
-# Of each key: the digest of the plan, and the rows with NaN.
-_ATTRIBUTE, _NAN = "dasksc-predicted", "dasksc-nan"
-_ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
-_CATEGORICAL = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": False}
 _PIECE_BYTES = 2**24
-
-
-class Found(NamedTuple):
-    """Published predictions: shape and type of the array, and the rows with NaN."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    nan: NanRows
+# Estimates of the disk space of metadata, and of the name of a cell.
+_METADATA_BYTES, _NAME_BYTES = 2**16, 24
 
 
 class Target(Protocol):
@@ -70,6 +72,9 @@ class Target(Protocol):
 
     def index_key(self) -> str | None:
         """Return the key of the names of the cells; None if there is no table of cells yet."""
+
+    def publish_bytes(self, n_obs: int) -> int:
+        """Return roughly the disk space that `publish` needs in addition to complete units, in bytes."""
 
     def check_cells(self, n_obs: int, names: Names) -> None:
         """Refuse a destination with other cells."""
@@ -166,7 +171,7 @@ class NewStore:
 
     def found(self, digest: str) -> dict[str, Found]:
         """See `Target`."""
-        return _found_in_store(self.path, digest)
+        return found_in_store(self.path, digest)
 
     def taken(self, keys: Iterable[str]) -> list[str]:
         """See `Target`."""
@@ -176,6 +181,10 @@ class NewStore:
         """See `Target`."""
         return None
 
+    def publish_bytes(self, n_obs: int) -> int:
+        """See `Target`."""
+        return _METADATA_BYTES + _NAME_BYTES * n_obs
+
     def check_cells(self, n_obs: int, names: Names) -> None:
         """See `Target`."""
 
@@ -184,16 +193,16 @@ class NewStore:
         store = work.store
         with as_anndata_writes():
             for one in outputs:
-                _write_metadata(work, one, nan)
+                write_metadata(work, one, nan)
             columns = [one.name for one in outputs if one.width is None]
-            digest = _write_obs(store, work.n_obs, names(), columns)
+            digest = write_obs(store, work.n_obs, names(), columns)
             root = zarr.open_group(store, mode="a", zarr_format=3)
             write_elem(root, "var", pd.DataFrame(index=pd.Index([], dtype=str)))
             write_group(store / "obsm", {"encoding-type": "dict", "encoding-version": "0.1.0"})
             encoding = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
             write_group(store, {**encoding, NAMES_ATTRIBUTE: digest})
             zarr.consolidate_metadata(str(store))
-        _remove_partial(store)
+        remove_partial(store)
         os.rename(store, self.path)
         sync_folder(self.path.parent)
 
@@ -227,15 +236,19 @@ class InStore:
 
     def found(self, digest: str) -> dict[str, Found]:
         """See `Target`."""
-        return _found_in_store(self.path, digest)
+        return found_in_store(self.path, digest)
 
     def taken(self, keys: Iterable[str]) -> list[str]:
         """See `Target`."""
         return [key for key in keys if os.path.lexists(self.path / key)]
 
+    def publish_bytes(self, n_obs: int) -> int:
+        """See `Target`."""
+        return _METADATA_BYTES
+
     def index_key(self) -> str | None:
         """See `Target`."""
-        return f"obs/{_metadata_in(self.path / 'obs' / 'zarr.json')['attributes']['_index']}"
+        return f"obs/{metadata_in(self.path / 'obs' / 'zarr.json')['attributes']['_index']}"
 
     def check_cells(self, n_obs: int, names: Names) -> None:
         """See `Target`."""
@@ -243,15 +256,15 @@ class InStore:
 
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
         """See `Target`."""
-        _remove_partial(work.store)
+        remove_partial(work.store)
         if not (self.path / "obsm").exists():
             write_group(self.path / "obsm", {"encoding-type": "dict", "encoding-version": "0.1.0"})
         with as_anndata_writes():
             for one in outputs:
                 place = self.path / one.key
-                if _metadata_in(place / "zarr.json").get("attributes", {}).get(_ATTRIBUTE) == work.digest:
+                if metadata_in(place / "zarr.json").get("attributes", {}).get(ATTRIBUTE) == work.digest:
                     continue  # put there before the process was killed
-                _write_metadata(work, one, nan)
+                write_metadata(work, one, nan)
                 if os.path.lexists(place):
                     replaced = work.folder / "replaced"
                     discard(replaced)
@@ -264,7 +277,7 @@ class InStore:
                 metadata = json.loads(table.read_text())
                 order = metadata["attributes"]["column-order"]
                 metadata["attributes"]["column-order"] = [*order, *(name for name in columns if name not in order)]
-                _replace_json(table, metadata)
+                replace_json(table, metadata)
             if json.loads((self.path / "zarr.json").read_text()).get("consolidated_metadata") is not None:
                 zarr.consolidate_metadata(str(self.path))
 
@@ -307,9 +320,9 @@ class InFile:
         with h5py.File(self.path, "r") as file:
             for group in ("obsm", "obs"):
                 for name, item in file[group].items() if group in file else ():
-                    if item.attrs.get(_ATTRIBUTE) == digest:
+                    if item.attrs.get(ATTRIBUTE) == digest:
                         array = item["codes"] if isinstance(item, h5py.Group) else item
-                        nan = NanRows(*json.loads(item.attrs[_NAN]))
+                        nan = NanRows(*json.loads(item.attrs[NAN]))
                         found[f"{group}/{name}"] = Found(array.shape, str(array.dtype), nan)
         return found
 
@@ -317,6 +330,10 @@ class InFile:
         """See `Target`."""
         with h5py.File(self.path, "r") as file:
             return [key for key in keys if key in file]
+
+    def publish_bytes(self, n_obs: int) -> int:
+        """See `Target`."""
+        return self.path.stat().st_size + _METADATA_BYTES
 
     def index_key(self) -> str | None:
         """See `Target`."""
@@ -337,11 +354,11 @@ class InFile:
             if "obsm" not in file:
                 file.create_group("obsm").attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
             for one in outputs:
-                _write_metadata(work, one, nan)
+                write_metadata(work, one, nan)
                 if one.key in file:
                     del file[one.key]
                 self._write(file, one, work)
-                own = {_ATTRIBUTE: work.digest, _NAN: json.dumps(nan.get(one.name, NanRows()))}
+                own = {ATTRIBUTE: work.digest, NAN: json.dumps(nan.get(one.name, NanRows()))}
                 file[one.key].attrs.update(own)
             obs = file["obs"].attrs
             order = [str(name) for name in obs["column-order"]]
@@ -359,11 +376,11 @@ class InFile:
         name = one.key
         if one.labels is not None:
             group = file.create_group(one.key)
-            group.attrs.update(_CATEGORICAL)
+            group.attrs.update(CATEGORICAL)
             write_elem(group, "categories", np.array(one.labels))
             name = f"{one.key}/codes"
         written = file.create_dataset(name, shape=stored.shape, dtype=stored.dtype)
-        written.attrs.update(_ARRAY)
+        written.attrs.update(ARRAY)
         rows = max(1, _PIECE_BYTES // one.row_bytes)
         for start in range(0, stored.shape[0], rows):
             written[start : start + rows] = stored[start : start + rows]
@@ -382,77 +399,3 @@ def copy_file(source: Path, target: Path) -> None:
 
 # Linux's request to share the blocks of another file, of linux/fs.h.
 _FICLONE = 0x40049409
-
-
-def _write_metadata(work: Work, one: Output, nan: Nan) -> None:
-    """Write the metadata that makes the shards of an output an element of AnnData."""
-    place = work.store / one.key
-    own = {_ATTRIBUTE: work.digest, _NAN: list(nan.get(one.name, NanRows()))}
-    if one.labels is None:
-        work.array(one).write_metadata(place, {**_ARRAY, **own})
-        return
-    write_group(place, {**_CATEGORICAL, **own})
-    work.array(one).write_metadata(place / "codes", _ARRAY)
-    write_elem(zarr.open_group(place, mode="a"), "categories", np.array(one.labels))
-
-
-def _write_obs(store: Path, n_obs: int, pieces: Iterable[Sequence[str]] | None, columns: list[str]) -> str | None:
-    """Write a table of cells around existing columns; return the digest of the names."""
-    has_names = pieces is not None
-    given = _numbers(n_obs) if pieces is None else iter(pieces)
-    group = zarr.open_group(store / "obs", mode="a", zarr_format=3)
-    if "_index" in group:
-        del group["_index"]
-    index = group.create_array("_index", shape=(n_obs,), chunks=(min(n_obs, 2**16),), dtype=str)
-    index.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
-    group.attrs.update(
-        {"encoding-type": "dataframe", "encoding-version": "0.2.0", "_index": "_index", "column-order": columns}
-    )
-
-    def written() -> Iterator[Sequence[str]]:
-        start = 0
-        for piece in given:
-            index[start : start + len(piece)] = np.array(piece, dtype=object)
-            start += len(piece)
-            yield piece
-        if start != n_obs:
-            raise StorageError(f"the atlas has {n_obs} cells and {start} names; it was changed while it was read")
-
-    digest = digest_names(written())
-    return digest if has_names else None
-
-
-def _numbers(n_obs: int) -> Iterator[list[str]]:
-    for start in range(0, n_obs, 2**16):
-        yield [str(row) for row in range(start, min(start + 2**16, n_obs))]
-
-
-def _found_in_store(path: Path, digest: str) -> dict[str, Found]:
-    found = {}
-    for file in (file for group in ("obsm", "obs") for file in (path / group).glob("*/zarr.json")):
-        attributes = _metadata_in(file).get("attributes", {})
-        if attributes.get(_ATTRIBUTE) == digest:
-            codes = file.parent / "codes" / "zarr.json"
-            array = _metadata_in(codes if codes.exists() else file)
-            key = f"{file.parent.parent.name}/{file.parent.name}"
-            found[key] = Found(tuple(array["shape"]), array["data_type"], NanRows(*attributes[_NAN]))
-    return found
-
-
-def _metadata_in(file: Path) -> dict[str, Any]:
-    try:
-        metadata: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return metadata
-
-
-def _replace_json(path: Path, value: Any) -> None:
-    with appearing(path) as beside:
-        beside.write_text(json.dumps(value, indent=2))
-
-
-def _remove_partial(store: Path) -> None:
-    """Remove partial files of killed processes."""
-    for leftover in store.rglob(".*.partial"):
-        leftover.unlink()

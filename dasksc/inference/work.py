@@ -132,12 +132,12 @@ class Work(WorkFolder):
         Raises
         ------
         InputError
-            If the folder holds another plan and `overwrite` is False.
+            If the folder holds complete units of another plan and `overwrite` is False.
         StorageError
             If another process works on another plan.
         """
         begun = self.begun()
-        if begun is not None and begun != self.plan and not overwrite:
+        if begun is not None and begun != self.plan and not overwrite and any(self.folder.glob("*/done/*.json")):
             raise self.differing(begun, self.plan)
         if begun != self.plan:
             self._refuse_claimed(0, None)

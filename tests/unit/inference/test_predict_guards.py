@@ -154,15 +154,22 @@ def test_a_second_run_for_the_same_cells_is_refused_while_the_first_is_at_work(a
         for options in ({}, again, {"overwrite": True}):
             with pytest.raises(StorageError, match=f"written by process {os.getpid()} on .*Wait for it or end it"):
                 predict(slow, adata, out, **options)
-        with pytest.raises(StorageError, match="Wait for it or end it"):
-            predict(two, adata, out, overwrite=True)
-        with pytest.raises(InputError, match="differs from this one in model"):
-            predict(two, adata, out)
+        for overwrite in (False, True):
+            with pytest.raises(StorageError, match="Wait for it or end it"):
+                predict(two, adata, out, overwrite=overwrite)
     finally:
         may_end.set()
         first.join()
     assert np.array_equal(read(out).obsm["X_emb"], read(atlas).X[:, :2].todense())
     assert entries(tmp_path) == ["atlas.h5ad", "emb.zarr"]
+
+
+def test_work_without_a_complete_unit_is_in_nobodys_way(atlas, tmp_path):
+    model = torch.nn.Linear(17, 2)
+    model.register_forward_hook(stopped(1))
+    with pytest.raises(Stopped):
+        predict(model, atlas, tmp_path / "emb.zarr")
+    assert predict(two, atlas, tmp_path / "emb.zarr").n_predicted == 203
 
 
 # --- Damaged notes --------------------------------------------------------------------------------------
