@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,9 @@ def read_saved(path: Path) -> dict[str, Any]:
     """
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
-        raise InputError(f"{path} is no model.pt that dasksc train wrote, or is damaged: {error}") from error
+    except Exception as error:  # any error, since damaged bytes may mean anything
+        # The message of torch recommends to load the file without restrictions.
+        raise InputError(f"{path} is no model.pt that dasksc train wrote, or is damaged") from error
     if not isinstance(saved, dict) or not {"name", "arguments", "parameters"} <= set(saved):
         raise InputError(f"{path} is no model.pt that dasksc train wrote: it names no model")
     return saved

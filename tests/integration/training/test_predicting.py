@@ -169,3 +169,27 @@ def test_the_section_is_checked(atlas, tmp_path):
     raw = configuration(atlas, tmp_path / "run", AUTOENCODER)
     with pytest.raises(InputError, match=r"predict\.outt"):
         train(raw | {"predict": {"outt": "emb.zarr"}})
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["code", "function", "text", "tensor", "empty"])
+def test_a_file_that_is_no_model_is_refused_and_runs_nothing(atlas, tmp_path, kind):
+    path, touched = tmp_path / "model.pt", tmp_path / "touched"
+    if kind == "code":
+        torch.save({"name": "autoencoder", "arguments": {}, "parameters": Harmful(touched)}, path)
+    elif kind == "function":
+        torch.save({"name": "os:mkdir", "arguments": {"path": str(touched)}, "parameters": {}}, path)
+    elif kind == "tensor":
+        torch.save(torch.ones(2), path)
+    else:
+        path.write_text("hello" if kind == "text" else "")
+    with pytest.raises(InputError, match=r"is no model\.pt that dasksc train wrote|no torch\.nn\.Module class"):
+        embed(atlas, "--model", path, "--out", tmp_path / "emb.zarr")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model.pt"]
