@@ -115,13 +115,13 @@ class Workplace:
             if not overwrite:
                 raise InputError(f"{self.target} exists. Give another target, or overwrite=True (--overwrite).")
             if not self._may_be_replaced():
-                raise InputError(f"{self.target} is no Zarr store, and is not overwritten. Give another target.")
+                raise InputError(f"{self.target} is not a Zarr store, and is not overwritten. Give another target.")
         if begun is not None and begun != plan and not overwrite:
             differing = [name for name in sorted({*plan, *begun}) if plan.get(name) != begun.get(name)]
             raise InputError(
-                f"{self.folder} holds an unfinished conversion that differs from this one in "
-                f"{', '.join(differing)}. Finish that with the arguments it was begun with, or give "
-                "overwrite=True (--overwrite) to begin anew."
+                f"{self.folder} holds an unfinished conversion that differs from this one in {', '.join(differing)}. "
+                "Run that conversion again with its arguments to finish it, or give overwrite=True (--overwrite) to "
+                "start over."
             )
         if begun != plan:
             self.clear()
@@ -169,8 +169,8 @@ class Workplace:
         """
         if self._is_taken() and not (overwrite and self._may_be_replaced()):
             raise InputError(
-                f"{self.target} appeared while it was being written, and is not replaced. What was written is kept in "
-                f"{self.folder}. Move away what has appeared and run the same again"
+                f"{self.target} appeared while it was being written, and is not replaced. The written data are kept in "
+                f"{self.folder}. Move {self.target} away and run the same conversion again"
                 + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
             )
         # Killed tasks leave partial files.
@@ -198,8 +198,8 @@ class Workplace:
         return StorageError(
             errno.ENOSPC,
             f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, "
-            f"{format_bytes(free)} are free there ({error}). The input is untouched, and what has been written is "
-            f"kept in {self.folder}: make room and run the same again to go on, or remove that folder.",
+            f"{format_bytes(free)} are free there ({error}). The input is untouched, and what has been written is kept "
+            f"in {self.folder}: make room and run the same conversion again to resume it, or remove that folder.",
         )
 
 

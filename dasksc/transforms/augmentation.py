@@ -38,7 +38,7 @@ class _Augmentation:
 
     def __init__(self, *, layer: str | None, seed: int) -> None:
         if layer is not None and not isinstance(layer, str):
-            raise InputError(f"layer={layer!r} is no name of a layer; None is X")
+            raise InputError(f"layer={layer!r} is not the name of a layer; give a name, or None for X")
         self.layer = layer
         self.seed = whole_number("seed", seed, 0, 2**64)
         self._number = 0
@@ -131,7 +131,7 @@ class _Augmentation:
             parts = f"one with {', '.join(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
             raise InputError(
                 f"{name} takes a Batch with X and index; got {parts}. Give it to scDataset(transform=...), not as a "
-                "hook, for one modality, and before what makes tokens"
+                "hook, only for one modality, and before a tokenizer"
             )
         made = Batch(batch)
         rows = batch["index"].numpy()
@@ -141,7 +141,7 @@ class _Augmentation:
         layers = batch.get("layers") or {}
         if self.layer not in layers:
             raise InputError(
-                f"{name}(layer={self.layer!r}): the batch has {', '.join(map(repr, layers)) or 'no'} layers; ask for "
+                f"{name}(layer={self.layer!r}): the batch has {', '.join(map(repr, layers)) or 'no'} layers; request "
                 f"it: scDataset(layers=[{self.layer!r}])"
             )
         made["layers"] = type(layers)({**layers, self.layer: self._values(layers[self.layer], rows, self._keys[which])})
@@ -254,8 +254,8 @@ class Downsample(_Augmentation):
         name = "X" if self.layer is None else f"layer {self.layer!r}"
         raise InputError(
             f"Downsample draws counts, whole numbers from 0 to 2**53; {name} has {value.item()!r} in row {row}, column "
-            f"{column}. Name the layer that has raw counts: scDataset(..., layers=['counts'], "
-            "transform=Downsample(..., layer='counts'))"
+            f"{column}. Use the layer with raw counts: scDataset(..., layers=['counts'], transform=Downsample(..., "
+            "layer='counts'))"
         )
 
 
