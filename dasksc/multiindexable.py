@@ -108,7 +108,7 @@ class MultiIndexable:
             indexables = ()
         if named_indexables:
             if names is not None:
-                raise InputError("names= goes with members given by position; these have names already")
+                raise InputError("names= needs members given by position; these have names already. Leave names= out")
             names, indexables = list(named_indexables), tuple(named_indexables.values())
         if not indexables:
             raise TypeError("MultiIndexable needs at least one member, for example MultiIndexable(X=X, y=y)")
@@ -128,7 +128,7 @@ class MultiIndexable:
             except TypeError as error:
                 raise TypeError(f"member {name!r} ({type(member).__name__}) has no length") from error
         if len(set(lengths.values())) > 1:
-            raise InputError(f"all members must have as many rows as each other; got {lengths}")
+            raise InputError(f"all members must have the same number of rows; got {lengths}")
 
     def _with_members(self, members: list[Any]) -> MultiIndexable:
         new = object.__new__(type(self))
@@ -164,7 +164,7 @@ class MultiIndexable:
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             if key not in (self._names or ()):
-                raise MissingKeyError(f"no member is called {key!r}; the members are {self.keys()}")
+                raise MissingKeyError(f"there is no member {key!r}; the members are {self.keys()}")
             return self._indexables[self.keys().index(key)]
         if isinstance(key, (int, np.integer)):
             if not -self.count <= key < self.count:

@@ -44,7 +44,7 @@ def assemble(
     for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
         if isinstance(array, Unwrapped) and array.matrix.shape[0] != len(obs):
             raise CorruptDataError(
-                f"{array.matrix.label} has {array.matrix.shape[0]} rows, and obs {len(obs)}. The file is corrupt; "
+                f"{array.matrix.label} has {array.matrix.shape[0]} rows, but obs has {len(obs)}. The file is corrupt; "
                 "write it again from its source."
             )
     alike = [array.matrix for array in (x, *layers.values()) if isinstance(array, Unwrapped)]

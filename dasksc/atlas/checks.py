@@ -63,9 +63,9 @@ def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]])
     memory = memory_limit().n_bytes if n_bytes > _ROOM_BYTES else n_bytes
     if n_bytes > memory:
         raise StorageError(
-            f"{path} has {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, and this machine "
-            f"{memory} bytes of memory. Name the columns of obs that you need: obs=[...]; if it cannot be so large, "
-            "the file is corrupt."
+            f"{path} has {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, more than the "
+            f"{memory} bytes of memory of this machine. Read only the obs columns you need: obs=[...]. If the file "
+            "should be smaller, it is corrupt."
         )
     if n_bytes > _ROOM_BYTES:
         # Sizes are compared in total, since a single column may hold one value a billion times.
@@ -73,9 +73,9 @@ def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]])
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:
             raise CorruptDataError(
-                f"{path} claims {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, for which "
-                f"the {stored} bytes stored there have no room. The file is corrupt, or made to fill memory; write it "
-                "again from its source."
+                f"{path} claims {n_bytes} bytes beside its matrices, {sizes[largest]} of them in {largest}, more than "
+                f"the {stored} stored bytes can decompress to. The file is corrupt or malicious; write it again from "
+                "its source."
             )
 
 
@@ -119,8 +119,8 @@ def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
     if not is_group(stored):
         if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _ROOM_BYTES:
             raise CorruptDataError(
-                f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, far larger "
-                "ones than it needs. The file is corrupt; write it again from its source."
+                f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, which are "
+                "far too large for its shape. The file is corrupt; write it again from its source."
             )
         if isinstance(stored, h5py.Dataset) and stored.chunks:
             hdf5_guard.check_chunks(stored, f"{path}:{stored.name}")

@@ -43,8 +43,8 @@ def check_fill_value(fill_value: Any, join: str) -> None:
         raise InputError(f"fill_value={fill_value!r} must be a number, such as 0")
     if join != "outer":
         raise InputError(
-            f"fill_value={fill_value!r} stands where an atlas lacks a variable, which join='inner' leaves out; give "
-            "join='outer', or leave fill_value out"
+            f"fill_value={fill_value!r} replaces variables that an atlas lacks, but join='inner' keeps only common "
+            "variables. Give join='outer', or leave fill_value out"
         )
 
 
@@ -84,11 +84,17 @@ def concatenated(
     """
     without = [name for name, adata in zip(names, adatas, strict=True) if adata.X is None]
     if without and len(without) < len(adatas):
-        raise InputError(f"{', '.join(without[:5])} has no X, and others have; give layers= to all, or leave them out")
+        raise InputError(
+            f"{', '.join(without[:5])} has no X, but other atlases do. Leave out the atlases without X, or use layers "
+            "that all have"
+        )
     for name, adata in zip(names, adatas, strict=True):
         if not adata.var_names.is_unique:
             repeated = adata.var_names[adata.var_names.duplicated()].unique()[:3].tolist()
-            raise InputError(f"variables of {name} repeat ({repeated}), so they cannot be matched with those of others")
+            raise InputError(
+                f"variables of {name} repeat ({repeated}), so they cannot be matched with other atlases. Make them "
+                "unique: adata.var_names_make_unique()"
+            )
     result = _tables(adatas, join=join, fill_value=fill_value, **options)
     if not result.n_vars:
         _refuse_nothing_common(adatas, names)
@@ -109,14 +115,14 @@ def concatenated(
         joined = StackedMatrix(label=f"{label} of {len(names)} atlases", parts=parts, maps=maps)
         if layout == "csr" and fill_value and maps is not None and maps.n_filled():
             raise InputError(
-                f"{label} is sparse, where what an atlas lacks is 0; fill_value={fill_value} would store a value for "
-                "each. Give fill_value=0, or leave it out"
+                f"{label} is sparse, so missing variables are 0; fill_value={fill_value} would make it dense. Give "
+                "fill_value=0, or leave it out"
             )
         _warn_of_types(parts, joined, names, label)
         if joined.n_missing():
             logger.warning(
-                "%s of %d atlases is NaN in %d of %d columns, for the cells of atlases that lack them. Give "
-                "fill_value=0 for zeros there, or join='inner' for the columns that all have",
+                "%s of %d atlases is NaN in %d of %d columns, for cells of atlases without these columns. Give "
+                "fill_value=0 for zeros, or join='inner' for the columns common to all",
                 *(label, len(names), joined.n_missing(), joined.shape[1]),
             )
         return joined
@@ -178,7 +184,7 @@ def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, 
         logger.warning("raw is left out: its variables repeat in %s", ", ".join(repeating[:3]))
         return None
     if join == "inner" and not functools.reduce(lambda a, b: a.intersection(b), (raw.var_names for raw in raws)).size:
-        logger.warning("raw is left out: no variable of it is in all of %s", ", ".join(names[:3]))
+        logger.warning("raw is left out: its variables have none in common across %s", ", ".join(names[:3]))
         return None
     of_raw = [
         AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
@@ -294,7 +300,7 @@ def _joined(
             continue  # handled with the tables
         without = [name for name, array in zip(names, arrays, strict=True) if array is None]
         if not all(array is None or isinstance(array, da.Array) for array in arrays):
-            logger.warning("%s[%r] is left out: it is no numeric matrix", group, key)
+            logger.warning("%s[%r] is left out: it is not a numeric matrix", group, key)
         elif without and join == "inner":
             _log_left_out(f"{group}[{key!r}]", without)
         else:

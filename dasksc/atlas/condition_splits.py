@@ -83,14 +83,14 @@ class Conditions:
             n_missing = int((codes < 0).sum())
             if n_missing:
                 raise InputError(
-                    f"{name!r} is missing in {n_missing} of {n} rows, which are of no condition. Leave these out "
-                    f"(indices=dasksc.rows_where(data, '`{name}`.notna()')), or give them a value"
+                    f"{name!r} is missing in {n_missing} of {n} rows, which therefore have no condition. Exclude them "
+                    f"(indices=dasksc.rows_where(data, '`{name}`.notna()')), or fill in a value"
                 )
             n_codes = max(1, len(labels))
             if len(table) * n_codes > _MAX_COMBINATIONS:
                 raise InputError(
                     f"conditions={list(columns)!r} have {len(table):,} x {n_codes:,} combinations, more than "
-                    f"{_MAX_COMBINATIONS:,}; give columns of fewer values"
+                    f"{_MAX_COMBINATIONS:,}; give columns with fewer values"
                 )
             of_row *= n_codes
             of_row += codes
@@ -111,7 +111,7 @@ class Conditions:
         found = np.ones(len(self.table), dtype=bool)
         for name, wanted in chosen.items():
             if name not in self.columns:
-                raise InputError(f"{option} names {name!r}, which is none of conditions={list(self.columns)!r}")
+                raise InputError(f"{option} names {name!r}, which is not one of conditions={list(self.columns)!r}")
             i = self.columns.index(name)
             codes = [self.values[i].index(known(name, value, self.values[i])) for value in _listed(wanted)]
             found &= np.isin(self.table[:, i], codes)
@@ -167,8 +167,8 @@ class ConditionRequest:
             raise InputError(f"few_shot must lie in [0, 1); got {few_shot!r}")
         if few_shot and not chosen:
             raise InputError(
-                f"few_shot={few_shot!r} is a share of the conditions that hold_out= names, which is not given; "
-                "fractions= deals conditions at random"
+                f"few_shot={few_shot!r} is a share of the conditions in hold_out=, which is missing. Give hold_out=, "
+                "or use fractions= to assign conditions at random"
             )
         _control_columns(control)
         return cls(columns, chosen, float(few_shot), control)
@@ -202,7 +202,8 @@ class ConditionRequest:
             seen[own[:n_seen]] = True
         if not seen.any():
             raise InputError(
-                f"few_shot={self.few_shot} leaves nothing to train on: no context held out has two conditions or more"
+                f"few_shot={self.few_shot} keeps nothing for training: every held-out context has fewer than two "
+                "conditions. Give fewer values in hold_out="
             )
         return seen
 

@@ -60,8 +60,8 @@ def _encoded(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     if pd.api.types.is_string_dtype(dtype) or pd.api.types.is_object_dtype(dtype):
         return _encode_objects(series)
     raise InputError(
-        f"obs column {series.name!r} has dtype {dtype}, which has no tensor form. "
-        "Convert it to numbers, strings or categories first."
+        f"obs column {series.name!r} has dtype {dtype}, which cannot be converted to a tensor. Convert it to numbers, "
+        "strings or categories first."
     )
 
 
@@ -95,6 +95,6 @@ def _encode_objects(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | N
     if kind in ("integer", "floating", "mixed-integer-float"):
         return _numbers(pd.to_numeric(series)), None
     raise InputError(
-        f"obs column {series.name!r} mixes types (pandas finds {kind!r}). Make it all strings, e.g. "
+        f"obs column {series.name!r} mixes types (pandas finds {kind!r}). Convert it to strings, e.g. "
         f"adata.obs[{series.name!r}] = adata.obs[{series.name!r}].astype(str)."
     )

@@ -132,7 +132,7 @@ def _answers(result: Any, expression: str) -> NDArray[np.bool_]:
     if not isinstance(result, pd.Series) or not pd.api.types.is_bool_dtype(result.dtype):
         found = result.dtype if isinstance(result, pd.Series) else type(result).__name__
         raise InputError(
-            f"the filter {expression!r} gives {found} rather than true or false for each row; compare with something, "
+            f"the filter {expression!r} gives {found} instead of true or false for each row. Use a comparison, "
             'as in "n_genes > 500"'
         )
     return np.asarray(result.to_numpy(dtype=bool, na_value=False) if result.hasnans else result, dtype=bool)
@@ -223,7 +223,7 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
         if isinstance(node, ast.Name):
             columns.setdefault(node.id, node.id)
     if not columns:
-        raise InputError(f"the filter {expression!r} names no column of obs")
+        raise InputError(f'the filter {expression!r} uses no column of obs; compare one, as in "n_genes > 500"')
     return safe, columns
 
 

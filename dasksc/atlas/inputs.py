@@ -92,7 +92,7 @@ def _inside(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
         return list(_of_collection(data))
     if type(data).__name__ == "AnnCollectionView":
         raise InputError(
-            "an AnnCollectionView is some of the rows of an AnnCollection; open that, and choose these of its rows: "
+            "an AnnCollectionView contains some rows of an AnnCollection, which must be opened as a whole: "
             "dasksc.open(view.reference)[view.oidx]"
         )
     if not isinstance(data, str | os.PathLike):
@@ -106,8 +106,8 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Part:
     parts = _inside(data, options) or [Part(data=data)]
     if len(parts) > 1:
         raise InputError(
-            f"{key!r}: {quoted(data)} is {len(parts)} atlases, and in a dict each has a key; give a list, or each by "
-            "itself"
+            f"{key!r}: {quoted(data)} is {len(parts)} atlases, but a dict has one atlas per key. Give a list, or a key "
+            "for each atlas"
         )
     return parts[0]
 
@@ -117,9 +117,7 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Part:
 
 def _of_collection(collection: Any) -> Iterator[Part]:
     if collection.convert is not None:
-        logger.warning(
-            "convert= of the AnnCollection is not applied to what is opened; map_blocks of X can do the same"
-        )
+        logger.warning("convert= of the AnnCollection is ignored; apply the function with adata.X.map_blocks instead")
     own = collection.obs
     # Columns that join_obs=None leaves in the parts.
     viewed = [name for name in collection.attrs_keys.get("obs", ()) if name not in own]
@@ -226,8 +224,8 @@ def _urls_at(place: Place) -> list[str] | None:
         return _joined(place.key, found) or _nothing_fits(str(place))
     if place.is_on_web:
         raise MissingPathError(
-            f"there is nothing at {place}. If it is a folder: a web server does not tell what is in it, so give the "
-            "URLs of its atlases as a list"
+            f"there is nothing at {place}. If it is a folder: web servers do not list folders, so give the URLs of the "
+            "atlases as a list"
         )
     return _urls_in(place) or None
 
@@ -273,7 +271,7 @@ def _is_atlas(name: str) -> bool:
 
 
 def _nothing_fits(pattern: str) -> NoReturn:
-    raise MissingPathError(f"nothing fits the pattern {pattern!r}")
+    raise MissingPathError(f"no file matches the pattern {pattern!r}")
 
 
 def _by_number(path: str) -> tuple[int, str]:

@@ -83,20 +83,31 @@ class Modalities:
             raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
         shared, opened = _opened(data, obs, mmap=mmap, raw=raw, storage_options=storage_options, cache=cache)
         if not opened:
-            raise InputError(f"there is no modality in {data!r:.100}")
+            raise InputError(f"{data!r:.100} contains no modality; give at least one, as in {{'rna': 'rna.h5ad'}}")
         for name, adata in opened.items():
             if name in _RESERVED or ":" in name or "/" in name:
-                raise InputError(f"a modality cannot be called {name!r}: batches have that name, or it holds : or /")
+                raise InputError(
+                    f"a modality cannot be called {name!r}: batches use that name, or it contains : or /. Rename it"
+                )
             if not adata.obs_names.is_unique:
-                raise InputError(f"obs_names of {name} repeat, so its cells cannot be matched with those of others")
+                raise InputError(
+                    f"obs_names of {name} repeat, so its cells cannot be matched with other modalities. Make them "
+                    "unique: obs_names_make_unique()"
+                )
         if shared is not None and not shared.obs_names.is_unique:
-            raise InputError("obs_names of the MuData repeat, so its cells cannot be matched with those of modalities")
+            raise InputError(
+                "obs_names of the MuData repeat, so its cells cannot be matched with its modalities. Make them "
+                "unique: obs_names_make_unique()"
+            )
         names = next(iter(opened.values())).obs_names if shared is None else shared.obs_names
         for adata in opened.values():
             if not adata.obs_names.equals(names):
                 names = names[names.isin(adata.obs_names)]
         if not len(names):
-            raise InputError(f"no cell is in all of {', '.join(opened)}: their obs_names have none in common")
+            raise InputError(
+                f"no cell is in all modalities ({', '.join(opened)}): their obs_names have none in common. Use the "
+                "same cell names in each"
+            )
         self.mod = {name: _aligned(adata, names) for name, adata in opened.items()}
         tables = [adata.obs.add_prefix(f"{name}:") for name, adata in self.mod.items()]
         self.obsm: dict[str, Any] = {}

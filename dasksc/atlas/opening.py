@@ -161,7 +161,7 @@ def open(
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
         names = False  # AnnData would convert the numbers to strings
     if not names and index_unique is not None:
-        raise InputError("index_unique= is of names, which names=False leaves out")
+        raise InputError("index_unique= changes obs_names, which names=False does not read; leave one of them out")
     options = OpenOptions(
         mmap=mmap,
         has_names=names,
@@ -173,7 +173,7 @@ def open(
     with unchecked():
         parts = parts_of(data, options.storage_options)
         if parts == []:
-            raise InputError(f"there is nothing to open in {data!r}")
+            raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
             result = _open_one(data if parts is None else parts[0].data, obs, options)
@@ -257,9 +257,9 @@ def _refuse_column(column: str, parts: Sequence[Part], without: Sequence[str], o
     if len(without) == len(parts):
         _open_part(parts[0], [column], options)  # raises an error with the available columns
     raise MissingKeyError(
-        f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: {', '.join(without[:3])}"
-        f"{', ...' if len(without) > 3 else ''} lacks it. Leave it out of obs=, or give join='outer', which fills it "
-        "with missing values there."
+        f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: "
+        f"{', '.join(without[:3])}{', ...' if len(without) > 3 else ''} does not have it. Leave it out of obs=, or "
+        "give join='outer', which fills in missing values."
     )
 
 
@@ -279,11 +279,11 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
         if are_told:
             repeated = next(name for name in names if names.count(name) > 1)
             logger.warning(
-                "the atlases are called '0', '1', ... since several are called %r; keys= gives them names", repeated
+                "the atlases are named '0', '1', ... because several have the name %r; keys= sets other names", repeated
             )
         return [str(i) for i in range(len(names))]
     if are_given:
-        raise InputError("keys= cannot be used with a dict, whose own keys these are")
+        raise InputError("keys= cannot be used with a dict, whose keys are the names already; leave keys= out")
     if isinstance(keys, str) or len(keys) != len(names):
         raise InputError(
             f"keys={keys!r} must be a list of {len(names)} names, one for each atlas: {', '.join(names[:5])}"

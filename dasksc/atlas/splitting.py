@@ -127,8 +127,8 @@ def split(
         refused = {"by": by, "groups": groups, "stratify": stratify}
         if given := [f"{name}=" for name, value in refused.items() if value is not None]:
             raise InputError(
-                f"{', '.join(given)} cannot be used beside conditions=, which says itself what is kept together; hold "
-                "out a donor with conditions=['donor', ...] and hold_out={'donor': [...]}"
+                f"{', '.join(given)} cannot be combined with conditions=, which already defines the groups of cells. "
+                "Hold out a donor with conditions=['donor', ...] and hold_out={'donor': [...]}"
             )
         request = ConditionRequest.of(conditions, hold_out, few_shot, control)
         return _split_conditions(data, request, fractions, indices, seed)
@@ -138,7 +138,7 @@ def split(
         raise InputError(f"{told} needs conditions=, the columns of obs whose combinations are held out")
     names, shares = _fractions(fractions)
     if by is not None and not isinstance(by, str):
-        raise InputError(f"by={by!r} must be the name of one column; columns that are kept whole together are groups=")
+        raise InputError(f"by={by!r} must be the name of one column; for several columns give groups=")
     whole = list(dict.fromkeys([*([] if by is None else [by]), *_listed("groups", groups)]))
     strata = _listed("stratify", stratify)
     seed = whole_number("seed", seed, 0, 2**64)
@@ -177,7 +177,7 @@ def _candidates(indices: Any, n_obs: int) -> tuple[Candidates, slice | NDArray[n
     if candidates.array is None:
         return candidates, slice(candidates.start, candidates.start + candidates.n)
     if (candidates.array[1:] == candidates.array[:-1]).any():
-        raise InputError("indices repeat rows; a split holds each once")
+        raise InputError("indices repeat rows; give each row once")
     return candidates, candidates.array
 
 
@@ -201,7 +201,7 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
     if request.hold_out:
         if _HELD_OUT in names:
             raise InputError(
-                f"fractions={fractions!r} name a part {_HELD_OUT!r}, which has what hold_out= names; give fractions of "
+                f"fractions={fractions!r} contain the part {_HELD_OUT!r}, which hold_out= defines; give fractions of "
                 "the other parts, such as {'train': 0.9, 'validation': 0.1}"
             )
         names = [*names, _HELD_OUT]
@@ -211,7 +211,7 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
     conditions = Conditions.of(obs, request.columns, rows, candidates.n)
     control = is_control(obs, request.control)[rows]
     if request.control is not None and not control.any():
-        raise InputError(f"control={request.control!r} holds for none of the {candidates.n} rows")
+        raise InputError(f"control={request.control!r} matches none of the {candidates.n} rows")
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=3)
     contexts, context_names = conditions.contexts(request.context_columns)
     n_conditions = len(conditions.table)
@@ -258,9 +258,11 @@ def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
     elif len(given) in _NAMES:
         names = list(_NAMES[len(given)])
     else:
-        raise InputError(f"fractions={fractions!r} are {len(given)}; give two, three, or a dict by name of the part")
+        raise InputError(
+            f"fractions={fractions!r} have {len(given)} entries; give two, three, or a dict with a name for each part"
+        )
     if len(set(names)) < len(names):
-        raise InputError(f"fractions={fractions!r} give two parts one name; give each part a name of its own")
+        raise InputError(f"fractions={fractions!r} use one name for two parts; give each part a different name")
     if not 2 <= len(shares) <= _MAX_PARTS or not (shares > 0).all() or not abs(shares.sum() - 1) <= 1e-6:
         raise InputError(
             f"fractions={fractions!r} must be 2 to {_MAX_PARTS} positive numbers that sum to 1; the sum is "
@@ -316,7 +318,7 @@ def _classes(
         codes = _labels(obs, name, rows)
         n_codes = int(codes.max(initial=-1)) + 2
         if len(counts) * n_codes > _MAX_COUNTS:
-            raise InputError(f"stratify={strata!r} has too many combinations; give columns of fewer values")
+            raise InputError(f"stratify={strata!r} has too many combinations; give columns with fewer values")
         classes *= n_codes
         classes += codes
         classes += 1
@@ -375,8 +377,8 @@ def _parts_of_groups(
         n_missing = int((codes < 0).sum())
         if n_missing:
             raise InputError(
-                f"{name!r} is missing in {n_missing} of {len(codes)} rows, which might belong to any group. Leave "
-                f"these out (indices=dasksc.rows_where(data, '`{name}`.notna()')), or give them a value"
+                f"{name!r} is missing in {n_missing} of {len(codes)} rows, which could belong to any group. Exclude "
+                f"them (indices=dasksc.rows_where(data, '`{name}`.notna()')), or fill in a value"
             )
     first = columns[0][0]
     unit_of_value = _joined([codes for codes, _ in columns])
@@ -393,8 +395,8 @@ def _parts_of_groups(
     units = np.flatnonzero(is_there)
     if len(units) < len(shares):
         raise InputError(
-            f"there are {len(units)} groups by {what} that share nothing, too few for {len(shares)} parts of which "
-            "none is empty. Give fewer parts, or groups that are finer"
+            f"{what} form {len(units)} separate groups, too few for {len(shares)} non-empty parts. Give fewer parts, "
+            "or smaller groups"
         )
     best, parts = np.inf, np.zeros(len(counts), dtype=np.int8)
     n_tries = int(np.clip(_TRIED_COUNTS // (counts.size * len(shares)), 1, _N_TRIES))

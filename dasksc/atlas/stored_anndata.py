@@ -39,17 +39,17 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
             raise StorageError(
-                f"{where} holds no AnnData: it has no {' and no '.join(missing)}, "
-                f"only {', '.join(sorted(root)) or 'nothing'}. Give a file that AnnData wrote, or a 10x file of "
-                "counts, such as filtered_feature_bc_matrix.h5"
+                f"{where} is not an AnnData: it has no {' and no '.join(missing)}, only "
+                f"{', '.join(sorted(root)) or 'nothing'}. Give a file that AnnData wrote, or a 10x file of counts, "
+                "such as filtered_feature_bc_matrix.h5"
             )
         return read_root(where, root, obs, options)
 
 
 def _refuse_modalities(path: str) -> NoReturn:
     raise InputError(
-        f"{shown(path) if is_url(path) else path} holds several modalities; open it by dasksc.Modalities(...), which "
-        "takes the same path and storage_options, and may be given to scDataset"
+        f"{shown(path) if is_url(path) else path} contains several modalities. Open it with dasksc.Modalities(...), "
+        "which accepts the same path and storage_options and can be passed to scDataset"
     )
 
 

@@ -109,7 +109,7 @@ def _genome_of(path: str | Place, names: Sequence[str], options: OpenOptions) ->
         return names[0]
     if wanted is None or len(wanted) > 1:
         raise InputError(
-            f"{path} has {len(names)} genomes ({', '.join(names)}), each with cells of its own; choose one of them: "
+            f"{path} has {len(names)} genomes ({', '.join(names)}), each with its own cells; choose one: "
             f"genome={names[0]!r}"
         )
     return known(f"{path}", wanted[0], names)
@@ -118,7 +118,7 @@ def _genome_of(path: str | Place, names: Sequence[str], options: OpenOptions) ->
 def _datasets(table: Any, *, is_v3: bool, where: str) -> dict[str, Any]:
     """Return the datasets of features by what scanpy calls them, the names first."""
     if not isinstance(table, h5py.Group):
-        raise CorruptDataError(f"{where}/features is no table. Copy or download the file again.")
+        raise CorruptDataError(f"{where}/features is not a table. Copy or download the file again.")
     renamed = {"name": "gene_names", "gene_ids": "genes"}
     if is_v3:
         # Probes have an identifier of their own, beside that of their gene.
@@ -174,7 +174,7 @@ def _kept(path: str | Place, var: pd.DataFrame, options: OpenOptions, *, is_v3: 
         kept &= np.isin(held.astype(str), names)
     if chosen and not kept.any():
         asked = " and ".join(f"{column}={list(names)}" for column, names in chosen.items())
-        raise InputError(f"{path} has no feature of both {asked}")
+        raise InputError(f"{path} has no feature with all of {asked}; change one of them")
     return None if kept.all() else kept
 
 

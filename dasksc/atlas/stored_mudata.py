@@ -46,7 +46,10 @@ def open_modalities(
         where = where_of(path, options)
         with reading(where), root_of(where, options) as root:
             if "mod" not in root or "obs" not in root:
-                raise StorageError(f"{where} holds no MuData: there is {', '.join(sorted(root)) or 'nothing'} in it")
+                raise StorageError(
+                    f"{where} is not a MuData: it contains {', '.join(sorted(root)) or 'nothing'}. Give an .h5mu file "
+                    "or a Zarr store that mudata wrote"
+                )
             order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
             held = {name: column_names(root["mod"][name]["obs"]) for name in order}
             own, columns = split_columns(obs, column_names(root["obs"]), held)

@@ -198,7 +198,9 @@ def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
     rows = values.astype(np.int64)
     rows = np.where(rows < 0, rows + n_obs, rows)
     if rows.min() < 0 or rows.max() >= n_obs:
-        raise IndexError(f"rows from {values.min()} to {values.max()} were asked for; there are {n_obs}")
+        raise IndexError(
+            f"rows from {values.min()} to {values.max()} were requested; there are {n_obs} rows, numbered from 0"
+        )
     return rows
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from dasksc.atlas.lookup import nearest
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
@@ -28,14 +29,19 @@ with warnings.catch_warnings():
 
 
 class _Named(dict[str, Any]):
-    """Dict whose error for a missing key lists the available keys."""
+    """Dict whose error for a missing key suggests similar keys, and the argument that requests a key."""
 
+    _kind: ClassVar[str]
     _advice: ClassVar[str]
 
     def __missing__(self, key: Any) -> Any:
-        raise MissingKeyError(
-            f"there is no {key!r} here, only {', '.join(map(repr, self)) or 'nothing'}; {self._advice}"
-        )
+        raise MissingKeyError(self._lacks(key))
+
+    def _lacks(self, key: Any) -> str:
+        """Return the error message for a missing key."""
+        similar = nearest(key, self)
+        end = "" if similar.endswith("?") else "."
+        return f"{self._kind} has no {key!r}; {similar}{end} {self._advice.format(key=key)}"
 
 
 class Parts(_Named):
@@ -48,13 +54,18 @@ class Parts(_Named):
     """
 
     n_classes: Mapping[str, int] = MappingProxyType({})
-    _advice = "scDataset yields what its obs=, layers= and obsm= name"
+    _kind = "this part of the batch"
+    _advice = "Request it when creating the data set: scDataset(..., obs=[{key!r}]), layers=[{key!r}] or obsm=[{key!r}]"
 
 
 class Categories(_Named):
     """Labels of obs columns, in the order of their codes."""
 
-    _advice = "these are the columns in obs= that have labels, and numbers are yielded as they are"
+    _kind = "categories"
+    _advice = (
+        "Request the column when creating the data set: scDataset(..., obs=[{key!r}]). Numeric columns have no "
+        "categories, because batches hold their values"
+    )
 
 
 class Batch(_Named):
@@ -84,13 +95,17 @@ class Batch(_Named):
       index  (64,) int64
     """
 
-    _advice = "scDataset yields X, index, and what its obs=, layers= and obsm= name"
+    _kind = "this batch"
+    _advice = (
+        "Batches hold X and index, and obs, layers and obsm as requested: with scDataset(..., obs=[{key!r}]), a column "
+        "is at batch.obs[{key!r}]"
+    )
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"this batch has {', '.join(self)}, but no {name!r}") from None
+            raise AttributeError(self._lacks(name)) from None
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self]
@@ -120,8 +135,9 @@ class Batch(_Named):
         """
         if isinstance(device, torch.dtype):
             raise InputError(
-                f"Batch.to takes a device; got {device}, as which row numbers and labels would be others. Convert "
-                f"batch.X alone, or ask for it: scDataset(..., dtype={str(device)!r})"
+                f"Batch.to takes a device; got the data type {device}, which cannot hold row numbers and labels "
+                "exactly. Convert batch.X alone, or request the type of X: "
+                f"scDataset(..., dtype={str(device).removeprefix('torch.')!r})"
             )
         return cast(Batch, _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
 
@@ -312,7 +328,10 @@ class BatchMaker:
         indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=columns)
         n_vars = part.shape[1] if columns is None else len(columns)
         if indptr[-1] > np.iinfo(np.int32).max:
-            raise InputError(f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros; lower batch_size")
+            raise InputError(
+                f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, and a sparse tensor holds at most "
+                f"{np.iinfo(np.int32).max}. Lower batch_size"
+            )
         for one in changes.of(key):
             one.change(changes.rows, 0, indptr, indices, data)
         return _csr_tensor(

@@ -129,11 +129,11 @@ def opened(
         named = shown(of_several) if is_url(of_several) else of_several
         if len(paths) > 1:
             raise dasksc.InputError(
-                f"{named} holds several modalities, which are not joined with other atlases. Give it by itself"
+                f"{named} contains several modalities, which cannot be joined with other atlases. Give only this path"
             )
         if storage_options and is_url(of_several):
             raise dasksc.InputError(
-                f"{named} holds several modalities, which are read with what the environment says only: set "
+                f"{named} contains several modalities, which take store settings from the environment only: set "
                 "AWS_REGION, AWS_SKIP_SIGNATURE=true and the like instead of --storage-option"
             )
         return dasksc.Modalities(of_several)

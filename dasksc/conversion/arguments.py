@@ -50,12 +50,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
-            raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; to group cells give group_by=")
+            raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; group cells with group_by=")
         if isinstance(self.group_by, list | tuple):
             for name in self.group_by:
                 _check_text("group_by", name, "names of obs columns: group_by=['cell_line', 'gene']")
             if not self.group_by or len(set(self.group_by)) < len(self.group_by):
-                raise InputError(f"group_by={list(self.group_by)} must name at least one obs column, and none twice")
+                raise InputError(f"group_by={list(self.group_by)} must contain at least one obs column, each only once")
             object.__setattr__(self, "group_by", self.group_by[0] if len(self.group_by) == 1 else list(self.group_by))
         else:
             _check_text("group_by", self.group_by, "names of obs columns: group_by='cell_type'")

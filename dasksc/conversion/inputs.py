@@ -70,7 +70,7 @@ def check_target(path: str, target: Path) -> None:
     if real == found or (found in real.parents and (found / "obs").exists()):
         raise InputError(f"{target} is, or lies in, the input {found}. Give another target.")
     if real in found.parents:
-        raise InputError(f"{target} holds the input {found}. Give another target.")
+        raise InputError(f"{target} contains the input {found}. Give another target.")
 
 
 def matrices_of(adata: AnnData) -> dict[str, Matrix]:
@@ -83,7 +83,7 @@ def matrices_of(adata: AnnData) -> dict[str, Matrix]:
         arrays["raw/X"] = adata.raw.X
     for key in arrays:
         if any(part in ("", ".", "..") for part in key.split("/")) or key.count("/") > 1:
-            raise InputError(f"{key!r} cannot be a place in a store; rename it first")
+            raise InputError(f"{key!r} cannot be a key of a Zarr store; rename it first")
     return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
 
 

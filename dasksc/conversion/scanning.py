@@ -87,8 +87,8 @@ def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[An
         result = values.astype(dtype)
     if not holds_all(values, result):
         raise InputError(
-            f"{what} does not fit {dtype}, in which the input stores them. Store the input in a wider type: "
-            "adata.X = adata.X.astype('float64')."
+            f"{what} does not fit {dtype}, the data type of the input. Store the input in a wider type: adata.X = "
+            "adata.X.astype('float64')."
         )
     return result
 
@@ -208,8 +208,8 @@ class Verification:
                 if len(differs):
                     i = int(differs[0])
                     raise CorruptDataError(
-                        f"{self.store}:/{self.key}: row {start + i} has {what} {found[name][i]}, but the row of the "
-                        f"input that it is, {order[start + i]}, has {expected[name][i]} ({len(differs)} rows differ "
-                        f"among {start} to {stop - 1}). The disk or memory may be failing. What was written is "
-                        "removed; convert again."
+                        f"{self.store}:/{self.key}: row {start + i} has {what} {found[name][i]}, but row "
+                        f"{order[start + i]} of the input, which it is a copy of, has {expected[name][i]} "
+                        f"({len(differs)} rows differ among {start} to {stop - 1}). The disk or memory may be failing. "
+                        "The written data are removed; convert again."
                     )

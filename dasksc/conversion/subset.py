@@ -64,7 +64,7 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Sub
     """
     rows = None if expression is None else np.flatnonzero(holds(expression, adata.obs))
     if rows is not None and not len(rows):
-        raise InputError(f"filter={expression!r} holds for none of the {adata.n_obs} cells")
+        raise InputError(f"filter={expression!r} matches none of the {adata.n_obs} cells")
     columns, match = genes.columns_of(adata.var, adata.n_vars)
     if rows is None and columns is None:
         return Subset(adata=adata, match=None, left_out=())

@@ -76,7 +76,7 @@ def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{what} cannot be stored: {error}. {_advice(what)}") from error
     raise InputError(
-        f"{what} holds what pandas calls {kind!r}, which would be written as texts that do not tell what they were. "
+        f"{what} contains values of pandas type {kind!r}, which would be written as strings and lose their type. "
         + _advice(what)
     )
 

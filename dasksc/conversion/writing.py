@@ -138,7 +138,7 @@ class CSRCopy:
                 found, indices, data = gather_canonical(fetched, positions, dtype=self.matrix.stored_dtype)
                 data = exactly(data, self.dtype, f"{self.matrix.label}: a sum of values at one place")
                 if not np.array_equal(found, bounds - bounds[0]):
-                    raise CorruptDataError(f"{self.matrix.label} was changed while it was read. Convert it again.")
+                    raise CorruptDataError(f"{self.matrix.label} changed while it was being read. Convert it again.")
                 # The first and the last row may extend into neighbouring shards.
                 wanted = slice(max(0, start - int(bounds[0])), min(int(bounds[-1]), stop) - int(bounds[0]))
                 indices_to.append(indices[wanted])

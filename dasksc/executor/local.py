@@ -109,7 +109,7 @@ class Diagnostics:
                 function(*args)
             except Exception:
                 # Another computation may have reset a profiler; that must not end a training run.
-                logger.warning("The Dask callback %r failed; this epoch goes on without it.", function, exc_info=True)
+                logger.warning("The Dask callback %r failed; this epoch continues without it.", function, exc_info=True)
                 self._callbacks.remove(callback)
 
 

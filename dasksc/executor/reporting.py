@@ -114,7 +114,7 @@ class _Reporter:
                     known.has_page = await self._report(is_last)
             except OSError as error:  # Without a connection, the epoch itself raises an error if it needs one.
                 known.has_page = False
-                logger.debug("The loader page was not told: %s", error)
+                logger.debug("A report to the loader page failed: %s", error)
             except UnsupportedVersionError as error:
                 say_once(error, without="the loader page shows nothing")
                 return
@@ -136,4 +136,4 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 def _log_failure(running: concurrent.futures.Future[None]) -> None:
     if not running.cancelled() and running.exception() is not None:
-        logger.debug("The loader page is no longer told.", exc_info=running.exception())
+        logger.debug("Reports to the loader page have stopped.", exc_info=running.exception())

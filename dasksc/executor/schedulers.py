@@ -64,7 +64,8 @@ class Scheduler:
     def __post_init__(self) -> None:
         if (self.kind == "client") != (self.client is not None):
             raise InputError(
-                f"Scheduler(kind={self.kind!r}, client={self.client!r}): kind='client' goes with a client."
+                f"Scheduler(kind={self.kind!r}, client={self.client!r}): kind='client' needs client=, and other kinds "
+                "must not have it."
             )
 
     @property
@@ -205,7 +206,7 @@ def _active_scheduler() -> Scheduler:
     if client in _before_fork and _is_inproc(address_of(client)):
         if client not in _said_of_parent:
             _said_of_parent.add(client)
-            logger.warning("The active Dask Client is of the parent process; fetches run on threads instead.")
+            logger.warning("The active Dask Client belongs to the parent process; fetches run on threads instead.")
         return Scheduler(kind="threads")
     return _with_client(client)
 
@@ -231,7 +232,7 @@ def _address_in(file: str) -> str:
             f"--scheduler-file {file}, in a folder that all machines see."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file!r} is no scheduler file: it names no address ({error!r})") from error
+        raise InputError(f"{file!r} is not a scheduler file: it contains no address ({error!r})") from error
 
 
 def _with_client(client: Any) -> Scheduler:

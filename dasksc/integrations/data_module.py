@@ -77,7 +77,7 @@ class DataModule:
         if not self._strategies:
             raise InputError("no strategy given: pass train=dasksc.BlockShuffling(), validate=dasksc.Streaming(), ...")
         if refused := {"rank", "world_size"} & options.keys():
-            raise InputError(f"{' and '.join(sorted(refused))} cannot be given here: Lightning says which rank this is")
+            raise InputError(f"{' and '.join(sorted(refused))} cannot be given here, because Lightning sets the rank")
         self._data_collection = data_collection
         self._batch_size = batch_size
         self._options = options
@@ -167,9 +167,9 @@ class DataModule:
 
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:
-            raise InputError(f"this data module has {', '.join(self._strategies)}; pass {name}= for what is asked now")
+            raise InputError(f"this data module has {', '.join(self._strategies)}; pass {name}= to use its dataloader")
         if name not in self.datasets:
-            raise InputError(f"the {name} data set is not made yet: call setup() first, as a Trainer does")
+            raise InputError(f"the {name} data set does not exist yet: call setup() first, as a Trainer does")
         return self.datasets[name]
 
     def state_dict(self) -> dict[str, Any]:

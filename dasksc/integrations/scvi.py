@@ -97,9 +97,12 @@ class SCVIDataModule(scDataModule):
         """Return the labels of a column, in the order of their codes in `dasksc.scDataset`."""
         reader = scDataset(self.adata, dasksc.Streaming(), 1, obs=[key], rank=0, world_size=1, seed=0)
         if key not in reader.categories:
-            raise InputError(f"obs[{key!r}] is not categorical: adata.obs[{key!r}].astype('category') makes it so")
+            raise InputError(f"obs[{key!r}] is not categorical; convert it: adata.obs[{key!r}].astype('category')")
         if self.adata.obs[key].isna().any():
-            raise InputError(f"obs[{key!r}] has missing values, which scvi-tools has no code for: name them")
+            raise InputError(
+                f"obs[{key!r}] has missing values, for which scvi-tools has no code; replace them by a category, such "
+                "as 'unknown'"
+            )
         return reader.categories[key]
 
     # --- Data interface of scvi-tools models ------------------------------------------------------------

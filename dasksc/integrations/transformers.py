@@ -65,8 +65,8 @@ class scTrainer(Trainer):
         chosen = _checked(chosen, "eval_dataset")
         if chosen.world_size > 1 and not chosen.equal_ranks:
             raise InputError(
-                "eval_dataset has equal_ranks=False: ranks may yield unequally many batches, and the Trainer gathers "
-                "after every batch, so some would wait for ever. Make it with equal_ranks=True"
+                "eval_dataset has equal_ranks=False: ranks may yield different numbers of batches, but the Trainer "
+                "gathers after every batch, so some ranks would wait forever. Create it with equal_ranks=True"
             )
         return chosen
 
@@ -104,7 +104,7 @@ class scTrainer(Trainer):
         if file.exists():
             _checked(self.train_dataset, "train_dataset").load_state_dict(json.loads(file.read_text()))
         else:
-            logger.warning("%s is not there: the epoch that was left begins at its start", file)
+            logger.warning("%s does not exist, so the interrupted epoch starts from its beginning", file)
 
 
 class _SaveState(TrainerCallback):

@@ -56,8 +56,8 @@ def bound(
         sampler = sampler.of_batches(batch_size)
     if sampler.n_controls and isinstance(source, IndexedSource):
         raise InputError(
-            "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed yield rows, "
-            "which have no place for batch.control. A function given as transform= receives it"
+            "CellSets(control=) needs an atlas without fetch and batch hooks, because only its batches contain "
+            "batch.control. Replace the hooks by a function transform=, which receives the batch"
         )
     return strategy, sampler
 

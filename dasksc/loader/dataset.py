@@ -39,6 +39,7 @@ from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, sta
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
+from dasksc.loader.settings import settings_of, settings_of_batches
 from dasksc.loader.source import Hooks, MatrixSource, source_of
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.epochs import EpochCounter
@@ -403,6 +404,17 @@ class scDataset(IterableDataset[Any]):
             identity["left_out"] = "evenly"  # absent in versions that left out other rows
         return identity
 
+    @functools.cached_property
+    def _settings(self) -> dict[str, str]:
+        """Strategy and filter as text; see `state_dict`."""
+        return settings_of(self.strategy, self._arguments.get("filter"))
+
+    @property
+    def _settings_of_ranks(self) -> dict[str, str]:
+        """All that ranks compare as text; see `fingerprint`."""
+        sizes = ("batch_size", "fetch_factor", "drop_last", "equal_ranks", "seed")
+        return settings_of_batches(self._source) | self._settings | {name: str(getattr(self, name)) for name in sizes}
+
     def _sizes(self, world: World) -> Stretch:
         return Stretch(
             world_size=world.world_size, batch_size=self.batch_size, fetch_factor=self.fetch_factor, n_batches=0
@@ -420,11 +432,12 @@ class scDataset(IterableDataset[Any]):
         Returns
         -------
         dict
-            ``version``, ``seed``, ``epoch``, ``fingerprint`` (properties that must match) and ``consumed``: for each
-            segment of the epoch its world size, batch size, fetch factor and batches per rank.
+            ``version``, ``seed``, ``epoch``, ``fingerprint`` (properties that must match), ``settings`` (the strategy
+            as text, for error messages) and ``consumed``: for each segment of the epoch its world size, batch size,
+            fetch factor and batches per rank.
         """
         position = self._tracker.here or EpochPosition(self._counter.peek())
-        return state_of(position, self._identity, seed=self.seed, unfinished=self._counter.unfinished)
+        return state_of(position, self._identity, self._settings, seed=self.seed, unfinished=self._counter.unfinished)
 
     def load_state_dict(self, state: Any) -> None:
         """Resume from `state` in the next iteration, at the next batch.
@@ -438,15 +451,17 @@ class scDataset(IterableDataset[Any]):
             If the state is of other data, another strategy or another seed; the message lists the differences.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
-        position, seed = parse_state(state, self._identity, drop_last=self.drop_last, seed=given_seed)
+        position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)
         worker = get_worker_info()
         if tuple(state.get("worker", ())) != (() if worker is None else (worker.id, worker.num_workers)):
-            raise InputError("a state taken inside DataLoader workers fits the same number of workers only")
+            raise InputError(
+                "this state was taken inside DataLoader workers, so it resumes only with the same num_workers"
+            )
         last = position.consumed[-1] if position.consumed else None
         if worker is not None and last is not None and len(position.parted(self._sizes(self._session.here()))[0]):
             raise InputError(
-                "inside DataLoader workers an epoch goes on with the same world, batch and fetch size only: it was "
-                f"read as {last}"
+                "inside DataLoader workers an epoch resumes only with the world size, batch_size and fetch_factor it "
+                f"was read with: {last}. Use num_workers=0 to change them"
             )
         self._session.seed = seed
         self._tracker.load(position)
@@ -480,7 +495,7 @@ class scDataset(IterableDataset[Any]):
         iteration = self._iteration
         self._iteration += 1
         if agreement is not None:
-            agreement.begin(iteration, epoch, self.fingerprint)
+            agreement.begin(iteration, epoch, self.fingerprint, self._settings_of_ranks)
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         run = EpochRun(
             self._source,
@@ -573,7 +588,10 @@ class scDataset(IterableDataset[Any]):
             If the collection is read by indexing or through hooks.
         """
         if not isinstance(self._source, MatrixSource) or self._source.maker.modalities:
-            raise InputError("to_dask needs an AnnData or a Dask array, read without hooks")
+            raise InputError(
+                "to_dask needs an AnnData or a Dask array, and a data set without fetch and batch hooks; use plan() "
+                "for other collections"
+            )
         plan, maker = self.plan(epoch), self._source.maker
         return epoch_array(
             self._source.matrices["X"],

@@ -153,21 +153,29 @@ class GeneRequest:
             raise InputError(f"genes has shape {wanted.shape}; give one list of names, a mask or positions")
         if wanted.dtype == np.bool_:
             if wanted.shape != (n_vars,):
-                raise InputError(f"genes is a mask of shape {wanted.shape} for {n_vars} columns")
+                raise InputError(
+                    f"genes is a mask of shape {wanted.shape}, and there are {n_vars} columns; give one entry per "
+                    "column"
+                )
             wanted = np.flatnonzero(wanted)
         if not len(wanted):
-            raise InputError("genes leave no column; give at least one")
+            raise InputError("genes= selects no column; give at least one gene")
         if wanted.dtype.kind not in "iu":
             if wanted.dtype.kind not in "UOT":
-                raise InputError(f"genes holds {wanted.dtype}; names, a mask or whole positions are needed")
+                raise InputError(
+                    f"genes has dtype {wanted.dtype}; give gene names, a boolean mask or integer positions"
+                )
             return self._matched(wanted.tolist(), var, n_vars)
         if self._names_only:
-            raise InputError(f"{self._names_only} cannot be used here: genes= holds positions or a mask, and no names")
+            raise InputError(
+                f"{self._names_only} cannot be used here: genes= contains positions or a mask, not names. Leave the "
+                "option out, or give gene names"
+            )
         if wanted.max() >= n_vars:  # before the conversion, since int64 may not represent it
-            raise InputError(f"genes holds position {wanted.max()}; positions lie in [0, {n_vars})")
+            raise InputError(f"genes contains position {wanted.max()}; positions must lie in [0, {n_vars})")
         wanted = wanted.astype(np.int64)
         if wanted.min() < 0:
-            raise InputError(f"genes holds position {wanted.min()}; positions lie in [0, {n_vars})")
+            raise InputError(f"genes contains position {wanted.min()}; positions must lie in [0, {n_vars})")
         return Columns(wanted, n_vars), None
 
     def _matched(self, wanted: list[Any], var: pd.DataFrame | None, n_vars: int) -> tuple[Columns, GeneMatch]:
@@ -180,12 +188,12 @@ class GeneRequest:
         unclear = [name for name in wanted if name in repeats]
         if unclear and self.repeated == "error":
             raise InputError(
-                f"{matched_by} repeats {unclear[:_N_SHOWN]}, so they do not say which column; give positions, or "
-                "genes_repeated='sum' to add them up"
+                f"{matched_by} repeats {unclear[:_N_SHOWN]}, so these names are ambiguous. Give positions, or "
+                "genes_repeated='sum' to add the columns of a name"
             )
         if len(set(wanted)) < len(wanted):
             twice = next(name for name, n in Counter(wanted).items() if n > 1)
-            raise InputError(f"a column was asked for twice: genes= repeats {twice!r}; ask for each gene once")
+            raise InputError(f"genes= repeats {twice!r}; list each gene once")
         missing = [name for name in wanted if name not in places]
         if missing and (self.missing == "error" or len(missing) == len(wanted)):
             self._refuse(missing, len(wanted), matched_by, places)
@@ -203,7 +211,10 @@ class GeneRequest:
             matched_by=matched_by,
         )
         if match.share < _FEW:
-            logger.warning("%s. Are both names of one kind, such as Ensembl IDs? genes_key= compares others", match)
+            logger.warning(
+                "%s. Use the same kind of names in both, such as Ensembl IDs; genes_key= matches another column of var",
+                match,
+            )
         else:
             logger.info("%s", match)
         return Columns(positions, n_vars, to, len(kept)), match
@@ -212,7 +223,9 @@ class GeneRequest:
         """Return the names of the columns of an atlas; None for a column without a name."""
         if var is None:
             if self.key is not None:
-                raise InputError(f"genes_key={self.key!r} names a column of var, and an array has none")
+                raise InputError(
+                    f"genes_key={self.key!r} names a column of var, which an array does not have; leave genes_key= out"
+                )
             return range(n_vars)
         if self.key is None:
             return list(var.index)
@@ -224,8 +237,8 @@ class GeneRequest:
             held = ", ".join(map(repr, list(places)[:_N_SHOWN]))
             asked = ", ".join(map(repr, missing[:_N_SHOWN]))
             raise MissingKeyError(
-                f"none of the {n_wanted:,} genes is in {matched_by}, which has {held}, ...; asked for were {asked}, "
-                "... . Are both symbols, or both Ensembl IDs? genes_key= compares a column of var instead"
+                f"none of the {n_wanted:,} genes is in {matched_by}, which has {held}, ...; requested were {asked}, "
+                "... . Use symbols in both or Ensembl IDs in both, or match a column of var with genes_key="
             )
         try:
             known(matched_by, missing[0], places)

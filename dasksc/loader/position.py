@@ -12,6 +12,7 @@ from torch.utils.data import get_worker_info
 
 from dasksc import config
 from dasksc.errors import InputError
+from dasksc.loader.settings import differences
 from dasksc.planning.consumed_segments import Stretch
 
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "state_of"]
@@ -100,7 +101,7 @@ class EpochTracker:
             # In later passes, workers are copies of a data set whose own epoch has not advanced.
             logger.log(
                 logging.WARNING if get_worker_info() is None else logging.DEBUG,
-                "the state that was loaded is of epoch %d; epoch %d begins at its start",
+                "the loaded state is of epoch %d, so epoch %d starts from its beginning",
                 *(loaded.epoch, epoch),
             )
         return position
@@ -110,7 +111,12 @@ class EpochTracker:
 
 
 def state_of(
-    position: EpochPosition, identity: Mapping[str, Any], *, seed: int, unfinished: Callable[[], int | None]
+    position: EpochPosition,
+    identity: Mapping[str, Any],
+    settings: Mapping[str, str],
+    *,
+    seed: int,
+    unfinished: Callable[[], int | None],
 ) -> dict[str, Any]:
     """Return the state at a position, which `parse_state` parses.
 
@@ -120,6 +126,8 @@ def state_of(
         Position of this process.
     identity
         Properties that must be equal when the state is loaded.
+    settings
+        Settings of the strategy as text, for the error message if the properties differ.
     seed
         Seed of the data set.
     unfinished
@@ -131,6 +139,7 @@ def state_of(
         "seed": seed,
         "epoch": position.epoch,
         "fingerprint": dict(identity),
+        "settings": dict(settings),
         "consumed": position.consumed_numbers,
     }
     worker = get_worker_info()
@@ -138,15 +147,16 @@ def state_of(
         state["worker"] = (worker.id, worker.num_workers)
     elif (epoch := unfinished()) is not None:
         logger.warning(
-            "the state tells whole epochs only: DataLoader workers are in the middle of epoch %d, of which a run "
-            "that goes on from it reads no more. Use num_workers=0, or the state of torchdata's StatefulDataLoader",
+            "the state contains whole epochs only: DataLoader workers are in the middle of epoch %d, and a run "
+            "resumed from this state skips the rest of it. Use num_workers=0, or save the state of torchdata's "
+            "StatefulDataLoader",
             epoch,
         )
     return state
 
 
 def parse_state(
-    state: Any, identity: Mapping[str, Any], *, drop_last: bool, seed: int | None
+    state: Any, identity: Mapping[str, Any], settings: Mapping[str, str], *, drop_last: bool, seed: int | None
 ) -> tuple[EpochPosition, int]:
     """Parse a state into a position and a seed.
 
@@ -156,6 +166,8 @@ def parse_state(
         Return value of `scDataset.state_dict`.
     identity
         Properties that must be equal; see `scDataset.fingerprint`.
+    settings
+        Settings of the strategy as text, which an error message compares with those of the state.
     drop_last
         `drop_last` of the data set.
     seed
@@ -169,26 +181,28 @@ def parse_state(
     """
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         version = state.get("version") if isinstance(state, dict) else state
-        raise InputError(f"this is no state of version {STATE_VERSION} of a dasksc.scDataset; got {version!r}")
+        raise InputError(
+            f"this is no state of version {STATE_VERSION}, as scDataset.state_dict() returns it; got {version!r}. Load "
+            "another checkpoint, or resume with the version of dasksc that saved this one"
+        )
     position, its_seed = _parsed(state)
     was = dict(state["fingerprint"])
     if "left_out" not in was and "left_out" in identity:
         if position.consumed and was.get("drop_last") == drop_last:
             raise InputError(
-                f"the state was taken in the middle of epoch {position.epoch} by a version of dasksc whose "
-                "drop_last left out other rows, so the rest of that epoch is unknown. Begin an epoch: set "
+                f"the state was taken in the middle of epoch {position.epoch} by a version of dasksc whose drop_last "
+                "left out other rows, so the rest of that epoch is unknown. Start the epoch from its beginning: set "
                 "state['consumed'] = [] and load it again"
             )
         was["left_out"] = identity["left_out"]
-    differing = [
-        f"{name} is {value!r} and was {was.get(name)!r}" for name, value in identity.items() if value != was.get(name)
-    ]
+    then = state.get("settings")
+    differing = list(differences(identity, was, settings, then if isinstance(then, Mapping) else {}))
     if seed is not None and seed != its_seed:
         differing.append(f"seed is {seed} and was {its_seed}")
     if differing:
         raise InputError(
-            f"the state does not fit this data set: {'; '.join(differing)}. Make the data set as it was made when "
-            "the state was taken; rank, world size, batch size and fetch size may differ"
+            f"the state does not fit this data set: {'; '.join(differing)}. Create the data set with the same "
+            "arguments as when the state was taken; rank, world size, batch_size and fetch_factor may differ"
         )
     return position, its_seed
 
@@ -197,7 +211,7 @@ def _whole(value: Any) -> int:
     """Convert a number of a state, possibly a tensor, to int. Raise a ValueError if it is not whole."""
     number = int(value)
     if number != value:
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return number
 
 
@@ -207,7 +221,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
     try:
         part, expected = "fingerprint", "a dict"
         if not hasattr(state["fingerprint"], "keys"):
-            raise TypeError("it has no names")
+            raise TypeError("it is no dict")
         part, expected = "epoch", "a whole number"
         epoch = config.whole_number(part, _whole(state[part]), 0, 2**32)
         part, expected = "seed", "a whole number"
@@ -226,6 +240,6 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
         found = f"{part}={state[part]!r:.100}" if part in state else f"only {', '.join(map(repr, state))}"
         raise InputError(
             f"this is no state that scDataset.state_dict() returned: it needs {part!r}, {expected}, and has {found}. "
-            "Load another checkpoint, or set_epoch(n) to begin an epoch anew"
+            "Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
         ) from error
     return EpochPosition(epoch, stretches), seed

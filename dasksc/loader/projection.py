@@ -72,7 +72,10 @@ class MemoryProjection:
         self.limit = limit
         if fetch_factor is None:
             if isinstance(source, IndexedSource):
-                raise InputError("fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size")
+                raise InputError(
+                    "fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size; give a number "
+                    "for other collections"
+                )
             fetch_factor = self._model(1).fitting_fetch_factor(limit, prefetch=prefetch)
         self.fetch_factor = config.whole_number("fetch_factor", fetch_factor)
         self._refuse_too_large()

@@ -113,9 +113,9 @@ class RankSession:
             found = self.detect()
             if (found.rank, found.world_size) != (world.rank, world.world_size):
                 raise InputError(
-                    f"this data set was settled as rank {world.rank} of {world.world_size} (from {world.source}), but "
-                    f"this process is rank {found.rank} of {found.world_size} (from {found.source}) now. Make it, or "
-                    "first ask for its length, after the process group is initialised"
+                    f"this data set was created as rank {world.rank} of {world.world_size} (from {world.source}), but "
+                    f"this process is rank {found.rank} of {found.world_size} (from {found.source}) now. Create the "
+                    "data set after the process group is initialized"
                 )
         return world
 

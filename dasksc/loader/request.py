@@ -70,7 +70,10 @@ class BatchRequest:
             result = np.dtype(name).newbyteorder("=")
             torch_dtype(result)
         except TypeError as error:
-            raise InputError(f"dtype={self.dtype!r} is no type that tensors gathered from NumPy can have") from error
+            raise InputError(
+                f"dtype={self.dtype!r} is not a data type of both NumPy and PyTorch; give one such as 'float32' or "
+                "'float16'"
+            ) from error
         return result
 
     def refuse_where_rows_are_indexed(self, why: str) -> None:

@@ -69,8 +69,8 @@ class Source:
         table = self._table()
         if table is None:
             raise InputError(
-                f"{key!r} names an obs column, and this collection has no obs; give an AnnData, or labels= if the "
-                "strategy takes them"
+                f"{key!r} names an obs column, but this collection has no obs. Give an AnnData, or labels= if the "
+                "strategy accepts it"
             )
         if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
@@ -80,7 +80,10 @@ class Source:
         """Return a boolean mask of the rows for which an expression over obs holds."""
         table = self._table()
         if table is None:
-            raise InputError(f"filter={expression!r} is over obs, and this collection has none; give indices= instead")
+            raise InputError(
+                f"filter={expression!r} needs obs, which this collection does not have; give indices= to the strategy "
+                "instead"
+            )
         return filtering.holds(expression, table)
 
     def _table(self) -> Any:
@@ -126,8 +129,8 @@ class MatrixSource(Source):
             n_missing = matrix.n_missing(columns) if isinstance(matrix, StackedMatrix | TakenMatrix) else 0
             if n_missing:
                 logger.warning(
-                    "batches have NaN in %d of %d columns of %s, for cells of atlases that lack them. Open them with "
-                    "dasksc.open(..., join='outer', fill_value=0) for zeros there",
+                    "batches have NaN in %d of %d columns of %s, for cells of atlases without these columns. Open "
+                    "them with dasksc.open(..., join='outer', fill_value=0) for zeros there",
                     *(n_missing, matrix.shape[1] if columns is None else len(columns), matrix.label),
                 )
 
@@ -323,7 +326,9 @@ def source_of(
         if data.filename is not None:
             name = Path(data.filename).stem
         if not mmap and not data.isbacked and isinstance(data.X, da.Array):
-            raise InputError("mmap=False comes too late for an AnnData that is open; give it to dasksc.open")
+            raise InputError(
+                "mmap=False has no effect on an AnnData that is already open; use dasksc.open(..., mmap=False)"
+            )
         with_names = None if hooks else functools.partial(open_atlas, data, mmap=mmap)
         data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
@@ -335,7 +340,7 @@ def source_of(
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
         if data.X is None:
-            raise InputError(f"{name} has no X to yield")
+            raise InputError(f"{name} has no X, which batches need")
         return _of_atlas(name, collection, data, request)
     if not is_ours:
         return IndexedSource(name, data, _count(data, hooks, strategy))
@@ -343,7 +348,7 @@ def source_of(
         rows = lazy.MatrixRows(matrix=lazy.matrix_of(data))
         return IndexedSource(name, rows, int(data.shape[0]))
     if request.obs or request.layers or request.obsm:
-        raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has none")
+        raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has no such elements")
     columns, match = request.genes.columns_of(None, data.shape[1])
     maker = _maker(request, {}, Categories(), _for_each(columns, ["X"]))
     matrices = _matrices({"X": data})
@@ -360,9 +365,9 @@ def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
         n_obs = None if hooks.fetch_callback is None else n_rows_named(strategy)
         if n_obs is None:
             raise WrongTypeError(
-                f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an "
-                "array or another collection that row numbers can index; or fetch_callback= and the "
-                "strategy's indices="
+                f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an array or "
+                "another collection that can be indexed by row numbers; or fetch_callback= with indices= of the "
+                "strategy"
             ) from error
         return n_obs
 
@@ -395,7 +400,7 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
             name = stem_of(data)
         data = Modalities(data, mmap=mmap)
     if genes is not None and not isinstance(genes, Mapping):
-        raise InputError(f"genes= of several modalities is a dict: {{{next(iter(data))!r}: [...]}}")
+        raise InputError(f"genes= of several modalities must be a dict, such as {{{next(iter(data))!r}: [...]}}")
     for modality in genes or {}:
         known("modalities", modality, data.mod)
     arrays: dict[str, Any] = {}
@@ -407,7 +412,7 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
             for key in getattr(request, group):
                 of, colon, rest = key.partition(":")
                 if not colon or of not in data.mod:
-                    raise InputError(f"{group}={key!r} must say of which modality it is: '{modality}:{key}'")
+                    raise InputError(f"{group}={key!r} must name the modality, as in '{modality}:{key}'")
                 if of == modality:
                     held = getattr(adata, group)
                     own[f"{modality}:{group}/{rest}"] = held[known(f"{group} of {of}", rest, held)]
@@ -458,7 +463,7 @@ def _encoded(obs: Any, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], d
 def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
     for name, array in arrays.items():
         if not isinstance(array, da.Array):
-            raise InputError(f"{name} is a {type(array).__name__}, not a numeric matrix; it cannot be yielded")
+            raise InputError(f"{name} is a {type(array).__name__}, not a numeric matrix, so batches cannot contain it")
     return {name: lazy.matrix_of(array) for name, array in arrays.items()}
 
 

@@ -131,8 +131,9 @@ class WorkFolder:
         """Return the error to raise when the folder holds work with another plan."""
         names = [name for name in sorted({*plan, *begun}) if plan.get(name) != begun.get(name)]
         return InputError(
-            f"{self.folder} holds an unfinished {self._what} that differs from this one in {', '.join(names)}. Finish "
-            "that with the arguments it was begun with, or give overwrite=True (--overwrite) to begin anew."
+            f"{self.folder} holds an unfinished {self._what} that differs from this one in {', '.join(names)}. Run "
+            f"that {self._what} again with its arguments to finish it, or give overwrite=True (--overwrite) to start "
+            "over."
         )
 
     def remove(self) -> None:
@@ -149,7 +150,7 @@ class WorkFolder:
             errno.ENOSPC,
             f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, "
             f"{format_bytes(free)} are free there ({error}). The input is untouched, and what has been written is "
-            f"kept in {self.folder}: make room and run the same again to go on, or remove that folder.",
+            f"kept in {self.folder}: make room and run the same {self._what} again to resume it, or remove that folder.",
         )
 
 
@@ -188,7 +189,7 @@ class Workplace(WorkFolder):
             if not overwrite:
                 raise InputError(f"{self.target} exists. Give another target, or overwrite=True (--overwrite).")
             if not self._may_be_replaced():
-                raise InputError(f"{self.target} is no Zarr store, and is not overwritten. Give another target.")
+                raise InputError(f"{self.target} is not a Zarr store, and is not overwritten. Give another target.")
         if begun is not None and begun != plan and not overwrite:
             raise self.differing(begun, plan)
         if begun != plan:
@@ -215,8 +216,8 @@ class Workplace(WorkFolder):
         """
         if self._is_taken() and not (overwrite and self._may_be_replaced()):
             raise InputError(
-                f"{self.target} appeared while it was being written, and is not replaced. What was written is kept in "
-                f"{self.folder}. Move away what has appeared and run the same again"
+                f"{self.target} appeared while it was being written, and is not replaced. The written data are kept in "
+                f"{self.folder}. Move {self.target} away and run the same conversion again"
                 + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
             )
         # Killed tasks leave partial files.

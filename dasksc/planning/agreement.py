@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dasksc._compat.torch import default_store
@@ -72,7 +74,7 @@ def _unless_gone() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        logger.warning("the other ranks cannot be told of the end of an iteration: %s", error)
+        logger.warning("the other ranks cannot be notified that this rank ended its iteration: %s", error)
 
 
 _Ordinals = defaultdict[tuple[int, str], Iterator[int]]
@@ -145,7 +147,9 @@ class Agreement:
         which = self._world.world_size if self._world.group else "all"
         return int(self._under(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
 
-    def begin(self, iteration: int, epoch: int, fingerprint: str) -> None:
+    def begin(
+        self, iteration: int, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Record the epoch and data that an iteration of this rank reads, and compare with the first rank's record.
 
         Parameters
@@ -156,6 +160,8 @@ class Agreement:
             Epoch that the iteration reads.
         fingerprint
             Digest of the data, strategy, sizes and seed.
+        settings
+            The same properties as text, by name, from which an error message lists the differences.
 
         Raises
         ------
@@ -165,19 +171,31 @@ class Agreement:
         store = self._store()
         if store is None:
             return
-        mine = f"{self._world.rank} {epoch} {fingerprint}"
-        rank, its_epoch, its_fingerprint = store.compare_set(f"begin/{iteration}", "", mine).decode().split(" ", 2)
+        mine = f"{self._world.rank} {epoch} {fingerprint} {json.dumps(dict(settings))}"
+        note = store.compare_set(f"begin/{iteration}", "", mine).decode()
+        rank, its_epoch, its_fingerprint, its_settings = note.split(" ", 3)
         if its_fingerprint != fingerprint:
             raise RankMismatchError(
-                f"ranks {rank} and {self._world.rank} read different data or sample it differently in their "
-                f"iteration {iteration} (fingerprints {its_fingerprint[:8]} and {fingerprint[:8]}). Make the same "
-                "data sets in the same order on every rank, with the same files, strategy, sizes and seed"
+                f"ranks {rank} and {self._world.rank} read different data, or sample them differently: "
+                f"{self._differences(rank, json.loads(its_settings), settings)}. Create the same data sets in the same "
+                "order on every rank, with the same files, strategy, batch size, fetch_factor and seed"
             )
         if int(its_epoch) != epoch:
             raise RankMismatchError(
-                f"in their iteration {iteration}, rank {rank} reads epoch {its_epoch} and rank {self._world.rank} "
-                f"reads epoch {epoch}. Call set_epoch with the same number on every rank, or on none"
+                f"in iteration {iteration}, rank {rank} reads epoch {its_epoch} and rank {self._world.rank} reads "
+                f"epoch {epoch}. Call set_epoch with the same number on every rank, or on none"
             )
+
+    def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
+        """Return the settings that differ between the first rank and this one, with both values."""
+        names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
+        if not names:
+            return "arguments look alike, but values of an array, labels in obs, genes or versions of dasksc differ"
+        return "; ".join(
+            f"{name} is {its_settings.get(name, 'not set')} on rank {rank} and {settings.get(name, 'not set')} "
+            f"on rank {self._world.rank}"
+            for name in names
+        )
 
     def go_on(self, iteration: int, n_batches: int) -> None:
         """Check, after yielding `n_batches`, that no other rank has abandoned this iteration by that batch.
@@ -189,7 +207,7 @@ class Agreement:
         """
         left = self._left(iteration)
         if left is not None and left[1] <= n_batches:
-            raise self._shifted(iteration, *left, f"goes on after {n_batches}")
+            raise self._shifted(iteration, *left, f"continued after {n_batches}")
 
     def leave(self, iteration: int, n_batches: int) -> None:
         """Record that this rank abandons its iteration after `n_batches`.
@@ -202,7 +220,7 @@ class Agreement:
         with _unless_gone():
             rank, n = store.compare_set(f"left/{iteration}", "", f"{self._world.rank} {n_batches}").decode().split()
             if int(n) != n_batches:
-                logger.warning("%s", self._shifted(iteration, int(rank), int(n), f"left it after {n_batches}"))
+                logger.warning("%s", self._shifted(iteration, int(rank), int(n), f"stopped it after {n_batches}"))
 
     def finish(self, iteration: int) -> None:
         """Log a warning at the end of an iteration if another rank has abandoned it."""
@@ -221,7 +239,7 @@ class Agreement:
 
     def _shifted(self, iteration: int, rank: int, n: int, what_this_did: str) -> RankMismatchError:
         return RankMismatchError(
-            f"rank {rank} left its iteration {iteration} after {n} batches; rank {self._world.rank} {what_this_did}: "
-            "the epochs of these ranks no longer match. To look at a batch on one rank alone, make a data set with "
-            "rank=0, world_size=1 for it; otherwise take equally many batches on every rank"
+            f"rank {rank} stopped iteration {iteration} after {n} batches; rank {self._world.rank} {what_this_did}: "
+            "the epochs of these ranks no longer match. Read the same number of batches on every rank. To inspect a "
+            "batch on one rank only, create another data set with rank=0, world_size=1"
         )

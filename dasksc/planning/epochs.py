@@ -51,8 +51,8 @@ class EpochCounter:
                 raise
         except OSError as error:
             raise StorageError(
-                f"the count of epochs cannot be written to {tempfile.gettempdir()}: {error}. Make room there, or set "
-                "TMPDIR to a folder that has some"
+                f"the epoch counter cannot be written to {tempfile.gettempdir()}: {error}. Make room there, or set "
+                "TMPDIR to a folder with free space"
             ) from error
         self._next = next_epoch
         self._pid = os.getpid()

@@ -112,8 +112,8 @@ class EpochPlan:
         unit = self.sampler.unit
         if self.batch_size % unit:
             raise InputError(
-                f"batch_size={self.batch_size} cuts the {unit} rows that stay together in a batch; give a multiple of "
-                f"{unit}, such as {-(-self.batch_size // unit) * unit}"
+                f"batch_size={self.batch_size} is no multiple of {unit}, the number of rows of a set, which stay in "
+                f"one batch; give one, such as {-(-self.batch_size // unit) * unit}"
             )
 
     def __repr__(self) -> str:

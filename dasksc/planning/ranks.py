@@ -77,8 +77,8 @@ class World:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise InputError(
-                f"rank={self.rank} and world_size={self.world_size} (from {self.source}) do not fit: "
-                "rank must lie in [0, world_size)"
+                f"rank={self.rank} and world_size={self.world_size} (from {self.source}) are inconsistent: rank must "
+                "lie in [0, world_size)"
             )
 
     @classmethod
@@ -117,8 +117,8 @@ class World:
             return found
         if rank is None and world_size is not None and world_size > 1 and found == World():
             raise InputError(
-                f"world_size={world_size} was given without rank=, and nothing tells which of them this process is: "
-                "every one would read the share of rank 0. Give rank=, or start the processes with torchrun"
+                f"world_size={world_size} was given without rank=, but the rank of this process is unknown: every "
+                "process would read the share of rank 0. Give rank=, or start the processes with torchrun"
             )
         return cls(
             rank=found.rank if rank is None else int(rank),
@@ -144,7 +144,7 @@ def _sources(group: Any) -> Iterator[World]:
 @functools.cache
 def _log_ignored(found: World, other: World) -> None:
     logger.info(
-        "rank %d of %d from %s; %s says rank %d of %d, which is not used",
+        "using rank %d of %d from %s; %s says rank %d of %d, which is ignored",
         *(found.rank, found.world_size, found.source, other.source, other.rank, other.world_size),
     )
 
@@ -207,8 +207,8 @@ def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
     across = [i for i in range(mesh.ndim) if mesh.ndim == 1 or (names and names[i] in _DATA_PARALLEL)]
     if not across:
         raise InputError(
-            f"group is a DeviceMesh with the dimensions {names or mesh.ndim}, none of which is known to be "
-            "data-parallel. Give the one across which batches differ: group=mesh['its name']"
+            f"group is a DeviceMesh with the dimensions {names or mesh.ndim}, none of which is a known name of a "
+            "data-parallel dimension. Give the dimension across which batches differ: group=mesh['its name']"
         )
     index = tuple(slice(None) if i in across else at[i] for i in range(mesh.ndim))
     ranks: list[int] = mesh.mesh[index].flatten().tolist()

@@ -42,10 +42,12 @@ def array_of(name: str, values: Any) -> NDArray[Any]:
     try:
         array = np.asanyarray(values)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{name} cannot be made an array: {error}") from error
+        raise InputError(f"{name} cannot be converted to an array: {error}") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         n_masked = int(np.ma.getmaskarray(array).sum())
-        raise InputError(f"{name} has {n_masked} masked entries, which have no value; leave them out")
+        raise InputError(
+            f"{name} has {n_masked} masked entries, which have no value; fill them, or remove them with indices="
+        )
     array = np.asarray(array)
     native = array.dtype.newbyteorder("=")
     taken: NDArray[Any] = np.require(array, cast(Any, _TAKEN_AS.get(native, native)), "A")

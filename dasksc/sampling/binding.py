@@ -51,7 +51,9 @@ class UserSampler:
         if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
             raise InputError(f"{name}.get_indices must return row numbers; got {rows.dtype} of shape {rows.shape}")
         if len(rows) != self.n_rows:
-            raise InputError(f"{name}.get_len promised {self.n_rows} rows, get_indices returned {len(rows)}")
+            raise InputError(
+                f"{name}.get_len returned {self.n_rows}, but get_indices returned {len(rows)} rows; make both agree"
+            )
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_obs):
             raise InputError(f"{name}.get_indices returned rows outside [0, {self.n_obs})")
         return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64, copy=False))
@@ -125,8 +127,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     """
     if not isinstance(strategy, BuiltInStrategy):
         raise InputError(
-            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which says itself what it draws; give "
-            "it the rows of dasksc.rows_where(...)"
+            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give it "
+            "the rows of dasksc.rows_where(...)"
         )
     n_obs = len(keep)
     candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
@@ -135,7 +137,7 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     else:
         kept = np.flatnonzero(keep[candidates.array])
     if not len(kept):
-        raise InputError(f"the filter {by} holds for none of the {candidates.n} rows to draw from")
+        raise InputError(f"the filter {by} matches none of the {candidates.n} rows to draw from")
     rows = candidates.rows(kept)
     # Binding the strategy copies writeable indices, but not read-only ones.
     rows.flags.writeable = False
@@ -146,6 +148,9 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
             continue
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
-                raise InputError(f"{name} per entry of indices cannot be told from {name} per row; give one per row")
+                raise InputError(
+                    f"{name} could be one per entry of indices or one per row, because both have the same length; give "
+                    "one per row of the collection"
+                )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

@@ -51,7 +51,7 @@ class Candidates:
             try:
                 span = range(*indices.indices(n_obs))
             except (TypeError, ValueError) as error:
-                raise InputError(f"indices={indices!r} is no slice of rows: {error}") from error
+                raise InputError(f"indices={indices!r} is not a valid slice: {error}") from error
             if span.step == 1:
                 return cls(n=len(span), start=span.start)
             indices = np.arange(span.start, span.stop, span.step)
@@ -69,7 +69,7 @@ class Candidates:
             array = array[given]
         if len(array) and (array[0] < 0 or array[-1] >= n_obs):
             wrong = array[0] if array[0] < 0 else array[-1]
-            raise InputError(f"indices hold {wrong}, but the collection has rows 0 to {n_obs - 1}")
+            raise InputError(f"indices contain {wrong}, but the collection has rows 0 to {n_obs - 1}")
         if len(array) and int(array[-1]) - int(array[0]) == len(array) - 1 and np.all(array[1:] > array[:-1]):
             return cls(n=len(array), start=int(array[0]), given=given)
         # Copy if the array could change later. A new array, or a read-only one that owns its data, cannot.
@@ -152,7 +152,7 @@ def check_entries(name: str, values: Any, indices: Any) -> None:
     except TypeError as error:
         raise WrongTypeError(f"{name} must be one per row; got {values!r}") from error
     except ValueError as error:
-        raise InputError(f"{name} have chunks of unknown sizes; call compute_chunk_sizes() on them first") from error
+        raise InputError(f"{name} have chunks of unknown sizes; call its compute_chunk_sizes() first") from error
     if n == 0:
         raise InputError(f"{name} are empty; give one per row")
     if indices is None or isinstance(indices, slice):

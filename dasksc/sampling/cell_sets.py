@@ -139,7 +139,7 @@ class CellSets(BuiltInStrategy):
     def __post_init__(self) -> None:
         by = _names("by", self.by)
         if not by:
-            raise InputError("by names no column; give at least one obs column")
+            raise InputError("by= is empty; give at least one obs column")
         object.__setattr__(self, "by", by)
         if self.match is not None:
             object.__setattr__(self, "match", _names("match", self.match))
@@ -164,7 +164,7 @@ class CellSets(BuiltInStrategy):
             named = [f"{name}=" for name, value in given.items() if value is not None]
             named += ["n_controls="] * (self.n_controls != 1) + ["include_control="] * bool(self.include_control)
             if named:
-                raise InputError(f"{', '.join(named)} needs control=, which says which cells are controls")
+                raise InputError(f"{', '.join(named)} needs control=, which selects the control cells")
         elif isinstance(self.control, Mapping):
             _names("control", self.control)
 
@@ -215,8 +215,8 @@ class CellSets(BuiltInStrategy):
             own = candidates if self.control_indices is None else Candidates.of(self.control_indices, n_obs)
             if not is_control[own.selector].any():
                 raise InputError(
-                    f"none of the {own.n} rows to draw controls from is a control cell by control={self._named()}; "
-                    "give the rows that hold them in control_indices="
+                    f"none of the {own.n} rows to draw controls from matches control={self._named()}; give rows with "
+                    "control cells in control_indices="
                 )
             request = MatchRequest(
                 by=self.by,
@@ -255,7 +255,7 @@ class CellSets(BuiltInStrategy):
         reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
         reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
         return InputError(
-            f"no set can be drawn: the {candidates.n} rows to draw from hold no group of {', '.join(self.by)}"
+            f"no set can be drawn: the {candidates.n} rows to draw from contain no group of {', '.join(self.by)}"
             + ("" if self.control is None else " beside the control cells")
             + (f"; {', and '.join(reasons)}" if reasons else "")
         )
@@ -302,11 +302,11 @@ class CellSets(BuiltInStrategy):
             labels = key if isinstance(key, tuple) and len(self.by) > 1 else (key,)
             try:
                 if len(labels) != len(by_label):
-                    raise MissingKeyError(f"keys are tuples of {len(by_label)} labels")
+                    raise MissingKeyError(f"each key must be a tuple of {len(by_label)} labels")
                 codes = tuple(one[label] for one, label in zip(by_label, labels, strict=True))
             except MissingKeyError as error:
                 raise MissingKeyError(
-                    f"weights name {key!r}, which is no group of {', '.join(self.by)}: {error}"
+                    f"weights contain {key!r}, which is not a group of {', '.join(self.by)}: {error}"
                 ) from error
             value: Any = weight
             if not isinstance(value, Real) or not 0 <= float(weight) < np.inf:
@@ -317,13 +317,13 @@ class CellSets(BuiltInStrategy):
             else:
                 result[found] = float(weight)
         if n_ignored:
-            logger.info("weights name %d groups that are not drawn; these weights have no effect", n_ignored)
+            logger.info("weights contain %d groups without cells to draw from; these weights have no effect", n_ignored)
         missing = np.flatnonzero(np.isnan(result))
         if len(missing):
             some = sampler.table.iloc[missing[:_N_SHOWN]].astype(object).itertuples(index=False, name=None)
             raise InputError(
-                f"weights name {len(counts) - len(missing)} of {len(counts)} groups; give the others a weight, too (0 "
-                f"to leave one out), such as {', '.join(map(str, some))}"
+                f"weights contain {len(counts) - len(missing)} of {len(counts)} groups. Also give a weight (0 to "
+                f"exclude it) to {', '.join(map(str, some))}"
             )
         if not 0 < result.sum() < np.inf:
             raise InputError("weights leave nothing to draw: every group has weight 0, or their sum is not finite")
@@ -340,7 +340,7 @@ class CellSets(BuiltInStrategy):
             return tuple(self.match)
         if not isinstance(self.control, Mapping):
             raise InputError(
-                "match= is needed where control= is a mask: the columns in which controls and targets agree"
+                "control= is a mask, so match= is required: the columns in which controls and targets must agree"
             )
         return tuple(name for name in self.by if name not in self.control)
 
@@ -348,12 +348,12 @@ class CellSets(BuiltInStrategy):
         control = self.control
         if isinstance(control, str):
             raise InputError(
-                f"control={control!r} is an expression, which scDataset applies to its obs; to bind the strategy "
-                "alone, give a dict of labels by column or a boolean mask"
+                f"control={control!r} is an expression, which only scDataset can evaluate. Without scDataset, give a "
+                "dict of labels by column or a boolean mask"
             )
         if isinstance(control, Mapping):
             if not control:
-                raise InputError("control names no column; give labels by column: {'gene': 'non-targeting'}")
+                raise InputError("control= is empty; give labels by column: {'gene': 'non-targeting'}")
             first, *others = columns_named("control=", control, labels_of, n_obs, known)
             result = first.where(control[first.name])
             for column in others:
@@ -375,7 +375,7 @@ def _names(argument: str, given: str | Iterable[str]) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
         if not isinstance(name, str):
-            raise WrongTypeError(f"{argument} holds {name!r}; give names of obs columns")
+            raise WrongTypeError(f"{argument} contains {name!r}; give names of obs columns")
     if len(set(names)) < len(names):
         raise InputError(f"{argument}={list(names)} names a column twice")
     return names

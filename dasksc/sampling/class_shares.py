@@ -50,7 +50,7 @@ def shares_of(
         share[present] = (counts[present] / counts.max()) ** (1 / temperature)
     share *= _factors(class_weights, names)
     if not share.sum() > 0:
-        raise InputError("class_weights leave nothing to draw: every class present has weight 0")
+        raise InputError("class_weights are 0 for all classes in the data; give at least one a positive weight")
     share /= share.sum()
     return share
 
@@ -63,7 +63,7 @@ def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
     position = {name: i for i, name in enumerate(names)}
     for name, factor in weights.items():
         if name not in position:
-            raise MissingKeyError(f"class_weights names {name!r}, which is not a label; labels are {names[:20]}")
+            raise MissingKeyError(f"class_weights contains {name!r}, which is not a label; labels are {names[:20]}")
         if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
             raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor!r}")
         factors[position[name]] = float(factor)
@@ -105,6 +105,6 @@ def refuse_beyond(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
     if len(over):
         c = int(over[0])
         raise InputError(
-            f"total_size={quotas.sum()} takes {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
-            "total_size or draw with replace=True"
+            f"total_size={quotas.sum()} needs {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
+            "total_size, or draw with replace=True"
         )

@@ -80,7 +80,7 @@ class Column:
             wanted = wanted.tolist()
         several = wanted if isinstance(wanted, list | tuple | set | frozenset) else [wanted]
         if not several:
-            raise InputError(f"control names no label of {self.name!r}; give one, or a list of labels")
+            raise InputError(f"control= has no label for column {self.name!r}; give one, or a list of labels")
         codes = self.codes_by_label()
         is_wanted = np.zeros(len(self.labels) + 1, dtype=np.bool_)  # the last entry is that of code -1
         for label in several:
@@ -88,7 +88,7 @@ class Column:
                 is_wanted[codes[label]] = True
             except TypeError as error:  # it has no hash
                 raise WrongTypeError(
-                    f"control names {label!r} in {self.name!r}; give a label or a list of labels of that column"
+                    f"control= has {label!r} for column {self.name!r}; give a label or a list of labels of that column"
                 ) from error
         chosen: NDArray[np.bool_] = is_wanted[self.codes]
         return chosen

@@ -70,7 +70,7 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
         try:
             codes, names = pd.factorize(cast(Any, chunk), sort=False)
         except (TypeError, ValueError) as error:
-            raise InputError(f"labels of type {chunk.dtype} cannot be told apart: {error}") from error
+            raise InputError(f"labels of type {chunk.dtype} cannot be compared: {error}") from error
         known = [position.setdefault(name, len(position)) for name in names]
         seen = np.array([*known, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
         encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
@@ -124,8 +124,8 @@ def _classes(names: list[Any], n_labels: int, *, negative_is_missing: bool) -> t
         if len(names) > min(_MOST_FRACTIONS, max(8, n_labels // 2)):
             some = ", ".join(f"{name:g}" for name in names[:3])
             raise InputError(
-                f"{n_labels} labels hold {len(names)} different numbers with fractions ({some}, ...): a continuous "
-                "column has no classes. Cut it into bins (pandas.cut), or make each value a class "
+                f"{n_labels} labels have {len(names)} different fractional values ({some}, ...), as in a continuous "
+                "column, which has no classes. Divide it into bins (pandas.cut), or make each value a class "
                 "(pandas.Categorical)"
             )
         return numbers, names

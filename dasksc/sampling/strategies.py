@@ -154,11 +154,11 @@ def _obs_column(collection: Any, key: str) -> Any:
     obs = getattr(collection, "obs", None)
     if obs is None:
         raise InputError(
-            f"{key!r} names an obs column, but a {type(collection).__name__} has no obs; give an AnnData, or labels= "
-            "if the strategy takes them"
+            f"{key!r} names an obs column, but a {type(collection).__name__} has no obs. Give an AnnData, or labels= "
+            "if the strategy accepts it"
         )
     if key not in obs:
-        raise MissingKeyError(f"{key!r} is not a column of obs; it has {list(obs)}")
+        raise MissingKeyError(f"{key!r} is not a column of obs, which has {list(obs)}")
     return obs[key]
 
 
@@ -283,7 +283,7 @@ class BlockWeightedSampling(BuiltInStrategy):
         """See `BuiltInStrategy.bind`."""
         candidates = Candidates.of(self.indices, n_obs)
         if candidates.n == 0:
-            raise InputError("there are no rows to draw from: indices are empty")
+            raise InputError("there are no rows to draw from: indices= is empty. Give at least one row")
         if self.weights is None:
             weights = Weights(EMPTY_FLOATS, EMPTY_FLOATS, EMPTY_INTS)
         else:
@@ -363,7 +363,9 @@ class ClassBalancedSampling(BuiltInStrategy):
         if self.labels is not None:
             check_entries("labels", self.labels, self.indices)
         if self.per_batch and self.sampling_size is not None:
-            raise InputError("per_batch=True draws in passes through each class; leave out sampling_size=")
+            raise InputError(
+                "per_batch=True draws all rows of a class in turn, so it cannot use sampling_size=; leave that out"
+            )
         smoothing: Any = self.smoothing
         if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
             raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing!r}")
@@ -372,7 +374,8 @@ class ClassBalancedSampling(BuiltInStrategy):
             return
         if smoothing:
             raise InputError(
-                f"smoothing={smoothing!r} and temperature={temperature!r} both say how far to balance; give one"
+                f"smoothing={smoothing!r} and temperature={temperature!r} both set the strength of balancing; give "
+                "only one"
             )
         if isinstance(temperature, bool) or not isinstance(temperature, Real) or not float(temperature) > 0:
             raise InputError(
@@ -392,7 +395,7 @@ class ClassBalancedSampling(BuiltInStrategy):
             logger.warning("%d of %d rows have no label and are never drawn", missing, candidates.n)
         present = counts > 0
         if not present.any():
-            raise InputError("no row to draw from has a label")
+            raise InputError("none of the rows to draw from has a label; check the column, or the indices")
         share = shares_of(
             counts,
             names,
@@ -435,7 +438,9 @@ class ClassBalancedSampling(BuiltInStrategy):
 def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:
     _check_sizes(strategy)
     if strategy.sampling_size is not None and strategy.replace:
-        logger.warning("sampling_size=%s means nothing with replace=True; ignored", strategy.sampling_size)
+        logger.warning(
+            "sampling_size=%s is ignored, because it has no effect with replace=True", strategy.sampling_size
+        )
 
 
 def _weighted(

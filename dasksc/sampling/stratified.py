@@ -167,8 +167,8 @@ class StratifiedSampler:
         elif total % batch_rows:
             near = max(1, total // batch_rows) * batch_rows
             raise InputError(
-                f"per_batch=True makes whole batches, and total_size={total} is no multiple of batch_size="
-                f"{batch_rows}; give {near} or {near + batch_rows}"
+                f"per_batch=True needs whole batches, but total_size={total} is no multiple of "
+                f"batch_size={batch_rows}; give {near} or {near + batch_rows}"
             )
         sampler = replace(self, total_size=total, batch_rows=batch_rows)
         if not self.replace:

@@ -138,10 +138,10 @@ class WeightedSampler:
         )
         if wrong >= 0:
             row = int(self.candidates.rows(np.array([wrong]))[0])
-            raise InputError(f"weights must be finite and not negative; that of row {row} is not")
+            raise InputError(f"weights must be finite and not negative; the weight of row {row} is not")
         draw_kernels.sum_up(tree)
         if not 0 < tree[1] < np.inf:
-            raise InputError(f"weights must have a positive, finite sum; it is {tree[1]}")
+            raise InputError(f"weights must have a positive, finite sum; the sum is {tree[1]}")
         return tree
 
     @property
@@ -156,8 +156,8 @@ class WeightedSampler:
             positive = self._n_positive
             if self.round_size > positive:
                 raise InputError(
-                    f"{self.round_size} rows without replacement were asked for, but only {positive} have a "
-                    "positive weight; lower total_size or sampling_size, or draw with replace=True"
+                    f"{self.round_size} rows are to be drawn without replacement, but only {positive} have a positive "
+                    "weight; lower total_size or sampling_size, or draw with replace=True"
                 )
         tree.flags.writeable = False
 

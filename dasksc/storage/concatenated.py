@@ -77,7 +77,7 @@ class StackedMatrix:
 
     def __init__(self, *, label: str, parts: Sequence[Matrix], maps: ColumnMaps | None) -> None:
         if not parts:
-            raise InputError(f"{label}: there is no matrix to stack")
+            raise InputError(f"{label}: no matrix was given to concatenate")
         widths = {part.shape[1] for part in parts}
         if maps is None and len(widths) > 1:
             raise InputError(

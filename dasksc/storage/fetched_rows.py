@@ -93,8 +93,8 @@ class Rows:
         near = [int(self.rows[i]) for i in range(self.shape[0]) if self._label_of(i) == label]
         raise InputError(
             f"{label}: row {self.rows[row]} (of rows {min(near)} to {max(near)}, which were read together) holds "
-            f"{values.flat[place]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[place]}. Ask "
-            f"for dtype={self.dtype.name!r}, which holds it."
+            f"{values.flat[place]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[place]}. "
+            f"Request dtype={self.dtype.name!r}, which can."
         )
 
     def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
@@ -112,7 +112,7 @@ class Rows:
         if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
             raise StorageError(
                 f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
-                f"to {largest}; {dtype} cannot hold them. Ask for another dtype, or write the file again in a wider "
+                f"to {largest}; {dtype} cannot hold them. Request another dtype, or write the file again in a wider "
                 "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
             )
 

@@ -50,6 +50,6 @@ class FileIdentity:
         """Raise `CorruptDataError` if `now` differs from this identity."""
         if now != self:
             raise CorruptDataError(
-                f"{self.path} was replaced or changed since it was opened (it has {now.size} bytes now, "
-                f"{self.size} then). Open it again, and do not write to it while it is being read."
+                f"{self.path} was replaced or changed since it was opened ({now.size} bytes now, {self.size} bytes "
+                "then). Open it again, and do not write to it while it is being read."
             )

@@ -139,7 +139,7 @@ class Columns:
         if len(positions) and (positions.min() < 0 or positions.max() >= self.n_vars):
             raise InputError(f"column positions must lie in [0, {self.n_vars}); got {positions}")
         if len(np.unique(positions)) != len(positions):
-            raise InputError("a column was asked for twice; ask for each gene once")
+            raise InputError("a column was requested twice; request each gene once")
         to = np.arange(len(positions)) if self.to is None else np.asarray(self.to, dtype=np.int64)
         n_out = len(positions) if self.n_out is None else self.n_out
         if to.shape != positions.shape or (len(to) and (to.min() < 0 or to.max() >= n_out)):

@@ -209,7 +209,7 @@ def _of_var(adata: AnnData, names: Sequence[str]) -> dict[str, NDArray[np.bool_]
     for name in names:
         column = adata.var[known("var", name, adata.var)]
         if column.dtype != bool:
-            raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs true and false for each gene")
+            raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs a boolean for each gene")
         masks[name] = column.to_numpy()
     return masks
 

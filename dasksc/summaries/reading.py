@@ -264,7 +264,7 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
         If there is no such column.
     """
     if not names:
-        raise InputError("by=[] names no column of obs; leave it out for statistics over all cells")
+        raise InputError("by=[] is empty; leave it out for statistics over all cells")
     columns = [pd.Categorical(table[known("obs", name, table)]).remove_unused_categories() for name in names]
     if len(columns) == 1:
         found = columns[0].codes

@@ -122,9 +122,12 @@ def highly_variable_genes(
     if kinds & kernels.NOT_A_NUMBER:
         raise InputError(f"{source.label} has missing values (NaN), so genes have no variance; fill them first")
     if expects_counts and kinds & kernels.NEGATIVE:
-        raise InputError(f"{source.label} has values below 0, and flavor={flavor!r} needs counts; name their layer=")
+        raise InputError(
+            f"{source.label} has values below 0, but flavor={flavor!r} needs counts; give the layer of counts with "
+            "layer="
+        )
     if expects_counts and kinds & kernels.FRACTIONS:
-        logger.warning("flavor=%r expects counts, but %s has values that are not whole", flavor, source.label)
+        logger.warning("flavor=%r expects counts, but %s has fractional values", flavor, source.label)
     has_batches = batch_key is not None
     if flavor == "seurat_v3":
         found = _by_fit(source, batches, moments, n_top_genes)

@@ -143,8 +143,8 @@ class Checkpoints:
                 _move(other, aside)
         if is_left:
             logger.warning(
-                "%s in %s are of a run that this one does not go on with, and are now in %s: training.resume_from=auto "
-                "and training.save_top_k do not count them. Delete that folder if you do not need them",
+                "%s in %s belong to another run and were moved to %s, where training.resume_from=auto and "
+                "training.save_top_k ignore them. Delete that folder if you do not need them",
                 ", ".join(other.name for other in is_left),
                 self.folder,
                 aside,
@@ -158,7 +158,7 @@ class Checkpoints:
             try:
                 values[path] = read_state(path)["value"]
             except (InputError, CorruptDataError) as error:
-                logger.warning("a checkpoint that cannot be read is neither chosen nor removed: %s", error)
+                logger.warning("an unreadable checkpoint is skipped and kept: %s", error)
         sign = 1 if self.mode == "min" else -1
         ranked = sorted((sign * value, path) for path, value in values.items() if value is not None)
         kept = {latest, *(path for _, path in ranked[: self.keep])}
@@ -193,14 +193,16 @@ class Checkpoints:
             if there:
                 raise InputError(
                     f"{self.folder} has {len(there)} checkpoints of another run, the latest {Path(there[-1]).name}. "
-                    "Go on from it with training.resume_from=auto, or give another training.checkpoint_dir"
+                    "Resume it with training.resume_from=auto, or give another training.checkpoint_dir"
                 )
             return None
         if resume_from == "auto":
             return Path(there[-1]) if there else None
         path = Path(resume_from)
         if not (path / "state.json").exists():
-            raise MissingPathError(f"training.resume_from={resume_from!r} is no checkpoint; {self.folder} has {there}")
+            raise MissingPathError(
+                f"training.resume_from={resume_from!r} is not a checkpoint; {self.folder} has {there}"
+            )
         return path
 
     def load(
@@ -301,17 +303,20 @@ def read_state(path: Path) -> dict[str, Any]:
         If its version is not supported.
     """
     file = path / "state.json"
-    advice = f"Remove {path} to go on from the checkpoint before it"
+    advice = f"Remove {path} to resume from the previous checkpoint"
     try:
         state = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise MissingPathError(f"there is no checkpoint at {path}: expected {file}") from error
     except ValueError as error:  # not JSON, or not UTF-8
-        raise CorruptDataError(f"{file} is damaged, or was cut off: {error}. {advice}") from error
+        raise CorruptDataError(f"{file} is damaged or truncated: {error}. {advice}") from error
     if not isinstance(state, dict):
         raise CorruptDataError(f"{file} is damaged: expected a JSON object, found {type(state).__name__}. {advice}")
     if state.get("version") != _VERSION:
-        raise InputError(f"{path} is of version {state.get('version')}; this dasksc reads version {_VERSION}")
+        raise InputError(
+            f"{path} has version {state.get('version')}, and this dasksc reads version {_VERSION}. Use the dasksc that "
+            "wrote it"
+        )
     return state
 
 

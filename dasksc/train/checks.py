@@ -176,7 +176,7 @@ def _check_tokenizer(config: Config) -> None:
 def _check_model(config: Config) -> None:
     model_class = find(config.model.name, BUILT_IN, what="model.name")
     if not callable(model_class):
-        raise InputError(f"model.name={config.model.name!r} is no torch.nn.Module; got {model_class!r}")
+        raise InputError(f"model.name={config.model.name!r} is not a torch.nn.Module; got {model_class!r}")
     arguments = config.model.arguments
     facts = {name: value for name, value in _FACTS.items() if name in arguments_of(model_class)}
     check_arguments(model_class, facts | arguments, what="model")
@@ -197,7 +197,7 @@ def _made(make: Callable[..., Any], arguments: dict[str, Any], what: str) -> Non
     except (InputError, MemoryError, ImportError):
         raise
     except Exception as error:
-        raise InputError(f"{what} has a value that cannot be used: {type(error).__name__}: {error}") from error
+        raise InputError(f"{what} has an invalid value: {type(error).__name__}: {error}") from error
 
 
 def _check_folder(config: Config) -> None:

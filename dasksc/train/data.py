@@ -115,9 +115,9 @@ class Loader:
         world = [self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers]
         if inside and ("read_by" in state or self._n_workers) and state.get("read_by") != world:
             raise InputError(
-                f"the checkpoint lies inside an epoch that was read by {state.get('read_by', 'no workers')} (ranks, "
-                f"batch_size, fetch_factor, num_workers), and is now to be read by {world}. With data.num_workers=0 an "
-                "epoch goes on with any number of ranks; with workers take a checkpoint from the end of an epoch"
+                f"the checkpoint was saved during an epoch that was read by {state.get('read_by', 'no workers')} "
+                f"(ranks, batch_size, fetch_factor, num_workers), and this run has {world}. With data.num_workers=0 an "
+                "epoch resumes on any number of ranks; with workers, use a checkpoint from the end of an epoch"
             )
         self.dataset.load_state_dict(state["dataset"])
         if self._n_workers:
@@ -185,7 +185,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         rest, held_out = parts.values()
         split_table = getattr(parts, "table", None)
         if "indices" in options:
-            raise InputError("data.strategy.indices and data.validation.share both say which rows are trained on")
+            raise InputError(
+                "data.strategy.indices and data.validation.share both select the training rows; give one of them"
+            )
         if isinstance(options.get("weights"), np.ndarray):
             options["weights"] = options["weights"][rest]
         options["indices"] = rest
@@ -203,7 +205,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
     tokens = None
     if config.tokenizer is not None:
         if data.genes is not None:
-            raise InputError("data.genes and a tokenizer both choose genes; give tokenizer.vocabulary instead")
+            raise InputError(
+                "data.genes and a tokenizer both select genes; leave out data.genes, and give tokenizer.vocabulary"
+            )
         tokens = _tokens(config, adata.var_names, common["seed"])
         _check_length(config, tokens, adata.n_vars)
         common |= {"layout": "csr", "transform": tokens}
@@ -243,7 +247,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         )
         if odd := validation.categories.keys() - training.categories.keys():
             raise InputError(
-                f"obs {sorted(odd)} of data.validation.path are labels, and those of data.path are numbers"
+                f"obs {sorted(odd)} of data.validation.path are labels, but those of data.path are numbers. Store the "
+                "same type in both"
             )
         n_rows = validation.strategy.get_len(held)
         if n_rows < validation.world_size:
@@ -276,14 +281,14 @@ def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
     names = list(genes if by_name else adata.var_names if genes is None else adata.var_names[genes])
     if len(set(names)) < len(names):
         raise InputError(
-            "data.validation.path has other genes than data.path, whose names repeat: they do not say which gene is "
-            "which. Make var_names unique in both"
+            "data.validation.path has other genes than data.path, and repeated var_names cannot be matched. Make "
+            "var_names unique in both"
         )
     missing = [name for name in names if name not in held.var_names]
     if missing:
         raise InputError(
-            f"data.validation.path lacks {len(missing)} of the {len(names)} genes that are trained on: "
-            f"{_first(missing)}. Give an atlas that has them, or choose those of both with data.genes"
+            f"data.validation.path lacks {len(missing)} of the {len(names)} genes used for training: "
+            f"{_first(missing)}. Give an atlas that has them, or select common genes with data.genes"
         )
     return names
 
@@ -303,8 +308,8 @@ def _relabel(held: Any, categories: Mapping[str, list[Any]], *, warns: bool) -> 
         unknown = [labels[code] for code in np.unique(codes[new < 0]) if code >= 0]
         if unknown and warns:
             logger.warning(
-                "obs[%r] of data.validation.path has %d labels that data.path has not: %s. Their %d cells count as "
-                "cells without a label",
+                "obs[%r] of data.validation.path has %d labels that data.path does not have: %s. Their %d cells are "
+                "treated as unlabeled",
                 name,
                 len(unknown),
                 _first(unknown),
@@ -365,7 +370,7 @@ def _check_length(config: Config, tokens: Any, n_genes: int) -> None:
     if isinstance(room, int) and room < longest:
         beside = " beside the token of the cell" if tokens.prepend_cls else ""
         raise InputError(
-            f"model.max_seq_len={room}, and cells may have {longest} tokens; raise it, or set tokenizer.max_genes to "
+            f"model.max_seq_len={room}, but cells may have {longest} tokens. Raise it, or set tokenizer.max_genes to "
             f"{room - tokens.prepend_cls}{beside}"
         )
 
@@ -382,7 +387,9 @@ def _genes(genes: Any) -> Any:
     try:
         return Path(genes).read_text().split()
     except OSError as error:
-        raise InputError(f"data.genes={genes!r} is no file of names, one a line ({error}); or give a list") from error
+        raise InputError(
+            f"data.genes={genes!r} is not a text file with one gene name per line ({error}); give such a file or a list"
+        ) from error
 
 
 def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, n_genes: int | None) -> dict[str, Any]:

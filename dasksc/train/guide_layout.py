@@ -71,19 +71,23 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
         if key in _section(result, section):
             value = result[section].pop(key)
             if key == "gene_vocab" and _is_name(value):
-                logger.info("%s.gene_vocab=%r is no file: the genes of the atlas are numbered", section, value)
+                logger.info(
+                    "%s.gene_vocab=%r is not a file, so tokens are the column numbers of genes in the atlas",
+                    section,
+                    value,
+                )
                 continue
             _put(result.setdefault(new_section, {}), new_key, value, f"{section}.{key}", f"{new_section}.{new_key}")
     data = _section(result, "data")
     if "source" in data:
         source = data.pop("source")
         if source not in _SOURCES:
-            raise InputError(f"data.source={source!r} is not read; give files or stores ({', '.join(_SOURCES)})")
+            raise InputError(f"data.source={source!r} is not supported; give files or stores ({', '.join(_SOURCES)})")
     streaming = data.pop("streaming", True)
     if not isinstance(streaming, bool):
         raise InputError(f"data.streaming={streaming!r} must be true or false")
     if not streaming:
-        logger.info("data.streaming=false: rows are streamed all the same; the batches do not differ")
+        logger.info("data.streaming=false has no effect: rows are always streamed, with the same batches")
     rows = [data.pop(key) for key in ("streaming_chunk_size", "streaming_shuffle_buffer") if key in data]
     if not all(map(_is_number_of_rows, rows)):
         raise InputError(f"data.streaming_chunk_size and streaming_shuffle_buffer must be numbers of rows; got {rows}")
@@ -136,4 +140,4 @@ def _put(section: Any, key: str, value: Any, theirs: str, ours: str) -> None:
     if not isinstance(section, dict):
         raise InputError(f"{theirs} belongs to {ours}, whose section is {section!r}; make it a section of keys")
     if section.setdefault(key, value) != value:
-        raise InputError(f"{theirs}={value!r} and {ours}={section[key]!r} are one setting; give one of them")
+        raise InputError(f"{theirs}={value!r} and {ours}={section[key]!r} are the same setting; give one of them")

@@ -74,17 +74,20 @@ def processes_to_start(
     is_node = nproc is not None and n_tasks > 1
     if by_torchrun or (World.detect().world_size > 1 and not is_node):
         if nproc is not None:
-            raise InputError(f"--nproc {nproc} under a launcher, which has started the processes already; leave it out")
+            raise InputError(
+                f"--nproc {nproc} cannot be used under a launcher, which starts the processes itself; leave it out"
+            )
         return 0
     if is_node and wanted not in (None, n_tasks):
         name = "--nnodes" if nnodes else "training.num_nodes"
-        raise InputError(
-            f"{name}={wanted}, and srun has started this on {n_tasks} nodes; give {n_tasks}, or leave it out"
-        )
+        raise InputError(f"{name}={wanted}, but srun started {n_tasks} nodes; give {n_tasks}, or leave it out")
     if nproc is None:
         n_gpus = training.num_gpus or n_nodes
         if n_gpus % n_nodes:
-            raise InputError(f"training.num_gpus={n_gpus} is the total, and does not divide by {n_nodes} nodes")
+            raise InputError(
+                f"training.num_gpus={n_gpus} is the total number of GPUs, which must be a multiple of the {n_nodes} "
+                "nodes"
+            )
         n = 1 if training.strategy in ("single", "dp") else n_gpus // n_nodes
         return 0 if n == n_nodes == 1 else n
     if nproc == "auto":
@@ -309,13 +312,13 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     node = given if given is not None else 0 if n_nodes == 1 else _told_node(n_nodes, environment)
     if node is None:
         raise InputError(
-            f"nothing says which of the {n_nodes} nodes of this run (--nnodes, training.num_nodes) this is. Give "
-            f"--node-rank 0 on the first, 1 on the next; or start it with srun, one task on each node; or on this node "
-            "alone: --nnodes 1 --set training.num_nodes=1"
+            f"the number of this node among the {n_nodes} nodes of the run (--nnodes, training.num_nodes) is unknown. "
+            "Give --node-rank 0 on the first, 1 on the next; or start it with srun, one task on each node; or on this "
+            "node alone: --nnodes 1 --set training.num_nodes=1"
         )
     if node >= n_nodes:
         raise InputError(
-            f"node {node} is none of the {n_nodes} node{'s' if n_nodes > 1 else ''} of this run, which are numbered "
+            f"node {node} is not one of the {n_nodes} node{'s' if n_nodes > 1 else ''} of this run, which are numbered "
             "from 0. Lower --node-rank, or raise --nnodes"
         )
     return node
@@ -416,9 +419,9 @@ def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str
         found = {"MASTER_ADDR": first_node(nodes), "MASTER_PORT": _port(job)} | found
     if len(found) < 2:
         raise InputError(
-            f"nothing says where the {world_size} ranks of this run meet. Set MASTER_ADDR to the name of the first "
-            "node and MASTER_PORT to a free port of it (with --nnodes: --master-addr, --master-port), start with "
-            "torchrun or srun, or use --nproc"
+            f"the {world_size} ranks of this run have no common address. Set MASTER_ADDR to the name of the first node "
+            "and MASTER_PORT to a free port of it (with --nnodes: --master-addr, --master-port), start with torchrun "
+            "or srun, or use --nproc"
         )
     return found
 
@@ -427,7 +430,7 @@ def first_node(nodes: str) -> str:
     """Return the first node of a Slurm node list, such as gpu003 for ``gpu[003-007,12],login``."""
     match = re.match(r"([^\[,]*)(?:\[([^\]]*)\]([^,]*))?", nodes)
     if match is None or not match[0]:
-        raise InputError(f"{nodes!r} is no list of nodes")
+        raise InputError(f"{nodes!r} is not a list of nodes, such as 'node[1-4]'")
     prefix, numbers, suffix = match[1], match[2], match[3]
     if numbers is None:
         return prefix

@@ -137,7 +137,7 @@ def _module_of(name: str) -> Any:
     try:
         return import_module(_MODULES[name])
     except ImportError as error:
-        raise InputError(f"training.logger={name} needs it: pip install {name} ({error})") from error
+        raise InputError(f"training.logger={name} needs the package {name}: pip install {name} ({error})") from error
 
 
 class _Tensorboard:

@@ -167,7 +167,7 @@ class _Run:
         self.branched_at = self.step if is_of_this_folder else 0
         self.step_validated = state["validated_at"]
         self.monitored = self.figures.get(self.monitor)
-        logger.info("going on from %s", path)
+        logger.info("resuming from %s", path)
 
     def _made(self) -> dict[str, Any]:
         """Return the names and arguments of model and optimizer, which a later run compares with its own."""
@@ -279,7 +279,7 @@ class _Run:
         """Record the value of the monitored metric, which is missing if nothing was counted."""
         if is_counted and self.monitor not in figures:
             known = ", ".join(sorted(figures))
-            raise InputError(f"training.monitor={self.monitor!r} is no figure of the run; give one of {known}")
+            raise InputError(f"training.monitor={self.monitor!r} is not a metric of this run; give one of {known}")
         self.monitored = figures.get(self.monitor)
 
     def _log(self, epoch: int, figures: dict[str, Any]) -> None:
@@ -320,7 +320,9 @@ class _Run:
         if figures:
             self._log(epoch, figures)
         elif self.place.rank == 0:
-            logger.warning("no row that is held out counts for the model: there are no validation figures")
+            logger.warning(
+                "the model uses none of the held-out rows (they may have no label), so there are no validation metrics"
+            )
 
     # --- Ends -------------------------------------------------------------------------------------------
 
@@ -426,7 +428,7 @@ def _monitored(config: Config) -> tuple[str, str]:
     name = config.training.monitor or ("loss" if config.data.validation is None else "validation_loss")
     if name.startswith("validation_") and config.data.validation is None:
         raise InputError(
-            f"training.monitor={name!r} is a figure of validation, and there is none. Give data.validation, or monitor "
-            "a figure of training such as loss"
+            f"training.monitor={name!r} is a validation metric, but data.validation is not set. Set it, or monitor a "
+            "training metric such as loss"
         )
     return name, config.training.monitor_mode or ("max" if name.endswith("accuracy") else "min")

@@ -260,7 +260,7 @@ class TokenTransformer(nn.Module):
         super().__init__()
         _check_sizes(dropout, at_least=1, hidden_dim=hidden_dim, num_layers=num_layers, num_heads=num_heads)
         if hidden_dim % num_heads:
-            raise InputError(f"model.hidden_dim={hidden_dim} does not divide by num_heads={num_heads}")
+            raise InputError(f"model.hidden_dim={hidden_dim} is not a multiple of num_heads={num_heads}")
         self.label = label
         self.max_seq_len = max_seq_len
         self.genes = nn.Embedding(n_tokens, hidden_dim, padding_idx=pad_id)
@@ -275,7 +275,7 @@ class TokenTransformer(nn.Module):
         tokens = batch["input_ids"]
         if tokens.shape[1] > self.max_seq_len:
             raise InputError(
-                f"a cell has {tokens.shape[1]} tokens and model.max_seq_len is {self.max_seq_len}; raise it, or lower "
+                f"a cell has {tokens.shape[1]} tokens, but model.max_seq_len is {self.max_seq_len}. Raise it, or lower "
                 "tokenizer.max_genes"
             )
         x = self.genes(tokens)

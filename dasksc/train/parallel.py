@@ -130,7 +130,7 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
         strategy = "ddp"
     if strategy in ("single", "dp") and world_size > 1:
         raise InputError(
-            f"training.strategy={strategy!r} is of one process, and this run has {world_size}; use ddp or fsdp"
+            f"training.strategy={strategy!r} runs in one process, but this run has {world_size}; use ddp or fsdp"
         )
     if strategy == "dp" and training.checkpoints_activations:
         raise InputError(
@@ -144,8 +144,8 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
         )
     if n_nodes is not None and training.num_nodes not in (None, n_nodes):
         raise InputError(
-            f"training.num_nodes={training.num_nodes}, and this run is on {n_nodes}. Start it on as many, or "
-            f"--set training.num_nodes={n_nodes}"
+            f"training.num_nodes={training.num_nodes}, but this run is on {n_nodes}. Start it on as many, or --set "
+            f"training.num_nodes={n_nodes}"
         )
     if strategy == "fsdp" and training.fsdp is not None:
         _check_shard_size(training.fsdp, world_size)
@@ -158,13 +158,11 @@ def _check_shard_size(fsdp: Fsdp, world_size: int) -> None:
         return
     if fsdp.sharding_strategy != "HYBRID_SHARD":
         raise InputError(
-            f"training.fsdp.shard_size={size} is for sharding_strategy: HYBRID_SHARD, and it is "
-            f"{fsdp.sharding_strategy}; use that, or leave shard_size out"
+            f"training.fsdp.shard_size={size} is for sharding_strategy: HYBRID_SHARD, but the strategy is "
+            f"{fsdp.sharding_strategy}; use HYBRID_SHARD, or leave shard_size out"
         )
     if world_size % size:
-        raise InputError(
-            f"training.fsdp.shard_size={size} does not divide the {world_size} ranks; copies need equally many"
-        )
+        raise InputError(f"training.fsdp.shard_size={size} must divide the number of ranks, {world_size}")
 
 
 def unused_of(config: Config, place: Place) -> list[str]:

@@ -113,7 +113,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> N
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.info("no plot was drawn: pip install matplotlib")
+        logger.info("no plot was drawn, because matplotlib is not installed: pip install matplotlib")
         return
     figure = Figure(figsize=(9, 5), layout="constrained")
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")

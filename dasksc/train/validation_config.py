@@ -76,5 +76,5 @@ class Validation(_Section):
     @model_validator(mode="after")
     def _one_way(self) -> Validation:
         if self.hold_out is not None and "share" in self.model_fields_set:
-            raise ValueError("hold_out names what is held out, and share says how much; give one of them")
+            raise ValueError("hold_out and share both select the validation rows; give one of them")
         return self

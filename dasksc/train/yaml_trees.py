@@ -43,7 +43,7 @@ def read_file(path: str | Path) -> Any:
     except FileNotFoundError as error:
         raise MissingPathError(f"there is no configuration at {path}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no text file with a configuration: {error}") from error
+        raise InputError(f"{path} is not a text file with a configuration: {error}") from error
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {error}") from error
 
@@ -75,7 +75,9 @@ def set_value(tree: dict[str, Any], change: str) -> None:
     try:
         tree[last] = read_yaml(text) if text else None
     except yaml.YAMLError as error:
-        raise InputError(f"--set {change}: {text!r} is not YAML; put texts with signs into quotes ({error})") from error
+        raise InputError(
+            f"--set {change}: {text!r} is not YAML; put text with special characters in quotes ({error})"
+        ) from error
 
 
 def _in_full(short: Any, change: str) -> dict[str, Any]:
@@ -86,4 +88,4 @@ def _in_full(short: Any, change: str) -> dict[str, Any]:
         return {"name": short}
     if isinstance(short, int | float):
         return {"share": short}
-    raise InputError(f"--set {change}: there is {short!r}, which is no section of keys; set that as a whole")
+    raise InputError(f"--set {change}: {short!r} is a value, not a section with keys; set it as a whole")

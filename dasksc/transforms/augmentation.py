@@ -43,7 +43,7 @@ class _Augmentation:
 
     def __init__(self, *, layer: str | None, seed: int) -> None:
         if layer is not None and not isinstance(layer, str):
-            raise InputError(f"layer={layer!r} is no name of a layer; None is X")
+            raise InputError(f"layer={layer!r} is not the name of a layer; give a name, or None for X")
         self.layer = layer
         self.seed = whole_number("seed", seed, 0, 2**64)
         self.part = "X" if layer is None else f"layers/{layer}"
@@ -144,7 +144,7 @@ class _Augmentation:
             parts = f"one with {', '.join(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
             raise InputError(
                 f"{name} takes a Batch with X and index; got {parts}. Give it to scDataset(transform=...), not as a "
-                "hook, for one modality, and before what makes tokens"
+                "hook, only for one modality, and before a tokenizer"
             )
         made = Batch(batch)
         rows = batch["index"].numpy()
@@ -154,7 +154,7 @@ class _Augmentation:
         layers = batch.get("layers") or {}
         if self.layer not in layers:
             raise InputError(
-                f"{name}(layer={self.layer!r}): the batch has {', '.join(map(repr, layers)) or 'no'} layers; ask for "
+                f"{name}(layer={self.layer!r}): the batch has {', '.join(map(repr, layers)) or 'no'} layers; request "
                 f"it: scDataset(layers=[{self.layer!r}])"
             )
         made["layers"] = type(layers)({**layers, self.layer: self._values(layers[self.layer], rows)})
@@ -312,7 +312,7 @@ class Downsample(_Augmentation):
         name = "X" if self.layer is None else f"layer {self.layer!r}"
         raise InputError(
             f"Downsample draws counts, whole numbers from 0 to 2**53, as is their sum in a cell; {name} has "
-            f"{value.item()!r} in row {rows[first_row + place]}, column {column}. Name the layer that has raw counts: "
+            f"{value.item()!r} in row {rows[first_row + place]}, column {column}. Use the layer with raw counts: "
             "scDataset(..., layers=['counts'], transform=Downsample(..., layer='counts'))"
         )
 

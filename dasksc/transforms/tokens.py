@@ -80,10 +80,10 @@ class _Tokens:
         check_choice("missing", missing, ("error", "drop"))
         check_choice("padding", padding, ("longest", "max_length"))
         if not _is_share(mask_ratio) or mask_ratio == 1:
-            raise InputError(f"mask_ratio={mask_ratio!r} is no share of the tokens; it must be a number in [0, 1)")
+            raise InputError(f"mask_ratio={mask_ratio!r} must be the share of masked tokens, a number in [0, 1)")
         for name, share in (("random_replace_ratio", random_replace_ratio), ("keep_ratio", keep_ratio)):
             if not _is_share(share):
-                raise InputError(f"{name}={share!r} is no share of the masked tokens; it must be a number in [0, 1]")
+                raise InputError(f"{name}={share!r} must be a share of the masked tokens, a number in [0, 1]")
         if random_replace_ratio + keep_ratio > 1:
             raise InputError(
                 f"random_replace_ratio={random_replace_ratio} and keep_ratio={keep_ratio} are more than 1 together"
@@ -273,7 +273,7 @@ class RankTokens(_Tokens):
                     f"medians has shape {self.medians.shape}; one for each of {len(self._ids)} genes is needed"
                 )
             if not (self.medians > 0).all() or not np.isfinite(self.medians).all():
-                raise InputError("medians must be finite and above 0; give genes that no cell expresses 1")
+                raise InputError("medians must be finite and above 0; give 1 for genes without expression")
 
     def _fill(self, cells: _Cells, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         indptr, columns, ranked, counts, _ = cells
@@ -411,14 +411,12 @@ def _nonzeros(batch: Batch, n_genes: int) -> tuple[NDArray[np.int64], NDArray[An
     """Return X as CSR: row starts, columns and values."""
     if not {"X", "index"} <= set(batch):
         raise InputError(
-            f"tokens are made of a Batch with X and index; got {type(batch).__name__}. "
-            "Give the transform to scDataset(transform=...), not as a hook"
+            f"tokenizers take a Batch with X and index; got {type(batch).__name__}. Give the transform to "
+            "scDataset(transform=...), not as a hook"
         )
     X: torch.Tensor = batch["X"].detach()
     if X.shape[1] != n_genes:
-        raise InputError(
-            f"X has {X.shape[1]} columns, and there are names of {n_genes} genes; give those of the columns"
-        )
+        raise InputError(f"X has {X.shape[1]} columns, but {n_genes} gene names are given; give one per column")
     if X.layout == torch.sparse_csr:
         indptr = X.crow_indices().numpy().astype(np.int64)
         return indptr, X.col_indices().numpy(), X.values().float().numpy()

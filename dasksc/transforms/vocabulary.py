@@ -68,7 +68,7 @@ class Vocabulary:
             twice = (
                 f"{seen[i]!r} and {name!r}: {i}" for name, i in self.ids.items() if seen.setdefault(i, name) != name
             )
-            raise InputError(f"every name needs an id of its own; got {_some(twice)}")
+            raise InputError(f"every name needs a different id; got {_some(twice)}")
         for special in (PAD, MASK, CLS):
             self.ids.setdefault(special, max(self.ids.values(), default=-1) + 1)
         self.size = max(self.ids.values()) + 1
@@ -129,14 +129,14 @@ class Vocabulary:
             raise InputError(f"{path} is a folder; give the vocabulary file in it") from error
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{path} is no text; a vocabulary is a .json of ids by name, or one name a line"
+                f"{path} is not a text file; a vocabulary is a .json of ids by name, or one name a line"
             ) from error
         if path.suffix != ".json":
             return cls(_numbered(text.split("\n") if not text.endswith("\n") else text.split("\n")[:-1], str(path)))
         try:
             ids = json.loads(text)
         except json.JSONDecodeError as error:
-            raise InputError(f"{path} is no JSON: {error}") from error
+            raise InputError(f"{path} is not JSON: {error}") from error
         if not isinstance(ids, dict):
             raise InputError(
                 f'{path} must hold an object of ids by name, such as {{"CD4": 0}}; got a {type(ids).__name__}'
@@ -210,7 +210,7 @@ def _numbered(names: list[str], where: str) -> dict[str, int]:
     ids = {name: i for i, name in enumerate(names)}
     if len(ids) < len(names):
         twice = (repr(name) for i, name in enumerate(names) if ids[name] != i)
-        raise InputError(f"{where}: names are there twice: {_some(twice)}; adata.var_names_make_unique() helps")
+        raise InputError(f"{where}: names repeat: {_some(twice)}; adata.var_names_make_unique() makes them unique")
     return ids
 
 

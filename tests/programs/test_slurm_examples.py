@@ -73,7 +73,7 @@ def test_a_training_from_a_yaml_file_is_one_of_the_ranks_and_a_requeued_job_goes
     config = ROOT / "examples" / "configs" / "classifier.yaml"
     first = submit(slurm, "train_yaml.sbatch", tmp_path, config, *options, "--set", "training.max_steps=5", tasks=2)
     assert re.search(r"ranks +2 x cpu, ddp", first)
-    assert "going on from" not in first
+    assert "resuming from" not in first
     assert (tmp_path / "run" / "step-00000005").is_dir()
     again = submit(slurm, "train_yaml.sbatch", tmp_path, config, *options, tasks=2)[len(first) :]
     # 900 cells to train on: 15 batches of either rank.

@@ -223,7 +223,7 @@ def test_arrays_that_only_together_are_too_large_are_refused(
 ) -> None:
     memory_of(2**30, monkeypatch)
     path = store_of_many_arrays(tmp_path, format, where)
-    told = f"bytes.* of them in {where.partition('/')[0]}, and this machine"
+    told = f"bytes.* of them in {where.partition('/')[0]}, more than the"
     with opener(tmp_path, place) as opened, bounded(), pytest.raises(StorageError, match=told):
         opened(path.name)
 

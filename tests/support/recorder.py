@@ -2,7 +2,8 @@
 
 Changes that only move code must leave them as they are. The atlas is integer arithmetic, values are copied or
 doubled, and what a machine's mathematical library may round otherwise is rounded first. Record them with
-``python -m tests.support.recorder``: the new file shows in the diff which cases changed.
+``python -m tests.support.recorder``: the new file shows in the diff which cases changed. With ``messages`` it records
+only the messages of errors, warnings and logs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dasksc.train import Config, fit, load_model
 from dasksc.transforms.tokens import RankTokens, ValueBins
 from tests.support.data import write_store
 from tests.support.interface import interface
+from tests.support.messages import messages
 
 __all__ = [
     "FACTORS",
@@ -523,9 +525,14 @@ def make_states(atlas: Atlas) -> list[dict[str, Any]]:
 
 
 def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
-    """The state that is taken now where a recorded one was, and what is read after the recorded one."""
+    """The state that is taken now where a recorded one was, and the digest of batches read after the recorded one.
+
+    Recorded states have no settings, which serve error messages only.
+    """
     case = Case(**one["case"])
-    return state_of(case, atlas, 2), rest_of(case, atlas, one["state"])
+    state = state_of(case, atlas, 2)
+    assert state.pop("settings")["strategy"] == state["fingerprint"]["strategy"].partition(" ")[0]
+    return state, rest_of(case, atlas, one["state"])
 
 
 def data_module(atlas: Atlas, state: Any = None) -> DataModule:
@@ -616,6 +623,12 @@ def record() -> None:
         batches = {"some cases": some, "all other cases": rest, "other results": other_results(atlas)}
     (RECORDED / "batches.json").write_text(dumped(batches))
     (RECORDED / "interface.txt").write_text(interface())
+    record_messages()
+
+
+def record_messages() -> None:
+    """Write the error, warning and log messages as they are now."""
+    (RECORDED / "messages.txt").write_text(messages())
 
 
 def record_states() -> None:
@@ -638,4 +651,4 @@ def record_states() -> None:
 
 
 if __name__ == "__main__":
-    record_states() if sys.argv[1:] == ["states"] else record()
+    {"states": record_states, "messages": record_messages}.get("".join(sys.argv[1:]), record)()

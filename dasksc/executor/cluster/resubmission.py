@@ -116,7 +116,7 @@ class SentFetches:
             if address is None or future.done() or self.closed:
                 continue
             if address not in silent:
-                logger.info("Sending fetch %d again, as its worker has paused at its memory limit.", k)
+                logger.info("Sending fetch %d again, because its worker paused at its memory limit.", k)
             elif not self._watchdog.is_given_up(k, address, silent[address]):
                 continue
             self._send_again(k, argument, future)

@@ -121,7 +121,7 @@ class ClusterRunner:
             await client.register_plugin(parcel(inside), name=self._token)
         except OSError as error:
             # The call fails if a worker leaves during it.
-            logger.info("Sending the task again, as a worker has left: %s", error)
+            logger.info("Sending the task again, because its worker left: %s", error)
             await client.register_plugin(parcel(inside), name=self._token)
 
     async def _bring(self, k: int, argument: Any) -> Timed:

@@ -56,7 +56,8 @@ class SchedulerConnection:
             if isinstance(error, FutureCancelledError) and self._client.status == "running":
                 raise ConnectionError(
                     f"The Dask scheduler at {address_of(self._client)} has dropped its tasks: client.restart() was "
-                    "called, or it was out of reach for a moment. Make the data set anew, and load_state_dict."
+                    "called, or the connection was lost for a moment. Create the data set again, and resume it with "
+                    "load_state_dict."
                 ) from error
             raise ConnectionError(_gone(self._client)) from error
 

@@ -29,8 +29,8 @@ def temporary_certificates() -> Security:
         return Security.temporary()
     except ImportError as error:
         raise InputError(
-            "a host other than loopback is encrypted, and making certificates needs the library cryptography: "
-            "pip install dasksc[cluster], or give security="
+            "a host other than loopback is encrypted, which needs the package cryptography: pip install "
+            "dasksc[cluster], or give security="
         ) from error
 
 
@@ -48,7 +48,9 @@ def secured(given: object) -> Security | None:
         except OSError as error:
             raise InputError(f"{what} cannot be read ({error}). Give {SECRET_FILE}") from error
         if complaint is not None:
-            raise InputError(f"{what} is no secret: {complaint}. Make it anew, for others may have it: {SECRET_FILE}")
+            raise InputError(
+                f"{what} is not secret: {complaint}. Others may have read it, so create a new one: {SECRET_FILE}"
+            )
         fields = {f"tls_{role}_{part}": path for role in _ROLES for part in ("cert", "key")}
         security = Security(require_encryption=True, tls_ca_file=path, **fields)
     else:

@@ -198,13 +198,14 @@ def _check(
         raise InputError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
     if is_spread and (host == "localhost" or is_loopback(host)):
         raise InputError(
-            f"host={host!r} is out of reach for ranks on other machines. Give the address of rank 0's machine by which "
-            "they reach it, e.g. host=os.environ['MASTER_ADDR'], and security=, by which ranks know each other"
+            f"host={host!r} cannot be reached by ranks on other machines. Give the address of rank 0's machine by "
+            "which they reach it, e.g. host=os.environ['MASTER_ADDR'], and security=, by which ranks authenticate "
+            "each other"
         )
     if host not in LOOPBACK and not is_secret:
         raise InputError(
-            f"host={host!r} with several ranks needs security=, a secret by which they know each other: {SECRET_FILE}. "
-            "If all ranks are on this machine, leave host= out"
+            f"host={host!r} with several ranks needs security=, a secret by which they authenticate each other: "
+            f"{SECRET_FILE}. If all ranks are on this machine, leave host= out"
         )
 
 

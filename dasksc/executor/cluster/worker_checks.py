@@ -42,7 +42,7 @@ async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...
         if isinstance(result, BaseException) and "No module named 'dasksc" in str(result):
             raise FetchError(
                 f"The worker at {address} of the Dask scheduler at {client.scheduler.address} cannot import dasksc "
-                f"({result}). Install the same version on every worker, or give the fetches a cluster of their own."
+                f"({result}). Install the same version on every worker, or use another cluster for the fetches."
             )
     # Other workers have just left.
     answers = {address: result for address, result in results.items() if not isinstance(result, BaseException)}

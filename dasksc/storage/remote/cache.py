@@ -231,7 +231,7 @@ class _Block:
                     os.utime(self.path)
             return piece
         except (OSError, ValueError) as error:
-            logger.warning("%s in the cache is damaged (%s); what it holds is fetched again", self.path, error)
+            logger.warning("%s in the cache is damaged (%s); its blocks are fetched again", self.path, error)
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
             return None
@@ -301,7 +301,7 @@ def _key_in(folder: str) -> bytes:
     finally:
         os.close(number)
     if len(key) != _KEY_BYTES:
-        raise OSError(f"{path} is damaged. Remove the folder: what it holds is fetched again")
+        raise OSError(f"{path} is damaged. Remove the folder: its blocks are fetched again")
     return key
 
 

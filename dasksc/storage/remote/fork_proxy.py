@@ -80,7 +80,7 @@ class OrphanClient:
             answer = received(connection)
         except (OSError, EOFError) as error:
             raise StorageError(
-                f"{shown(self._root)}: the process that makes requests for this forked one has ended ({error!r}). "
+                f"{shown(self._root)}: the process that makes requests for this forked process has ended ({error!r}). "
                 "Start DataLoader workers with multiprocessing_context='spawn', or use num_workers=0."
             ) from error
         if isinstance(answer, Exception):

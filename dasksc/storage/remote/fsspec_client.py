@@ -75,8 +75,8 @@ def _class_of(url: str) -> Any:
     scheme = urlsplit(url).scheme
     if "::" in url:
         raise InputError(
-            f"{shown(url)!r} is a chain of URLs, which is not read. Give the URL of an atlas, and what its file system "
-            "needs as storage_options"
+            f"{shown(url)!r} is a chain of URLs, which is not supported. Give the URL of an atlas, and settings of its "
+            "file system as storage_options"
         )
     known = {*known_implementations, *registry}
     if scheme not in known:
@@ -205,7 +205,8 @@ class FsspecClient:
             raise FileNotFoundError(key)
         if info.get("size") is None:
             raise StorageError(
-                f"{self._shown(key)} is of unknown size, and cannot be read by byte ranges. Copy it first."
+                f"{self._shown(key)} has an unknown size, so it cannot be read by byte ranges. Copy it to a local disk "
+                "first."
             )
         tag = next((str(info[name]) for name in _TAGS if info.get(name)), None)
         modified = next((str(info[name]) for name in _TIMES if info.get(name)), _UNKNOWN_TIME)

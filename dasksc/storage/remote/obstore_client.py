@@ -146,7 +146,7 @@ class ObstoreClient:
     def _refuse_listing(self, prefix: str) -> None:
         if self._shown.startswith("http"):
             raise StorageError(
-                f"{self._path(prefix)} is on a web server, which does not tell what is there. Give the URLs of several "
+                f"{self._path(prefix)} is on a web server, which does not list its files. Give the URLs of several "
                 "atlases as a list. A Zarr store needs consolidated metadata: zarr.consolidate_metadata(path), before "
                 "it is uploaded."
             )

@@ -55,9 +55,9 @@ class Place:
         """
         root, key = split_url(url)
         if not key:
-            raise InputError(f"{shown(url)!r} names a whole store; add the path of an atlas in it")
+            raise InputError(f"{shown(url)!r} is the URL of a whole bucket or server; add the path of an atlas")
         if ".." in key.split("/"):
-            raise InputError(f"{shown(url)!r} has '..' in its path; write where it leads")
+            raise InputError(f"{shown(url)!r} has '..' in its path; write the resolved path")
         return cls(root=root, key=key, options=dict(options or {}))
 
     def __str__(self) -> str:

@@ -49,8 +49,8 @@ def safe_content(store: str, key: str, content: bytes) -> bytes:
         return content  # zarr-python reports the error
     if b"pickle" in content and _names_code(document):
         raise StorageError(
-            f"{store}/{key} asks for the codec 'pickle', which runs code that comes with the data. It is not read: "
-            "write the array as strings or numbers."
+            f"{store}/{key} uses the codec 'pickle', which runs code stored with the data. It is not read: write the "
+            "array as strings or numbers."
         )
     try:
         bounded = bounded_metadata(document)

@@ -49,10 +49,10 @@ def test_ranks_started_by_torchrun_are_torchruns_whatever_started_it(two_ranks):
     for rank in range(2):
         assert f"before: rank {rank} of 2 from RANK/WORLD_SIZE" in printed
         assert f"after: rank {rank} of 2 from torch.distributed" in printed
-    assert "SLURM_PROCID/SLURM_NTASKS says rank 1 of 2, which is not used" in printed
+    assert "SLURM_PROCID/SLURM_NTASKS says rank 1 of 2, which is ignored" in printed
 
 
 def test_a_rank_that_looks_at_a_batch_alone_neither_hangs_nor_goes_unnoticed(two_ranks):
     printed, _ = two_ranks
     assert "rank 0 peeked at 8 rows" in printed
-    assert "rank 1 stopped after 1: rank 0 left its iteration 0 after 1 batches; rank 1 goes on" in printed
+    assert "rank 1 stopped after 1: rank 0 stopped iteration 0 after 1 batches; rank 1 continued" in printed

@@ -65,4 +65,4 @@ def test_a_rank_outside_the_group_and_a_mesh_without_a_data_dimension_are_refuse
         *("", ""),
         *(f"rank {rank} is not in group=. Make the data set on the ranks of the group only" for rank in (2, 3)),
     ]
-    assert "('pp', 'tp'), none of which is known to be data-parallel" in groups[0]["unknown"]
+    assert "('pp', 'tp'), none of which is a known name of a data-parallel dimension" in groups[0]["unknown"]

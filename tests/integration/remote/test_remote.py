@@ -134,7 +134,7 @@ def _first_rows(matrix: Matrix) -> np.ndarray:
     ("url", "says"),
     [
         ("nosuch://host/atlas.h5ad", "known are s3"),
-        ("s3://bucket", "whole store"),
+        ("s3://bucket", "URL of a whole bucket"),
         ("https://host/a/../../atlas.h5ad", r"'\.\.' in its path"),
     ],
 )

@@ -103,7 +103,7 @@ def test_half_a_checkpoint_is_not_taken_for_one(raw, tmp_path):
 
 def test_a_new_run_does_not_write_among_the_checkpoints_of_another(raw, tmp_path):
     train(raw)
-    with pytest.raises(InputError, match="has 1 checkpoints of another run, the latest step-00000026. Go on from it"):
+    with pytest.raises(InputError, match="has 1 checkpoints of another run, the latest step-00000026. Resume it"):
         train(raw)
     with pytest.raises(MissingPathError, match="is no checkpoint"):
         train(raw, training__resume_from=str(tmp_path))
@@ -211,7 +211,7 @@ def test_with_workers_a_run_goes_on_inside_an_epoch(raw, tmp_path):
     whole = losses(tmp_path / "run")
     folder = str(tmp_path / "broken")
     train(raw, data__num_workers=2, training__checkpoint_dir=folder, training__max_steps=5)
-    with pytest.raises(InputError, match="inside an epoch that was read by \\[1, 16, 4, 2\\]"):
+    with pytest.raises(InputError, match="saved during an epoch that was read by \\[1, 16, 4, 2\\]"):
         train(raw, data__num_workers=0, training__checkpoint_dir=folder, training__resume_from="auto")
     train(raw, data__num_workers=2, training__checkpoint_dir=folder, training__resume_from="auto")
     assert losses(Path(folder)) == whole
@@ -451,8 +451,10 @@ def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw,
         assert torch.equal(found["obs"]["cell_type"], codes)
         n_new += int(is_new.sum())
     assert loaders[other].dataset.categories == loaders[atlas].dataset.categories
-    (told,) = [record.getMessage() for record in caplog.records if "that data.path has not" in record.getMessage()]
-    assert "'cell_type'] of data.validation.path has 1 labels that data.path has not: 'a type of its own'" in told
+    (told,) = [
+        record.getMessage() for record in caplog.records if "that data.path does not have" in record.getMessage()
+    ]
+    assert "'cell_type'] of data.validation.path has 1 labels that data.path does not have: 'a type of its own'" in told
     assert f"Their {n_new} cells" in told
 
 
@@ -470,7 +472,7 @@ def test_another_atlas_is_filtered_by_its_own_labels(raw, atlas, other):
 def test_another_atlas_that_lacks_genes_is_refused(raw, atlas, tmp_path):
     ad.read_h5ad(atlas)[:, 3:].write_h5ad(tmp_path / "fewer.h5ad")
     first = ", ".join(map(repr, dasksc.open(atlas).var_names[:3]))
-    with pytest.raises(InputError, match=f"lacks 3 of the 40 genes that are trained on: {first}. Give"):
+    with pytest.raises(InputError, match=f"lacks 3 of the 40 genes used for training: {first}. Give"):
         train(raw, data__validation={"path": str(tmp_path / "fewer.h5ad")})
 
 
@@ -577,7 +579,7 @@ def test_loggers_are_told_the_figures(raw, monkeypatch):
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_loggers_that_are_not_installed_are_named(name, raw, monkeypatch):
     monkeypatch.setitem(sys.modules, {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[name], None)
-    with pytest.raises(InputError, match=f"training.logger={name} needs it: pip install {name}"):
+    with pytest.raises(InputError, match=f"training.logger={name} needs the package {name}: pip install {name}"):
         train(raw, training__logger=name)
 
 
@@ -725,5 +727,5 @@ def test_padding_changes_nothing_in_the_transformer():
     assert padded["loss"].item() == pytest.approx(bare["loss"].item(), rel=1e-6)
     with pytest.raises(InputError, match="nothing to predict"):
         model({"input_ids": tokens, "attention_mask": mask})
-    with pytest.raises(InputError, match="a cell has 9 tokens and model.max_seq_len is 8"):
+    with pytest.raises(InputError, match="a cell has 9 tokens, but model.max_seq_len is 8"):
         model({"input_ids": torch.ones(1, 9, dtype=torch.int64), "attention_mask": torch.ones(1, 9, dtype=torch.bool)})

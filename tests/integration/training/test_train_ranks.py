@@ -217,7 +217,7 @@ def test_sharded_ranks_validate_unequally_many_batches(two_ranks, atlas):
 def test_runs_that_do_not_fit_their_ranks_are_refused(two_ranks):
     assert "strategy='single' is of one process, and this run has 2" in (two_ranks / "whole_copies.error").read_text()
     assert "num_gpus=8 is the total over all nodes" in (two_ranks / "too_few.error").read_text()
-    assert "shard_size=3 does not divide the 2 ranks" in (two_ranks / "uneven.error").read_text()
+    assert "shard_size=3 must divide the number of ranks, 2" in (two_ranks / "uneven.error").read_text()
     assert {path.stem for path in two_ranks.glob("*.error")} == {
         *("whole_copies", "too_few", "uneven"),
         *("ddp_branches_wide", "full_shard_branches_wide"),

@@ -148,5 +148,5 @@ def test_another_world_is_refused_inside_workers_and_taken_without():
     assert len([row for batch in rows(after) for row in batch]) == N_OBS - 2 * 4 * 5
     after = loader(2, rank=0, world_size=1)
     after.load_state_dict(state[2])
-    with pytest.raises(InputError, match="same world"):
+    with pytest.raises(InputError, match="resumes only with the world size"):
         rows(after)

@@ -95,7 +95,7 @@ def test_version_2_is_what_scanpy_reads(tmp_path: Path) -> None:
 def test_version_2_has_a_matrix_for_each_genome(tmp_path: Path, genome: str) -> None:
     counts = {"hg19": make_counts(30, 12), "mm10": make_counts(17, 9, seed=1)}
     path = write_v2(tmp_path / "a.h5", counts)
-    with pytest.raises(InputError, match=r"2 genomes \(hg19, mm10\), each with cells of its own.*genome='hg19'"):
+    with pytest.raises(InputError, match=r"2 genomes \(hg19, mm10\), each with its own cells.*genome='hg19'"):
         dasksc.open(path)
     opened = dasksc.open(path, genome=genome)
     same(opened, scanpys(path, genome=genome))
@@ -293,7 +293,7 @@ def test_it_is_described(v3: Path) -> None:
         (
             {"genome": "mm10", "feature_types": PROTEINS},
             InputError,
-            r"no feature of.*feature_types=\['Antibody Capture'\].*genome=\['mm10'\]",
+            r"no feature with all of.*feature_types=\['Antibody Capture'\].*genome=\['mm10'\]",
         ),
         ({"feature_types": []}, InputError, "at least one"),
         ({"feature_types": 3}, InputError, "feature_types=3"),
@@ -350,7 +350,7 @@ def _with(path: Path, name: str, value: Any, **options: Any) -> None:
         ("shape", np.array(["20", "60"], dtype="S"), "shape"),
         ("shape", np.array([2**40, 60]), r"columns"),
         ("shape", np.array([21, 60]), r"has 21 columns.*20 features"),
-        ("barcodes", np.array([b"a"] * 59), r"60 rows, and obs 59"),
+        ("barcodes", np.array([b"a"] * 59), r"60 rows, but obs has 59"),
         ("barcodes", np.zeros((60, 2)), "barcodes"),
         ("barcodes", h5py.Empty("S5"), "barcodes"),
         ("features/name", np.array([b"a"] * 19), "different lengths"),

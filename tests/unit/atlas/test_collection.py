@@ -359,7 +359,7 @@ def test_parts_of_unequal_length_are_refused(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["obsm/X_pca"]
         file["obsm/X_pca"] = np.zeros((59, 2))
-    with pytest.raises(StorageError, match=r"atlas\.h5ad:/obsm/X_pca has 59 rows, and obs 60"):
+    with pytest.raises(StorageError, match=r"atlas\.h5ad:/obsm/X_pca has 59 rows, but obs has 60"):
         dasksc.open(path)
 
 

@@ -358,7 +358,7 @@ def test_a_raw_without_a_common_variable_is_left_out_and_said(caplog: pytest.Log
     of_raw.var_names = [f"ENSG{i}" for i in range(of_raw.n_vars)]
     parts[1].raw = of_raw
     assert dasksc.open(parts).raw is None
-    assert "raw is left out: no variable of it is in all of 0, 1" in caplog.text
+    assert "raw is left out: its variables have none in common across 0, 1" in caplog.text
     with pytest.raises(InputError, match="no variable in common"):
         dasksc.open(parts, raw=True)
 
@@ -417,7 +417,7 @@ def test_a_table_and_a_matrix_of_one_name_are_left_out_and_said(caplog: pytest.L
         with noting_left_out() as noted:
             assert "p" not in dasksc.open(parts, join=join).obsm
         assert "obsm/p" in noted
-        assert "obsm['p'] is left out: it is no numeric matrix" in caplog.text
+        assert "obsm['p'] is left out: it is not a numeric matrix" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:Variable names are not unique")
@@ -501,14 +501,14 @@ def test_scdataset_takes_several_paths(three: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("data", "options", "error", "match"),
     [
-        ([], {}, InputError, "nothing to open in"),
-        ("none*.h5ad", {}, MissingPathError, "nothing fits the pattern"),
+        ([], {}, InputError, "contains no atlas; give at least one path"),
+        ("none*.h5ad", {}, MissingPathError, "no file matches the pattern"),
         ([3], {}, InputError, "cannot open an object of type builtins.int"),
         ([atlas(0, 3)], {"join": "left"}, InputError, "neither 'inner' nor 'outer'"),
         ([atlas(0, 3)], {"merge": "all"}, InputError, "merge='all' is none of 'same', 'unique', 'first', 'only'"),
         ([atlas(0, 3), atlas(1, 3)], {"keys": ["a"]}, InputError, "must be a list of 2 names"),
-        ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose own keys these are"),
-        ([atlas(0, 3), atlas(1, 3)], {"fill_value": 0}, InputError, "give join='outer', or leave fill_value out"),
+        ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose keys are the names already"),
+        ([atlas(0, 3), atlas(1, 3)], {"fill_value": 0}, InputError, "Give join='outer', or leave fill_value out"),
         ([atlas(0, 3)], {"join": "outer", "fill_value": "0"}, InputError, "fill_value='0' must be a number"),
         ([atlas(0, 3), atlas(1, 3)], {"join": "outer", "fill_value": 1}, InputError, "is sparse.*Give fill_value=0"),
         (atlas(0, 3), {"join": "outer", "fill_value": 0}, InputError, "fill_value= is of several atlases"),
@@ -628,7 +628,7 @@ class TestAnnCollection:
 
     def test_converters_that_are_not_applied_are_said(self, caplog: pytest.LogCaptureFixture) -> None:
         dasksc.open(AnnCollection([atlas(0, 5, GENES)], convert={"X": lambda array: array}))
-        assert "convert= of the AnnCollection is not applied" in caplog.text
+        assert "convert= of the AnnCollection is ignored" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -674,7 +674,7 @@ def test_two_stars_stand_for_folders_of_any_depth_and_folders_that_fit_open(
 def test_what_fits_a_pattern_and_is_no_atlas_is_named(tree: Path) -> None:
     with pytest.raises(StorageError, match=r"/empty is a directory but not a Zarr group"):
         dasksc.open(f"{tree}/*")
-    with pytest.raises(MissingPathError, match="nothing fits the pattern"):
+    with pytest.raises(MissingPathError, match="no file matches the pattern"):
         dasksc.open(f"{tree}/empty/**")
 
 

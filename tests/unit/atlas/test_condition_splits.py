@@ -188,7 +188,7 @@ HOLD = {"line": ["K562"]}
             "test would be empty: 63 conditions by line, gene, 0 of them",
         ),
         ({"conditions": BY, "hold_out": HOLD, "few_shot": 1.0}, r"few_shot must lie in \[0, 1\); got 1.0"),
-        ({"conditions": BY, "few_shot": 0.1}, "few_shot=0.1 is a share of the conditions that hold_out= names"),
+        ({"conditions": BY, "few_shot": 0.1}, "few_shot=0.1 is a share of the conditions in hold_out="),
         ({"conditions": BY, "hold_out": HOLD, "fractions": {"train": 0.5, "test": 0.5}}, "name a part 'test'"),
         ({"conditions": BY, "hold_out": HOLD, "fractions": (0.9, 0.2)}, "sum to 1"),
         (
@@ -201,10 +201,13 @@ HOLD = {"line": ["K562"]}
             "must be values by column, such as {'gene': 'non-targeting'}",
         ),
         ({"conditions": ["line", "dose"]}, "obs has no 'dose'"),
-        ({"conditions": ["line", "gene", "hurt"]}, "'hurt' is missing in 2 of 3063 rows, which are of no condition"),
+        (
+            {"conditions": ["line", "gene", "hurt"]},
+            "'hurt' is missing in 2 of 3063 rows, which therefore have no condition",
+        ),
         (
             {"conditions": ["line"], "hold_out": HOLD, "few_shot": 0.5, "control": CONTROL},
-            "no context held out has two",
+            "every held-out context has fewer than two",
         ),
         ({"conditions": BY, "seed": -1}, "seed must be"),
     ],

@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             dasksc.Modalities({"a": repeated})
     with pytest.raises(MissingKeyError, match="rna:score"):
         dasksc.scDataset(path, dasksc.Streaming(), 8, obs=["rna:scor"])
-    with pytest.raises(InputError, match="of which modality"):
+    with pytest.raises(InputError, match="must name the modality"):
         dasksc.scDataset(path, dasksc.Streaming(), 8, layers=["twice"])
     with pytest.raises(MissingKeyError, match="twice"):
         dasksc.scDataset(path, dasksc.Streaming(), 8, layers=["rna:twic"])
@@ -315,7 +315,7 @@ def test_a_mudata_behind_a_url_is_known_and_opens(tmp_path: Path, kind: str, sch
         zarr.consolidate_metadata(path)
     with serving(tmp_path) as server:
         url = path.as_uri() if scheme == "file" else f"{server.url}/{path.name}"
-        with pytest.raises(InputError, match=r"holds several modalities; open it by dasksc\.Modalities"):
+        with pytest.raises(InputError, match=r"contains several modalities\. Open it with dasksc\.Modalities"):
             dasksc.open(url)
         opened = dasksc.Modalities(url, obs=["site", "rna:kind"], storage_options={}, cache=tmp_path / "cache")
         assert list(opened.obs) == ["site", "rna:kind"]

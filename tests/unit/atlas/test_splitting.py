@@ -218,7 +218,7 @@ class _Untouched:
         ({"fractions": (0.5, [0.5])}, "fractions="),
         ({"fractions": {"train": 0.5, "test": "half"}}, "fractions="),
         ({"fractions": (float("nan"), 0.5)}, "fractions="),
-        ({"fractions": {1: 0.5, "1": 0.5}}, "two parts one name"),
+        ({"fractions": {1: 0.5, "1": 0.5}}, "use one name for two parts"),
         ({"by": ["donor", "batch"]}, r"by=\['donor', 'batch'\] .*groups="),
         ({"groups": 3}, "groups=3"),
         ({"groups": ["donor", 3]}, "groups="),

@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel.scatter_gather import scatter
 from torch.utils.data import default_collate, default_convert
 
-from dasksc import InputError
-from dasksc.batches.batch import Batch, Parts
+from dasksc import InputError, MissingKeyError
+from dasksc.batches.batch import Batch, Categories, Parts
 
 pytestmark = pytest.mark.core
 
@@ -27,9 +27,20 @@ def test_parts_are_items_and_attributes() -> None:
     assert {"X", "obs", "layers", "index"} <= set(dir(batch))
 
 
-def test_an_unknown_attribute_names_those_there_are() -> None:
-    with pytest.raises(AttributeError, match="X, obs, layers, obsm, index, but no 'cell_type'"):
+def test_an_unknown_attribute_says_what_to_request() -> None:
+    known = r"this batch has no 'cell_type'; known are X, index, layers, obs, obsm\. "
+    with pytest.raises(AttributeError, match=known + r".* scDataset\(\.\.\., obs=\['cell_type'\]"):
         make_batch().cell_type  # noqa: B018
+    with pytest.raises(MissingKeyError, match="this batch has no 'layer'; did you mean 'layers'"):
+        make_batch()["layer"]
+
+
+def test_unknown_categories_say_what_to_request() -> None:
+    categories = Categories(cell_type=["B", "T"])
+    with pytest.raises(MissingKeyError, match=r"no 'cell type'; did you mean 'cell_type'\?.*obs=\['cell type'\]"):
+        categories["cell type"]
+    with pytest.raises(MissingKeyError, match=r"categories has no 'donor'; there are none\. Request the column"):
+        Categories()["donor"]
 
 
 def test_to_moves_every_tensor_and_keeps_the_type() -> None:

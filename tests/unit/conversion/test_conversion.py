@@ -528,7 +528,7 @@ def test_what_is_written_is_not_written_again(tmp_path, gzipped, monkeypatch):
     with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as told:
         dasksc.convert(gzipped, tmp_path / "out.zarr")
     assert told.value.errno == errno.ENOSPC
-    assert "run the same again to go on" in str(told.value)
+    assert "run the same conversion again to resume it" in str(told.value)
     assert gzipped.read_bytes() == before
     assert not (tmp_path / "out.zarr").exists()
     with pytest.raises(StorageError):
@@ -596,7 +596,7 @@ def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     assert order_of(read(target), ad.read_h5ad(gzipped)).tolist() != list(range(600))
     folder = tmp_path / "notes"
     folder.mkdir()
-    with pytest.raises(InputError, match="is no Zarr store, and is not overwritten"):
+    with pytest.raises(InputError, match="is not a Zarr store, and is not overwritten"):
         dasksc.convert(gzipped, folder, overwrite=True)
     assert folder.exists()
 
@@ -830,8 +830,8 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
         ({"order": ["keep"]}, "is neither 'shuffle' nor 'keep'"),
         ({"group_by": ["cell_type", 3]}, "group_by=3 is an int; give names"),
         ({"group_by": 3}, "group_by=3 is an int; give names"),
-        ({"group_by": []}, "must name at least one obs column"),
-        ({"group_by": ["cell_type", "cell_type"]}, "and none twice"),
+        ({"group_by": []}, "must contain at least one obs column"),
+        ({"group_by": ["cell_type", "cell_type"]}, "each only once"),
         ({"label": ["of"]}, r"label=\['of'\] is a list; give one name"),
         ({"index_unique": 1}, "index_unique=1 is an int; give a text"),
         ({"join": "left"}, "join='left' is neither"),
@@ -893,7 +893,9 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
         append(self, rows)
 
     monkeypatch.setattr(shards.ShardWriter, "append", wrong)
-    with pytest.raises(CorruptDataError, match="row [0-9]+ has (sum|checksum) .*, but the row of the input that it is"):
+    with pytest.raises(
+        CorruptDataError, match="row [0-9]+ has (sum|checksum) .*, but row [0-9]+ of the input, which it is a copy of"
+    ):
         dasksc.convert(few_columns(60, 17), tmp_path / "out.zarr", verify=True)
     assert not (tmp_path / "out.zarr").exists()
 

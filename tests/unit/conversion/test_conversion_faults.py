@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzi
     with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as told:
         dasksc.convert(gzipped, out)
     assert told.value.errno == errno.ENOSPC
-    assert "run the same again to go on" in str(told.value)
+    assert "run the same conversion again to resume it" in str(told.value)
     assert shutil.disk_usage(disk).free < 2**14
     assert gzipped.read_bytes() == before
     assert not out.exists()

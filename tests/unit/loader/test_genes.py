@@ -220,7 +220,7 @@ def test_pickles_of_anything_else_are_refused_and_run_nothing(
         ({"genes": ["c"], "genes_repeated": "mean"}, "genes_repeated must be 'error' or 'sum'; got 'mean'"),
         ({"genes": [0, 1], "genes_key": "key"}, "genes_key= cannot be used here: genes= holds positions"),
         ({"genes_missing": "zero"}, "genes_missing= cannot be used without genes="),
-        ({"genes": [-1]}, r"genes holds position -1; positions lie in \[0, 7\)"),
+        ({"genes": [-1]}, r"genes contains position -1; positions must lie in \[0, 7\)"),
         ({"genes": Path("nowhere.json")}, "there is no vocabulary file"),
         ({"genes": ["c"], "genes_key": 3}, "genes_key must be the name of a column of var; got 3"),
     ],
@@ -232,7 +232,7 @@ def test_genes_that_cannot_be_matched_are_refused(options: dict[str, Any], match
 
 
 def test_a_key_of_an_array_is_refused() -> None:
-    with pytest.raises(InputError, match="names a column of var, and an array has none"):
+    with pytest.raises(InputError, match="names a column of var, which an array does not have"):
         dasksc.scDataset(da.ones((4, 3)), dasksc.Streaming(), 4, genes=["a"], genes_key="key", rank=0, world_size=1)
 
 

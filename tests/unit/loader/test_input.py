@@ -106,7 +106,7 @@ def test_a_string_where_a_list_belongs(path, name):
         ({"dtype": "float99"}, "dtype='float99'"),
         ({"scheduler": "processes"}, "scheduler='processes'"),
         ({"genes": np.ones(3, dtype=bool)}, r"mask of shape \(3,\) for 17 columns"),
-        ({"genes": []}, "genes leave no column"),
+        ({"genes": []}, "genes= selects no column"),
         ({"genes": [0, 0]}, "twice"),
         ({"genes": [99]}, r"\[0, 17\)"),
         ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
@@ -138,14 +138,14 @@ def test_options_that_make_no_sense(path, options, match):
     [
         (lambda: BlockShuffling(0), "block_size must be a whole number"),
         (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights has 59 entries; expected 60"),
-        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; that of row 0 is not"),
-        (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "positive, finite sum; it is 0.0"),
+        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; the weight of row 0 is not"),
+        (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "positive, finite sum; the sum is 0.0"),
         (lambda: BlockWeightedSampling(weights=np.full(N_OBS, np.nan)), "finite"),
         (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "only 60 have a positive weight"),
         (lambda: ClassBalancedSampling(np.zeros(7)), "labels has 7 entries; expected 60"),
         (lambda: ClassBalancedSampling(np.zeros(N_OBS), smoothing=2), r"smoothing must lie in \[0, 1\]; got 2"),
         (lambda: ClassBalancedSampling(), "give either labels="),
-        (lambda: Streaming(indices=[0, N_OBS]), "indices hold 60, but the collection has rows 0 to 59"),
+        (lambda: Streaming(indices=[0, N_OBS]), "indices contain 60, but the collection has rows 0 to 59"),
         (lambda: Streaming(indices=np.ones(3, dtype=bool)), "boolean mask of 3 entries"),
         (lambda: Streaming(indices=[0.5]), "row numbers, a slice or a boolean mask"),
     ],
@@ -173,7 +173,7 @@ def test_columns_of_a_collection_that_is_read_by_indexing():
 
 
 def test_mapping_cannot_be_switched_off_after_opening(path):
-    refuse(InputError, "give it to dasksc.open", dasksc.open(path), mmap=False)
+    refuse(InputError, "use dasksc.open", dasksc.open(path), mmap=False)
     one = scDataset(dasksc.open(path, mmap=False), Streaming(), 8, seed=0)
     assert sum(map(len, one)) == N_OBS
 

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from itertools import islice
 
+import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given
@@ -138,7 +139,7 @@ def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
     fresh = dataset()
     fresh.set_epoch(5)
     assert [b.tolist() for b in other] == [b.tolist() for b in fresh]
-    assert "epoch 5 begins at its start" in caplog.text
+    assert "epoch 5 starts from its beginning" in caplog.text
 
 
 @given(data=st.data())
@@ -303,7 +304,13 @@ def test_the_global_batch_can_be_kept_when_the_world_changes(before, after):
     ("change", "named"),
     [
         ({"n": 104}, "n_obs is 104 and was 103"),
-        ({"strategy": BlockShuffling(5)}, "strategy is 'BlockShuffling"),
+        ({"strategy": BlockShuffling(5)}, "data set: block_size is 5 and was 4. Create"),
+        ({"strategy": BlockShuffling(4, drop_last=True)}, "drop_last of the strategy is True and was False; left_out"),
+        (
+            {"strategy": BlockShuffling(4, indices=np.arange(9))},
+            r"indices is ndarray\(shape=\(9,\), dtype=int64\) and was",
+        ),
+        ({"strategy": Streaming()}, "data set: strategy is Streaming and was BlockShuffling. Create"),
         ({"seed": 8}, "seed is 8 and was 7"),
         ({"drop_last": True}, "drop_last is True and was False"),
         ({"equal_ranks": False}, "equal_ranks is False and was True"),
@@ -313,6 +320,23 @@ def test_a_state_of_something_else_is_refused_and_what_differs_is_named(change, 
     state = dataset().state_dict()
     with pytest.raises(InputError, match=named):
         dataset(**change).load_state_dict(state)
+
+
+def test_a_state_without_settings_as_earlier_versions_saved_is_resumed_or_refused_by_its_digest():
+    state = through_json(dataset().state_dict())
+    del state["settings"]
+    dataset().load_state_dict(state)
+    for wrong in ({}, {"settings": 3}):
+        with pytest.raises(InputError, match="the arguments of BlockShuffling differ, which a state of this earlier"):
+            dataset(strategy=BlockShuffling(5)).load_state_dict(state | wrong)
+
+
+def test_a_state_of_matrices_of_another_shape_names_the_matrix():
+    def of(n_vars):
+        return scDataset(da.zeros((6, n_vars), dtype="float32"), Streaming(), 2, seed=0)
+
+    with pytest.raises(InputError, match="data set: X is 6 x 4 float32 and was 6 x 3 float32. Create"):
+        of(4).load_state_dict(through_json(of(3).state_dict()))
 
 
 @pytest.mark.parametrize("state", [{}, {"version": 99}, None])
@@ -384,7 +408,7 @@ def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):
     state = through_json(dataset(strategy=strategy).state_dict())
     dataset(strategy=strategy).load_state_dict(state)
     monkeypatch.setattr(weighted, "_way_of_drawing", lambda: "that of another version")
-    with pytest.raises(InputError, match="strategy is 'BlockWeightedSampling"):
+    with pytest.raises(InputError, match="BlockWeightedSampling draws other rows than before, although its arguments"):
         dataset(strategy=strategy).load_state_dict(state)
 
 

@@ -144,7 +144,9 @@ def test_a_state_resumes_anywhere_also_with_a_multiple_of_the_set_size(path: Pat
             for s, r in zip(one[0], np.reshape(one[1], (-1, 8)).tolist(), strict=True)
         ]
         assert sorted(later) == sorted(left)
-    with pytest.raises(InputError, match="batch_size=20 cuts the 8 rows that stay together in a batch; .* such as 24"):
+    with pytest.raises(
+        InputError, match="batch_size=20 is no multiple of 8, the number of rows of a set, .* such as 24"
+    ):
         dataset(path, batch_size=20)
 
 

@@ -96,7 +96,7 @@ def test_less_memory_is_followed_at_once_and_more_in_the_next_epoch(caplog: pyte
     assert (one.depth(), one.unmapped) == (2, {"X"})  # mapped again only when an epoch begins
     assert len([message for message in caplog.messages if "rather than mapped (X)" in message]) == 1
     assert one.depth() == 1
-    assert "Ask for 1.00 GiB a rank" in caplog.messages[-1]
+    assert "Request 1.00 GiB per rank" in caplog.messages[-1]
     assert "700.00 MiB" in caplog.messages[-1]
 
 

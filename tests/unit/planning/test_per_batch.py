@@ -232,7 +232,7 @@ def test_what_makes_no_whole_batches_is_refused(options: dict[str, Any], batch_s
 
 
 def test_rounds_beside_whole_batches_are_refused() -> None:
-    with pytest.raises(InputError, match="leave out sampling_size="):
+    with pytest.raises(InputError, match="it cannot use sampling_size=; leave that out"):
         ClassBalancedSampling([1, 2], per_batch=True, replace=False, sampling_size=2)
 
 
@@ -245,7 +245,7 @@ def test_a_strategy_by_itself_says_how_many_rows_and_which() -> None:
 
 def test_a_batch_that_cuts_a_unit_is_refused() -> None:
     plan = plan_of(batch_size=30)
-    with pytest.raises(InputError, match="batch_size=45 cuts the 30 rows that stay together"):
+    with pytest.raises(InputError, match="batch_size=45 is no multiple of 30, the number of rows of a set"):
         EpochPlan(sampler=plan.sampler, batch_size=45)
     double = EpochPlan(sampler=plan.sampler, batch_size=60)
     halves = [batch[start : start + 30] for batch in batches_of(double) for start in range(0, len(batch), 30)]

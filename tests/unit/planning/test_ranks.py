@@ -49,25 +49,47 @@ def test_ranks_share_every_epoch_and_repeat_or_drop_what_they_account_for(world_
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "differing"),
     [
-        {"data": np.arange(104)},
-        {"strategy": BlockShuffling(5)},
-        {"strategy": Streaming()},
-        {"strategy": ClassBalancedSampling(np.arange(N_OBS) % 3, 4)},
-        {"batch_size": 6},
-        {"fetch_factor": 3},
-        {"seed": 4},
-        {"drop_last": True},
-        {"equal_ranks": False},
+        ({"data": np.arange(104)}, {"n_obs": ("103", "104")}),
+        ({"strategy": BlockShuffling(5)}, {"block_size": ("4", "5")}),
+        ({"strategy": BlockShuffling(4, drop_last=True)}, {"drop_last of the strategy": ("False", "True")}),
+        ({"strategy": Streaming()}, {"strategy": ("BlockShuffling", "Streaming")}),
+        (
+            {"strategy": ClassBalancedSampling(np.arange(N_OBS) % 3, 4)},
+            {
+                "strategy": ("BlockShuffling", "ClassBalancedSampling"),
+                "labels": ("not set", "ndarray(shape=(103,), dtype=int64)"),
+            },
+        ),
+        ({"batch_size": 6}, {"batch_size": ("5", "6")}),
+        ({"fetch_factor": 3}, {"fetch_factor": ("2", "3")}),
+        ({"seed": 4}, {"seed": ("3", "4")}),
+        ({"drop_last": True}, {"drop_last": ("False", "True")}),
+        ({"equal_ranks": False}, {"equal_ranks": ("True", "False")}),
     ],
-    ids=lambda change: next(iter(change)),
 )
-def test_ranks_that_read_different_data_stop_before_the_first_batch_and_name_both(change):
+def test_ranks_that_read_different_data_stop_before_the_first_batch_and_say_which_rank_has_which_value(
+    change, differing
+):
     def act(rank, store):
         return [len(batch) for batch in rank_of(rank, 2, store, **(change if rank else {}))]
 
-    assert str(raised(on_ranks(2, act))).startswith(("ranks 0 and 1 read", "ranks 1 and 0 read"))
+    text = str(raised(on_ranks(2, act)))
+    assert text.startswith(("ranks 0 and 1 read", "ranks 1 and 0 read"))
+    for name, (first, second) in differing.items():
+        assert f" {name} is {first} on rank 0 and {second} on rank 1" in text or (
+            f" {name} is {second} on rank 1 and {first} on rank 0" in text
+        )
+    if "strategy" not in differing:  # strategies have other arguments, too
+        assert text.count(" on rank 0") == len(differing)
+
+
+def test_ranks_whose_arrays_differ_in_values_alone_are_pointed_to_the_arrays():
+    def act(rank, store):
+        return list(rank_of(rank, 2, store, strategy=Streaming(indices=np.arange(10) + rank)))
+
+    assert "values of an array" in str(raised(on_ranks(2, act)))
 
 
 def test_ranks_in_different_epochs_stop_before_the_first_batch():
@@ -102,10 +124,10 @@ def test_a_rank_that_looks_at_a_batch_alone_is_noticed_by_the_other():
             next(batches)
 
     error = raised(on_ranks(2, act))
-    assert "rank 0 left its iteration 0 after 1 batches; rank 1 goes on after 1" in str(error)
+    assert "rank 0 stopped iteration 0 after 1 batches; rank 1 continued after 1" in str(error)
 
 
-@pytest.mark.parametrize(("n_batches", "told"), [(3, "left it after 3"), (None, "read it to its end")])
+@pytest.mark.parametrize(("n_batches", "told"), [(3, "stopped it after 3"), (None, "read it to its end")])
 def test_a_rank_that_stops_elsewhere_is_warned_of_once(n_batches, told, caplog):
     both = Barrier(2)
 
@@ -123,7 +145,7 @@ def test_a_rank_that_stops_elsewhere_is_warned_of_once(n_batches, told, caplog):
     caplog.set_level(logging.WARNING, "dasksc.world")
     assert on_ranks(2, act) == [None, None]
     (warning,) = caplog.messages
-    assert warning.startswith(f"rank 0 left its iteration 0 after 2 batches; rank 1 {told}")
+    assert warning.startswith(f"rank 0 stopped iteration 0 after 2 batches; rank 1 {told}")
 
 
 def test_a_data_set_for_one_rank_alone_disturbs_nobody():

@@ -261,7 +261,9 @@ def test_the_same_ranks_resume_with_the_very_next_batch() -> None:
 
 def test_batches_hold_whole_sets() -> None:
     sampler = bound(screen(), "gene", 8)
-    with pytest.raises(InputError, match="batch_size=20 cuts the 8 rows that stay together in a batch; .* such as 24"):
+    with pytest.raises(
+        InputError, match="batch_size=20 is no multiple of 8, the number of rows of a set, .* such as 24"
+    ):
         EpochPlan(sampler=sampler, batch_size=20)
 
 
@@ -399,7 +401,7 @@ def test_many_combinations_are_numbered_without_gaps() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by": ()}, "by names no column"),
+        ({"by": ()}, "by= is empty"),
         ({"by": ["gene", "gene"]}, "twice"),
         ({"by": [3]}, "give names of obs columns"),
         ({"set_size": 0}, "set_size"),
@@ -414,13 +416,13 @@ def test_many_combinations_are_numbered_without_gaps() -> None:
         ({"replace": False, "weights": "groups"}, "replace=False draws every cell once"),
         ({"match": "line"}, "match= needs control="),
         ({"n_controls": 2, "include_control": True}, "n_controls=, include_control= needs control="),
-        ({"control": {}}, "control names no column"),
+        ({"control": {}}, "control= is empty"),
         ({"control": {"gene": "ctrI"}}, "no label 'ctrI'; did you mean 'ctrl'"),
         ({"control": np.ones(3, dtype=bool), "match": "line"}, "boolean mask of 2000 rows; got bool of shape"),
-        ({"control": np.ones(2000, dtype=bool)}, "match= is needed"),
-        ({"control": "gene == 'ctrl'"}, "is an expression, which scDataset applies"),
+        ({"control": np.ones(2000, dtype=bool)}, "match= is required"),
+        ({"control": "gene == 'ctrl'"}, "is an expression, which only scDataset can evaluate"),
         ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, "none of the 1 rows"),
-        ({"weights": {"A": 1.0}}, "weights name 1 of 5 groups"),
+        ({"weights": {"A": 1.0}}, "weights contain 1 of 5 groups"),
         ({"weights": {"Z": 1.0}}, "weights name 'Z', which is no group"),
         ({"weights": {"A": -1.0}}, "finite and not negative"),
         ({"weights": dict.fromkeys(["A", "B", "C", "D", "ctrl"], 0)}, "nothing to draw"),

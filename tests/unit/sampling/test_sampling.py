@@ -457,7 +457,7 @@ def test_a_continuous_column_is_no_label(n: int) -> None:
 
     values = np.random.default_rng(0).random(n)
     for labels in (values, values.astype(">f4"), pd.Series(values), da.from_array(values, chunks=7)):
-        with pytest.raises(InputError, match=f"hold {n} different numbers with fractions.*pandas.cut"):
+        with pytest.raises(InputError, match=f"have {n} different fractional values.*pandas.cut"):
             sampler_of(ClassBalancedSampling(labels), n)
     assert len(encode_labels(pd.Categorical(values))[1]) == n
     assert len(encode_labels(np.repeat(values[:10], 20))[1]) == 10
@@ -496,7 +496,7 @@ def hidden(values: Any) -> Any:
         (lambda: Streaming(hidden([1, 2])), "indices has 1 masked entries"),
         (lambda: Streaming(np.array([1, 2], dtype="m8[s]")), "indices must be row numbers"),
         (lambda: Streaming([[1], [2, 3]]), "indices cannot be made an array"),
-        (lambda: Streaming(slice("a", "b")), "no slice of rows"),
+        (lambda: Streaming(slice("a", "b")), "is not a valid slice"),
         (lambda: BlockWeightedSampling(weights=hidden(np.ones(10))), "weights has 1 masked entries"),
         (lambda: BlockWeightedSampling(weights=np.ones(10, "m8[s]")), "weights must be one number per row"),
         (lambda: BlockWeightedSampling(weights=np.ones(10, object)), "weights must be one number per row; got object"),
@@ -509,7 +509,7 @@ def hidden(values: Any) -> Any:
         (lambda: ClassBalancedSampling([1] * 10, temperature=0), "temperature must be a positive number"),
         (lambda: ClassBalancedSampling([1] * 10, temperature=float("nan")), "temperature must be a positive number"),
         (lambda: ClassBalancedSampling([1] * 10, temperature=True), "temperature must be a positive number"),
-        (lambda: ClassBalancedSampling([1] * 10, smoothing=0.1, temperature=2), "both say how far to balance"),
+        (lambda: ClassBalancedSampling([1] * 10, smoothing=0.1, temperature=2), "both set the strength of balancing"),
         (lambda: dasksc.SamplingStrategy(3), "indices must be one-dimensional"),
     ],
 )
@@ -660,7 +660,7 @@ def test_a_users_indices_are_kept_sorted() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Own([1, 2], length=3), "Own.get_len promised 3 rows, get_indices returned 2"),
+        (Own([1, 2], length=3), "Own.get_len returned 3, but get_indices returned 2 rows"),
         (Own([1, 5]), r"Own.get_indices returned rows outside \[0, 5\)"),
         (Own([-1]), r"Own.get_indices returned rows outside \[0, 5\)"),
         (Own([0.5]), "Own.get_indices must return row numbers; got float64"),
@@ -707,10 +707,10 @@ def test_strategies_can_be_asked_directly() -> None:
     [
         (lambda: BlockShuffling(0), "block_size must be a whole number of at least 1; got 0"),
         (lambda: BlockShuffling(2.5), "block_size must be a whole number"),  # type: ignore[arg-type]
-        (lambda: BlockShuffling(indices=[0, 10]), "indices hold 10, but the collection has rows 0 to 9"),
-        (lambda: BlockShuffling(indices=[-1, 3]), "indices hold -1"),
-        (lambda: BlockShuffling(indices=np.array([2**63], dtype=np.uint64)), "indices hold 9223372036854775808"),
-        (lambda: BlockShuffling(indices=range(5, 12)), "indices hold 11"),
+        (lambda: BlockShuffling(indices=[0, 10]), "indices contain 10, but the collection has rows 0 to 9"),
+        (lambda: BlockShuffling(indices=[-1, 3]), "indices contain -1"),
+        (lambda: BlockShuffling(indices=np.array([2**63], dtype=np.uint64)), "indices contain 9223372036854775808"),
+        (lambda: BlockShuffling(indices=range(5, 12)), "indices contain 11"),
         (lambda: BlockShuffling(indices=[True, False]), "a boolean mask of 2 entries was given as indices of 10 rows"),
         (
             lambda: BlockShuffling(indices=[0.5]),
@@ -726,36 +726,36 @@ def test_strategies_can_be_asked_directly() -> None:
         ),
         (
             lambda: BlockWeightedSampling(weights=[-1] + [1] * 9),
-            "weights must be finite and not negative; that of row 0",
+            "weights must be finite and not negative; the weight of row 0",
         ),
         (
             lambda: BlockWeightedSampling(weights=[1, np.nan], indices=[7, 5]),
-            "weights must be finite and not negative; that of row 5",
+            "weights must be finite and not negative; the weight of row 5",
         ),
         (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "that of row 9"),
-        (lambda: BlockWeightedSampling(weights=np.zeros(10)), "weights must have a positive, finite sum; it is 0"),
+        (lambda: BlockWeightedSampling(weights=np.zeros(10)), "weights must have a positive, finite sum; the sum is 0"),
         (lambda: BlockWeightedSampling(weights=np.full(10, 1e308)), "finite sum; it is inf"),
         (lambda: BlockWeightedSampling(weights=np.ones((10, 1))), "weights must be one number per row"),
         (lambda: BlockWeightedSampling(weights=["a"] * 10), "weights must be one number per row"),
         (lambda: BlockWeightedSampling(weights=np.ones(10) * 1j), "weights must be real numbers"),
-        (lambda: BlockWeightedSampling(weights=[], indices=[]), "indices are empty"),
-        (lambda: BlockWeightedSampling(indices=[]), "there are no rows to draw from: indices are empty"),
+        (lambda: BlockWeightedSampling(weights=[], indices=[]), "indices= is empty"),
+        (lambda: BlockWeightedSampling(indices=[]), "there are no rows to draw from: indices= is empty"),
         (lambda: BlockWeightedSampling(total_size=0), "total_size must be a whole number"),
         (lambda: BlockWeightedSampling(sampling_size=0, replace=False), "sampling_size must be a whole number"),
         (
             lambda: BlockWeightedSampling(total_size=11, replace=False),
-            "11 rows without replacement were asked for, but only 10 have a positive weight",
+            "11 rows are to be drawn without replacement, but only 10 have a positive weight",
         ),
         (
             lambda: BlockWeightedSampling(weights=[1] * 4 + [0] * 6, replace=False, sampling_size=5),
-            "5 rows without replacement were asked for, but only 4 have a positive weight",
+            "5 rows are to be drawn without replacement, but only 4 have a positive weight",
         ),
         (lambda: ClassBalancedSampling(), "give either labels=, one per row, or label_key="),
         (lambda: ClassBalancedSampling([1] * 10, label_key="a"), "give either labels="),
         (lambda: ClassBalancedSampling([]), "labels are empty"),
         (lambda: ClassBalancedSampling([1, 2]), "labels has 2 entries; expected 10"),
         (lambda: ClassBalancedSampling(np.ones((10, 2))), "labels must be one per row"),
-        (lambda: ClassBalancedSampling([-1] * 10), "no row to draw from has a label"),
+        (lambda: ClassBalancedSampling([-1] * 10), "none of the rows to draw from has a label"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=1.5), r"smoothing must lie in \[0, 1\]; got 1.5"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=-0.1), "smoothing"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=float("nan")), "smoothing"),
@@ -763,7 +763,7 @@ def test_strategies_can_be_asked_directly() -> None:
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights=[1]), "a dict of factors by label; got"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": "1"}), "not negative; got '1'"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": -1}), "must be finite and not negative; got -1"),
-        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": 0}), "every class present has weight 0"),
+        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": 0}), "are 0 for all classes in the data"),
         (
             lambda: ClassBalancedSampling([0] * 9 + [1], replace=False, total_size=4),
             "total_size=4 takes 2 rows of class 1, which has 1",
@@ -784,7 +784,7 @@ def test_what_is_no_strategy_is_refused() -> None:
 def test_sampling_size_without_effect_is_said(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "dasksc.sampling"):
         BlockWeightedSampling(sampling_size=5)
-    assert "sampling_size=5 means nothing with replace=True" in caplog.text
+    assert "sampling_size=5 is ignored, because it has no effect with replace=True" in caplog.text
 
 
 # --- Digests ----------------------------------------------------------------------------------------

@@ -128,11 +128,11 @@ def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogC
         sampler = bound(obs, ["line", "gene"], size, weights=every, **options)
     n_drawn = int((counts >= size).sum())
     assert len(sampler.table) == n_drawn
-    assert f"weights name {12 - n_drawn} groups that are not drawn" in caplog.text
+    assert f"weights contain {12 - n_drawn} groups without cells to draw from" in caplog.text
     unweighted = bound(obs, ["line", "gene"], size, weights="groups", **options)
     assert list(sets_of(plan_of(sampler))) == list(sets_of(plan_of(unweighted)))
     with pytest.raises(
-        MissingKeyError, match=r"weights name \('RPE1', 'Z'\), which is no group of line, gene: .*'gene'"
+        MissingKeyError, match=r"weights contain \('RPE1', 'Z'\), which is not a group of line, gene: .*'gene'"
     ):
         bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "Z"): 1.0}, **options)
     with pytest.raises(MissingKeyError, match=r"weights name 'RPE1', which is no group of line, gene: .* tuples of 2"):
@@ -159,8 +159,16 @@ def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogC
         ({"replace": "no"}, InputError, "replace must be True or False; got 'no'"),
         ({"replace": None}, InputError, "replace must be True or False; got None"),
         ({"control": CONTROL, "include_control": "no"}, InputError, "include_control must be True or False; got 'no'"),
-        ({"control": {"gene": {"a": 1}}}, WrongTypeError, "control names .*'gene'.* label or a list of labels"),
-        ({"control": {"gene": [["ctrl"]]}}, WrongTypeError, "control names .*'gene'.* label or a list of labels"),
+        (
+            {"control": {"gene": {"a": 1}}},
+            WrongTypeError,
+            "control= has .* for column 'gene'.* label or a list of labels",
+        ),
+        (
+            {"control": {"gene": [["ctrl"]]}},
+            WrongTypeError,
+            "control= has .* for column 'gene'.* label or a list of labels",
+        ),
         ({"control": {"gene": []}}, InputError, "control names no label of 'gene'"),
         ({"control": {3: "ctrl"}}, WrongTypeError, "control holds 3; give names of obs columns"),
         ({"control": 3, "match": []}, InputError, "control must be a dict"),
@@ -181,7 +189,9 @@ def test_flags_of_numpy_are_flags() -> None:
 def test_a_continuous_column_is_refused_by_name() -> None:
     obs = screen().assign(dose=np.random.default_rng(0).random(2000))
     for options in ({"by": "dose"}, {"by": "gene", "control": CONTROL, "match": "dose"}):
-        with pytest.raises(InputError, match="the column 'dose': .* a continuous column has no classes") as caught:
+        with pytest.raises(
+            InputError, match="the column 'dose': .* a continuous column, which has no classes"
+        ) as caught:
             bound(obs, **options, set_size=8)
         assert "labels=" not in str(caught.value)
         assert caught.value.__notes__ == [f"named by {'by' if 'control' not in options else 'match'}= of CellSets"]

@@ -254,12 +254,12 @@ def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
     ("options", "error", "said"),
     [
         ({"by": "nothing"}, MissingKeyError, "nothing"),
-        ({"by": []}, InputError, "names no column"),
+        ({"by": []}, InputError, r"by=\[\] is empty"),
         ({"layer": "nothing"}, MissingKeyError, "layers has no 'nothing'"),
         ({"filter": "nothing > 3"}, MissingKeyError, "nothing"),
         ({"qc": "mito"}, InputError, r"give a list of names: qc=\['mito'\]"),
         ({"qc": ["nothing"]}, MissingKeyError, "var has no 'nothing'"),
-        ({"qc": ["mean"]}, InputError, "needs true and false for each gene"),
+        ({"qc": ["mean"]}, InputError, "needs a boolean for each gene"),
         ({"qc": {"mito": ["nothing"]}}, MissingKeyError, "nothing"),
     ],
 )

@@ -65,7 +65,7 @@ def test_data_takes_all_that_open_and_scdataset_take():
         ),
         (
             {"data": {"path": "a", "validation": {"share": 0.1, "conditions": ["a"], "hold_out": {"a": "b"}}}},
-            "hold_out names what is held out, and share says how much; give one of them",
+            "hold_out and share both select the validation rows; give one of them",
         ),
         ({"data": {"path": "a", "validation": {"few_shot": 1}}}, "data.validation.few_shot=1"),
         ({"data": {"batch_size": 8}}, "data.path is missing"),
@@ -117,7 +117,7 @@ def test_files_that_are_not_there_or_no_yaml_are_told(tmp_path):
         Config.load(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_bytes(b"\x89HDF\r\n")
     for path in (tmp_path / "c.yaml", tmp_path):
-        with pytest.raises(InputError, match="is no text file with a configuration"):
+        with pytest.raises(InputError, match="is not a text file with a configuration"):
             Config.load(path)
 
 
@@ -182,7 +182,7 @@ def test_set_below_a_short_form_keeps_what_that_said():
     assert config.training.profile == Profile(active=5)
     assert config.training.scheduler == Scheduler(name="cosine_warmup", warmup_steps=3)
     assert (config.data.strategy.name, config.data.strategy.arguments) == ("streaming", {"block_size": 4})
-    with pytest.raises(InputError, match=r"--set data.path.x=1: there is \['a.h5ad', 'b.h5ad'\], which is no section"):
+    with pytest.raises(InputError, match=r"--set data.path.x=1: \['a.h5ad', 'b.h5ad'\] is a value, not a section"):
         Config.of(raw, changes=["data.path.x=1"])
 
 
@@ -261,14 +261,14 @@ def test_rows_of_the_guide_may_be_written_with_an_exponent():
         ({"data.streaming": "maybe"}, "data.streaming='maybe' must be true or false"),
         ({"data.streaming_shuffle_buffer": "true"}, r"must be numbers of rows; got \[1024, True\]"),
         ({"tokenizer.max_genes": 1, "data.max_genes": 1}, "max_genes=1 leaves no gene beside the cell's token"),
-        ({"data.max_genes": 1000}, "data.max_genes=1000 and tokenizer.max_genes=2048 are one setting"),
+        ({"data.max_genes": 1000}, "data.max_genes=1000 and tokenizer.max_genes=2048 are the same setting"),
         ({"data.path": "other"}, r"data.paths=\['first.h5ad', 'second.h5ad'\] and data.path='other'"),
         ({"data.source": "cellxgene"}, "data.source='cellxgene' is not read"),
         ({"data.streaming_chunk_size": "many"}, "must be numbers of rows"),
         ({"training.batch_size": 0}, "batch_size=0 must be a number of rows"),
         ({"training.batch_size": "'32'"}, "batch_size='32' must be a number of rows, of 1 or more and without quotes"),
         ({"training.batch_size": ""}, "batch_size=None must be a number of rows"),
-        ({"data.fetch_factor": 3}, "data.streaming_shuffle_buffer=256 and data.fetch_factor=3 are one setting"),
+        ({"data.fetch_factor": 3}, "data.streaming_shuffle_buffer=256 and data.fetch_factor=3 are the same setting"),
     ],
 )
 def test_the_layouts_must_not_contradict_each_other_and_sizes_are_numbers(changes, told):
@@ -297,9 +297,9 @@ def test_the_strategy_follows_from_what_was_said(training, world_size, expected)
 def test_a_run_on_other_nodes_than_was_said_is_refused_where_their_number_is_known():
     said = Training(num_gpus=4, num_nodes=2)
     assert strategy_of(said, 4, 2) == strategy_of(said, 4, None) == strategy_of(Training(), 4, 3) == "ddp"
-    with pytest.raises(InputError, match="num_nodes=2, and this run is on 1. .* --set training.num_nodes=1"):
+    with pytest.raises(InputError, match="num_nodes=2, but this run is on 1. .* --set training.num_nodes=1"):
         strategy_of(said, 4, 1)
-    with pytest.raises(InputError, match="num_nodes=2, and this run is on 1"):
+    with pytest.raises(InputError, match="num_nodes=2, but this run is on 1"):
         strategy_of(Training(strategy="dp", num_gpus=4, num_nodes=2), 1, 1)
 
 
@@ -321,7 +321,7 @@ def test_copies_in_one_process_take_as_many_gpus_as_was_said():
 def test_the_strategy_says_which_shards_there_cannot_be():
     hybrid = {"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}
     assert strategy_of(Training(fsdp=hybrid), 6) == "fsdp"
-    with pytest.raises(InputError, match="shard_size=3 does not divide the 4 ranks"):
+    with pytest.raises(InputError, match="shard_size=3 must divide the number of ranks, 4"):
         strategy_of(Training(fsdp=hybrid), 4)
     with pytest.raises(InputError, match="shard_size=3 is for .* HYBRID_SHARD, and it is SHARD_GRAD_OP"):
         strategy_of(Training(fsdp={**hybrid, "sharding_strategy": "SHARD_GRAD_OP"}), 6)
@@ -401,11 +401,13 @@ def test_processes_that_cannot_be_started_are_told():
     assert processes_to_start(Training(), nproc="auto", nnodes=None, environment={}) >= 1
     with pytest.raises(InputError, match="must be a number of processes, or auto"):
         processes_to_start(Training(), nproc="all", nnodes=None, environment={})
-    with pytest.raises(InputError, match="num_gpus=3 is the total, and does not divide by 2 nodes"):
+    with pytest.raises(
+        InputError, match="num_gpus=3 is the total number of GPUs, which must be a multiple of the 2 nodes"
+    ):
         processes_to_start(Training(num_gpus=3), nproc=None, nnodes=2, environment={})
     torchrun = {"TORCHELASTIC_RUN_ID": "1"}
     assert processes_to_start(Training(num_gpus=8), nproc=None, nnodes=None, environment=torchrun) == 0
-    with pytest.raises(InputError, match="has started the processes already"):
+    with pytest.raises(InputError, match="starts the processes itself"):
         processes_to_start(Training(), nproc="2", nnodes=None, environment=torchrun)
 
 
@@ -418,14 +420,14 @@ def test_one_task_of_srun_on_each_node_starts_the_ranks_there(monkeypatch):
     assert processes_to_start(Training(), nproc="4", nnodes=None) == 4
     assert processes_to_start(Training(num_gpus=2), nproc=None, nnodes=None) == 0
     assert processes_to_start(Training(num_nodes=2), nproc="4", nnodes=None) == 4
-    with pytest.raises(InputError, match="training.num_nodes=3, and srun has started this on 2 nodes"):
+    with pytest.raises(InputError, match="training.num_nodes=3, but srun started 2 nodes"):
         processes_to_start(Training(num_nodes=3), nproc="4", nnodes=None)
-    with pytest.raises(InputError, match="--nnodes=1, and srun has started this on 2 nodes"):
+    with pytest.raises(InputError, match="--nnodes=1, but srun started 2 nodes"):
         processes_to_start(Training(num_nodes=2), nproc="4", nnodes=1)
     assert node_of({**step, "SLURM_STEP_NUM_TASKS": "8"}) == (1, 0)
     assert node_of({}) == (1, 0)
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
-    with pytest.raises(InputError, match="has started the processes already"):
+    with pytest.raises(InputError, match="starts the processes itself"):
         processes_to_start(Training(), nproc="4", nnodes=None)
 
 
@@ -462,7 +464,7 @@ def test_ranks_meet_where_the_launcher_says():
     one_node = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "job"}
     assert rendezvous(one_node, 2)["MASTER_ADDR"] == "127.0.0.1"
     for environment in ({}, {**one_node, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"MASTER_ADDR": "here"}):
-        with pytest.raises(InputError, match="nothing says where the 2 ranks of this run meet"):
+        with pytest.raises(InputError, match="the 2 ranks of this run have no common address"):
             rendezvous(environment, 2)
 
 

@@ -141,13 +141,13 @@ def test_errors_are_raised_as_they_are_where_the_command_has_not_started_the_ran
     [
         (["--nproc", 2], {"num_gpus": 8}, "num_gpus=8 is the total over all nodes, and this run has 2"),
         (["--nproc", 2, "--nnodes", 2, "--node-rank", 1], {"num_gpus": 2}, "and this run has 4"),
-        (["--nproc", 2, "--nnodes", 2, "--node-rank", 0], {"num_nodes": 4}, "num_nodes=4, and this run is on 2"),
+        (["--nproc", 2, "--nnodes", 2, "--node-rank", 0], {"num_nodes": 4}, "num_nodes=4, but this run is on 2"),
         (["--nproc", 2], {"strategy": "single"}, "strategy='single' is of one process, and this run has 2"),
         (["--nproc", 2], {"strategy": "dp"}, "strategy='dp' is of one process, and this run has 2"),
         (
             ["--nproc", 4],
             {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}},
-            "shard_size=3 does not divide the 4 ranks",
+            "shard_size=3 must divide the number of ranks, 4",
         ),
         (["--nproc", 2], {"fsdp": {"shard_size": 2}}, "shard_size=2 is for sharding_strategy: HYBRID_SHARD"),
         (["--nproc", 2, "--nnodes", 2, "--node-rank", 2], {}, "node 2 is none of the 2 nodes"),
@@ -180,7 +180,7 @@ def test_a_configuration_for_two_nodes_is_refused_on_one_of_torchruns(tmp_path, 
         monkeypatch.setenv(name, value)
     shown = CliRunner().invoke(cli.group, ["train", "--config", str(write(tmp_path, num_nodes=2))])
     assert isinstance(shown.exception, InputError), shown.exception
-    assert "training.num_nodes=2, and this run is on 1" in str(shown.exception)
+    assert "training.num_nodes=2, but this run is on 1" in str(shown.exception)
 
 
 def test_nodes_may_have_unequally_many_gpus(tmp_path, monkeypatch):

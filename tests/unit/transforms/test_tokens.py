@@ -301,9 +301,9 @@ def test_vocabulary_files_are_read_and_given_what_they_lack(tmp_path, name, text
         ("v.json", b'{"a": -1}', "id of 'a' must be a whole number of at least 0; got -1"),
         ("v.json", b'{"a": true}', "id of 'a'.*True"),
         ("v.json", b"[1]", "object of ids by name.* got a list"),
-        ("v.json", b"{", "is no JSON"),
+        ("v.json", b"{", "is not JSON"),
         ("v.txt", b"a\nb\na\n", "there twice: 'a'"),
-        ("v.bin", b"\x80\x04\x95", "is no text"),
+        ("v.bin", b"\x80\x04\x95", "is not a text file"),
         ("v.pkl", b"\x80\x04\x95", "pickled dict of ids by name"),
     ],
 )

@@ -1,0 +1,97 @@
+"""Every error, warning and log message of the package as text, so that a review shows how a message changes.
+
+Messages are collected from the source: texts of ``raise X(...)``, of calls that make an exception, of
+``warnings.warn(...)`` and of ``logger.warning(...)``. Placeholders stand as in the source. A message that a function
+assembles from variables appears as the name of the variable only.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+
+import dasksc
+from dasksc import errors
+
+__all__ = ["messages"]
+
+_PACKAGE = Path(dasksc.__file__).parent
+_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_BUILT_IN = {
+    name for name, thing in vars(builtins).items() if isinstance(thing, type) and issubclass(thing, BaseException)
+}
+_ERRORS = {*errors.__all__, *_BUILT_IN, "UsageError", "BadParameter", "ClickException"}
+_FORMATTERS = ("join", "format", "rstrip", "removesuffix")
+
+
+def messages(package: Path = _PACKAGE) -> str:
+    """Return the messages of all modules, a section for each module, in the order of the source."""
+    sections = []
+    for path in sorted(package.rglob("*.py")):
+        lines = [f"{kind}: {text}" for _, kind, text in sorted(_of_module(ast.parse(path.read_text())))]
+        if lines:
+            sections.append(
+                f"[{path.relative_to(package.parent).as_posix()}]\n" + "".join(f"{line}\n" for line in lines)
+            )
+    return "\n".join(sections)
+
+
+def _of_module(tree: ast.Module) -> Iterator[tuple[tuple[int, int], str, str]]:
+    """Yield position, kind and text of each message of a module."""
+    raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        kind = _kind_of(node.func) or ("raise " + ast.unparse(node.func) if node in raised else None)
+        if kind is None:
+            continue
+        # logger.log has its level first.
+        texts = [text for argument in node.args if (text := _text_of(argument, outermost=True))]
+        if texts:
+            yield (node.lineno, node.col_offset), kind, " | ".join(texts)
+
+
+def _kind_of(function: ast.expr) -> str | None:
+    """Return the class of an error, ``warnings.warn``, or ``logger`` with its level; None for another call."""
+    if isinstance(function, ast.Name):
+        return function.id if function.id in _ERRORS or function.id.endswith(("Error", "Warning")) else None
+    if not isinstance(function, ast.Attribute):
+        return None
+    owner = ast.unparse(function.value)
+    if owner.rpartition(".")[2] in ("logger", "log", "_logger") and function.attr in _LEVELS:
+        return f"logger.{function.attr}"
+    if function.attr == "warn" and owner == "warnings":
+        return "warnings.warn"
+    if owner == "click" and function.attr in ("echo", "secho"):
+        return f"click.{function.attr}"
+    return function.attr if function.attr in _ERRORS else None
+
+
+def _text_of(node: ast.expr, *, outermost: bool = False) -> str:
+    """Return the text of an expression, with placeholders in braces; empty if it contains no text."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text.replace("\n", "\\n")
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_part_of, parts))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _text_of(left), _text_of(right)
+            if not (first or second):
+                return ""
+            return (first or _placeholder(left)) + (second or _placeholder(right))
+        case ast.IfExp(test=test, body=body, orelse=other):
+            texts = [_text_of(body), _text_of(other)]
+            return f"{{{texts[0]!r} if {ast.unparse(test)} else {texts[1]!r}}}" if any(texts) else ""
+        case ast.Call() | ast.Attribute() | ast.Name() | ast.Subscript() if outermost:
+            return _placeholder(node)
+    return ""
+
+
+def _part_of(part: ast.expr) -> str:
+    return _text_of(part) if isinstance(part, ast.Constant) else ast.unparse(ast.JoinedStr([part]))[2:-1]
+
+
+def _placeholder(node: ast.expr) -> str:
+    return f"{{{ast.unparse(node)}}}"
