@@ -150,7 +150,8 @@ class WorkFolder:
             errno.ENOSPC,
             f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, "
             f"{format_bytes(free)} are free there ({error}). The input is untouched, and what has been written is "
-            f"kept in {self.folder}: make room and run the same {self._what} again to resume it, or remove that folder.",
+            f"kept in {self.folder}: make room and run the same {self._what} again to resume it, or remove that "
+            "folder.",
         )
 
 
