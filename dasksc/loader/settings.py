@@ -31,8 +31,9 @@ def settings_of(strategy: SamplingStrategy, filter: str | None) -> dict[str, str
     filter
         Text of the expression over obs that rows must satisfy.
     """
-    fields = dataclasses.fields(strategy) if dataclasses.is_dataclass(strategy) else ()
-    arguments = {_OF_STRATEGY.get(field.name, field.name): brief(getattr(strategy, field.name)) for field in fields}
+    given: Any = strategy
+    fields = dataclasses.fields(given) if dataclasses.is_dataclass(given) else ()
+    arguments = {_OF_STRATEGY.get(field.name, field.name): brief(getattr(given, field.name)) for field in fields}
     return {"strategy": type(strategy).__name__, **arguments} | ({} if filter is None else {"filter": filter})
 
 
