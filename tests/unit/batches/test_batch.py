@@ -50,7 +50,7 @@ def test_to_moves_every_tensor_and_keeps_the_type() -> None:
 
 
 def test_to_a_dtype_is_refused() -> None:
-    with pytest.raises(InputError, match="a device; got torch.bfloat16"):
+    with pytest.raises(InputError, match="a device; got the data type torch.bfloat16"):
         make_batch().to(torch.bfloat16)
 
 

@@ -305,7 +305,10 @@ def test_the_global_batch_can_be_kept_when_the_world_changes(before, after):
     [
         ({"n": 104}, "n_obs is 104 and was 103"),
         ({"strategy": BlockShuffling(5)}, "data set: block_size is 5 and was 4. Create"),
-        ({"strategy": BlockShuffling(4, drop_last=True)}, "drop_last of the strategy is True and was False; left_out"),
+        (
+            {"strategy": BlockShuffling(4, drop_last=True)},
+            "data set: drop_last of the strategy is True and was False. Create",
+        ),
         (
             {"strategy": BlockShuffling(4, indices=np.arange(9))},
             r"indices is ndarray\(shape=\(9,\), dtype=int64\) and was",
