@@ -20,7 +20,7 @@ from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices, read_cell_rang
 from dasksc.atlas.stores import holds_modalities, reading, root_of, where_of
 from dasksc.atlas.tables import read_table
 from dasksc.errors import InputError, StorageError
-from dasksc.storage import Place, is_url, shown
+from dasksc.storage import Place, is_url, redact_url
 
 __all__ = ["open_path", "read_root"]
 
@@ -48,7 +48,7 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
 
 def _refuse_modalities(path: str) -> NoReturn:
     raise InputError(
-        f"{shown(path) if is_url(path) else path} contains several modalities. Open it with dasksc.Modalities(...), "
+        f"{redact_url(path) if is_url(path) else path} contains several modalities. Open it with dasksc.Modalities(...), "
         "which accepts the same path and storage_options and can be passed to scDataset"
     )
 
