@@ -48,8 +48,8 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
 
 def _refuse_modalities(path: str) -> NoReturn:
     raise InputError(
-        f"{redact_url(path) if is_url(path) else path} contains several modalities. Open it with dasksc.Modalities(...), "
-        "which accepts the same path and storage_options and can be passed to scDataset"
+        f"{redact_url(path) if is_url(path) else path} contains several modalities. Open it with "
+        "dasksc.Modalities(...), which accepts the same path and storage_options and can be passed to scDataset"
     )
 
 

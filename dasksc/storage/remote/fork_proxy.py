@@ -80,7 +80,8 @@ class ForkProxyClient:
             answer = received(connection)
         except (OSError, EOFError) as error:
             raise StorageError(
-                f"{redact_url(self._root)}: the process that makes requests for this forked process has ended ({error!r}). "
+                f"{redact_url(self._root)}: the process that makes requests for this forked process has ended "
+                f"({error!r}). "
                 "Start DataLoader workers with multiprocessing_context='spawn', or use num_workers=0."
             ) from error
         if isinstance(answer, Exception):

@@ -75,8 +75,8 @@ def _class_of(url: str) -> Any:
     scheme = urlsplit(url).scheme
     if "::" in url:
         raise InputError(
-            f"{redact_url(url)!r} is a chain of URLs, which is not supported. Give the URL of an atlas, and settings of its "
-            "file system as storage_options"
+            f"{redact_url(url)!r} is a chain of URLs, which is not supported. Give the URL of an atlas, and settings "
+            "of its file system as storage_options"
         )
     known = {*known_implementations, *registry}
     if scheme not in known:
@@ -260,8 +260,8 @@ class FsspecClient:
                 self._mine.system = self._class(**self._options, skip_instance_cache=True)
             except (TypeError, ValueError) as error:
                 raise InputError(
-                    f"{redact_url(self._root)} cannot be opened with these storage_options: {redact_error(error, self._secrets)}."
-                    f" They are those of fsspec's {self._class.__name__}."
+                    f"{redact_url(self._root)} cannot be opened with these storage_options: "
+                    f"{redact_error(error, self._secrets)}. They are those of fsspec's {self._class.__name__}."
                 ) from None
         return self._mine.system
 
