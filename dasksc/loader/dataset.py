@@ -228,12 +228,8 @@ class scDataset(IterableDataset[Any]):
         super().__init__()
         self.strategy = strategy
         self.batch_size = config.whole_number("batch_size", batch_size)
-        flags: dict[str, Any] = {"drop_last": drop_last, "equal_ranks": equal_ranks}
-        for name, value in flags.items():
-            if isinstance(value, str):
-                raise InputError(f"{name} must be True or False; got {value!r}, which counts as True")
-        self.drop_last = bool(drop_last)
-        self.equal_ranks = bool(equal_ranks)
+        self.drop_last = config.true_or_false("drop_last", drop_last)
+        self.equal_ranks = config.true_or_false("equal_ranks", equal_ranks)
         self.fetch_callback = fetch_callback
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
@@ -280,8 +276,8 @@ class scDataset(IterableDataset[Any]):
             self._sampler = self._sampler.of_batches(self.batch_size)
         if self._sampler.n_controls and isinstance(self._source, IndexedSource):
             raise InputError(
-                "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed "
-                "yield rows, which have no place for controls"
+                "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed yield rows, "
+                "which have no place for batch.control. A function given as transform= receives it"
             )
         self._session = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self._projection = MemoryProjection(
@@ -290,7 +286,7 @@ class scDataset(IterableDataset[Any]):
             self._scheduler,
             batch_size=self.batch_size * (1 + self._sampler.n_controls),
             fetch_factor=fetch_factor,
-            run_rows=float(getattr(self._sampler, "block_rows", getattr(strategy, "block_size", 1))),
+            run_rows=float(getattr(self._sampler, "run_rows", getattr(strategy, "block_size", 1))),
             prefetch=prefetch,
             limit=limit,
         )

@@ -68,7 +68,10 @@ class Source:
         """
         table = self._table()
         if table is None:
-            raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
+            raise InputError(
+                f"{key!r} names an obs column, and this collection has no obs; give an AnnData, or labels= if the "
+                "strategy takes them"
+            )
         if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
         return table[known("obs", key, table)]

@@ -149,10 +149,11 @@ def _obs_column(collection: Any, key: str) -> Any:
     obs = getattr(collection, "obs", None)
     if obs is None:
         raise InputError(
-            f"label_key={key!r} names an obs column, but a {type(collection).__name__} has no obs; pass labels="
+            f"{key!r} names an obs column, but a {type(collection).__name__} has no obs; give an AnnData, or labels= "
+            "if the strategy takes them"
         )
     if key not in obs:
-        raise MissingKeyError(f"label_key={key!r} is not a column of obs; it has {list(obs)}")
+        raise MissingKeyError(f"{key!r} is not a column of obs; it has {list(obs)}")
     return obs[key]
 
 
