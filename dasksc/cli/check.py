@@ -10,6 +10,7 @@ import click
 
 import dasksc
 from dasksc.cli._shared import StorageOptions, data_options, opened, print_json
+from dasksc.sampling.named import SHORT_NAMES, is_balanced, strategy_named
 
 __all__ = ["command"]
 
@@ -34,7 +35,7 @@ Examples:
 )
 @click.option(
     "--strategy",
-    type=click.Choice(["shuffle", "stream", "balance"]),
+    type=click.Choice(list(SHORT_NAMES)),
     default="shuffle",
     show_default=True,
     help="Blocks in a random order, rows as they are stored, or classes evenly (by --label-key).",
@@ -74,9 +75,11 @@ def command(
     The summary has the rows and batches of each rank, the mix of classes, memory, and warnings. PATH is as for `dasksc
     info`. For several modalities, columns are named with their modality: --label-key rna:cell_type.
     """
+    if is_balanced(strategy) and label_key is None:
+        raise click.UsageError(f"--strategy {strategy} needs --label-key, the column whose classes are balanced")
     dataset = dasksc.scDataset(
         opened(paths, join, storage_options=storage_options, cache=cache),
-        _strategy(strategy, block_size, label_key),
+        strategy_named(strategy, label_key=label_key if is_balanced(strategy) else None, block_size=block_size),
         batch_size,
         fetch_factor or None,
         drop_last,
@@ -94,16 +97,6 @@ def command(
         click.echo(repr(found))
     if strict and found.warnings:
         sys.exit(1)
-
-
-def _strategy(name: str, block_size: int, label_key: str | None) -> dasksc.SamplingStrategy:
-    if name == "stream":
-        return dasksc.Streaming()
-    if name == "shuffle":
-        return dasksc.BlockShuffling(block_size)
-    if label_key is None:
-        raise click.UsageError("--strategy balance needs --label-key, the column whose classes are balanced")
-    return dasksc.ClassBalancedSampling(label_key=label_key, block_size=block_size)
 
 
 def _loader(dataset: dasksc.scDataset, num_workers: int) -> Any:

@@ -207,6 +207,11 @@ class Hooks:
     batch_callback: Callable[[Any, Any], Any] | None = None
     batch_transform: Callable[[Any], Any] | None = None
 
+    def __post_init__(self) -> None:
+        for name, hook in vars(self).items():
+            if hook is not None and not callable(hook):
+                raise WrongTypeError(f"{name} must be callable; got {hook!r}")
+
     def __bool__(self) -> bool:
         return any(vars(self).values())
 
@@ -425,7 +430,7 @@ def _maker(
 ) -> BatchMaker:
     return BatchMaker(
         obs=encoded,
-        codes=frozenset(categories),
+        codes={name: len(labels) for name, labels in categories.items()},
         layout=request.layout,
         dtype=request.value_dtype,
         columns=columns,

@@ -29,7 +29,6 @@ _CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop", "lo
 _N_SHOWN = 3
 
 
-@dataclass(frozen=True, eq=False)
 class Expression:
     """An expression over obs, and the rows for which it holds.
 
@@ -41,14 +40,15 @@ class Expression:
         Whether it holds for each row, shape (n_obs,).
     """
 
-    text: str
-    holds: NDArray[np.bool_]
+    def __init__(self, text: str, holds: NDArray[np.bool_]) -> None:
+        self.text = text
+        self.holds = holds
 
     def __repr__(self) -> str:
         return repr(self.text)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CellSets(BuiltInStrategy):
     """Sets of cells of one group, such as one perturbation in one cell line, beside matched control cells.
 

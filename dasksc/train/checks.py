@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dasksc import DaskscError, InputError
+from dasksc.sampling.named import STRATEGIES
 from dasksc.train.config import Config
-from dasksc.train.data import STRATEGIES
 from dasksc.train.import_paths import arguments_of, check_arguments, find
 from dasksc.train.models import BUILT_IN
 from dasksc.train.optim import make_optimizer

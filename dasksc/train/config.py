@@ -101,8 +101,8 @@ class Data(_Section):
     open
         Options for joining several atlases and for accessing remote ones.
     strategy
-        Name of a sampling strategy (``BlockShuffling`` or ``block_shuffling``) and its arguments. ``weights`` may
-        name an obs column.
+        Name of a sampling strategy (``shuffle``, ``stream``, ``balance``; or a class name such as ``CellSets`` or
+        ``cell_sets``) and its arguments. ``weights`` may name an obs column.
     validation
         Share of the rows held out for validation, or detailed options (`Validation`); 0 or ``false`` for none.
     batch_size

@@ -30,6 +30,7 @@ ROOMS = [
     "errors",
     "platforms",
     "config",
+    "displays",
     "_compat",  # the door to what is private in other libraries
     "kernels",
     "multiindexable",
