@@ -29,6 +29,7 @@ from dasksc.executor.schedulers import (
     remember_security,
     securities_for_child,
 )
+from dasksc.executor.tasks import fetch_name
 from dasksc.loader.binding import bound, columns_of_expressions
 from dasksc.loader.display import display_rows
 from dasksc.loader.epoch_run import EpochRun, Placement
@@ -577,7 +578,7 @@ class scDataset(IterableDataset[Any]):
         return epoch_array(
             self._source.matrices["X"],
             plan,
-            name=f"dasksc-fetch-{self._source.name}-e{plan.epoch}-r{plan.rank}",
+            name=fetch_name(self._source.name, plan),
             layout=maker.layout,
             dtype=maker.dtype,
             columns=maker.columns.get("X"),
