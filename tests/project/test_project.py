@@ -29,6 +29,7 @@ CONDA_NAMES = {
     "matplotlib": ["matplotlib-base"],
     "dask": ["dask", "distributed"],
     "prometheus-client": ["prometheus_client"],
+    "build": ["python-build"],
 }
 
 
@@ -126,7 +127,7 @@ def test_no_test_module_imports_another():
 
 
 PUBLIC = (
-    *("dasksc", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.train"),
+    *("dasksc", "dasksc.datasets", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.train"),
     "dasksc.integrations.data_module",
 )
 
