@@ -124,7 +124,7 @@ class scDataset(IterableDataset[Any]):
         Data type of the values. None keeps the type of ``adata.X``, in which array code computes. A batch with a value
         that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True for nonzeros.
     equal_ranks
-        Give every rank the same number of batches of the same sizes, by repeating at most one row per
+        Give every rank the same number of batches of the same sizes, by repeating at most one row (or set) per
         rank, or one batch if batches have shares of classes (`EpochPlan.n_padded`). False yields every row exactly
         once, for evaluation.
     scheduler
