@@ -3,32 +3,42 @@
 
     python benchmarks/summaries.py --cells 50000 --out benchmarks/results/summaries
 
-Seconds, the median over rounds that go through all in turn; the round before them is not measured. Sums of genes are
-added up in the plain way of each CSR batch of `Streaming`. scanpy is given the whole matrix in memory, which reading
-takes before its clock runs. Memory is the peak of RssAnon beyond what the process held before, of all cells and of half
-of them; scanpy on the lazy atlas is tried once.
+Seconds, the median over rounds that go through all in turn; the round before them is not measured. *Sums of batches*
+adds up per-gene sums of each CSR batch of `Streaming`. scanpy gets the whole matrix in memory, read before its clock
+runs. Cells get ``--groups`` and ``--batches`` labels at random. scanpy runs on the lazy atlas once, on ``--lazy-cells``
+of its cells, and dasksc on the same ones. Memory is the peak of RssAnon beyond what the process held before, for half
+of the cells and for all, with and without a control group of ``--limit``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import anndata
 import numpy as np
+import pandas as pd
 from _atlas import add_options, atlas
 from _machine import read_through, rss_anon_bytes
 from _reports import add_out, write_report
+from dask.utils import parse_bytes
 from memory import peak_of_rss_anon
 
 import dasksc
+from tests.support.cgroups import NoCgroupError, memory_cgroup
+
+HERE = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -36,25 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=50_000)
     parser.add_argument("--top", type=int, default=2_000, help="genes to find")
-    parser.add_argument("--batches", default="plate", help="obs column of batches; empty for none")
-    parser.add_argument("--by", default="cell_type", help="obs column of groups")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=10, help="batches of cells")
+    parser.add_argument("--groups", type=int, default=50, help="groups of cells")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lazy-cells", type=int, default=10_000, help="cells for scanpy on the lazy atlas")
+    parser.add_argument("--limit", default="1GiB", help="memory limit of the control group")
     add_out(parser)
     options = parser.parse_args(arguments)
 
     warnings.simplefilter("ignore")  # of scanpy
     path = atlas(options)
     read_through(path)
-    lazy = dasksc.open(path)
+    lazy = opened(path, options)
     found: dict[str, Any] = {}
     whole = anndata.read_h5ad(path)
+    whole.obs = lazy.obs
+    grouped = f"statistics, {options.groups} groups"
     contenders: dict[str, Callable[[], Any]] = {
         "sums of batches": lambda: sums_of(lazy),
-        "statistics": lambda: dasksc.statistics(path),
-        f"statistics by {options.by}": lambda: dasksc.statistics(path, by=options.by),
-        "seurat_v3": lambda: genes(path, options),
+        "statistics": lambda: dasksc.statistics(lazy),
+        grouped: lambda: dasksc.statistics(lazy, by="group"),
+        "seurat_v3": lambda: genes(lazy, options),
         "seurat_v3, scanpy in memory": functools.partial(of_scanpy, whole, options),
-        "pearson_residuals": lambda: dasksc.highly_variable_genes(path, options.top, "pearson_residuals"),
+        "pearson_residuals": lambda: dasksc.highly_variable_genes(lazy, options.top, "pearson_residuals"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(-1, options.rounds):
@@ -68,28 +82,31 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ours, theirs = (found[name]["highly_variable"] for name in ("seurat_v3", "seurat_v3, scanpy in memory"))
     n_differ = int((ours.to_numpy() != theirs.to_numpy()).sum()) // 2
     contenders.clear()  # which hold the matrix in memory
+    del whole
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     print("| | seconds | of sums of batches |\n| --- | ---: | ---: |")
     for name, median in medians.items():
-        print(f"| {name} | {median:.2f} | {median / medians['sums of batches']:.2f} |")
-    lazy.obs["half"] = np.arange(options.cells) < options.cells // 2
-    peaks = {
-        "statistics": {
-            "half": peak(lambda: dasksc.statistics(lazy, filter="half")),
-            "all": peak(lambda: dasksc.statistics(lazy)),
-        },
-        "seurat_v3": {
-            "half": peak(lambda: genes(lazy, options, filter="half")),
-            "all": peak(lambda: genes(lazy, options)),
-        },
+        print(f"| {name} | {median:.2f} ({min(seconds[name]):.2f} to {max(seconds[name]):.2f}) | ", end="")
+        print(f"{ratio(seconds, name, 'sums of batches'):.2f} |")
+    ratios = {
+        "statistics, rate of sums of batches": ratio(seconds, "sums of batches", "statistics"),
+        f"{grouped}, time of sums of batches": ratio(seconds, grouped, "sums of batches"),
+        "seurat_v3, time of scanpy in memory": ratio(seconds, "seurat_v3", "seurat_v3, scanpy in memory"),
     }
-    for name, of in peaks.items():
-        half, all_ = of["half"] / 2**20, of["all"] / 2**20
-        print(f"{name}: {half:.0f} MiB of anonymous memory for half of the cells, {all_:.0f} for all")
-    print(f"genes that scanpy does not choose: {n_differ} of {options.top}; {of_lazy(lazy, options)}")
+    print(f"ratios, medians of rounds: {', '.join(f'{name} {value:.2f}' for name, value in ratios.items())}")
+    of_lazy = beside_lazy(lazy, options)
+    print(f"genes that scanpy does not choose: {n_differ} of {options.top}; lazily: {of_lazy}")
+    peaks = {"no limit": peaks_of(path, options)} | limited_peaks(path, options)
+    for limit, of in peaks.items():
+        for name, one in of.items():
+            sizes = ", ".join(f"{key} {n_bytes / 2**20:.0f}" for key, n_bytes in one.items())
+            print(f"{limit}: {name}: MiB of anonymous memory: {sizes}")
     report = {
-        **{name: getattr(options, name) for name in ("cells", "genes", "top", "rounds")},
+        **{name: getattr(options, name) for name in ("cells", "genes", "top", "groups", "batches", "rounds")},
         "seconds": medians,
+        "rounds_s": seconds,
+        "ratios": ratios,
+        "lazily": of_lazy,
         "peak_bytes": peaks,
         "n_differ": n_differ,
         "load": os.getloadavg()[0],
@@ -97,6 +114,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     write_report(options.out, report)
     print(json.dumps(report))
     return report
+
+
+def opened(path: Any, options: argparse.Namespace) -> anndata.AnnData:
+    """Return the lazy atlas with labels of groups, of batches and of half of its cells."""
+    lazy = dasksc.open(path)
+    rng = np.random.default_rng(0)
+    for name, n in (("group", options.groups), ("batch", options.batches)):
+        codes = rng.integers(0, n, lazy.n_obs)
+        lazy.obs[name] = pd.Categorical.from_codes(codes, [f"{name} {i}" for i in range(n)])
+    lazy.obs["half"] = np.arange(lazy.n_obs) < lazy.n_obs // 2
+    return lazy
+
+
+def ratio(seconds: dict[str, list[float]], name: str, other: str) -> float:
+    """Return the median over rounds of the ratio of two times."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
 def sums_of(adata: Any) -> Any:
@@ -109,26 +142,65 @@ def sums_of(adata: Any) -> Any:
 
 def genes(adata: Any, options: argparse.Namespace, **more: Any) -> Any:
     """Find highly variable genes of counts in batches."""
-    return dasksc.highly_variable_genes(adata, options.top, "seurat_v3", options.batches or None, **more)
+    return dasksc.highly_variable_genes(adata, options.top, "seurat_v3", "batch", **more)
 
 
 def of_scanpy(adata: Any, options: argparse.Namespace) -> Any:
-    """Let scanpy find them."""
+    """Find them with scanpy."""
     import scanpy
 
     return scanpy.pp.highly_variable_genes(
-        adata, n_top_genes=options.top, flavor="seurat_v3", batch_key=options.batches or None, inplace=False
+        adata, n_top_genes=options.top, flavor="seurat_v3", batch_key="batch", inplace=False
     )
 
 
-def of_lazy(adata: Any, options: argparse.Namespace) -> str:
-    """Say how long scanpy takes on the lazy atlas, or why it does not."""
+def beside_lazy(lazy: anndata.AnnData, options: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds of scanpy on some cells of the lazy atlas, or its error, and of dasksc on these."""
+    part = lazy[: options.lazy_cells]
+    found: dict[str, Any] = {"cells": part.n_obs}
+    start = time.perf_counter()
+    genes(part, options)
+    found["dasksc_s"] = time.perf_counter() - start
     start = time.perf_counter()
     try:
-        of_scanpy(adata, options)
+        of_scanpy(part, options)
+        found["scanpy_s"] = time.perf_counter() - start
     except Exception as error:
-        return f"scanpy on the lazy atlas fails: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
-    return f"scanpy on the lazy atlas: {time.perf_counter() - start:.1f} s"
+        found["scanpy_fails"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    return found
+
+
+def peaks_of(path: Any, options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Return peaks of anonymous memory for half of the cells and for all, in bytes."""
+    lazy = opened(path, options)
+    work = {
+        "statistics": functools.partial(dasksc.statistics, lazy),
+        f"statistics, {options.groups} groups": functools.partial(dasksc.statistics, lazy, by="group"),
+        "seurat_v3": functools.partial(genes, lazy, options),
+    }
+    return {name: {"half": peak(functools.partial(one, filter="half")), "all": peak(one)} for name, one in work.items()}
+
+
+def limited_peaks(path: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Return `peaks_of` in a process whose memory is limited; nothing where no control group can be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            group = stack.enter_context(memory_cgroup(parse_bytes(options.limit)))
+        except NoCgroupError as error:
+            print(f"no control group: {error}")
+            return {}
+        program = "import argparse, json, sys, summaries; options = argparse.Namespace(**json.loads(sys.argv[1])); "
+        program += "print(json.dumps(summaries.peaks_of(options.path, options)))"
+        wanted = {name: getattr(options, name) for name in ("groups", "batches", "top")} | {"path": str(path)}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program, json.dumps(wanted)],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent)))},
+            preexec_fn=group.enter,
+        )
+        return {options.limit: json.loads(done.stdout.splitlines()[-1])}
 
 
 def peak(work: Callable[[], Any]) -> int:

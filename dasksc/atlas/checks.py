@@ -21,6 +21,7 @@ from dasksc.storage.safety import hdf5_chunks as hdf5_guard
 from dasksc.storage.safety import zarr_metadata as zarr_guard
 from dasksc.storage.safety.decompression_limits import DEFLATE_RATIO
 from dasksc.storage.safety.hdf5_links import check_item
+from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
@@ -105,6 +106,8 @@ def _stored_bytes(path: str | Place, arrays: Sequence[Any], *, enough: int) -> i
     """Return the stored bytes of arrays; `enough` as soon as they reach it, or if counting is expensive."""
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
+    if not isinstance(path, Place) and is_zip(path):
+        return ZipArchive.of(path).stored_bytes(array.path for array in arrays)
     # Behind a URL, each chunk would need a request.
     return enough if isinstance(path, Place) else zarr_guard.stored_bytes(path, arrays, enough=enough)
 

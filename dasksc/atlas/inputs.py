@@ -24,7 +24,7 @@ __all__ = ["Part", "is_anncollection", "parts_of", "quoted", "stem_of"]
 logger = logging.getLogger("dasksc.parts")
 
 # Suffixes by which atlases in a directory are found.
-ATLAS_ENDINGS = (".h5ad", ".zarr")
+ATLAS_ENDINGS = (".h5ad", ".zarr", ".zarr.zip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def quoted(data: Any) -> str:
 def stem_of(path: str | os.PathLike[str]) -> str:
     """Return the name of an atlas from its path or URL, without suffix and query."""
     text = os.fspath(path)
-    return Path(shown(text) if is_url(text) else text).stem
+    return Path((shown(text) if is_url(text) else text).removesuffix(".zip")).stem
 
 
 def _inside(data: Any, options: Mapping[str, Any]) -> list[Part] | None:

@@ -21,7 +21,14 @@ from dasksc.atlas.assemble import raw_of, unchecked
 from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
 from dasksc.atlas.inputs import Part, is_anncollection, parts_of, quoted
-from dasksc.atlas.options import ACCEPTED, Openable, OpenOptions, check_mmap
+from dasksc.atlas.options import (
+    ACCEPTED,
+    Openable,
+    OpenOptions,
+    check_mmap,
+    names_given,
+    refuse_feature_choice,
+)
 from dasksc.atlas.stored_anndata import open_path
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.storage import Cache, UseMmap
@@ -46,16 +53,19 @@ def open(
     raw: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    feature_types: str | Sequence[str] | None = None,
+    genome: str | Sequence[str] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
     Parameters
     ----------
     data
-        Path of an ``.h5ad`` file or of a Zarr store (v2 or v3), or an `AnnData`: in memory (its arrays are shared,
-        not copied), opened with ``backed="r"`` (X is read from its file; all else, with your changes, comes from the
-        object), or of Dask arrays. Paths may be URLs (``s3://``, ``gs://``, ``az://``, ``https://``,
-        ``http://``, ``file://``, and those that fsspec supports).
+        Path of an ``.h5ad`` file, of a 10x ``.h5`` file (CellRanger 2 and later) or of a Zarr store (v2 or v3; a
+        directory, or a local ``.zarr.zip`` file), or an `AnnData`: in memory (its arrays are shared, not copied),
+        opened with ``backed="r"`` (X is read from its file; all else, with your changes, comes from the object), or of
+        Dask arrays. Paths may be URLs (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and
+        those that fsspec supports).
 
         Several atlases are concatenated along obs: a list of any of these and the following, or a dict of them by key;
         a pattern (``"atlas/*.h5ad"``; ``**`` for folders of any depth) or a directory, whose files and stores are
@@ -95,6 +105,12 @@ def open(
         Local folder for a cache of blocks that are read, or ``{"path": ..., "limit": "100GiB"}``. It also applies to
         paths, such as those of a network file system. Default: ``dasksc.cache`` in the configuration of Dask,
         for URLs only.
+    feature_types
+        Feature types to keep of 10x ``.h5`` files, such as ``"Gene Expression"``, one or several. Default: all.
+        Files of CellRanger 2 contain only genes.
+    genome
+        Genomes to keep of 10x ``.h5`` files, one or several. Default: all. A file of CellRanger 2 has a matrix with
+        its own cells for each genome; if it has several, choose one.
 
     Returns
     -------
@@ -113,7 +129,7 @@ def open(
     StorageError
         If the path has no AnnData file or store (`CorruptDataError`: if it is damaged).
     MissingKeyError
-        If obs lacks a column in `obs`, or there is no raw.
+        If obs lacks a column in `obs`, there is no raw, or a 10x file lacks a feature type or genome.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
@@ -137,7 +153,12 @@ def open(
     if not names and index_unique is not None:
         raise InputError("index_unique= is of names, which names=False leaves out")
     options = OpenOptions(
-        mmap=mmap, has_names=names, storage_options=dict(storage_options or {}), cache=Cache.of(cache)
+        mmap=mmap,
+        has_names=names,
+        storage_options=dict(storage_options or {}),
+        cache=Cache.of(cache),
+        feature_types=names_given("feature_types", feature_types),
+        genomes=names_given("genome", genome),
     )
     with unchecked():
         parts = parts_of(data, options.storage_options)
@@ -175,6 +196,7 @@ def open(
 
 def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if isinstance(data, AnnData):
+        refuse_feature_choice(options, "an AnnData")
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
         return open_path(os.fspath(data), obs, options)
@@ -186,6 +208,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
 def _open_part(part: Part, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if part.obs is None:
         return _open_one(part.data, obs, options)
+    refuse_feature_choice(options, "an AnnCollection")
     return open_anndata(part.data, obs, options, table=part.obs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,13 +13,14 @@ from dasksc import config
 from dasksc.errors import InputError
 from dasksc.storage import Cache, UseMmap
 
-__all__ = ["ACCEPTED", "OpenOptions", "Openable", "check_mmap"]
+__all__ = ["ACCEPTED", "OpenOptions", "Openable", "check_mmap", "names_given", "refuse_feature_choice"]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
 ACCEPTED = (
-    "the path of an .h5ad file, the path of a Zarr store (a directory), an AnnData (in memory, backed, or of Dask "
-    "arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or a directory of them"
+    "the path of an .h5ad file, of a 10x .h5 file or of a Zarr store (a directory or a .zarr.zip file), an AnnData "
+    "(in memory, backed, or of Dask arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or "
+    "a directory of them"
 )
 
 
@@ -39,6 +40,8 @@ class OpenOptions:
         Options for accessing URLs.
     cache
         Cache of blocks that are read. None: the cache in the configuration of Dask, for URLs only.
+    feature_types, genomes
+        Features of 10x ``.h5`` files to keep, as for `open`; None: all.
     """
 
     mmap: UseMmap = "auto"
@@ -46,6 +49,8 @@ class OpenOptions:
     may_lack: bool = False
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: Cache | None = None
+    feature_types: tuple[str, ...] | None = None
+    genomes: tuple[str, ...] | None = None
 
     def cache_of_places(self) -> Cache | None:
         """Return the cache for reading through a `Place`: the given one, or that of the configuration."""
@@ -56,3 +61,36 @@ def check_mmap(mmap: Any) -> None:
     """Raise an error for an invalid value of `mmap`."""
     if not (isinstance(mmap, bool) or mmap == "auto"):
         raise InputError(f"mmap={mmap!r} must be True, False or 'auto'")
+
+
+def names_given(option: str, value: Any) -> tuple[str, ...] | None:
+    """Return the names in an option that takes one or several; None if it is None.
+
+    Raises
+    ------
+    InputError
+        If it is anything else, or holds no name.
+    """
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{option}={value!r} must be a name, or a list of at least one")
+    return names
+
+
+def refuse_feature_choice(options: OpenOptions, what: str) -> None:
+    """Refuse options that choose features of 10x ``.h5`` files for `what`, which is none.
+
+    Raises
+    ------
+    InputError
+        If there is one.
+    """
+    chosen = {"feature_types": options.feature_types, "genome": options.genomes}
+    for option, names in chosen.items():
+        if names is not None:
+            raise InputError(
+                f"{option}= is for 10x .h5 files, and {what} is none. Select genes of the result: "
+                f"adata[:, adata.var[{option!r}].isin({list(names)})]"
+            )

@@ -15,7 +15,8 @@ from dasksc.atlas.checks import check_before_reading, items_read_whole
 from dasksc.atlas.elements import is_group, is_null, lazy_element, read_mapping
 from dasksc.atlas.legacy import decode_old_categories, is_record_array, old_raw
 from dasksc.atlas.lookup import known_columns
-from dasksc.atlas.options import OpenOptions
+from dasksc.atlas.options import OpenOptions, refuse_feature_choice
+from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices, read_cell_ranger
 from dasksc.atlas.stores import holds_modalities, reading, root_of, where_of
 from dasksc.atlas.tables import read_table
 from dasksc.errors import InputError, StorageError
@@ -32,11 +33,15 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
     with reading(where), root_of(where, options) as root:
         if "mod" in root and is_group(root["mod"]):
             _refuse_modalities(path)
+        if cell_ranger_matrices(root):
+            return read_cell_ranger(where, root, obs, options)
+        refuse_feature_choice(options, str(where))
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
             raise StorageError(
                 f"{where} holds no AnnData: it has no {' and no '.join(missing)}, "
-                f"only {', '.join(sorted(root)) or 'nothing'}"
+                f"only {', '.join(sorted(root)) or 'nothing'}. Give a file that AnnData wrote, or a 10x file of "
+                "counts, such as filtered_feature_bc_matrix.h5"
             )
         return read_root(where, root, obs, options)
 

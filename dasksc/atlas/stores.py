@@ -18,6 +18,7 @@ from dasksc.storage import Place, is_of_content, is_url, open_place
 from dasksc.storage.remote.urls import ZARR_MARKERS
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
+from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["holds_modalities", "reading", "root_of", "where_of"]
 
@@ -32,18 +33,21 @@ def where_of(path: str, options: OpenOptions) -> str | Place:
         return place
     if not os.path.exists(local):
         raise MissingPathError(nothing_at(local))
-    return local if options.cache is None else Place.of_local(local)
+    # Byte ranges of an archive are read from the file itself.
+    return local if options.cache is None or is_zip(local) else Place.of_local(local)
 
 
 def holds_modalities(path: str) -> bool:
     """Return True if a path is that of a MuData: an ``.h5mu`` file, or a local Zarr store with modalities.
 
-    A URL is recognized by its suffix only; a store behind a URL is checked when it is opened.
+    The store may be zipped. A URL is recognized by its suffix only; a store behind a URL is checked when it is opened.
     """
     place = Place.of(path) if is_url(path) else None
     if place is not None and place.local is None:
         return place.key.endswith(".h5mu")
     local = path if place is None or place.local is None else place.local
+    if is_zip(local):
+        return "mod" in ZipArchive.of(local).folders.get("", ())
     return local.endswith(".h5mu") or (
         os.path.isdir(os.path.join(local, "mod")) and any(os.path.exists(os.path.join(local, m)) for m in ZARR_MARKERS)
     )
@@ -64,10 +68,13 @@ def root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
             )
         yield ZarrFile(path).root()
         return
+    if is_zip(path):
+        yield ZarrFile(path).root()
+        return
     if not h5py.is_hdf5(path):
         raise CorruptDataError(
             f"{path} ({os.path.getsize(path)} bytes) is not an HDF5 file, or its beginning is damaged. "
-            f"Expected {ACCEPTED}; a zipped store must be unpacked first."
+            f"Expected {ACCEPTED}."
         )
     with h5py.File(path, "r") as file:
         check_links(file, path, folder=os.path.dirname(path))

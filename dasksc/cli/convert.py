@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import click
 from dask.utils import format_bytes
 
 import dasksc
 from dasksc.cli._shared import StorageOptions, url_options
+from dasksc.loader.genes import Missing, Repeated
 
 __all__ = ["command"]
 
@@ -19,6 +21,7 @@ Examples:
   dasksc convert atlas.h5ad atlas.zarr --verify
   dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate
   dasksc convert atlas.h5ad by-type.zarr --group-by cell_type
+  dasksc convert atlas.h5ad t.zarr --filter "cell_type == 'T cell'"
   dasksc convert s3://bucket/atlas.h5ad atlas.zarr --cache /scratch/blocks
   dasksc convert atlas.h5ad atlas.zarr --scheduler tcp://node0:8786
 """
@@ -36,6 +39,23 @@ Examples:
 )
 @click.option("--group-by", metavar="COLUMNS", help="Keep cells of equal obs columns together.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Seed of the shuffle.")
+@click.option("--filter", metavar="EXPRESSION", help="Cells to write, such as 'n_genes > 500'.")
+@click.option("--genes", metavar="GENES", help="Genes to write, in this order: names or a file.")
+@click.option(
+    "--genes-missing",
+    type=click.Choice(["error", "zero", "drop"]),
+    default="error",
+    show_default=True,
+    help="Absent genes.",
+)
+@click.option("--genes-key", metavar="COLUMN", help="var column of the names.  [default: var_names]")
+@click.option(
+    "--genes-repeated",
+    type=click.Choice(["error", "sum"]),
+    default="error",
+    show_default=True,
+    help="Repeated genes.",
+)
 @click.option(
     "--join",
     type=click.Choice(["inner", "outer"]),
@@ -71,6 +91,11 @@ def command(
     order: str,
     group_by: str | None,
     seed: int,
+    filter: str | None,
+    genes: str | None,
+    genes_missing: Missing,
+    genes_key: str | None,
+    genes_repeated: Repeated,
     join: str,
     label: str | None,
     keys: str | None,
@@ -89,11 +114,15 @@ def command(
 ) -> None:
     """Write atlases to one shuffled Zarr store that is fast to load.
 
-    IN is an .h5ad file, a Zarr store, a directory of these, a pattern, or a URL; several are joined. OUT.zarr appears
-    when it is complete. After Ctrl-C, a crash or a full disk, the same command resumes the conversion.
+    IN is an .h5ad file, a 10x .h5 file, a Zarr store, a directory of these, a pattern, or a URL; several are joined.
+    OUT.zarr appears when it is complete. After Ctrl-C, a crash or a full disk, the same command resumes the conversion.
 
     The cells are shuffled once, within groups if there is --group-by (of several columns: cell_line,gene). --overwrite
     also drops an unfinished conversion at OUT.zarr.
+
+    GENES is a list of names (CD3E,CD4) or a vocabulary file (.json, .pkl, or one name a line). Genes that the input
+    lacks are refused, written as columns of zeros, or dropped (--genes-missing). Columns of the same gene are refused
+    or added up (--genes-repeated).
 
     Several inputs: --keys a,b names them in the column --label. --merge keeps columns of var and arrays of varm that
     are the same in all inputs, have a unique value, are in the first one, or are in only one. --fill-value needs
@@ -105,6 +134,11 @@ def command(
         order="keep" if order == "keep" else "shuffle",
         group_by=None if group_by is None else group_by.split(","),
         seed=seed,
+        filter=filter,
+        genes=None if genes is None else Path(genes) if Path(genes).is_file() else genes.split(","),
+        genes_missing=genes_missing,
+        genes_key=genes_key,
+        genes_repeated=genes_repeated,
         join="outer" if join == "outer" else "inner",
         label=label,
         keys=None if keys is None else keys.split(","),
@@ -128,6 +162,8 @@ def command(
         f"{report.elapsed_s:.1f} s" + (", verified" if report.is_verified else "")
     )
     click.echo("  " + ", ".join(f"{name} ({dtype})" for name, dtype in report.types.items()))
+    if report.genes:
+        click.echo(f"  {report.genes}")
     if report.left_out:
         click.echo(f"  left out: {', '.join(report.left_out)}")
 

@@ -17,11 +17,13 @@ from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, paths_of, plan_of
 from dasksc.conversion.rows import Order
+from dasksc.conversion.subset import subset_of
 from dasksc.conversion.tables import check_tables
 from dasksc.conversion.task_runner import check_progress
 from dasksc.conversion.work_folder import Workplace
 from dasksc.errors import DaskscError, MissingKeyError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
+from dasksc.loader.genes import GeneRequest, Missing, Repeated
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -52,6 +54,8 @@ class ConversionReport:
         and var, and elements that only some inputs have.
     is_verified
         True if the store was compared with the input.
+    genes
+        Summary of how the names in `genes` matched; None if none were given.
     """
 
     path: str
@@ -62,6 +66,7 @@ class ConversionReport:
     types: dict[str, str]
     left_out: tuple[str, ...]
     is_verified: bool
+    genes: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict of plain types."""
@@ -75,6 +80,11 @@ def convert(
     order: Order = "shuffle",
     group_by: str | Sequence[str] | None = None,
     seed: int = 0,
+    filter: str | None = None,
+    genes: Any = None,
+    genes_missing: Missing = "error",
+    genes_key: str | None = None,
+    genes_repeated: Repeated = "error",
     join: Join = "inner",
     label: str | None = None,
     keys: Sequence[str] | None = None,
@@ -90,7 +100,7 @@ def convert(
     storage_options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Convert one or several atlases to a single Zarr store with shuffled cells.
+    """Convert one or several atlases, or a subset of them, to a single Zarr store with shuffled cells.
 
     The store is a sharded Zarr v3 store that ``anndata.read_zarr`` can read. Column indices and counts are stored in
     the narrowest data types that represent them. A conversion can be interrupted at any time, by Ctrl-C or by a kill;
@@ -110,6 +120,13 @@ def convert(
         together; `order` applies within each group.
     seed
         Seed of the shuffle, an integer in [0, 2**64). The same input and seed give the same order.
+    filter
+        Convert only cells for which this expression over obs holds, such as ``"n_genes > 500"``; see
+        `dasksc.rows_where`.
+    genes, genes_missing, genes_key, genes_repeated
+        Columns of X and the layers to write, as for `dasksc.scDataset`: in this order, with zeros for missing genes if
+        ``genes_missing="zero"``. ``raw`` keeps its own genes. In var, missing genes have a name and no values, and a
+        gene that stands for several columns has the values of the first.
     join, label, keys, index_unique, merge, fill_value
         Options for several inputs, as for `dasksc.open`.
     narrow
@@ -156,14 +173,15 @@ def convert(
     is read sequentially both times. It is shuffled through uncompressed files beside the target, which take up to six
     bytes per stored value.
 
-    The store does not contain obsp. For several inputs it also omits uns, varp, and elements that `join` and `merge`
-    do not keep. `ConversionReport.left_out` lists the omitted elements.
+    The store does not contain obsp, nor varm and varp if genes are missing or summed. For several inputs it also omits
+    uns, varp, and elements that `join` and `merge` do not keep. `ConversionReport.left_out` lists the omitted elements.
     """
     begun = time.perf_counter()
     recipe = Recipe(
         order=order,
         group_by=group_by,
         seed=seed,
+        filter=filter,
         join=join,
         label=label,
         keys=keys,
@@ -172,6 +190,7 @@ def convert(
         fill_value=fill_value,
         narrow=narrow,
     )
+    request = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
     place = Workplace(target_path(target))
     limit = config.memory_limit(memory_limit)
     check_options(storage_options)
@@ -192,6 +211,9 @@ def convert(
             storage_options=storage_options,
             cache=cache,
         )
+    obsp = [f"obsp/{name}" for name in adata.obsp]
+    subset = subset_of(adata, filter, request)
+    adata = subset.adata
     for name in recipe.grouped_by:
         if name not in adata.obs:
             raise MissingKeyError(
@@ -228,6 +250,7 @@ def convert(
         n_bytes=sum(path.stat().st_size for path in place.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
         types={key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()},
-        left_out=(*left_out, *(f"obsp/{name}" for name in adata.obsp)),
+        left_out=(*left_out, *obsp, *subset.left_out),
         is_verified=verify,
+        genes=None if subset.match is None else str(subset.match),
     )

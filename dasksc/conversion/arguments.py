@@ -26,7 +26,7 @@ class Recipe:
 
     Parameters
     ----------
-    order, group_by, seed, join, label, keys, index_unique, merge, fill_value, narrow
+    order, group_by, seed, filter, join, label, keys, index_unique, merge, fill_value, narrow
         As for `dasksc.convert`.
 
     Raises
@@ -39,6 +39,7 @@ class Recipe:
     order: Order
     group_by: str | Sequence[str] | None
     seed: int
+    filter: str | None
     join: Join
     label: str | None
     keys: Any
@@ -85,7 +86,7 @@ class Recipe:
         return asdict(self) | {"keys": None if keys is None else [str(key) for key in keys]}
 
 
-_FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom")
+_FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom", ".zip")
 
 
 def target_path(target: Any) -> Path:

@@ -16,7 +16,7 @@ from dasksc.atlas.opening import several_of
 from dasksc.conversion.arguments import Recipe
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of
-from dasksc.storage import Matrix, Place, StackedMatrix, is_url
+from dasksc.storage import Matrix, Place, StackedMatrix, SummedMatrix, TakenMatrix, is_url
 
 if TYPE_CHECKING:
     pass
@@ -48,7 +48,7 @@ def _is_local(path: str | os.PathLike[str]) -> bool:
 
 def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
     """Yield the matrices, in files or in memory, that a matrix is read from."""
-    if isinstance(matrix, StackedMatrix):
+    if isinstance(matrix, StackedMatrix | SummedMatrix | TakenMatrix):
         parts: Sequence[Matrix] = matrix.parts
     elif isinstance(matrix, DaskMatrix):
         parts = leaves_of(matrix.array)
@@ -88,11 +88,15 @@ def matrices_of(adata: AnnData) -> dict[str, Matrix]:
 
 
 def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return the plan that identifies a conversion: the state of the input files, and the arguments."""
+    """Return the plan that identifies a conversion: the state of the input files, and the arguments.
+
+    `adata` is what is written, a subset of the input or all of it.
+    """
     groups = [pd.Categorical(adata.obs[name]) for name in recipe.grouped_by]
     return {
         "format": _FORMAT,
         "n_obs": adata.n_obs,
+        "genes": tokenize(list(adata.var_names)),
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
         # Only the grouping columns matter, not the names of the cells.
         "groups": tokenize(*groups) if groups else None,

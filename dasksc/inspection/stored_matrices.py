@@ -13,10 +13,13 @@ import h5py
 import numpy as np
 import zarr
 
+from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices
 from dasksc.errors import StorageError
 from dasksc.inspection.description import StoredMatrix
 from dasksc.storage import Cache, Place, is_url, open_place
 from dasksc.storage.safety.zarr_codecs import codecs_within
+from dasksc.storage.zarr.reader import ZarrFile
+from dasksc.storage.zarr.zipped import is_zip
 
 __all__ = ["Stored", "alike", "stored_part"]
 
@@ -54,6 +57,8 @@ def _root_of(part: Any) -> Iterator[Any]:
             yield root
     elif os.path.isdir(path):
         yield zarr.open_group(path, mode="r")
+    elif is_zip(path):
+        yield ZarrFile(path).root()
     else:
         with h5py.File(path, "r") as file:
             yield file
@@ -64,6 +69,9 @@ def _matrices_of(root: Any, prefix: str = "") -> Iterator[StoredMatrix]:
         for name in root["mod"]:
             yield from _matrices_of(root["mod"][name], f"{name}/")
         return
+    for name in cell_ranger_matrices(root):
+        arrays = [root[name][part] for part in ("data", "indices", "indptr")]
+        yield _matrix("X", "csr", arrays[0], arrays)
     keys = ["X", *(f"{group}/{name}" for group in ("layers", "obsm") if group in root for name in root[group]), "raw/X"]
     for key in keys:
         if key not in root:

@@ -33,22 +33,25 @@ FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
 
 
 @kernel
-def add_moments(indptr, columns, values, groups, moments):
+def add_moments(indptr, columns, values, groups, order, moments):
     """Add what is not zero to `moments`, shape (n_groups, n_vars, 4), float64.
 
     Of each group and column: how many, the first of them, and the sums of their differences from it and of the squares
-    of these. Differences from a value of the data keep their digits where the mean is large.
+    of these. Differences from a value of the data keep their digits where the mean is large. If the first value is not
+    finite, 0 takes its place, so that a sum of infinite values is infinite. Rows are added in `order`, shape (n_rows,),
+    int64: those of a group together use the caches best.
     """
     n_vars = moments.shape[1]
     flat = moments.reshape(-1)
-    for i in range(len(groups)):
+    for place in range(len(order)):
+        i = order[place]
         begin = np.uint64(groups[i] * n_vars)
         for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
             value = np.float64(values[k])
             if value == 0:
                 continue
             at = (begin + np.uint64(columns[k])) * np.uint64(4)
-            if flat[at] == 0:
+            if flat[at] == 0 and math.isfinite(value):
                 flat[at + np.uint64(1)] = value
             difference = value - flat[at + np.uint64(1)]
             flat[at] += 1

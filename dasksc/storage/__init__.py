@@ -12,6 +12,7 @@ from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import shown
 from dasksc.storage.remote.urls import HDF5_ENDINGS, Place, is_url
 from dasksc.storage.reordered import TakenMatrix
+from dasksc.storage.summed import SummedMatrix
 
 __all__ = [
     "HDF5_ENDINGS",
@@ -25,6 +26,7 @@ __all__ = [
     "Matrix",
     "Place",
     "StackedMatrix",
+    "SummedMatrix",
     "TakenMatrix",
     "UseMmap",
     "as_matrix",

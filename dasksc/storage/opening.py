@@ -18,6 +18,7 @@ from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, 
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import layout as hdf5_layout
+from dasksc.storage.hdf5.cell_ranger import csr_attributes, is_cell_ranger_matrix
 from dasksc.storage.hdf5.reader import H5Array, H5File
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
@@ -28,6 +29,8 @@ from dasksc.storage.safety.hdf5_links import check_item, check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
+from dasksc.storage.zarr.zipped import ZipArchive, is_zip
+from dasksc.storage.zarr.zipped import direct_array as zipped_array
 
 __all__ = ["as_matrix", "open_matrix", "open_place"]
 
@@ -42,9 +45,11 @@ def open_matrix(
     Parameters
     ----------
     path
-        Path of an ``.h5ad`` file, a Zarr directory or a zipped Zarr directory, or a place behind a URL.
+        Path of an ``.h5ad`` file, an ``.h5`` file of CellRanger, a Zarr directory or a zipped Zarr directory, or a
+        place behind a URL.
     key
-        Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``.
+        Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``, or the group of a
+        matrix in an ``.h5`` file of CellRanger.
     use_mmap
         Memory-map uncompressed local files: always (True), never (False), or unless `dasksc.storage.mapping`
         forbids it in the reading thread (``"auto"``). Mapping is the fastest way to read, but the process is
@@ -75,7 +80,7 @@ def open_matrix(
         if not os.path.exists(path):
             raise MissingPathError(f"there is nothing at {path}")
     try:
-        if path.is_zarr() if isinstance(path, Place) else os.path.isdir(path) or path.endswith(".zip"):
+        if path.is_zarr() if isinstance(path, Place) else os.path.isdir(path) or is_zip(path):
             return _open_zarr(path, key.strip("/"), use_mmap=use_mmap, cache=cache)
         return _open_hdf5(_hdf5_bytes(path, cache), key.strip("/"), use_mmap=use_mmap)
     except DaskscError:
@@ -183,7 +188,7 @@ def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: UseMmap) -> 
     item = root[name]
     return _matrix(
         f"{path}:/{name}",
-        attributes=dict(item.attrs),
+        attributes=csr_attributes(item, data) if is_cell_ranger_matrix(item) else dict(item.attrs),
         is_array=isinstance(item, h5py.Dataset),
         members=list(item) if isinstance(item, h5py.Group) else [],
         array=lambda member: _hdf5_array(file, f"{name}/{member}".rstrip("/"), use_mmap=use_mmap),
@@ -221,6 +226,8 @@ def _zarr_array(file: ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | 
     try:
         if isinstance(file.path, Place):
             return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
+        if is_zip(file.path):
+            return zipped_array(ZipArchive.of(file.path), name, label=array.label, use_mmap=use_mmap)
         return local_zarr.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         _log_slow(array, "zarr-python", reason)

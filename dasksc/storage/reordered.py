@@ -39,6 +39,11 @@ class TakenMatrix:
         self.dtype: np.dtype[Any] = matrix.dtype
         self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
 
+    @property
+    def parts(self) -> tuple[Matrix, ...]:
+        """The underlying matrix."""
+        return (self._matrix,)
+
     def n_missing(self, columns: Columns | None = None) -> int:
         """Return the number of columns that are NaN because a part lacks them; see `StackedMatrix.n_missing`."""
         return self._matrix.n_missing(columns) if isinstance(self._matrix, StackedMatrix | TakenMatrix) else 0

@@ -109,7 +109,8 @@ def statistics(
     Notes
     -----
     Rows are read as an epoch of `Streaming` reads them: on the active Dask Client, else on threads. Memory does not
-    grow with the number of cells but for `Statistics.cells`; 64 bytes are needed for each gene of each group. Values
+    grow with the number of cells, except for `Statistics.cells`, for `filter` (8 bytes a cell) and for `by` (1 byte a
+    cell for up to 126 groups, and the columns); 64 bytes are needed for each gene of each group. Values
     are added up in float64 relative to the first of each gene and group, so that variances are right where means are
     large.
     """
@@ -118,12 +119,20 @@ def statistics(
     n_vars = source.adata.n_vars
     groups = None if by is None else groups_of(source.obs, columns)
     cells = None if qc is None else _Cells(source, qc)
-    # Last the rows of no group, since they count over all.
-    codes = np.zeros(source.n_rows, dtype=np.int64) if groups is None else _last_without(groups)
-    n_groups = 0 if groups is None else len(groups.labels)
-    moments = Moments(np.bincount(codes, minlength=n_groups + 1).astype(np.int64), n_vars)
+    n_rows = np.zeros(0, dtype=np.int64) if groups is None else groups.n_rows
+    n_others = source.n_rows - int(n_rows.sum())
+    # Rows without a group come last, since they count over all.
+    if n_others or not len(n_rows):
+        n_rows = np.append(n_rows, n_others)
+    moments = Moments(n_rows, n_vars)
+    source.n_groups = len(n_rows)
     for rows in source:
-        moments.add(rows, codes[rows.places])
+        if groups is None:
+            codes = np.zeros(len(rows.indptr) - 1, dtype=np.int64)
+        else:
+            codes = groups.codes[rows.places].astype(np.int64)
+            codes[codes < 0] = len(groups.labels)
+        moments.add(rows, codes)
         if cells is not None:
             cells.add(rows)
     return Statistics(
@@ -131,10 +140,6 @@ def statistics(
         groups=None if groups is None else _grouped(moments, groups, source),
         cells=None if cells is None else cells.table(),
     )
-
-
-def _last_without(groups: Groups) -> NDArray[np.int64]:
-    return np.where(groups.codes < 0, len(groups.labels), groups.codes)
 
 
 def _genes(moments: Moments, source: Pass) -> pd.DataFrame:

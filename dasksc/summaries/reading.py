@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,8 +28,11 @@ from dasksc.sampling.strategies import Streaming
 __all__ = ["Groups", "Moments", "Pass", "Rows", "groups_of", "refuse_too_large"]
 
 _BATCH_BYTES = 2**21
-_MOST_BATCH_ROWS = 1024
 _FETCH_BATCHES = 16
+# Rows smaller than this are read as if they had this size.
+_LEAST_ROW_BYTES = 2**11
+# Rows whose groups are handled together, with int64 copies.
+_PIECE_ROWS = 2**20
 # Of each group and gene while moments are added up: those, and what is made of them.
 _MOMENT_BYTES = 4 * 8 + 4 * 8
 
@@ -42,15 +47,15 @@ class Rows(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The groups of the rows of a pass: the number of each row's, -1 without one, and a table of their labels."""
+    """Group of each row of a pass, -1 for none, in the narrowest signed integers, and a table of the groups' labels."""
 
-    codes: NDArray[np.int64]
+    codes: NDArray[np.signedinteger[Any]]
     labels: pd.DataFrame
 
     @property
     def n_rows(self) -> NDArray[np.int64]:
-        """How many rows each group has, shape (n_groups,)."""
-        return np.bincount(self.codes[self.codes >= 0], minlength=len(self.labels)).astype(np.int64)
+        """Number of rows of each group, shape (n_groups,)."""
+        return _counts_of(self.codes, len(self.labels))
 
 
 class Pass:
@@ -79,6 +84,8 @@ class Pass:
         The matrix, cells by genes.
     rows
         Numbers of the rows that are read; None: all.
+    n_groups
+        Number of groups that rows are added up in. Rows of several are joined to larger batches.
 
     Raises
     ------
@@ -104,6 +111,7 @@ class Pass:
             raise InputError(f"{self.label} is a {type(array).__name__}, not a numeric matrix")
         self.array = array
         self._progress = progress
+        self.n_groups = 1
         self.rows: NDArray[np.int64] | None = None
         if filter is not None:
             self.rows = np.flatnonzero(filtering.holds(filter, self.adata.obs))
@@ -119,13 +127,23 @@ class Pass:
         return self.adata.obs if self.rows is None else self.adata.obs.iloc[self.rows]
 
     def __iter__(self) -> Iterator[Rows]:
+        batches = self._batches()
+        if self.n_groups == 1:
+            yield from batches
+            return
+        # The moments of several groups do not fit the processor's caches, so rows of a group are added together, of as
+        # many rows as there may be. Larger batches would take more memory, since several are made at a time.
+        while together := list(itertools.islice(batches, _FETCH_BATCHES)):
+            yield _joined(together)
+
+    def _batches(self) -> Iterator[Rows]:
         if not self.n_rows:
             return
-        row_bytes = max(1.0, matrix_of(self.array).cost.row)
+        row_bytes = max(_LEAST_ROW_BYTES, matrix_of(self.array).cost.row)
         dataset = scDataset(
             self.array,
             Streaming(indices=self.rows),
-            batch_size=int(min(max(_BATCH_BYTES / row_bytes, 1), _MOST_BATCH_ROWS)),
+            batch_size=int(max(_BATCH_BYTES / row_bytes, 1)),
             fetch_factor=_FETCH_BATCHES,
             layout="csr",
             dtype=None,
@@ -143,6 +161,16 @@ class Pass:
             indptr, columns = X.crow_indices().numpy(), X.col_indices().numpy()
             yield Rows(slice(start, stop), indptr, columns, data.view(np.uint8) if data.dtype == bool else data)
             start = stop
+
+
+def _joined(batches: Sequence[Rows]) -> Rows:
+    if len(batches) == 1:
+        return batches[0]
+    ends = itertools.accumulate((int(one.indptr[-1]) for one in batches), initial=0)
+    indptr = [one.indptr[:-1] + end for one, end in zip(batches, ends, strict=False)]
+    columns, values = (np.concatenate([getattr(one, name) for one in batches]) for name in ("columns", "values"))
+    places = slice(batches[0].places.start, batches[-1].places.stop)
+    return Rows(places, np.append(np.concatenate(indptr), len(columns)), columns, values)
 
 
 class Moments:
@@ -168,16 +196,20 @@ class Moments:
         self._n_rows = n_rows.astype(np.float64)[:, None]
         self._sums = np.zeros((len(n_rows), n_vars, 4))
 
-    def add(self, rows: Rows, groups: NDArray[np.int64], values: NDArray[Any] | None = None) -> None:
+    def add(self, rows: Rows, groups: NDArray[Any], values: NDArray[Any] | None = None) -> None:
         """Add rows; `groups` are the numbers of theirs, and `values` others than their own."""
         given = rows.values if values is None else values
-        kernels.add_moments(rows.indptr, rows.columns, given, groups, self._sums)
+        groups = groups.astype(np.int64, copy=False)
+        # A stable sort leaves the rows of a group in their order, and so every sum as it would be without it.
+        order = np.argsort(groups, kind="stable") if len(self._sums) > 1 else np.arange(len(groups))
+        kernels.add_moments(rows.indptr, rows.columns, given, groups, order, self._sums)
 
     @cached_property
     def _finished(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         shape = self._sums.shape[:2]
         made = np.empty(shape, dtype=np.int64), np.empty(shape), np.empty(shape), np.empty(shape)
         kernels.finish_moments(self._sums, self._n_rows[:, 0].astype(np.int64), *made)
+        del self._sums  # makes room for what is computed from the results
         return made
 
     @property
@@ -210,8 +242,8 @@ class Moments:
         n = self._n_rows.sum()
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = self.sum.sum(axis=0) / n
-        means = np.where(self._n_rows > 0, self.mean, mean)
-        return mean, (self.squares + self._n_rows * (means - mean) ** 2).sum(axis=0)
+            means = np.where(self._n_rows > 0, self.mean, mean)
+            return mean, (self.squares + self._n_rows * (means - mean) ** 2).sum(axis=0)
 
 
 def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
@@ -226,20 +258,19 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
 
     Raises
     ------
+    InputError
+        If `names` is empty, or has too many columns.
     MissingKeyError
         If there is no such column.
     """
     if not names:
         raise InputError("by=[] names no column of obs; leave it out for statistics over all cells")
     columns = [pd.Categorical(table[known("obs", name, table)]).remove_unused_categories() for name in names]
-    codes = np.zeros(len(table), dtype=np.int64)
-    has_all = np.ones(len(table), dtype=bool)
-    for column in columns:
-        codes = codes * max(len(column.categories), 1) + column.codes
-        has_all &= column.codes >= 0
-    there, numbers = np.unique(codes[has_all], return_inverse=True)
-    found = np.full(len(table), -1, dtype=np.int64)
-    found[has_all] = numbers
+    if len(columns) == 1:
+        found = columns[0].codes
+        there = np.arange(len(columns[0].categories))
+    else:
+        there, found = _combined(columns)
     labels = {}
     for name, column in reversed(list(zip(names, columns, strict=True))):
         there, code = np.divmod(there, max(len(column.categories), 1))
@@ -247,6 +278,39 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
     ordered = {name: labels[name] for name in names}
     index = ["_".join(map(str, label)) for label in zip(*ordered.values(), strict=True)]
     return Groups(found, pd.DataFrame(ordered, index=pd.Index(index, dtype=object)))
+
+
+def _combined(columns: Sequence[pd.Categorical]) -> tuple[NDArray[np.int64], NDArray[np.signedinteger[Any]]]:
+    """Return the combinations of codes that rows have, as one number each, and the place of each row's among them."""
+    n_possible = math.prod(max(len(column.categories), 1) for column in columns)
+    if n_possible >= 2**63:
+        raise InputError(
+            f"by= names {len(columns)} columns with {' x '.join(str(len(one.categories)) for one in columns)} labels, "
+            "and at most 2**63 combinations can be numbered. Group by fewer columns"
+        )
+    codes = np.zeros(len(columns[0]), dtype=np.min_scalar_type(-n_possible - 1))
+    has_all = np.ones(len(codes), dtype=bool)
+    for column in columns:
+        codes *= codes.dtype.type(max(len(column.categories), 1))
+        codes += column.codes.astype(codes.dtype, copy=False)
+        has_all &= column.codes >= 0
+    codes[~has_all] = -1
+    there = pd.unique(codes)
+    there = np.sort(there[there >= 0]).astype(np.int64)
+    found = np.empty(len(codes), dtype=np.min_scalar_type(-len(there) - 1))
+    for start in range(0, len(codes), _PIECE_ROWS):
+        piece = slice(start, start + _PIECE_ROWS)
+        found[piece] = np.where(has_all[piece], np.searchsorted(there, codes[piece]), -1)
+    return there, found
+
+
+def _counts_of(codes: NDArray[np.signedinteger[Any]], n_groups: int) -> NDArray[np.int64]:
+    """Count the rows of each group, shape (n_groups,); rows below 0 have none."""
+    counts = np.zeros(n_groups, dtype=np.int64)
+    for start in range(0, len(codes), _PIECE_ROWS):  # bincount converts what it counts to int64
+        piece = codes[start : start + _PIECE_ROWS]
+        counts += np.bincount(piece[piece >= 0], minlength=n_groups)
+    return counts
 
 
 def refuse_too_large(n_groups: int, n_vars: int, n_bytes: int) -> None:

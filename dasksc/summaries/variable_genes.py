@@ -35,8 +35,8 @@ logger = logging.getLogger("dasksc.summaries")
 
 Flavor = Literal["seurat", "cell_ranger", "seurat_v3", "pearson_residuals"]
 
-# Of each gene and batch, beside their moments: bounds and sums.
-_SECOND_BYTES = 5 * 8
+# Bytes for each gene of each batch in a second pass: results of the first, bounds, sums and scores.
+_SECOND_BYTES = 13 * 8
 _SPAN = 0.3
 _THETA = 100.0
 
@@ -90,9 +90,10 @@ def highly_variable_genes(
 
     Notes
     -----
-    The same genes as scanpy's, but for scores that are equal to a relative 1e-6, since sums are added up in another
-    order. Memory does not grow with the number of cells, but for 8 bytes a cell for `batch_key`; 104 bytes are needed
-    for each gene of each batch. ``"pearson_residuals"`` computes a residual for each gene of each cell, zeros included.
+    The genes are those of scanpy, except for scores that are equal to a relative 1e-6, since sums are added up in
+    another order. Memory does not grow with the number of cells, except for `filter` (8 bytes a cell) and for
+    `batch_key` (1 byte a cell for up to 126 batches, and the column); 104 bytes are needed for each gene of each batch.
+    ``"pearson_residuals"`` computes a residual for each gene of each cell, zeros included.
 
     References
     ----------
@@ -114,6 +115,9 @@ def highly_variable_genes(
     expects_counts = flavor in ("seurat_v3", "pearson_residuals")
     if flavor == "seurat_v3":
         _import_loess()
+    if expects_counts:
+        refuse_too_large(len(batches.labels), source.adata.n_vars, _SECOND_BYTES)
+    source.n_groups = len(batches.labels)
     moments, kinds = _moments(source, batches, is_logarithm=flavor == "seurat")
     if kinds & kernels.NOT_A_NUMBER:
         raise InputError(f"{source.label} has missing values (NaN), so genes have no variance; fill them first")
@@ -138,7 +142,7 @@ def highly_variable_genes(
 
 def _batches(source: Pass, batch_key: str | None) -> Groups:
     if batch_key is None:
-        return Groups(np.zeros(source.n_rows, dtype=np.int64), pd.DataFrame(index=["all"]))
+        return Groups(np.zeros(source.n_rows, dtype=np.int8), pd.DataFrame(index=["all"]))
     batches = groups_of(source.obs, [batch_key])
     n_missing = int((batches.codes < 0).sum())
     if n_missing:
@@ -146,7 +150,7 @@ def _batches(source: Pass, batch_key: str | None) -> Groups:
     # In the order of `numpy.unique`, in which scanpy takes them.
     order = np.argsort(np.asarray(batches.labels[batch_key], dtype=object), kind="stable")
     places = np.argsort(order)
-    return Groups(places[batches.codes], batches.labels.iloc[order])
+    return Groups(places.astype(batches.codes.dtype)[batches.codes], batches.labels.iloc[order])
 
 
 def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Moments, int]:
@@ -181,7 +185,6 @@ def _import_loess() -> Any:
 def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -> pd.DataFrame:
     loess = _import_loess()
     means, variances = moments.mean, _variance(moments)
-    refuse_too_large(len(means), means.shape[1], _SECOND_BYTES)
     deviations = np.ones_like(means)  # of a gene that does not vary
     for name, mean, variance, deviation in zip(batches.labels.index, means, variances, deviations, strict=True):
         varies = variance > 0
@@ -199,7 +202,7 @@ def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -
     bounds = deviations * np.sqrt(n_rows) + means
     sums = np.zeros((*means.shape, 2))
     for rows in source:
-        codes = batches.codes[rows.places]
+        codes = batches.codes[rows.places].astype(np.int64)
         kernels.add_clipped(rows.indptr, rows.columns, rows.values, codes, bounds, sums)
     total, squares = sums[:, :, 0], sums[:, :, 1]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -223,13 +226,12 @@ def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -
 def _by_residuals(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -> pd.DataFrame:
     n_rows = batches.n_rows.astype(np.float64)
     totals = moments.sum
-    refuse_too_large(len(totals), totals.shape[1], _SECOND_BYTES)
     shares = np.divide(totals, totals.sum(axis=1, keepdims=True), out=np.zeros_like(totals), where=totals > 0)
     # scanpy clips all batches at what it finds for the first.
     clip = float(np.sqrt(n_rows[0]))
     sums = np.zeros((len(totals), 2, totals.shape[1]))
     for rows in source:
-        codes = batches.codes[rows.places]
+        codes = batches.codes[rows.places].astype(np.int64)
         kernels.add_residuals(rows.indptr, rows.columns, rows.values, codes, shares, _THETA, clip, sums)
     # Residuals have a mean near 0, so that little is lost by this difference.
     residuals = np.maximum(sums[:, 1] / n_rows[:, None] - (sums[:, 0] / n_rows[:, None]) ** 2, 0)

@@ -16,8 +16,10 @@ import scipy.sparse as sp
 from anndata import AnnData
 from anndata.io import write_elem
 from click.testing import CliRunner
+from zarr.storage import ZipStore
 
 from dasksc import cli
+from tests.support.cell_ranger import make_counts, write_v3
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.programs
@@ -48,6 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "plates").mkdir()
     for i in (1, 2):
         made(i, 15, [f"d{2 * i}", f"d{2 * i + 1}"]).write_h5ad(folder / "plates" / f"{i}.h5ad")
+    types = ["Gene Expression"] * 16 + ["Antibody Capture"] * 4
+    write_v3(folder / "filtered_feature_bc_matrix.h5", make_counts(50, 20), feature_type=types)
+    with warnings.catch_warnings(), ZipStore(folder / "atlas.zarr.zip", mode="w") as store:
+        warnings.simplefilter("ignore")
+        made(0, 20, ["d"]).write_zarr(store)
     rna, prot = made(3, 20, ["d"]), made(3, 5, ["d"])[::-1].copy()
     with h5py.File(folder / "cite.h5mu", "w") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,11 +69,12 @@ def test_the_programs_run_one_after_the_other(folder: Path, monkeypatch: pytest.
     monkeypatch.chdir(folder)
     names: dict[str, Any] = {}
     programs = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(programs) == 12
+    assert len(programs) == 15
     for program in programs:
         exec(program, names)
     printed = capsys.readouterr().out
     assert "(600, 16) ['1', '2']" in printed
+    assert "(50, 16) (50, 4) ['gene_ids', 'feature_types', 'genome']\n50 4\n" in printed
     assert "2 of 3 genes matched by var_names (66.7%); 1 missing are zeros: g999\n" in printed
     (shown,) = re.findall(r"```text\n(census.*?)```", TEXT, flags=re.DOTALL)
     assert shown in printed
@@ -79,9 +87,9 @@ def test_the_programs_run_one_after_the_other(folder: Path, monkeypatch: pytest.
 
 def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    (block,) = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
-    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert [command[1] for command in commands] == ["info", "check", "suggest", "bench"]
+    blocks = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
+    commands = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    assert [command[1] for command in commands] == ["info", "check", "suggest", "bench", "convert"]
     quick = {"info": ["--seconds", "0"], "bench": ["--seconds", "0.01", "--rounds", "1"]}
     for _, name, *arguments in commands:
         done = CliRunner().invoke(cli.group, [name, *arguments, *quick.get(name, [])])

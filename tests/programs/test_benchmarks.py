@@ -369,12 +369,13 @@ def test_summaries_compares_passes_with_reading_and_scanpy(work, tmp_path, capsy
 
     out = tmp_path / "summaries"
     sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES)]
-    options = ["--rounds", "1", "--top", "50", "--batches", "", "--by", "plate", "--out", str(out)]
+    options = ["--rounds", "1", "--top", "50", "--batches", "1", "--groups", "3", "--out", str(out)]
     report = summaries.main([*sizes, *options])
     assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
     assert all(seconds > 0 for seconds in report["seconds"].values())
     assert report["n_differ"] <= 2
-    assert "| statistics by plate |" in capsys.readouterr().out
+    assert all(ratio > 0 for ratio in report["ratios"].values())
+    assert "| statistics, 3 groups |" in capsys.readouterr().out
 
 
 def test_augmentation_compares_transforms_with_none(work, tmp_path, capsys):
@@ -532,7 +533,8 @@ def test_soak_finds_cells_that_are_lost_repeated_or_in_the_same_order(monkeypatc
 def test_files_compares_joined_files_and_some_genes_and_counts_handles(work):
     options = ["--rounds", "1", "--seconds", "0.05", "--warm-up", "0", "--small-files", "12", "--layouts", "csr"]
     report = call("files", work, *SIZES, *options)
-    for one in (*report["joined"].values(), report["genes"]):
+    assert list(report["formats"]["csr"]) == ["10x", "zipped"]
+    for one in (*report["joined"].values(), report["genes"], *report["formats"]["csr"].values()):
         first, second = one["cells_per_s"].values()
         assert one["ratio"] == first / second > 0
     assert report["opening"]["n_files"] == 12

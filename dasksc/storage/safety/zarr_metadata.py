@@ -11,7 +11,7 @@ from typing import Any
 import zarr
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest
-from zarr.storage import LocalStore, ZipStore
+from zarr.storage import LocalStore
 
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.arrays import is_of_content
@@ -20,7 +20,6 @@ from dasksc.storage.safety.zarr_codecs import bounded_metadata
 
 __all__ = [
     "GuardedLocalStore",
-    "GuardedZipStore",
     "check_zip",
     "safe_content",
     "stored_bytes",
@@ -28,7 +27,7 @@ __all__ = [
 
 _METADATA = ("zarr.json", ".zarray", ".zmetadata")
 _CODE = ("pickle", "numcodecs.pickle")
-# An entry of a zip file is read as a whole.
+# A compressed entry of a zip file is read as a whole.
 _ENTRY_BYTES = 2**31
 
 
@@ -71,21 +70,22 @@ def _names_code(value: Any) -> bool:
     return isinstance(value, list) and any(map(_names_code, value))
 
 
-def check_zip(path: str) -> None:
-    """Raise an error if an entry of a zip file would fill memory.
+def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
+    """Raise an error if an entry of a zip file would fill memory; `entries` are those of its directory.
 
     Raises
     ------
     StorageError
         If there is such an entry; the message names it.
     """
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            longest = WHOLE_BYTES if entry.filename.endswith((*_METADATA, ".zattrs", ".zgroup")) else _ENTRY_BYTES
-            if entry.file_size > longest:
-                raise StorageError(
-                    f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, where at most {longest} belong"
-                )
+    for entry in entries:
+        is_metadata = entry.filename.endswith((*_METADATA, ".zattrs", ".zgroup"))
+        longest = WHOLE_BYTES if is_metadata else _ENTRY_BYTES
+        # Stored entries are no larger than the file, and read in part.
+        if entry.file_size > longest and (is_metadata or entry.compress_type != zipfile.ZIP_STORED):
+            raise StorageError(
+                f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, where at most {longest} belong"
+            )
 
 
 def stored_bytes(store: str, arrays: Iterable[zarr.Array[Any]], *, enough: int) -> int:
@@ -109,15 +109,6 @@ class GuardedLocalStore(LocalStore):
         """Return an object; metadata as `safe_content` returns them."""
         data = await super().get(key, prototype, byte_range)  # type: ignore[arg-type, unused-ignore]
         return data if data is None else _safe(str(self.root), key, data)
-
-
-class GuardedZipStore(ZipStore):
-    """Zip store with safe metadata; see `safe_content`."""
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return an object; metadata as `safe_content` returns them."""
-        data = await super().get(key, prototype, byte_range)
-        return data if data is None else _safe(str(self.path), key, data)
 
 
 def _safe(store: str, key: str, data: Buffer) -> Buffer:

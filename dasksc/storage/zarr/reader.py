@@ -12,10 +12,11 @@ from zarr.abc.store import Store
 
 from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.remote.urls import Place
-from dasksc.storage.safety.zarr_metadata import GuardedLocalStore, GuardedZipStore, check_zip
+from dasksc.storage.remote.urls import ZARR_MARKERS, Place
+from dasksc.storage.safety.zarr_metadata import GuardedLocalStore
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 from dasksc.storage.zarr.remote import PlaceStore, RemoteMetadata
+from dasksc.storage.zarr.zipped import ZipArchive, ZipMembers
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
@@ -46,11 +47,10 @@ class ZarrFile:
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # Reopened after a fork. Threads in a race open it twice, which is harmless.
-            is_zip = os.path.isfile(self.path)
-            if is_zip:
-                check_zip(self.path)
             store: Store = (
-                GuardedZipStore(self.path, mode="r") if is_zip else GuardedLocalStore(self.path, read_only=True)
+                ZipMembers(ZipArchive.of(self.path))
+                if os.path.isfile(self.path)
+                else GuardedLocalStore(self.path, read_only=True)
             )
             opened = self._opened = os.getpid(), store
         return opened[1]
@@ -64,7 +64,7 @@ class ZarrFile:
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
                 f"{self.path} is not a Zarr store: it has no group at its root (no zarr.json, no .zgroup). "
-                "Give the directory that AnnData's write_zarr made, or an .h5ad file."
+                + (_inside(self.path) or "Give the directory that AnnData's write_zarr made, or an .h5ad file.")
             ) from error
 
     def identity(self, name: str) -> FileIdentity | RemoteMetadata:
@@ -78,6 +78,15 @@ class ZarrFile:
             if os.path.exists(path):
                 return FileIdentity.of(path)
         raise StorageError(f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray)")
+
+
+def _inside(path: str | Place) -> str | None:
+    """Return what to do with a zip file that has its store in a folder; None of anything else."""
+    if isinstance(path, Place) or not os.path.isfile(path):
+        return None
+    folders = (name.rpartition("/") for name in ZipArchive.of(path).members)
+    found = min((folder for folder, _, name in folders if folder and name in ZARR_MARKERS), key=len, default=None)
+    return found and f"There is one in its folder {found!r}: unpack it, and zip what is in that folder (zip -0 -r)."
 
 
 class ZarrArray(SlicedArray):

@@ -330,12 +330,20 @@ def test_a_truncated_h5ad_is_refused(tmp_path: Path, kept: float) -> None:
 
 def test_a_file_that_is_no_hdf5_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cells.csv").write_text("gene1,gene2\n1,2\n")
-    with zipfile.ZipFile(tmp_path / "atlas.zarr.zip", "w") as archive:
-        archive.writestr("zarr.json", "{}")
     (tmp_path / "empty.h5ad").write_bytes(b"")
-    for name in ("cells.csv", "atlas.zarr.zip", "empty.h5ad"):
+    for name in ("cells.csv", "empty.h5ad"):
         with pytest.raises(CorruptDataError, match="is not an HDF5 file"):
             dasksc.open(tmp_path / name)
+
+
+def test_a_zip_file_that_holds_no_store_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "atlas.zarr.zip", "w") as archive:
+        archive.writestr("zarr.json", "{}")
+    with pytest.raises(StorageError, match=r"atlas\.zarr\.zip holds no AnnData"):
+        dasksc.open(tmp_path / "atlas.zarr.zip")
+    (tmp_path / "text.zarr.zip").write_text("gene1,gene2\n1,2\n")
+    with pytest.raises(CorruptDataError, match=r"text\.zarr\.zip \(16 bytes\) is not a zip file"):
+        dasksc.open(tmp_path / "text.zarr.zip")
 
 
 def test_an_obs_that_lacks_a_column_it_lists_is_refused(tmp_path: Path) -> None:

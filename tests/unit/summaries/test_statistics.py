@@ -153,6 +153,16 @@ def test_moments_do_not_depend_on_how_rows_are_cut(cells, size):
     assert not kinds & kernels.NOT_A_NUMBER
 
 
+@pytest.mark.parametrize("values", [[np.inf, 1, 2], [1, np.inf, 2], [-np.inf, 0, -np.inf], [np.inf, 0, -np.inf]])
+def test_infinite_values_have_the_sums_of_numpy(values):
+    column = np.array(values)[:, None]
+    found = dasksc.statistics(ad.AnnData(column)).genes
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(found["sum"], column.sum(axis=0))
+        np.testing.assert_array_equal(found["mean"], column.mean(axis=0))
+    assert np.isnan(found["var"]).all()
+
+
 def test_missing_values_stay_missing():
     values = np.array([[1.0, np.nan], [2.0, 3.0]])
     found = dasksc.statistics(ad.AnnData(values)).genes
@@ -191,9 +201,33 @@ def test_cells_without_a_label_belong_to_no_group_and_count_over_all():
 
 def test_groups_that_need_more_memory_than_there_may_be_are_refused():
     adata = make_adata(60, 17)
-    said = r"61 groups of 17 genes need .*memory-limit is .* Group by fewer"
+    said = r"60 groups of 17 genes need .*memory-limit is .* Group by fewer"
     with dask.config.set({"dasksc.memory-limit": "20kB"}), pytest.raises(InputError, match=said):
         dasksc.statistics(adata, by=["int64", "uint16", "text", "float32"])
+
+
+@pytest.mark.parametrize("n", [1, 126, 127, 128, 129, 300])
+def test_groups_take_no_more_bytes_than_they_need(n):
+    rng = np.random.default_rng(0)
+    first = pd.Categorical.from_codes(np.append(rng.integers(-1, n, 1000), np.arange(n)), [f"t{i}" for i in range(n)])
+    second = pd.Categorical.from_codes(rng.integers(-1, 2, len(first)), ["x", "y"])
+    table = pd.DataFrame({"first": first, "second": second, "text": np.array(second.astype(str))})
+    for names in (["first"], ["first", "second"], ["second", "first"], ["text"]):
+        found = reading.groups_of(table, names)
+        expected = table.groupby(names, observed=True, sort=True).ngroup().fillna(-1).to_numpy(int)
+        if names == ["text"]:
+            assert found.codes.max() == 2
+        np.testing.assert_array_equal(found.codes, expected)
+        assert found.codes.dtype.itemsize <= (1 if len(found.labels) < 127 else 2)
+        np.testing.assert_array_equal(found.n_rows, np.bincount(expected[expected >= 0], minlength=len(found.labels)))
+        assert found.n_rows.dtype == np.int64
+
+
+def test_columns_with_too_many_combinations_are_refused():
+    many = pd.Categorical([f"{i}" for i in range(3000)])
+    table = pd.DataFrame({f"c{i}": many for i in range(6)})
+    with pytest.raises(InputError, match="6 columns with 3000 x .*Group by fewer"):
+        reading.groups_of(table, list(table))
 
 
 # --- Of cells -------------------------------------------------------------------------------------------
@@ -265,10 +299,15 @@ def test_the_command_writes_what_the_function_finds(tmp_path):
         assert run(path, *wrong).exit_code == 1
 
 
-def test_a_pass_reads_every_row_once_in_order(tmp_path):
+@pytest.mark.parametrize("n_groups", [1, 2])
+def test_a_pass_reads_every_row_once_in_order(tmp_path, n_groups, monkeypatch):
     adata = make_adata(60, 17)
+    monkeypatch.setattr(reading, "_LEAST_ROW_BYTES", reading._BATCH_BYTES // 2)
+    monkeypatch.setattr(reading, "_FETCH_BATCHES", 7)
     source = reading.Pass(write_store(adata, tmp_path, "h5ad"), layer=None)
+    source.n_groups = n_groups
     parts = list(source)
+    assert len(parts) == (30 if n_groups == 1 else 5)
     assert [part.places.start for part in parts] == [0, *[part.places.stop for part in parts[:-1]]]
     found = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 17)) for p in parts])
     np.testing.assert_array_equal(found.toarray(), dense(adata.X))

@@ -164,6 +164,20 @@ def test_no_flavor_reads_more_often_than_it_says(flavor, n_passes, monkeypatch):
     assert n == n_passes
 
 
+@pytest.mark.parametrize("flavor", ["seurat_v3", "pearson_residuals"])
+def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pass(flavor, monkeypatch):
+    from dasksc.summaries.reading import Pass
+
+    pytest.importorskip("skmisc")
+    monkeypatch.setattr(Pass, "__iter__", lambda self: pytest.fail("values are read"))
+    adata = made_up()
+    # Enough for the first pass, which takes 64 bytes for each gene of each batch.
+    n_bytes = adata.obs["batch"].nunique() * adata.n_vars * 80
+    said = r"groups of .* genes need .*memory-limit is .* Group by fewer"
+    with dask.config.set({"dasksc.memory-limit": n_bytes}), pytest.raises(InputError, match=said):
+        dasksc.highly_variable_genes(adata, 50, flavor, "batch")
+
+
 def test_what_cannot_be_compared_is_refused(caplog):
     adata = made_up()
     with pytest.raises(InputError, match="flavor='seurat_v4' is none of"):

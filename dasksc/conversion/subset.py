@@ -1,0 +1,147 @@
+"""A subset of an atlas to convert: cells that an expression selects, and genes aligned with a list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from numpy.typing import NDArray
+
+from dasksc.atlas.assemble import assemble, unchecked
+from dasksc.atlas.elements import Unwrapped
+from dasksc.atlas.filtering import holds
+from dasksc.atlas.options import OpenOptions
+from dasksc.errors import InputError
+from dasksc.loader.genes import GeneMatch, GeneRequest
+from dasksc.pushdown import matrix_of
+from dasksc.storage import ColumnMaps, Columns, Matrix, StackedMatrix, SummedMatrix, TakenMatrix
+
+__all__ = ["Subset", "subset_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subset:
+    """A subset of an atlas.
+
+    Parameters
+    ----------
+    adata
+        Its matrices are lazy; nothing of them has been read.
+    match
+        How names of genes matched; None if none were given.
+    left_out
+        Keys of the elements that a subset of genes cannot have.
+    """
+
+    adata: AnnData
+    match: GeneMatch | None
+    left_out: tuple[str, ...]
+
+
+def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Subset:
+    """Return the cells for which an expression over obs holds, and the columns of X and the layers that are asked for.
+
+    Parameters
+    ----------
+    adata
+        What `dasksc.open` returns. It is not modified.
+    expression
+        As for `dasksc.rows_where`; None for all cells.
+    genes
+        Genes to keep, as for `scDataset`. ``raw`` keeps its own.
+
+    Raises
+    ------
+    InputError
+        If no cell is left, or genes are refused; see `GeneRequest.columns_of`.
+    MissingKeyError
+        If obs has no such column, or var no such genes.
+    """
+    rows = None if expression is None else np.flatnonzero(holds(expression, adata.obs))
+    if rows is not None and not len(rows):
+        raise InputError(f"filter={expression!r} holds for none of the {adata.n_obs} cells")
+    columns, match = genes.columns_of(adata.var, adata.n_vars)
+    if rows is None and columns is None:
+        return Subset(adata=adata, match=None, left_out=())
+
+    def of_cells(array: da.Array | None, kept: Columns | None = None) -> Unwrapped | None:
+        return None if array is None else Unwrapped(matrix=_selected(matrix_of(array), rows, kept))
+
+    # From AnnData 0.13 on, layers[None] is X.
+    layers = {name: of_cells(array, columns) for name, array in adata.layers.items() if name is not None}
+    is_changed = columns is not None and (columns.sums is not None or len(columns) != len(columns.positions))
+    with unchecked():
+        subset = assemble(
+            x=of_cells(adata.X, columns),
+            obs=adata.obs if rows is None else adata.obs.iloc[rows],
+            var=adata.var if columns is None else _genes(adata.var, columns, match, genes.key),
+            uns=adata.uns,
+            layers=layers,
+            obsm={name: _cells_of(element, rows) for name, element in adata.obsm.items()},
+            varm={} if is_changed else {name: _columns_of(one, columns) for name, one in adata.varm.items()},
+            obsp={},
+            varp={} if is_changed else {name: _square(one, columns) for name, one in adata.varp.items()},
+            raw=None
+            if adata.raw is None
+            else {"X": of_cells(adata.raw.X), "var": adata.raw.var, "varm": dict(adata.raw.varm)},
+            options=OpenOptions(),
+        )
+    lost: Mapping[str, Any] = {"varm": adata.varm, "varp": adata.varp} if is_changed else {}
+    return Subset(
+        adata=subset, match=match, left_out=tuple(f"{group}/{name}" for group, held in lost.items() for name in held)
+    )
+
+
+def _selected(matrix: Matrix, rows: NDArray[np.int64] | None, columns: Columns | None) -> Matrix:
+    """Return the kept rows and columns of a matrix, unread."""
+    if columns is not None and columns.sums is not None:
+        matrix = SummedMatrix(matrix, columns)
+    elif columns is not None:
+        # Missing genes are columns of the map that no column of the matrix goes to.
+        maps = ColumnMaps([columns.lookup], len(columns), fill_value=0)
+        matrix = StackedMatrix(label=matrix.label, parts=[matrix], maps=maps)
+    return matrix if rows is None else TakenMatrix(matrix, rows)
+
+
+def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
+    if rows is None:
+        return element
+    if isinstance(element, da.Array):
+        return Unwrapped(matrix=TakenMatrix(matrix_of(element), rows))
+    return element.iloc[rows] if isinstance(element, pd.DataFrame) else element[rows]
+
+
+def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:
+    """Return the table of the kept genes: of summed ones the first, of missing ones the name only."""
+    to = np.arange(len(columns)) if columns.to is None else columns.to
+    first = np.full(len(columns), -1)
+    # Where several positions go to one column, the last assignment stays.
+    first[to[::-1]] = columns.positions[::-1]
+    missing = first < 0
+    if not missing.any():
+        table = var.iloc[first]
+    else:
+        # -1 is no label of the range, so its row has missing values.
+        table = var.set_axis(pd.RangeIndex(len(var))).reindex(first)
+    names = var.index.to_numpy(dtype=object)[first]
+    if match is not None and missing.any():
+        asked = np.array(match.names, dtype=object)
+        names = np.where(missing, asked, names)
+        if key is not None:
+            table = table.assign(**{key: np.where(missing, asked, table[key].astype(object))})
+    return table.set_axis(pd.Index(names, name=var.index.name))
+
+
+def _columns_of(element: Any, columns: Columns | None) -> Any:
+    if columns is None:
+        return element
+    return element.iloc[columns.positions] if isinstance(element, pd.DataFrame) else element[columns.positions]
+
+
+def _square(element: Any, columns: Columns | None) -> Any:
+    return element if columns is None else element[columns.positions][:, columns.positions]

@@ -1,0 +1,63 @@
+"""Matrices in the ``.h5`` files of 10x Genomics' CellRanger.
+
+CellRanger stores features by barcodes in CSC. The same three arrays are the CSR matrix of cells by genes, so rows are
+read in place. The shape is a dataset rather than an attribute. Layout: "Feature-Barcode Matrices HDF5 Format" in the
+documentation of Cell Ranger, for version 3 (a group ``matrix``) and version 2 (a group for each genome).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import h5py
+import numpy as np
+
+from dasksc.errors import CorruptDataError
+from dasksc.storage.files import LocalFile
+from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.safety.decompression_limits import ROOM_BYTES
+from dasksc.storage.safety.hdf5_chunks import check_chunks
+from dasksc.storage.safety.hdf5_links import check_item
+
+__all__ = ["csr_attributes", "is_cell_ranger_matrix"]
+
+_MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
+
+
+def is_cell_ranger_matrix(item: Any) -> bool:
+    """Return True if an HDF5 object is a matrix as CellRanger stores it."""
+    return isinstance(item, h5py.Group) and "encoding-type" not in item.attrs and item.keys() >= _MEMBERS
+
+
+def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str, Any]:
+    """Return the attributes with which AnnData would store a matrix of CellRanger as CSR, cells by features.
+
+    Parameters
+    ----------
+    group
+        Group for which `is_cell_ranger_matrix` is True.
+    file
+        File that contains it.
+
+    Raises
+    ------
+    CorruptDataError
+        If its shape is not two lengths.
+    StorageError
+        If its shape is in another file, outside the folder of this one.
+    """
+    stored, label = group["shape"], f"{file.path}:{group.name}/shape"
+    if isinstance(file, LocalFile):  # remote files are checked when they are opened
+        check_item(stored, file.path, folder=os.path.dirname(file.path))
+    if not isinstance(stored, h5py.Dataset) or stored.shape != (2,) or stored.dtype.kind not in "iu":
+        raise CorruptDataError(f"{label} must be two integers, features and cells. Copy or download the file again.")
+    if stored.chunks and stored.chunks[0] * stored.dtype.itemsize > ROOM_BYTES:
+        raise CorruptDataError(
+            f"{label} is two integers in chunks of {stored.chunks[0]}. The file is corrupt, or made to fill memory."
+        )
+    check_chunks(stored, label)
+    n_vars, n_obs = map(int, stored[()])
+    if min(n_vars, n_obs) < 0 or n_obs >= np.iinfo(np.int64).max:
+        raise CorruptDataError(f"{label} is {n_vars} features by {n_obs} cells. Copy or download the file again.")
+    return {"encoding-type": "csr_matrix", "shape": (n_obs, n_vars)}

@@ -1,0 +1,392 @@
+"""Zarr stores in zip files: stored members are read where they lie in the archive, compressed ones member by member.
+
+Layout: APPNOTE.TXT of PKWARE, version 6.3, sections 4.3.7 (local header) and 4.3.12 (central directory). `zipfile`
+reads the directory; members are read by byte ranges, so that threads and forked processes share no file position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
+
+from dasksc.errors import CorruptDataError, InputError, StorageError
+from dasksc.storage.arrays import StoredArray, UnknownLayoutError
+from dasksc.storage.chunked import ChunkedArray, TableChunks
+from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.files import LocalFile, UseMmap
+from dasksc.storage.safety.zarr_metadata import check_zip, safe_content
+from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
+from dasksc.storage.zarr.shard_index import index_bytes, index_places
+
+__all__ = ["ZipArchive", "ZipMembers", "direct_array", "is_zip"]
+
+_HEADER = struct.Struct("<4s5H3I2H")
+_SIGNATURE = b"PK\x03\x04"
+_ENCRYPTED = 0x1
+# Archives whose directory a process keeps: opening an atlas opens each of its matrices by itself.
+_MOST_KEPT = 8
+# Larger chunks do not fit the table of `TableChunks`.
+_MOST_CHUNK_BYTES = 2**32 - 1
+# Chunks that an array may have beyond those in the archive.
+_MOST_ABSENT = 2**20
+
+
+def is_zip(path: str) -> bool:
+    """Return True if a local path is that of a zip file, by its ending."""
+    return path.endswith(".zip") and os.path.isfile(path)
+
+
+class _Member(NamedTuple):
+    """An entry of the directory: where its header lies, whether it is compressed, and its sizes in bytes."""
+
+    header_at: int
+    is_compressed: bool
+    stored_bytes: int
+    n_bytes: int
+    checksum: int
+
+
+class ZipArchive:
+    """The members of a zip file. Pickles as its path.
+
+    Parameters
+    ----------
+    identity
+        The file. Reads raise an error if it has changed since.
+
+    Raises
+    ------
+    CorruptDataError
+        If it is no zip file.
+    StorageError
+        If a member is encrypted, compressed by anything but deflate, or unpacks to too much.
+    """
+
+    def __init__(self, identity: FileIdentity) -> None:
+        self.file = LocalFile(identity)
+        try:
+            with zipfile.ZipFile(identity.path) as archive:
+                entries = archive.infolist()
+        # zipfile raises errors of several kinds on damaged directories.
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError) as error:
+            raise CorruptDataError(
+                f"{identity.path} ({identity.size} bytes) is not a zip file, or is truncated: {error}. Copy or "
+                "download it again."
+            ) from error
+        check_zip(identity.path, entries)
+        for one in entries:
+            if one.flag_bits & _ENCRYPTED or one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                how = "encrypted" if one.flag_bits & _ENCRYPTED else f"compressed by method {one.compress_type}"
+                raise StorageError(
+                    f"{identity.path}: {one.filename!r} is {how}; stored and deflated members are read. Write the "
+                    "archive again: zip -0 -r"
+                )
+        # Of members of one name the last one counts, as for zarr-python.
+        self.members = {
+            one.filename: _Member(
+                one.header_offset,
+                one.compress_type != zipfile.ZIP_STORED,
+                one.compress_size,
+                one.file_size,
+                one.CRC,
+            )
+            for one in entries
+            if not one.is_dir()
+        }
+
+    @classmethod
+    def of(cls, path: str) -> ZipArchive:
+        """Return the archive at a path, as it is now; its directory is read once in a process."""
+        return _archive(FileIdentity.of(os.path.abspath(path)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ZipArchive, (self.file.identity,)
+
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self.file.path
+
+    @cached_property
+    def folders(self) -> dict[str, list[str]]:
+        """The names in each folder, which ends in no slash."""
+        found: dict[str, dict[str, None]] = {}
+        for name in self.members:
+            while name:
+                folder, _, last = name.rpartition("/")
+                inside = found.setdefault(folder, {})
+                if last in inside:
+                    break
+                inside[last] = None
+                name = folder
+        return {folder: list(inside) for folder, inside in found.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """Return the bytes ``[start, stop)`` of a member; None if there is none.
+
+        Raises
+        ------
+        CorruptDataError
+            If it is not what the directory says.
+        """
+        member = self.members.get(name)
+        if member is None:
+            return None
+        at = int(self.places([name])[0])
+        stop = member.n_bytes if stop is None else min(stop, member.n_bytes)
+        if not member.is_compressed and (start, stop) != (0, member.n_bytes):
+            return bytes(self.file.fetch(at + start, at + max(start, stop)))
+        data = bytes(self.file.fetch(at, at + member.stored_bytes))
+        if member.is_compressed:
+            try:
+                # One byte more than belongs there shows that there is more.
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.n_bytes + 1)
+            except zlib.error as error:
+                raise self._broken(name, str(error)) from error
+        if len(data) != member.n_bytes or zlib.crc32(data) != member.checksum:
+            raise self._broken(name, "its length or checksum is another")
+        return data[start:stop]
+
+    def places(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """Return where the bytes of members begin, shape (n_names,), int64.
+
+        Raises
+        ------
+        CorruptDataError
+            If a header is not that of its member, or a member ends beyond the file.
+        """
+        members = [self.members[name] for name in names]
+        headers = np.array([member.header_at for member in members], dtype=np.int64)
+        if (headers < 0).any() or (headers + _HEADER.size > self.file.identity.size).any():
+            raise self._broken(names[0], "its header lies beyond the end of the file")
+        found = np.empty(len(names), dtype=np.int64)
+        order = np.argsort(headers, kind="stable")
+        sizes = np.full(len(names), _HEADER.size, dtype=np.int64)
+        for number, data in zip(order, self.file.ranges(headers[order], sizes, use_mmap=False), strict=True):
+            signature, _, flags, method, *_, name_bytes, extra_bytes = _HEADER.unpack(data)
+            member = members[number]
+            if signature != _SIGNATURE or flags & _ENCRYPTED or bool(method) != member.is_compressed:
+                raise self._broken(names[number], "its header is another's")
+            found[number] = member.header_at + _HEADER.size + name_bytes + extra_bytes
+            if found[number] + member.stored_bytes > self.file.identity.size:
+                raise self._broken(names[number], "it ends beyond the end of the file")
+        return found
+
+    def stored_bytes(self, paths: Iterable[str]) -> int:
+        """Return how many bytes are stored for what is below some folders."""
+        folders = tuple(f"{path.strip('/')}/" for path in paths)
+        return sum(member.stored_bytes for name, member in self.members.items() if name.startswith(folders))
+
+    def _broken(self, name: str, reason: str) -> CorruptDataError:
+        return CorruptDataError(f"{self.path}: {name!r} is corrupt: {reason}. Copy or download the archive again.")
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _archive(identity: FileIdentity) -> ZipArchive:
+    return ZipArchive(identity)
+
+
+def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMmap) -> StoredArray:
+    """Return a Zarr array whose chunks are stored in a zip file as one that is read without zarr-python.
+
+    Parameters
+    ----------
+    archive
+        The zip file.
+    name
+        Path of the array in it.
+    label
+        Name of the array in error messages.
+    use_mmap
+        Use of a memory map, see `UseMmap`.
+
+    Returns
+    -------
+    StoredArray
+        Its chunks are byte ranges of the file: those of shards are looked up in the index of each shard by this call.
+
+    Raises
+    ------
+    UnknownLayoutError
+        If it must be read through zarr-python, as members that the archive compresses must.
+    CorruptDataError
+        If a chunk is larger than it can be, or lies outside of its member.
+    """
+    found = ((kind, archive.read(f"{name}/{kind}")) for kind in METADATA)
+    layout = next((layout_of(kind, content) for kind, content in found if content is not None), None)
+    if layout is None:
+        raise UnknownLayoutError("it has no metadata in the archive")
+    offsets, sizes = _chunk_places(archive, name, layout)
+    file = archive.file
+    return ChunkedArray(
+        label=label,
+        shape=layout.shape,
+        chunk_shape=layout.chunk_shape,
+        chain=layout.chain,
+        source=TableChunks(
+            file,
+            offsets=offsets,
+            sizes=sizes,
+            skipped=np.zeros(len(offsets), dtype=np.uint32),
+            use_mmap=use_mmap if file.can_map else False,
+        ),
+        fill=layout.fill,
+    )
+
+
+def _chunk_places(archive: ZipArchive, name: str, layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the offset in the file (-1 if it was never written) and the size of each chunk."""
+    grid = layout.grid
+    objects = tuple(-(-n // per_shard) for n, per_shard in zip(grid, layout.per_shard, strict=True))
+    # A shard has at least 16 bytes for each of its chunks.
+    n_possible = len(archive.members) if layout.shard_shape is None else archive.file.identity.size // 16
+    if math.prod(grid) > _MOST_ABSENT + n_possible or math.prod(objects) > _MOST_ABSENT + len(archive.members):
+        raise UnknownLayoutError(f"its shape, {layout.shape}, is one of {math.prod(grid)} chunks")
+    ats = itertools.product(*map(range, objects))
+    keys = {at: key for at in ats if (key := f"{name}/{layout.key(at)}") in archive.members}
+    members = [archive.members[key] for key in keys.values()]
+    _check_sizes(archive, layout, keys.values())
+    if any(member.is_compressed for member in members):
+        raise UnknownLayoutError("its members are compressed by the archive; zip -0 stores them as they are")
+    if any(member.n_bytes > _MOST_CHUNK_BYTES for member in members) and layout.shard_shape is None:
+        raise UnknownLayoutError("a chunk has more than 4 GiB")
+    begins = archive.places(list(keys.values())) if keys else np.empty(0, dtype=np.int64)
+    offsets = np.full(math.prod(grid), -1, dtype=np.int64)
+    sizes = np.zeros(math.prod(grid), dtype=np.int64)
+    if layout.shard_shape is None:
+        numbers = np.ravel_multi_index(tuple(np.array(list(keys)).T), grid) if keys else np.empty(0, dtype=np.int64)
+        offsets[numbers], sizes[numbers] = begins, [member.n_bytes for member in members]
+        return offsets, sizes
+    for at, key, begin, member in zip(keys, keys.values(), begins.tolist(), members, strict=True):
+        starts, lengths = _shard_places(archive, key, begin, member, layout)
+        within = np.stack(np.unravel_index(np.arange(len(starts)), layout.per_shard))
+        chunk_at = within + (np.array(at) * layout.per_shard)[:, None]
+        inside = (chunk_at < np.array(grid)[:, None]).all(axis=0) & (starts >= 0)
+        numbers = np.ravel_multi_index(tuple(chunk_at[:, inside]), grid)
+        offsets[numbers], sizes[numbers] = begin + starts[inside], lengths[inside]
+    return offsets, sizes
+
+
+def _shard_places(
+    archive: ZipArchive, key: str, begin: int, member: _Member, layout: Layout
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where the chunks of a shard lie in it."""
+    identity = FileIdentity(path=f"{archive.path}/{key}", size=member.n_bytes, mtime_ns=0)
+    start, stop = index_bytes(layout, identity)
+    starts, lengths = index_places(layout, identity, archive.file.fetch(begin + start, begin + stop))
+    beyond = (starts + lengths > member.n_bytes) | (lengths > _MOST_CHUNK_BYTES)
+    if beyond.any():
+        raise CorruptDataError(
+            f"{identity.path}: a chunk ends at byte {(starts + lengths).max()}, beyond its {member.n_bytes}. Copy or "
+            "download the archive again."
+        )
+    return starts, lengths
+
+
+def _check_sizes(archive: ZipArchive, layout: Layout, keys: Iterable[str]) -> None:
+    """Refuse members that unpack to more than any codec makes of their chunks."""
+    n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
+    at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)
+    for key in keys:
+        if archive.members[key].n_bytes > at_most:
+            raise CorruptDataError(
+                f"{archive.path}: {key!r} unpacks to {archive.members[key].n_bytes} bytes, where at most {at_most} "
+                "belong. The archive is corrupt, or made to fill memory."
+            )
+
+
+class ZipMembers(Store):
+    """The members of a zip file for zarr-python; metadata as `safe_content` has them.
+
+    Parameters
+    ----------
+    archive
+        The zip file.
+    """
+
+    supports_writes = False
+    supports_deletes = False
+    supports_listing = True
+    supports_partial_writes = False
+
+    def __init__(self, archive: ZipArchive) -> None:
+        super().__init__(read_only=True)
+        self._archive = archive
+
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, ZipMembers) and value._archive.file.identity == self._archive.file.identity
+
+    def __str__(self) -> str:
+        return self._archive.path
+
+    def __repr__(self) -> str:
+        return f"ZipMembers({self._archive.path!r})"
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        """Return a member, or a range of it; None if there is none."""
+        member = self._archive.members.get(key)
+        if member is None:
+            return None
+        start, stop = 0, member.n_bytes
+        if isinstance(byte_range, RangeByteRequest):
+            start, stop = byte_range.start, byte_range.end
+        elif isinstance(byte_range, SuffixByteRequest):
+            start = max(0, stop - byte_range.suffix)
+        elif byte_range is not None:
+            start = byte_range.offset
+        data = await asyncio.to_thread(self._archive.read, key, start, stop)
+        assert data is not None
+        return prototype.buffer.from_bytes(data if byte_range else safe_content(self._archive.path, key, data))
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        """Return several ranges."""
+        return [await self.get(key, prototype, wanted) for key, wanted in key_ranges]
+
+    async def exists(self, key: str) -> bool:
+        """Return whether there is a member."""
+        return key in self._archive.members
+
+    async def getsize(self, key: str) -> int:
+        """Return the bytes stored for a member."""
+        if key not in self._archive.members:
+            raise FileNotFoundError(key)
+        return self._archive.members[key].stored_bytes
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Refuse: nothing is written."""
+        raise InputError(f"{self} is read only")
+
+    async def delete(self, key: str) -> None:
+        """Refuse: nothing is written."""
+        raise InputError(f"{self} is read only")
+
+    async def list(self) -> AsyncIterator[str]:
+        """Yield all keys."""
+        for key in self._archive.members:
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """Yield all keys below a prefix."""
+        for key in self._archive.members:
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """Yield the names directly below a prefix."""
+        for name in self._archive.folders.get(prefix.strip("/"), ()):
+            yield name

@@ -1,0 +1,98 @@
+"""10x ``.h5`` files as CellRanger 2 and 3 lay them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import scipy.sparse as sp
+
+__all__ = ["make_counts", "write_v2", "write_v3"]
+
+_FIXED = np.bytes_
+
+
+def make_counts(n_obs: int, n_vars: int, *, dtype: Any = np.int32, seed: int = 0) -> sp.csr_matrix:
+    """Counts of cells by genes, int64 columns in ascending order, with empty cells first, in the middle and last."""
+    rng = np.random.default_rng(seed)
+    dense = rng.integers(1, 100, (n_obs, n_vars)) * (rng.random((n_obs, n_vars)) < 0.3)
+    for row in (0, n_obs // 2, n_obs - 1):
+        dense[row] = 0
+    return sp.csr_matrix(dense.astype(dtype))
+
+
+def write_v3(
+    path: Path,
+    counts: sp.csr_matrix,
+    *,
+    name: Sequence[str] | None = None,
+    feature_type: Sequence[str] | None = None,
+    genome: Sequence[str] | None = None,
+    features: Mapping[str, Any] | None = None,
+    filtered_barcodes: Any = None,
+    types: Mapping[str, Any] | None = None,
+    variable_strings: bool = False,
+    compression: str | None = "gzip",
+) -> Path:
+    """Write counts as CellRanger 3 does: ``matrix``, genes by cells in CSC, and ``matrix/features``."""
+    _n_obs, n_vars = counts.shape
+    columns = {
+        "name": name or [f"gene {i}" for i in range(n_vars)],
+        "id": [f"ENSG{i:011d}" for i in range(n_vars)],
+        "feature_type": feature_type or ["Gene Expression"] * n_vars,
+        "genome": genome or ["GRCh38"] * n_vars,
+        **(features or {}),
+    }
+    with h5py.File(path, "w") as file:
+        file.attrs["filetype"] = "matrix"
+        group = file.create_group("matrix")
+        _write_matrix(group, counts, types, variable_strings=variable_strings, compression=compression)
+        table = group.create_group("features")
+        _write_text(table, "_all_tag_keys", ["genome"], variable_strings=variable_strings)
+        for key, values in columns.items():
+            _write_text(table, key, values, variable_strings=variable_strings)
+        if filtered_barcodes is not None:
+            group["filtered_barcodes"] = filtered_barcodes
+    return path
+
+
+def write_v2(path: Path, genomes: Mapping[str, sp.csr_matrix], *, compression: str | None = "gzip") -> Path:
+    """Write counts as CellRanger 2 does: a group of each genome, with cells of its own."""
+    with h5py.File(path, "w") as file:
+        for genome, counts in genomes.items():
+            group = file.create_group(genome)
+            _write_matrix(group, counts, None, variable_strings=False, compression=compression)
+            for key, prefix in (("genes", "ENSG"), ("gene_names", f"{genome} gene ")):
+                _write_text(group, key, [f"{prefix}{i}" for i in range(counts.shape[1])], variable_strings=False)
+    return path
+
+
+def _write_matrix(
+    group: h5py.Group,
+    counts: sp.csr_matrix,
+    types: Mapping[str, Any] | None,
+    *,
+    variable_strings: bool,
+    compression: str | None,
+) -> None:
+    n_obs, n_vars = counts.shape
+    how = {"indptr": np.int64, "indices": np.int64, "data": counts.dtype, "shape": np.int32} | dict(types or {})
+    for key in ("indptr", "indices", "data"):
+        values = getattr(counts, key).astype(how[key])
+        group.create_dataset(key, data=values, chunks=(100,), maxshape=(None,), compression=compression)
+    # Genes by cells: each column of the CSC matrix is a cell.
+    group["shape"] = np.array([n_vars, n_obs], dtype=how["shape"])
+    _write_text(group, "barcodes", [f"AAAC{i}-1" for i in range(n_obs)], variable_strings=variable_strings)
+
+
+def _write_text(group: h5py.Group, key: str, values: Any, *, variable_strings: bool) -> None:
+    values = np.asarray(values)
+    if values.dtype.kind != "U":
+        group[key] = values
+    elif variable_strings:
+        group.create_dataset(key, data=values.astype(object), dtype=h5py.string_dtype())
+    else:
+        group[key] = np.char.encode(values, "utf-8").astype(_FIXED)

@@ -1,0 +1,427 @@
+"""10x ``.h5`` files are read in place, as `scanpy.read_10x_h5` reads them into memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scanpy as sc
+import scipy.sparse as sp
+from anndata import AnnData
+
+import dasksc
+from dasksc.errors import CorruptDataError, FetchError, InputError, MissingKeyError, StorageError
+from dasksc.pushdown import matrix_of
+from tests.support.cell_ranger import make_counts, write_v2, write_v3
+
+pytestmark = pytest.mark.core
+
+GENES, PROTEINS = "Gene Expression", "Antibody Capture"
+TYPES = [GENES] * 14 + [PROTEINS] * 4 + ["CRISPR Guide Capture"] * 2
+GENOMES = ["GRCh38"] * 8 + ["mm10"] * 6 + [""] * 6
+# Two genes of one name, and one name beyond ASCII that scanpy does not decode is in a test of its own.
+NAMES = ["twice" if i in (3, 11) else f"gene {i}" for i in range(20)]
+
+
+def scanpys(path: Path, kept: Any = slice(None), **options: Any) -> AnnData:
+    """What scanpy reads, of the features `kept`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names repeat
+        return sc.read_10x_h5(path, **{"gex_only": False} | options)[:, kept].copy()
+
+
+def same(opened: AnnData, expected: AnnData) -> None:
+    """Values are equal, and so are both tables."""
+    assert opened.shape == expected.shape
+    assert list(opened.obs_names) == list(expected.obs_names)
+    assert list(opened.var_names) == list(expected.var_names)
+    pd.testing.assert_frame_equal(opened.obs, expected.obs, check_dtype=False)
+    pd.testing.assert_frame_equal(opened.var.astype(object), expected.var.astype(object), check_dtype=False)
+    for name in expected.var:
+        assert (opened.var[name].dtype == bool) == (expected.var[name].dtype == bool), name
+    np.testing.assert_array_equal(opened.X.compute().toarray(), expected.X.toarray())
+
+
+def batches(data: Any, **options: Any) -> list[np.ndarray]:
+    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(4), batch_size=16, seed=1, **options)
+    return [batch.numpy() for batch in dataset]
+
+
+@pytest.fixture
+def v3(tmp_path: Path) -> Path:
+    return write_v3(
+        tmp_path / "filtered_feature_bc_matrix.h5",
+        make_counts(60, 20),
+        name=NAMES,
+        feature_type=TYPES,
+        genome=GENOMES,
+        features={"pattern": [""] * 14 + ["5PNNNNNNNNNN(BC)"] * 6, "is_control": np.arange(20) % 3 == 0},
+    )
+
+
+@pytest.mark.parametrize("variable_strings", [False, True])
+@pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
+def test_version_3_is_what_scanpy_reads(tmp_path: Path, compression: str | None, variable_strings: bool) -> None:
+    path = write_v3(
+        tmp_path / "a.h5",
+        make_counts(60, 20),
+        name=NAMES,
+        feature_type=TYPES,
+        genome=GENOMES,
+        features={"is_control": np.arange(20) % 3 == 0},
+        compression=compression,
+        variable_strings=variable_strings,
+    )
+    opened = dasksc.open(path)
+    same(opened, scanpys(path))
+    assert opened.var["is_control"].dtype == bool
+    assert list(opened.var) == [*("gene_ids", "feature_types", "genome", "is_control")]
+
+
+def test_version_2_is_what_scanpy_reads(tmp_path: Path) -> None:
+    path = write_v2(tmp_path / "a.h5", {"GRCh38": make_counts(30, 12)})
+    same(dasksc.open(path), scanpys(path))
+    same(dasksc.open(path, feature_types=GENES), scanpys(path, gex_only=True))
+
+
+@pytest.mark.parametrize("genome", ["hg19", "mm10"])
+def test_version_2_has_a_matrix_for_each_genome(tmp_path: Path, genome: str) -> None:
+    counts = {"hg19": make_counts(30, 12), "mm10": make_counts(17, 9, seed=1)}
+    path = write_v2(tmp_path / "a.h5", counts)
+    with pytest.raises(InputError, match=r"2 genomes \(hg19, mm10\), each with cells of its own.*genome='hg19'"):
+        dasksc.open(path)
+    opened = dasksc.open(path, genome=genome)
+    same(opened, scanpys(path, genome=genome))
+    assert opened.shape == counts[genome].shape
+    with pytest.raises(InputError, match=r"one of them"):
+        dasksc.open(path, genome=["hg19", "mm10"])
+
+
+@pytest.mark.parametrize(
+    ("options", "of_scanpy", "n_vars"),
+    [
+        ({"feature_types": GENES}, {"gex_only": True}, 14),
+        ({"genome": "mm10"}, {"genome": "mm10"}, 6),
+        ({"genome": "GRCh38", "feature_types": GENES}, {"genome": "GRCh38", "gex_only": True}, 8),
+    ],
+)
+def test_features_are_chosen_as_scanpy_chooses_them(v3: Path, options: Any, of_scanpy: Any, n_vars: int) -> None:
+    opened = dasksc.open(v3, **options)
+    same(opened, scanpys(v3, **of_scanpy))
+    assert opened.n_vars == n_vars
+
+
+def test_several_feature_types_keep_the_order_of_the_file(v3: Path) -> None:
+    opened = dasksc.open(v3, feature_types=["CRISPR Guide Capture", PROTEINS])
+    expected = scanpys(v3, [kind != GENES for kind in TYPES])
+    same(opened, expected)
+    same(dasksc.open(v3, genome=("GRCh38", "mm10")), scanpys(v3, slice(14)))
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("options", [{}, {"feature_types": PROTEINS}, {"genome": "mm10"}])
+@pytest.mark.parametrize("mmap", ["auto", False])
+def test_batches_equal_those_of_the_h5ad(tmp_path: Path, v3: Path, options: Any, layout: Any, mmap: Any) -> None:
+    opened = dasksc.open(v3, mmap=mmap, **options)
+    expected = scanpys(v3, scanpys(v3).var["gene_ids"].isin(opened.var["gene_ids"]).to_numpy())
+    expected.var_names_make_unique()
+    expected.write_h5ad(tmp_path / "same.h5ad")
+
+    def yielded(data: Any) -> list[Any]:
+        dataset = dasksc.scDataset(data, dasksc.BlockShuffling(4), batch_size=16, layout=layout, seed=1)
+        return [batch.to_dense().numpy() for batch in dataset]
+
+    for ours, theirs in zip(yielded(opened), yielded(tmp_path / "same.h5ad"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "int64", "uint32", "float32"])
+@pytest.mark.parametrize("index", ["int32", "int64", "uint64", "uint32"])
+def test_any_type_of_counts_and_of_places_is_read(tmp_path: Path, dtype: str, index: str) -> None:
+    counts = make_counts(40, 10, dtype=dtype)
+    types = {"indptr": index, "indices": index, "shape": index}
+    path = write_v3(tmp_path / "a.h5", counts, types=types)
+    opened = dasksc.open(path)
+    np.testing.assert_array_equal(opened.X.compute().toarray(), counts.toarray())
+    # Arithmetic in the type of counts would wrap.
+    assert opened.X.dtype == ("float32" if np.dtype(dtype).itemsize <= 2 or dtype == "float32" else "float64")
+
+
+def test_counts_beyond_float32_stay_exact(tmp_path: Path) -> None:
+    counts = sp.csr_matrix(np.array([[2**24 + 1, 0], [0, 3]], dtype=np.int32))
+    opened = dasksc.open(write_v3(tmp_path / "a.h5", counts))
+    assert opened.X.compute()[0, 0] == 2**24 + 1
+
+
+def test_offsets_too_long_to_keep_are_read_in_part(v3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = scanpys(v3).X.toarray()
+    monkeypatch.setattr("dasksc.storage.matrices._INDPTR_KEPT_BYTES", 0)
+    opened = dasksc.open(v3)
+    np.testing.assert_array_equal(opened.X.compute().toarray(), expected)
+    assert np.array_equal(np.concatenate(batches(v3)), np.concatenate(batches(scanpys(v3))))
+
+
+@pytest.mark.parametrize("n_obs", [0, 1, 3])
+def test_files_without_counts_open(tmp_path: Path, n_obs: int) -> None:
+    path = write_v3(tmp_path / "a.h5", sp.csr_matrix((n_obs, 5), dtype=np.int32))
+    opened = dasksc.open(path)
+    assert opened.shape == (n_obs, 5)
+    assert opened.X.compute().nnz == 0
+
+
+def test_probes_have_their_own_names(tmp_path: Path) -> None:
+    path = write_v3(
+        tmp_path / "raw_probe_bc_matrix.h5",
+        make_counts(20, 6),
+        features={"gene_id": [f"ENSG{i // 2}" for i in range(6)], "filtered_probes": np.arange(6) % 2 == 0},
+        filtered_barcodes=np.arange(20) % 4 > 0,
+    )
+    opened = dasksc.open(path)
+    same(opened, scanpys(path))
+    assert "probe_ids" in opened.var
+    assert opened.var["filtered_probes"].dtype == bool
+    assert len(dasksc.rows_where(path, "filtered_barcodes")) == 15
+    only = dasksc.open(path, obs=["filtered_barcodes"], names=False)
+    assert list(only.obs) == ["filtered_barcodes"]
+    assert isinstance(only.obs.index, pd.RangeIndex)
+    with pytest.raises(MissingKeyError, match="no column 'donor'"):
+        dasksc.open(path, obs=["donor"])
+
+
+def test_names_beyond_ascii_are_read(tmp_path: Path) -> None:
+    path = write_v3(tmp_path / "a.h5", make_counts(5, 2), name=["IFN-β", "TGFβ1"])
+    assert list(dasksc.open(path).var_names) == ["IFN-β", "TGFβ1"]
+
+
+def test_repeated_names_are_said(v3: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dasksc.open(v3)
+    assert "var_names repeat" in caplog.text
+    with pytest.raises(InputError, match="repeats"):
+        dasksc.scDataset(v3, dasksc.Streaming(), batch_size=8, genes=["twice"])
+    summed = dasksc.scDataset(v3, dasksc.Streaming(), batch_size=60, genes=["twice"], genes_repeated="sum")
+    expected = scanpys(v3).X.toarray()[:, [3, 11]].sum(axis=1, keepdims=True)
+    np.testing.assert_array_equal(next(iter(summed)).numpy(), expected)
+    by_id = dasksc.scDataset(
+        v3, dasksc.Streaming(), batch_size=60, genes=["ENSG00000000011", "ENSG00000000003"], genes_key="gene_ids"
+    )
+    np.testing.assert_array_equal(next(iter(by_id)).numpy(), scanpys(v3).X.toarray()[:, [11, 3]])
+
+
+def test_several_files_are_one_atlas(tmp_path: Path) -> None:
+    counts = [make_counts(30, 10, seed=1), make_counts(25, 10, seed=2)]
+    for sample, one in zip("ab", counts, strict=True):
+        (tmp_path / sample).mkdir()
+        write_v3(tmp_path / sample / "filtered_feature_bc_matrix.h5", one, feature_type=TYPES[9:19])
+    pattern = tmp_path / "*" / "filtered_feature_bc_matrix.h5"
+    both = dasksc.open(str(pattern), label="sample", index_unique="-")
+    assert both.obs["sample"].unique().tolist() == ["a/filtered_feature_bc_matrix", "b/filtered_feature_bc_matrix"]
+    np.testing.assert_array_equal(both.X.compute().toarray(), np.vstack([one.toarray() for one in counts]))
+    proteins = dasksc.open(str(pattern), feature_types=PROTEINS, index_unique="-")
+    np.testing.assert_array_equal(proteins.X.compute().toarray(), np.vstack([one.toarray()[:, 5:9] for one in counts]))
+    streamed = dasksc.scDataset(proteins, dasksc.Streaming(), batch_size=10)
+    np.testing.assert_array_equal(
+        np.concatenate([batch.numpy() for batch in streamed]), np.vstack([one.toarray()[:, 5:9] for one in counts])
+    )
+
+
+def test_a_file_among_several_may_lack_a_feature_type(tmp_path: Path) -> None:
+    write_v3(tmp_path / "a.h5", make_counts(12, 20), feature_type=TYPES)
+    write_v3(tmp_path / "b.h5", make_counts(12, 20))
+    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    both = dasksc.open(paths, feature_types=[GENES, PROTEINS], join="outer", index_unique="-")
+    assert both.shape == (24, 20)
+    with pytest.raises(MissingKeyError, match=r"b\.h5.*no 'Antibody Capture'"):
+        dasksc.open(paths, feature_types=[PROTEINS], join="outer")
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+@pytest.mark.parametrize("options", [{}, {"feature_types": GENES, "genome": "mm10"}])
+def test_it_is_read_through_a_cache(tmp_path: Path, v3: Path, options: Any) -> None:
+    same(dasksc.open(v3, cache=tmp_path / "cache", **options), dasksc.open(v3, **options).to_memory())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_yield_the_same(v3: Path, num_workers: int) -> None:
+    from torch.utils.data import DataLoader
+
+    opened = dasksc.open(v3, feature_types=[GENES, PROTEINS])
+    dataset = dasksc.scDataset(opened, dasksc.BlockShuffling(4), batch_size=16, seed=1)
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None
+    )
+    found = sorted(tuple(row) for batch in loader for row in batch.numpy())
+    assert found == sorted(tuple(row) for row in scanpys(v3, slice(18)).X.toarray())
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_types": GENES}])
+def test_matrices_pickle(v3: Path, options: Any) -> None:
+    matrix = matrix_of(dasksc.open(v3, **options).X)
+    again = pickle.loads(pickle.dumps(matrix))
+    rows = np.array([0, 3, 59])
+    out, expected = np.empty((2, 3, matrix.shape[1]), dtype=np.float64)
+    again.fetch(rows).gather(np.arange(3), out=out)
+    matrix.fetch(rows).gather(np.arange(3), out=expected)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(out, scanpys(v3).X.toarray()[rows, : matrix.shape[1]])
+
+
+def test_the_file_is_converted(tmp_path: Path, v3: Path) -> None:
+    dasksc.convert(dasksc.open(v3, feature_types=PROTEINS), tmp_path / "a.zarr", order="keep", verify=True)
+    np.testing.assert_array_equal(
+        dasksc.open(tmp_path / "a.zarr").X.compute().toarray(), scanpys(v3).X.toarray()[:, 14:18]
+    )
+
+
+def test_it_is_described(v3: Path) -> None:
+    found = dasksc.describe(v3, seconds=0)
+    assert (found.n_obs, found.n_vars) == (60, 20)
+    assert [(one.key, one.encoding, one.codec, one.dtype) for one in found.matrices] == [("X", "csr", "gzip", "int32")]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"feature_types": "Antibody"}, MissingKeyError, r"no 'Antibody'.*did you mean 'Antibody Capture'"),
+        ({"genome": "GRCh37"}, MissingKeyError, r"no 'GRCh37'.*did you mean 'GRCh38'"),
+        (
+            {"genome": "mm10", "feature_types": PROTEINS},
+            InputError,
+            r"no feature of.*feature_types=\['Antibody Capture'\].*genome=\['mm10'\]",
+        ),
+        ({"feature_types": []}, InputError, "at least one"),
+        ({"feature_types": 3}, InputError, "feature_types=3"),
+        ({"genome": [3]}, InputError, "genome="),
+    ],
+)
+def test_features_that_are_not_there_are_refused(v3: Path, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        dasksc.open(v3, **options)
+
+
+def test_version_2_counts_genes_only(tmp_path: Path) -> None:
+    path = write_v2(tmp_path / "a.h5", {"GRCh38": make_counts(30, 12)})
+    with pytest.raises(MissingKeyError, match=r"no 'Antibody Capture'.*'?Gene Expression"):
+        dasksc.open(path, feature_types=PROTEINS)
+    with pytest.raises(MissingKeyError, match="no 'mm10'"):
+        dasksc.open(path, genome="mm10")
+
+
+def test_other_files_have_no_features_to_choose(tmp_path: Path, v3: Path) -> None:
+    adata = scanpys(v3)
+    adata.var_names_make_unique()
+    adata.write_h5ad(tmp_path / "a.h5ad")
+    for data in (tmp_path / "a.h5ad", adata):
+        with pytest.raises(InputError, match=r"feature_types= is for 10x \.h5 files.*adata\[:, adata\.var"):
+            dasksc.open(data, feature_types=GENES)
+    with pytest.raises(InputError, match="genome= is for 10x"):
+        dasksc.open([tmp_path / "a.h5ad"], genome="mm10")
+
+
+def test_there_is_no_raw(v3: Path) -> None:
+    with pytest.raises(MissingKeyError, match="no raw"):
+        dasksc.open(v3, raw=True)
+
+
+# --- Damaged and hostile files ------------------------------------------------------------------------
+
+
+def _with(path: Path, name: str, value: Any, **options: Any) -> None:
+    with h5py.File(path, "r+") as file:
+        if name in file["matrix"]:
+            del file[f"matrix/{name}"]
+        if value is not None:
+            file.create_dataset(f"matrix/{name}", data=value, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("shape", np.array([20, 61]), r"indptr has shape \(61,\)"),
+        ("shape", np.array([20, -1]), "shape"),
+        ("shape", np.array([20, 60, 1]), "shape"),
+        ("shape", np.array([20.0, 60.0]), "shape"),
+        ("shape", np.array(["20", "60"], dtype="S"), "shape"),
+        ("shape", np.array([2**40, 60]), r"columns"),
+        ("shape", np.array([21, 60]), r"has 21 columns.*20 features"),
+        ("barcodes", np.array([b"a"] * 59), r"60 rows, and obs 59"),
+        ("barcodes", np.zeros((60, 2)), "barcodes"),
+        ("barcodes", h5py.Empty("S5"), "barcodes"),
+        ("features/name", np.array([b"a"] * 19), "different lengths"),
+        ("filtered_barcodes", np.array([b"x"] * 60), r"filtered_barcodes has dtype .*booleans are needed"),
+        ("features/id", None, r"lacks id"),
+        ("features/name", None, r"lacks name"),
+        ("features/feature_type", None, r"lacks feature_type"),
+        ("indices", np.zeros(3, dtype=np.int64), "one equal length"),
+        ("indptr", np.zeros(61), "integers are needed"),
+        ("data", np.array([b"1"] * 3), "holds"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(v3: Path, name: str, value: Any, message: str) -> None:
+    _with(v3, name, value)
+    with pytest.raises((StorageError, InputError), match=message):
+        dasksc.open(v3)
+
+
+@pytest.mark.parametrize("change", ["descends", "beyond", "negative"])
+def test_rows_that_lie_nowhere_are_refused(v3: Path, change: str) -> None:
+    with h5py.File(v3, "r+") as file:
+        indptr = file["matrix/indptr"][:]
+        indptr[30] = {"descends": indptr[29] - 1, "beyond": indptr[-1] + 1, "negative": -1}[change]
+        file["matrix/indptr"][:] = indptr
+    with pytest.raises(FetchError, match=r"CorruptDataError.*matrix/indptr: row 29"):
+        batches(v3)
+
+
+def test_columns_that_are_not_there_are_refused(v3: Path) -> None:
+    with h5py.File(v3, "r+") as file:
+        file["matrix/indices"][5] = 20
+    for options in ({}, {"feature_types": GENES}):
+        with pytest.raises(CorruptDataError, match=r"column outside \[0, 20\)"):
+            batches(dasksc.open(v3, **options))
+
+
+@pytest.mark.parametrize("kept", [0.95, 0.5, 0.1])
+def test_a_truncated_file_is_refused(v3: Path, kept: float) -> None:
+    content = v3.read_bytes()
+    v3.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(CorruptDataError, match="truncated"):
+        dasksc.open(v3)
+
+
+@pytest.mark.parametrize("name", ["barcodes", "features/name"])
+def test_names_that_would_fill_memory_are_refused(v3: Path, name: str) -> None:
+    with h5py.File(v3, "r+") as file:
+        del file[f"matrix/{name}"]
+        # Chunks that were never written take no room in the file.
+        file.create_dataset(f"matrix/{name}", shape=(2**33,), chunks=(2**20,), dtype="S18")
+    with pytest.raises((CorruptDataError, StorageError), match="bytes beside its matrices"):
+        dasksc.open(v3)
+
+
+def test_a_shape_in_a_chunk_that_would_fill_memory_is_refused(v3: Path) -> None:
+    with h5py.File(v3, "r+") as file:
+        del file["matrix/shape"]
+        file.create_dataset(
+            "matrix/shape", data=np.array([20, 60]), chunks=(2**28,), maxshape=(None,), compression="gzip"
+        )
+    with pytest.raises(CorruptDataError, match="chunks of"):
+        dasksc.open(v3)
+
+
+@pytest.mark.parametrize("name", ["shape", "barcodes", "features/name", "data"])
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, v3: Path, name: str) -> None:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.h5"
+    with h5py.File(outside, "w") as file:
+        file["n"] = np.arange(3)
+    with h5py.File(v3, "r+") as file:
+        del file[f"matrix/{name}"]
+        file[f"matrix/{name}"] = h5py.ExternalLink(os.path.relpath(outside, tmp_path), "/n")
+    with pytest.raises(StorageError, match="lies in another file"):
+        dasksc.open(v3)

@@ -1,0 +1,278 @@
+"""A conversion of some cells, and of genes aligned with a list, writes what a data set of these would yield."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+from click.testing import CliRunner
+
+import dasksc
+from dasksc import cli
+from dasksc.conversion.inputs import leaves_read
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.pushdown import matrix_of
+from dasksc.storage import SummedMatrix, open_matrix
+from dasksc.storage.matrix import Columns
+from tests.support.conversions import read
+from tests.support.data import dense, make_adata, write_store
+
+pytestmark = pytest.mark.core
+
+NEEDED = "cell_type == 'T cell' and int64 > -20"
+
+
+def written(tmp_path: Path, data: Any, **options: Any) -> ad.AnnData:
+    dasksc.convert(data, tmp_path / "new.zarr", **{"order": "keep", "verify": True} | options)
+    return read(tmp_path / "new.zarr")
+
+
+@pytest.fixture
+def adata() -> ad.AnnData:
+    made = make_adata(60, 17)
+    made.raw = made
+    made.var["symbol"] = ["twice" if i in (2, 9) else f"S{i}" for i in range(17)]
+    made.var["n"] = np.arange(17)
+    made.varm["loadings"] = np.arange(34.0).reshape(17, 2)
+    return made
+
+
+@pytest.mark.parametrize("format", ["h5ad", "zarr3"])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_cells_are_those_of_the_filter(tmp_path: Path, adata: ad.AnnData, format: str, layout: str) -> None:
+    adata.X = adata.X if layout == "csr" else adata.X.toarray()
+    path = write_store(adata, tmp_path, format)
+    found = written(tmp_path, path, filter=NEEDED)
+    rows = dasksc.rows_where(path, NEEDED)
+    expected = adata[rows]
+    assert 0 < len(rows) < 60
+    assert list(found.obs_names) == list(expected.obs_names)
+    pd.testing.assert_frame_equal(
+        found.obs.astype(object), expected.obs.astype(object), check_dtype=False, check_categorical=False
+    )
+    np.testing.assert_array_equal(dense(found.X), dense(expected.X))
+    np.testing.assert_array_equal(dense(found.raw.X), dense(adata.raw.X)[rows])
+    for group in ("layers", "obsm"):
+        for name, values in getattr(expected, group).items():
+            if isinstance(values, pd.DataFrame):
+                # A view of an AnnData drops categories that no cell has; a subset keeps them, as obs does.
+                rows_of = adata.obsm[name].iloc[rows]
+                pd.testing.assert_frame_equal(found.obsm[name], rows_of, check_dtype=False)
+            elif name is not None:
+                np.testing.assert_array_equal(dense(getattr(found, group)[name]), dense(values))
+    np.testing.assert_array_equal(found.varm["loadings"], adata.varm["loadings"])
+
+
+@pytest.mark.parametrize("order", ["keep", "shuffle"])
+def test_a_subset_is_grouped_and_shuffled(tmp_path: Path, adata: ad.AnnData, order: Any) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    found = written(tmp_path, path, filter="int64 > 0", genes=["gene4", "gene1"], group_by="cell_type", order=order)
+    rows = adata.obs_names.get_indexer(found.obs_names)
+    assert sorted(rows) == np.flatnonzero(adata.obs["int64"] > 0).tolist()
+    assert (np.diff(found.obs["cell_type"].cat.codes) >= 0).all()
+    np.testing.assert_array_equal(dense(found.X), dense(adata.X)[rows][:, [4, 1]])
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize(
+    "genes",
+    [
+        {"genes": ["gene5", "gene0", "gene16"]},
+        {"genes": np.arange(17) % 3 == 0},
+        {"genes": [7, 3]},
+        {"genes": slice(2, 9)},
+        {"genes": ["gene5", "new", "gene0"], "genes_missing": "zero"},
+        {"genes": ["gene5", "new", "gene0"], "genes_missing": "drop"},
+        {"genes": ["S3", "S1"], "genes_key": "symbol"},
+        {"genes": ["S3", "twice", "S1"], "genes_key": "symbol", "genes_repeated": "sum"},
+        {
+            "genes": ["new", "twice", "S1"],
+            "genes_key": "symbol",
+            "genes_repeated": "sum",
+            "genes_missing": "zero",
+        },
+    ],
+    ids=str,
+)
+def test_genes_are_those_of_a_data_set(
+    tmp_path: Path, adata: ad.AnnData, genes: Any, layout: str, narrow: bool
+) -> None:
+    adata.X = adata.X if layout == "csr" else adata.X.toarray()
+    path = write_store(adata, tmp_path, "h5ad")
+    options = {"layers": ["counts", "scaled"], "obs": ["int64"]}
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=60, dtype=None, **genes, **options)
+    expected = next(iter(dataset))
+    found = written(tmp_path, path, narrow=narrow, **genes)
+    np.testing.assert_array_equal(dense(found.X), expected.X.numpy())
+    for name in ("counts", "scaled"):
+        np.testing.assert_array_equal(dense(found.layers[name]), expected.layers[name].numpy())
+    assert sp.issparse(found.X) == (layout == "csr")
+    # A data set of the store needs no option but the key.
+    names = (
+        list(found.var["symbol" if "genes_key" in genes else "n"]) if "genes_key" in genes else list(found.var_names)
+    )
+    again = dasksc.scDataset(
+        tmp_path / "new.zarr",
+        dasksc.Streaming(),
+        batch_size=60,
+        genes=names,
+        genes_key=genes.get("genes_key"),
+        dtype=None,
+    )
+    np.testing.assert_array_equal(next(iter(again)).numpy(), expected.X.numpy())
+    if dataset.gene_match is not None:
+        assert tuple(names) == dataset.gene_match.names
+    assert found.raw.n_vars == 17
+
+
+def test_var_follows_the_genes(tmp_path: Path, adata: ad.AnnData) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    found = written(tmp_path, path, genes=["gene5", "new", "gene0"], genes_missing="zero")
+    assert list(found.var_names) == ["gene5", "new", "gene0"]
+    assert found.var["n"].tolist()[::2] == [5, 0]
+    assert np.isnan(found.var["n"].iloc[1])
+    assert found.var["symbol"].isna().tolist() == [False, True, False]
+    assert "loadings" not in found.varm
+    report = dasksc.convert(path, tmp_path / "b.zarr", genes=["gene5", "new"], genes_missing="drop")
+    assert report.genes is not None
+    assert report.genes.startswith("1 of 2 genes matched by var_names (50.0%); 1 missing are left out: new")
+    pure = dasksc.convert(path, tmp_path / "c.zarr", genes=["gene5", "gene0"])
+    np.testing.assert_array_equal(read(tmp_path / "c.zarr").varm["loadings"], adata.varm["loadings"][[5, 0]])
+    assert pure.left_out == ("obsp/neighbours",)
+
+
+def test_missing_genes_have_the_key_that_was_asked_for(tmp_path: Path, adata: ad.AnnData) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    options: dict[str, Any] = {"genes_key": "symbol", "genes_missing": "zero", "genes_repeated": "sum"}
+    found = written(tmp_path, path, genes=["S4", "none", "twice"], **options)
+    assert list(found.var["symbol"]) == ["S4", "none", "twice"]
+    assert list(found.var_names) == ["gene4", "none", "gene2"]
+
+
+def test_what_cannot_follow_is_named(tmp_path: Path, adata: ad.AnnData) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    report = dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "new"], genes_missing="zero")
+    assert "varm/loadings" in report.left_out
+
+
+def test_sums_of_narrow_counts_do_not_wrap(tmp_path: Path) -> None:
+    values = np.full((20, 3), 200, dtype=np.uint8)
+    var = pd.DataFrame({"symbol": ["a", "a", "b"]}, index=["x", "y", "z"])
+    for i, x in enumerate((sp.csr_matrix(values), values)):
+        path = tmp_path / f"{i}.h5ad"
+        ad.AnnData(x, var=var).write_h5ad(path)
+        for narrow in (True, False):
+            options: dict[str, Any] = {"genes_key": "symbol", "genes_repeated": "sum", "narrow": narrow}
+            found = written(tmp_path, path, genes=["a", "b"], overwrite=True, **options)
+            np.testing.assert_array_equal(dense(found.X), [[400, 200]] * 20)
+            assert found.X.dtype == (np.uint16 if narrow else np.uint64)
+
+
+def test_several_atlases_become_an_aligned_subset(tmp_path: Path) -> None:
+    parts = [make_adata(30, 17), make_adata(30, 17)]
+    parts[1].var_names = [f"gene{i + 5}" for i in range(17)]
+    paths = [write_store(part, tmp_path, "h5ad", name=name) for part, name in zip(parts, "ab", strict=True)]
+    found = written(
+        tmp_path, paths, join="outer", label="part", filter="part == 'b' or int64 > 0", genes=["gene20", "gene3"]
+    )
+    kept = np.concatenate([parts[0].obs["int64"] > 0, np.ones(30, dtype=bool)])
+    expected = np.zeros((60, 2))
+    expected[30:, 0] = dense(parts[1].X)[:, 15]
+    expected[:30, 1] = dense(parts[0].X)[:, 3]
+    np.testing.assert_array_equal(dense(found.X), expected[kept])
+
+
+def test_a_filter_that_holds_nowhere_is_refused(tmp_path: Path, adata: ad.AnnData) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    with pytest.raises(InputError, match=r"filter='int64 > 1000' holds for none of the 60 cells"):
+        dasksc.convert(path, tmp_path / "a.zarr", filter="int64 > 1000")
+    with pytest.raises(MissingKeyError, match="int65"):
+        dasksc.convert(path, tmp_path / "a.zarr", filter="int65 > 0")
+    with pytest.raises(InputError, match="genes_missing= cannot be used without genes="):
+        dasksc.convert(path, tmp_path / "a.zarr", genes_missing="zero")
+    with pytest.raises(MissingKeyError, match="'gene99'"):
+        dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "gene99"])
+    assert not list(tmp_path.glob("a.zarr*"))
+
+
+def test_an_unfinished_subset_is_resumed_by_the_same_one_only(
+    tmp_path: Path, adata: ad.AnnData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    options: dict[str, Any] = {"filter": "int64 > 0", "genes": ["gene4", "new"], "genes_missing": "zero"}
+    with monkeypatch.context() as patched:
+        patched.setattr("dasksc.conversion.converting.write_tables", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            dasksc.convert(path, tmp_path / "new.zarr", **options)
+    for other in ({"filter": "int64 > 1"}, {"genes": ["gene4", "other"]}, {"genes": ["gene5", "new"]}):
+        with pytest.raises(InputError, match="differs from this one in (filter|genes|inputs)"):
+            dasksc.convert(path, tmp_path / "new.zarr", **options | other)
+    found = written(tmp_path, path, **options, order="shuffle")
+    assert list(found.var_names) == ["gene4", "new"]
+
+
+def _killed(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_target_may_not_be_the_input_of_a_subset(tmp_path: Path, adata: ad.AnnData) -> None:
+    store = write_store(adata, tmp_path, "zarr3")
+    with pytest.raises(InputError, match="is, or lies in, the input"):
+        dasksc.convert(dasksc.open(store), store, filter="int64 > 0", genes=["gene1"], overwrite=True)
+    matrix = matrix_of(dasksc.open(store).X)
+    summed = SummedMatrix(matrix, Columns(np.array([1, 2]), 17, np.array([0, 0]), 1))
+    assert list(leaves_read(summed)) == [matrix]
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_summed_rows_take_what_their_matrix_says(tmp_path: Path, adata: ad.AnnData, layout: str) -> None:
+    adata.X = adata.X if layout == "csr" else adata.X.toarray()
+    path = write_store(adata, tmp_path, "h5ad")
+    columns = Columns(np.array([1, 2, 8]), 17, np.array([1, 0, 0]), 3)
+    matrix = SummedMatrix(open_matrix(path, "X"), columns)
+    rows = np.array([0, 3, 3, 59])
+    fetched = matrix.fetch(rows)
+    out = np.empty((4, 3), dtype=matrix.dtype)
+    fetched.gather(np.arange(4), out=out)
+    x = dense(adata.X)[rows]
+    np.testing.assert_array_equal(out, np.stack([x[:, 2] + x[:, 8], x[:, 1], 0 * x[:, 0]], axis=1))
+    assert fetched.nbytes <= matrix.cost.held * 4
+
+
+# --- On the command line ------------------------------------------------------------------------------
+
+
+def test_the_command_takes_a_subset(tmp_path: Path, adata: ad.AnnData) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    (tmp_path / "genes.txt").write_text("gene3\nnew\ngene1\n")
+    (tmp_path / "genes.json").write_text(json.dumps({"<pad>": 0, "gene1": 2, "gene3": 1}))
+    for genes, columns in (
+        (["--genes", str(tmp_path / "genes.txt"), "--genes-missing", "zero"], [3, None, 1]),
+        (["--genes", str(tmp_path / "genes.json")], [3, 1]),
+        (["--genes", "S3,twice", "--genes-key", "symbol", "--genes-repeated", "sum"], [3, (2, 9)]),
+    ):
+        command = ["convert", str(path), str(tmp_path / "a.zarr"), "--order", "keep", "--filter", NEEDED, *genes]
+        result = CliRunner().invoke(cli.group, [*command, "--overwrite", "--verify"])
+        assert result.exit_code == 0, result.output
+        assert f"of {len(columns)} genes matched" in result.output
+        rows = dasksc.rows_where(path, NEEDED)
+        x = dense(adata.X)[rows]
+        expected = [
+            np.zeros(len(rows)) if one is None else x[:, list(np.atleast_1d(one))].sum(axis=1) for one in columns
+        ]
+        np.testing.assert_array_equal(dense(read(tmp_path / "a.zarr").X), np.stack(expected, axis=1))
+
+
+def test_few_matches_are_warned_of(tmp_path: Path, adata: ad.AnnData, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
+    caplog.set_level(logging.WARNING, "dasksc.dataset")
+    dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "b", "c", "d"], genes_missing="drop")
+    assert "1 of 4 genes matched" in caplog.text

@@ -1,0 +1,409 @@
+"""Zarr stores in zip files are read where they lie, as the directory that was zipped is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import struct
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import anndata as ad
+import numpy as np
+import pytest
+import zarr
+from click.testing import CliRunner
+from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
+
+import dasksc
+from dasksc import cli
+from dasksc.errors import CorruptDataError, StorageError
+from dasksc.pushdown import matrix_of
+from dasksc.storage import open_matrix
+from dasksc.storage.zarr import reader, zipped
+from tests.support.data import batches, dense, make_adata, same, write_store
+from tests.support.hostile import bounded
+
+pytestmark = pytest.mark.core
+
+
+def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED, metadata: int | None = None, prefix: str = "") -> Path:
+    """Zip a store; `metadata` is the method for what is no chunk."""
+    archive = store.with_suffix(".zarr.zip")
+    with zipfile.ZipFile(archive, "w") as file:
+        for one in sorted(store.rglob("*")):
+            if one.is_file():
+                is_chunk = one.suffix != ".json" and not one.name.startswith(".z")
+                file.write(one, prefix + str(one.relative_to(store)), method if is_chunk else metadata or method)
+    return archive
+
+
+@contextmanager
+def only_direct() -> Iterator[None]:
+    """Fail if values are read through zarr-python."""
+    with mock.patch.object(reader.ZarrArray, "reader", side_effect=AssertionError("read through zarr-python")):
+        yield
+
+
+def values_at(path: Path, key: str = "X") -> np.ndarray:
+    """Read all rows, in pieces that begin and end anywhere."""
+    matrix = open_matrix(path, key)
+    out = np.full(matrix.shape, -1, dtype=matrix.dtype)
+    for rows in np.array_split(np.arange(matrix.shape[0]), 7):
+        matrix.fetch(rows).gather(np.arange(len(rows)), out=out[rows[0] : rows[-1] + 1])
+    return out
+
+
+@pytest.mark.parametrize("mmap", ["auto", True, False])
+@pytest.mark.parametrize("format", ["zarr2", "zarr3"])
+def test_a_zipped_store_opens_as_its_directory(tmp_path: Path, format: str, mmap: Any) -> None:
+    adata = make_adata()
+    adata.raw = adata
+    store = write_store(adata, tmp_path, format)
+    archive = zip_of(store)
+    with only_direct():
+        same(dasksc.open(archive, mmap=mmap), dasksc.open(store, mmap=mmap))
+        raw = dasksc.open(archive, raw=True)
+    np.testing.assert_array_equal(dense(raw.X.compute()), dense(dasksc.open(store, raw=True).X.compute()))
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_batches_are_those_of_the_directory(tmp_path: Path, layout: Any, mmap: bool) -> None:
+    store = write_store(make_adata(), tmp_path, "zarr3")
+
+    def yielded(path: Path) -> list[Any]:
+        dataset = dasksc.scDataset(
+            path, dasksc.BlockShuffling(4), batch_size=16, layout=layout, obs=["cell_type"], mmap=mmap, seed=3
+        )
+        return [(batch.X.to_dense().numpy(), batch.obs["cell_type"].numpy()) for batch in dataset]
+
+    found = yielded(zip_of(store))
+    assert len(found) > 1
+    for ours, theirs in zip(found, yielded(store), strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+CODECS = {
+    "none": {"compressors": None},
+    "zstd": {"compressors": ZstdCodec()},
+    "gzip": {"compressors": GzipCodec()},
+    "blosc": {"compressors": BloscCodec(cname="lz4", shuffle="shuffle", typesize=4)},
+    "checksum": {"compressors": [ZstdCodec(), Crc32cCodec()]},
+    "shards": {"shards": (40, 20), "compressors": BloscCodec(cname="zstd")},
+    "shards, index first": {"shards": (20, 10), "compressors": None, "index": "start"},
+    "zarr 2": {"zarr_format": 2, "compressors": None},
+    "zarr 2, slashes": {"zarr_format": 2, "chunk_key_encoding": {"name": "v2", "separator": "/"}},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", ">i2", "uint8"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_chunk_is_found(tmp_path: Path, codec: str, dtype: str) -> None:
+    options = {"zarr_format": 3} | CODECS[codec]
+    if "index" in options:
+        options["shards"] = {"shape": options["shards"], "index_location": options.pop("index")}
+    # 63 and 23: chunks at both edges reach beyond the array; the last rows of chunks were never written.
+    array = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=options.pop("zarr_format")).create_array(
+        "X", shape=(63, 23), chunks=(10, 5), dtype=dtype, fill_value=7, **options
+    )
+    array.attrs["encoding-type"] = "array"
+    array[:50] = np.arange(50 * 23).reshape(50, 23) % 251
+    archive = zip_of(tmp_path / "a.zarr")
+    with only_direct():
+        found = values_at(archive)
+    np.testing.assert_array_equal(found, array[:])
+    assert (found[60:] == 7).all()
+
+
+@pytest.mark.parametrize("n", range(9))
+def test_values_lie_at_any_byte(tmp_path: Path, n: int) -> None:
+    """Uncompressed values are gathered from the map, aligned or not."""
+    values = np.arange(4000.0).reshape(100, 40)
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    group.create_array("X", data=values, chunks=(10, 40), compressors=None)
+    archive = tmp_path / "a.zarr.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("x" * (n + 1), "")
+        for one in sorted((tmp_path / "a.zarr").rglob("*")):
+            if one.is_file():
+                file.write(one, one.relative_to(tmp_path / "a.zarr"))
+    matrix = open_matrix(archive, "X", use_mmap=True)
+    fetched = matrix.fetch(np.arange(100))
+    assert fetched.nbytes < values.nbytes // 2  # mapped, but for nothing
+    np.testing.assert_array_equal(values_at(archive), values)
+
+
+def test_compressed_members_are_read_slowly_and_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = write_store(make_adata(), tmp_path, "zarr3")
+    caplog.set_level(logging.INFO, "dasksc.storage")
+    archive = zip_of(store, method=zipfile.ZIP_DEFLATED)
+    same(dasksc.open(archive), dasksc.open(store))
+    assert "X/data is read through zarr-python, which is slower: its members are compressed" in caplog.text
+    for ours, theirs in zip(batches(archive), batches(store), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_compressed_metadata_cost_nothing(tmp_path: Path) -> None:
+    store = write_store(make_adata(), tmp_path, "zarr3")
+    archive = zip_of(store, metadata=zipfile.ZIP_DEFLATED)
+    with only_direct():
+        same(dasksc.open(archive), dasksc.open(store))
+
+
+def test_archives_that_zarr_and_anndata_write_are_read(tmp_path: Path) -> None:
+    adata = make_adata()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with zarr.storage.ZipStore(tmp_path / "a.zarr.zip", mode="w") as store:
+            adata.write_zarr(store)
+    with only_direct():
+        np.testing.assert_array_equal(dense(dasksc.open(tmp_path / "a.zarr.zip").X.compute()), dense(adata.X))
+
+
+def test_of_members_of_one_name_the_last_one_counts(tmp_path: Path) -> None:
+    archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"))
+    with zipfile.ZipFile(archive) as file:
+        metadata = file.read("X/indptr/zarr.json")
+        name = next(name for name in file.namelist() if name.startswith("layers/") and "/c/" in name)
+        content = file.read(name)
+    before = dense(dasksc.open(archive).X.compute())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with zipfile.ZipFile(archive, "a") as file:
+            file.writestr("X/indptr/zarr.json", metadata.replace(b"int32", b"int64"))
+            file.writestr(name, content)
+            file.writestr("X/indptr/zarr.json", metadata)
+    np.testing.assert_array_equal(dense(dasksc.open(archive).X.compute()), before)
+
+
+def test_matrices_pickle(tmp_path: Path) -> None:
+    store = write_store(make_adata(), tmp_path, "zarr3")
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        opened = dasksc.open(zip_of(store, method=method))
+        matrix = pickle.loads(pickle.dumps(matrix_of(opened.X)))
+        out = np.empty((3, matrix.shape[1]), dtype=matrix.dtype)
+        matrix.fetch(np.array([0, 9, 30])).gather(np.arange(3), out=out)
+        np.testing.assert_array_equal(out, dense(dasksc.open(store).X.compute())[[0, 9, 30]])
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_workers_yield_the_same(tmp_path: Path, context: str, method: int) -> None:
+    from torch.utils.data import DataLoader
+
+    store = write_store(make_adata(), tmp_path, "zarr3")
+    dataset = dasksc.scDataset(zip_of(store, method=method), dasksc.BlockShuffling(4), batch_size=16, seed=1)
+    next(iter(dataset))  # what the parent has open, children do not use
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=context)
+    found = sorted(tuple(row) for batch in loader for row in batch.numpy())
+    assert found == sorted(tuple(row) for row in dense(dasksc.open(store).X.compute()))
+
+
+def test_it_is_described_and_checked(tmp_path: Path) -> None:
+    store = write_store(make_adata(), tmp_path, "zarr3")
+    archive = zip_of(store)
+    found, expected = dasksc.describe(archive, seconds=0), dasksc.describe(store, seconds=0)
+    assert [one.key for one in found.matrices] == [one.key for one in expected.matrices]
+    for ours, theirs in zip(found.matrices, expected.matrices, strict=True):
+        assert (ours.codec, ours.nbytes, ours.chunks) == (theirs.codec, theirs.nbytes, theirs.chunks)
+        assert ours.stored_bytes == theirs.stored_bytes
+    for command in (["info", str(archive), "--seconds", "0"], ["check", str(archive), "--label-key", "cell_type"]):
+        result = CliRunner().invoke(cli.group, command)
+        assert result.exit_code == 0, result.output
+        assert "cell_type" in result.output
+
+
+def test_folders_and_patterns_take_archives(tmp_path: Path) -> None:
+    store = write_store(make_adata(), tmp_path, "zarr3", name="first")
+    (tmp_path / "zipped").mkdir()
+    for name in ("first", "second"):
+        os.rename(zip_of(store), tmp_path / "zipped" / f"{name}.zarr.zip")
+    for data in (tmp_path / "zipped", str(tmp_path / "zipped" / "*.zarr.zip")):
+        both = dasksc.open(data, label="part", index_unique="-")
+        assert both.obs["part"].unique().tolist() == ["first", "second"]
+        assert both.n_obs == 2 * make_adata().n_obs
+
+
+def test_a_cache_is_of_no_use_and_does_no_harm(tmp_path: Path) -> None:
+    store = write_store(make_adata(), tmp_path, "zarr3")
+    same(dasksc.open(zip_of(store), cache=tmp_path / "cache"), dasksc.open(store))
+    same(dasksc.open(f"file://{zip_of(store)}"), dasksc.open(store))
+
+
+def test_a_zipped_mudata_opens(tmp_path: Path) -> None:
+    rna, prot = make_adata(30), make_adata(30)
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ad.io.write_elem(group, "obs", rna.obs)
+        ad.io.write_elem(group, "mod", {"rna": rna, "prot": prot})
+    archive = zip_of(tmp_path / "a.zarr")
+    with only_direct():
+        opened = dasksc.Modalities(archive)
+        batch = next(iter(dasksc.scDataset(archive, dasksc.Streaming(), batch_size=30)))
+    assert list(opened.mod) == ["prot", "rna"]
+    np.testing.assert_array_equal(batch["rna"].X.numpy(), dense(rna.X))
+
+
+def test_it_is_converted(tmp_path: Path) -> None:
+    archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"))
+    dasksc.convert(archive, tmp_path / "new.zarr", order="keep", verify=True)
+    np.testing.assert_array_equal(dense(dasksc.open(tmp_path / "new.zarr").X.compute()), dense(make_adata().X))
+    with pytest.raises(dasksc.InputError, match="named like a file"):
+        dasksc.convert(archive, tmp_path / "new.zarr.zip")
+
+
+def test_large_tables_are_counted_in_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adata = make_adata()
+    adata.uns["large"] = np.random.default_rng(0).random(2**16)
+    archive = zip_of(write_store(adata, tmp_path, "zarr3"))
+    monkeypatch.setattr("dasksc.atlas.checks._ROOM_BYTES", 2**10)
+    assert dasksc.open(archive).uns["large"].shape == (2**16,)
+
+
+# --- Damaged and hostile archives ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    return zip_of(write_store(make_adata(), tmp_path, "zarr3"))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.999])
+def test_a_truncated_archive_is_refused(archive: Path, kept: float) -> None:
+    content = archive.read_bytes()
+    archive.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(CorruptDataError, match=r"zarr\.zip .*is not a zip file, or is truncated"):
+        dasksc.open(archive)
+
+
+def test_a_store_in_a_folder_of_the_archive_is_named(tmp_path: Path) -> None:
+    archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"), prefix="atlas.zarr/")
+    with pytest.raises(StorageError, match=r"in its folder 'atlas\.zarr': unpack it, and zip"):
+        dasksc.open(archive)
+
+
+def test_an_archive_that_is_changed_meanwhile_is_refused(tmp_path: Path, archive: Path) -> None:
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        zip_of(tmp_path / "atlas.zarr3.zarr", method=method)
+        matrix = matrix_of(dasksc.open(archive).X)
+        with zipfile.ZipFile(archive, "a") as file:
+            file.writestr("more", "text")
+        with pytest.raises(CorruptDataError, match="was replaced or changed"):
+            matrix.fetch(np.arange(5))
+
+
+def _directory_entry(content: bytes, name: str) -> int:
+    """Where the entry of a member lies in the directory."""
+    at = content.rindex(name.encode()) - 46
+    assert content[at : at + 4] == b"PK\x01\x02"
+    return at
+
+
+def _chunk(archive: Path) -> str:
+    with zipfile.ZipFile(archive) as file:
+        return next(name for name in file.namelist() if name.startswith("X/data/c"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (8, b"\x01\x00", "is encrypted"),
+        (10, b"\x0e\x00", "is compressed by method 14"),
+        (42, struct.pack("<I", 2), "its header is another's"),
+        (42, b"\xfe\xff\xff\x7f", "beyond the end of the file|is not a zip file"),
+        (20, b"\xfe\xff\xff\x7f\xfe\xff\xff\x7f", "beyond the end of the file|unpacks to"),
+    ],
+)
+def test_a_directory_that_lies_is_refused(archive: Path, field: int, value: bytes, message: str) -> None:
+    content = bytearray(archive.read_bytes())
+    at = _directory_entry(content, _chunk(archive)) + field
+    content[at : at + len(value)] = value
+    archive.write_bytes(content)
+    with bounded(), pytest.raises(StorageError, match=message):
+        dasksc.open(archive)
+
+
+@pytest.mark.parametrize("claimed", [10, 2**20])
+def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path, archive: Path, claimed: int) -> None:
+    name = "obs/int8/c/0"
+    with zipfile.ZipFile(archive) as file, zipfile.ZipFile(tmp_path / "b.zarr.zip", "w") as new:
+        assert name in file.namelist()
+        for one in file.namelist():
+            if one == name:
+                new.writestr(one, bytes(2**28), zipfile.ZIP_DEFLATED)
+            else:
+                new.writestr(one, file.read(one))
+    content = bytearray((tmp_path / "b.zarr.zip").read_bytes())
+    at = _directory_entry(content, name) + 24
+    content[at : at + 4] = struct.pack("<I", claimed)
+    (tmp_path / "b.zarr.zip").write_bytes(content)
+    with bounded(), pytest.raises(StorageError, match="int8"):
+        dasksc.open(tmp_path / "b.zarr.zip")
+
+
+def test_chunks_that_would_fill_memory_are_refused(tmp_path: Path, archive: Path) -> None:
+    name = _chunk(archive)
+    with zipfile.ZipFile(archive) as file, zipfile.ZipFile(tmp_path / "b.zarr.zip", "w", zipfile.ZIP_DEFLATED) as new:
+        for one in file.namelist():
+            new.writestr(one, bytes(2**27) if one == name else file.read(one))
+    with bounded(), pytest.raises(CorruptDataError, match=r"X/data/c/0' unpacks to 134217728 bytes, where at most"):
+        dasksc.open(tmp_path / "b.zarr.zip")
+
+
+def test_a_shape_that_no_archive_holds_is_left_alone(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    group.create_array("X", shape=(2**50, 3), chunks=(1, 1), dtype="f4")
+    group.create_array("Y", shape=(2**40, 3), chunks=(1, 1), shards=(2**40, 3), dtype="f4")
+    for key in ("X", "Y"):
+        with bounded():
+            assert open_matrix(zip_of(tmp_path / "a.zarr"), key).shape[1] == 3
+
+
+def test_a_shard_index_that_lies_is_refused(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    shards = {"shape": (40, 5), "index_location": "end"}
+    array = group.create_array("X", shape=(40, 5), chunks=(10, 5), shards=shards, dtype="f4", compressors=None)
+    array[:] = np.ones((40, 5), dtype="f4")
+    (shard,) = (one for one in (tmp_path / "a.zarr" / "X" / "c").rglob("*") if one.is_file())
+    content = bytearray(shard.read_bytes())
+    content[-4 - 16 : -4] = struct.pack("<QQ", 10**6, 200)
+    content[-4:] = struct.pack("<I", _crc32c(bytes(content[-4 - 64 : -4])))
+    shard.write_bytes(content)
+    with pytest.raises(CorruptDataError, match=r"X/c/0/0: a chunk ends at byte"):
+        open_matrix(zip_of(tmp_path / "a.zarr"), "X")
+    shard.write_bytes(content[:10])
+    with pytest.raises(CorruptDataError, match="no room for the index"):
+        open_matrix(zip_of(tmp_path / "a.zarr"), "X")
+
+
+def _crc32c(data: bytes) -> int:
+    import google_crc32c
+
+    return int(google_crc32c.value(data))
+
+
+def test_a_chunk_that_is_too_short_is_named(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    group.create_array("X", data=np.ones((40, 5)), chunks=(10, 5), compressors=None)
+    chunk = tmp_path / "a.zarr" / "X" / "c" / "2" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:-8])
+    matrix = open_matrix(zip_of(tmp_path / "a.zarr"), "X")
+    matrix.fetch(np.arange(20))
+    with pytest.raises(CorruptDataError, match=r"a\.zarr\.zip:/X: rows? 2"):
+        matrix.fetch(np.arange(40))
+
+
+def test_the_directory_is_read_once(archive: Path) -> None:
+    with mock.patch.object(zipped.zipfile, "ZipFile", wraps=zipfile.ZipFile) as opened:
+        dasksc.open(archive)
+        dasksc.open(archive)
+    assert opened.call_count == 1
