@@ -127,7 +127,9 @@ def write(folder: Path) -> dict[str, tuple[str, str]]:
             for name in names.split():
                 known_as = [name, *(alias for alias, target in ALIASES.items() if target == name)]
                 anchor = f"module-{name}" if role == "module" else name
-                lines += [f"{one} py:{role} 1 {page.format(name)}#{anchor} {name}" for one in known_as]
+                for one in known_as:
+                    shown = name if "." in one else "-"  # - is the name itself, such as Callable
+                    lines.append(f"{one} py:{role} 1 {page.format(name)}#{anchor} {shown}")
         header = f"# Sphinx inventory version 2\n# Project: {library}\n# Version: \n"
         header += "# The remainder of this file is compressed using zlib.\n"
         path = folder / f"{library}.inv"

@@ -50,9 +50,9 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     Notes
     -----
     ``atlas.h5ad`` has 2,000 cells and 300 genes, ``gene_000`` to ``gene_299``. Its obs has ``cell_type`` (6 types),
-    ``donor`` (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad``
-    and ``plates/2.h5ad`` have 300 cells of two other donors each, and share 100 genes. ``cite.h5mu`` is a MuData of
-    600 cells with the modalities ``rna`` and ``prot``, whose cells are in different orders. ``screen.h5ad`` is a
+    ``donor`` (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
+    ``plates/2.h5ad`` have 300 cells of two other donors each, and share 100 genes. ``cite.h5mu`` is a MuData of 600
+    cells with the modalities ``rna`` and ``prot``, whose cells are in different orders. ``screen.h5ad`` is a
     `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
     """
     folder = Path(folder)

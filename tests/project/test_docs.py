@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
+import posixpath
 import re
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_reference_has_every_public_name():
 
 
 def test_every_page_is_in_the_table_of_contents_of_the_site():
-    listed = set(re.findall(r"^([\w-]+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"^([a-z][\w-]*)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
     assert {page.stem for page in PAGES} - {"index"} == listed, "give each a line in a toctree of docs/index.md"
 
 
@@ -98,7 +99,7 @@ def test_names_of_other_libraries_that_the_site_links_exist(inventories):
 def test_sphinx_finds_the_names_in_the_inventories(inventories, tmp_path):
     inventory = pytest.importorskip("sphinx.util.inventory")
     address, path = inventories.write(tmp_path)["anndata"]
-    read = inventory.InventoryFile.loads((tmp_path / "anndata.inv").read_bytes(), uri=address)
-    item = read["py:class"]["anndata.AnnData"]
-    assert item.uri == "https://anndata.readthedocs.io/en/stable/generated/anndata.AnnData.html#anndata.AnnData"
-    assert path == str(tmp_path / "anndata.inv")
+    with open(path, "rb") as file:
+        read = inventory.InventoryFile.load(file, address, posixpath.join)
+    uri = read["py:class"]["anndata.AnnData"].uri
+    assert uri == "https://anndata.readthedocs.io/en/stable/generated/anndata.AnnData.html#anndata.AnnData"
