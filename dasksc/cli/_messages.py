@@ -18,7 +18,9 @@ __all__ = ["as_options", "collected_warnings", "folded", "print_warnings"]
 _SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
 # Arguments whose names are also common words count only if a value follows.
 _IS_ARGUMENT = "_"
-_CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert \S+ NEW\.zarr")
+# Columns within which the text of a named line begins.
+_NAMED = 24
+_CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 
 
 def as_options(text: str) -> str:
@@ -121,16 +123,16 @@ def folded(text: str, *, indent: int | None = None) -> str:
 def _folded_line(line: str, width: int, indent: int | None) -> str:
     if len(line) <= width or (indent is None and not line.startswith(" ")):
         return line
-    if indent is None:
-        named = re.match(r" +(\S+ ?)*?\S+  +|  \S+ |  ", line)
-        indent = min(named.end() if named else 2, 20)
     body = line.lstrip(" ")
-    first = " " * (len(line) - len(body))
+    lead = len(line) - len(body)
+    if indent is None:
+        named = re.search(r"\S {2,}(?=\S)", line[:_NAMED])
+        indent = named.end() if named else max(lead, 4)
     return textwrap.fill(
         # textwrap would join the spaces that align columns.
         body.replace("  ", "\0\0"),
         width,
-        initial_indent=first,
+        initial_indent=" " * lead,
         subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,

@@ -129,7 +129,8 @@ def _request(found: Check) -> Iterator[str]:
     if found.job_bytes is None:
         return
     mebibytes, n_ranks = to_ask_for(found.job_bytes) // 2**20, found.world_size
-    yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task=1 --mem-per-cpu={mebibytes}M  (more CPUs share this memory)"
+    yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task=1 --mem-per-cpu={mebibytes}M"
+    yield "           (with N CPUs per task, an Nth of this memory per CPU)"
     yield f"  k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"
 
 

@@ -23,7 +23,7 @@ Examples:
   torchrun --nproc-per-node 8 -m dasksc train --config fsdp.yaml
   srun dasksc train --config fsdp.yaml --set training.resume_from=auto
   srun --ntasks-per-node 1 dasksc train --config fsdp.yaml --nproc auto
-  dasksc train --config f.yaml --nproc 8 --nnodes 2 --node-rank 0 --master-addr a
+  dasksc train --config fsdp.yaml --nnodes 2 --node-rank 0 --master-addr node0
 """
 
 
