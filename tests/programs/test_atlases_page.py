@@ -82,7 +82,7 @@ def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (block,) = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert [command[1] for command in commands] == ["info", "check", "suggest", "bench"]
-    quick = {"info": ["--seconds", "0"], "bench": ["--seconds", "0.01", "--rounds", "1", "--loader", "dasksc"]}
+    quick = {"info": ["--seconds", "0"], "bench": ["--seconds", "0.01", "--rounds", "1"]}
     for _, name, *arguments in commands:
         done = CliRunner().invoke(cli.group, [name, *arguments, *quick.get(name, [])])
         assert done.exit_code == 0, (done.output, done.exception)

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import dasksc
-from dasksc import BlockShuffling, ClassBalancedSampling, Streaming, scDataset
+from dasksc import BlockShuffling, CellSets, ClassBalancedSampling, Streaming, scDataset
 from tests.support.data import make_adata, write_store
 from tests.support.programs import ROOT
 
@@ -295,7 +295,17 @@ def test_ranks_share_every_epoch_and_none_owns_a_shard():
     assert set(rows_in(second)) != set(first[0])
 
 
-@row("annbatch 0.3", "WeightedClassSampler, ClassSampler")
+@row("annbatch 0.3", "ClassSampler, a batch of one class")
+def test_a_batch_is_of_one_class(path, adata):
+    dataset = scDataset(
+        path, CellSets("cell_type", set_size=100, weights="groups", n_sets=30), 100, obs=["cell_type"], seed=0
+    )
+    classes = [set(batch.obs["cell_type"].tolist()) for batch in dataset]
+    assert all(len(one) == 1 for one in classes)
+    assert len(set.union(*classes)) == 3
+
+
+@row("annbatch 0.3", "WeightedClassSampler")
 def test_classes_are_drawn_equally_often(path, adata):
     strategy = ClassBalancedSampling(label_key="cell_type", total_size=9_000)
     dataset = scDataset(path, strategy, 100, obs=["cell_type"], seed=0)

@@ -41,8 +41,8 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
 
 
 # What docs/trainers.md needs is not always there: tests/programs/test_trainers_page.py runs it library by library. What
-# docs/atlases.md and docs/places.md read is made by tests of their own.
-ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "places")
+# docs/atlases.md, docs/places.md and docs/perturbations.md read is made by tests of their own.
+ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "places", "perturbations")
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
 
