@@ -36,7 +36,7 @@ _CELLS_PER_VALUE = 100
 Work = Callable[[str], Any]
 
 
-def first_batch(path: str, strategy: Any, **options: Any) -> Any:
+def first_batch(path: str | list[str], strategy: Any, **options: Any) -> Any:
     import dasksc
 
     return next(iter(dasksc.scDataset(path, strategy, 64, 16, rank=0, world_size=1, seed=0, **options)))
@@ -96,12 +96,51 @@ def described(path: str) -> Any:
     return dasksc.describe(path, seconds=0)
 
 
+def checked(path: str) -> Any:
+    import dasksc
+
+    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(64), 64, 16, rank=0, world_size=1, obs=["cell_type"])
+    return dasksc.check(dataset)
+
+
+def class_balanced_of_two(path: str) -> Any:
+    import dasksc
+
+    return first_batch([path, path], dasksc.ClassBalancedSampling(label_key="cell_type"), obs=["cell_type"])
+
+
+def resumed(path: str) -> Any:
+    """Leave an epoch after some batches, and resume it in another dataset with batches of another size."""
+    import dasksc
+
+    left = dasksc.scDataset(path, dasksc.BlockShuffling(64), 64, 16, rank=0, world_size=1, seed=0)
+    batches = iter(left)
+    for _ in range(5):
+        next(batches)
+    state = left.state_dict()
+    batches.close()
+    resumed = dasksc.scDataset(path, dasksc.BlockShuffling(64), 128, 16, rank=0, world_size=1, seed=0)
+    resumed.load_state_dict(state)
+    return next(iter(resumed))
+
+
+def converted(path: str) -> Any:
+    import dasksc
+
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+        return dasksc.convert(path, Path(folder) / "atlas.zarr", progress=False)
+
+
 WORKS: dict[str, Work] = {
     "class-balanced batch": class_balanced,
     "block-shuffled batch": block_shuffling,
     "batch of filtered rows": filtered,
     "split": split,
     "describe": described,
+    "check": checked,
+    "class-balanced batch of the file joined with itself": class_balanced_of_two,
+    "resume in other batches": resumed,
+    "convert": converted,
     "dasksc.open": opened,
     "dasksc.open(names=False)": opened_without_names,
     "anndata read_h5ad(backed='r')": read_backed,

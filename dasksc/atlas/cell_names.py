@@ -14,7 +14,7 @@ from dasksc.atlas.options import OpenOptions
 from dasksc.storage import Place
 from dasksc.storage.hdf5.strings import read_strings
 
-__all__ = ["any_repeat", "nameless_index", "number_rows", "read_names"]
+__all__ = ["any_repeat", "is_nameless", "nameless_index", "number_rows", "read_names"]
 
 _FEW_NAMES = 100_000
 
@@ -31,6 +31,11 @@ def read_names(stored: Any, path: str | Place, options: OpenOptions) -> Any:
 def nameless_index(n: int) -> pd.Index[Any]:
     """Return an index of `n` rows that AnnData accepts as strings, without any strings."""
     return pd.CategoricalIndex(pd.Categorical.from_codes(np.zeros(n, dtype=np.int8), categories=[""]))  # type: ignore[arg-type, unused-ignore]
+
+
+def is_nameless(index: pd.Index[Any]) -> bool:
+    """Return True for a `nameless_index`."""
+    return isinstance(index, pd.CategoricalIndex) and index.categories.tolist() == [""]
 
 
 def number_rows(adata: AnnData) -> None:

@@ -122,8 +122,8 @@ WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
     "resume in other batches": (lambda path: resumed(path, dasksc.BlockShuffling(64), 128), 8, 0),
     "resume in storage order": (lambda path: resumed(path, dasksc.Streaming(), 64), 8, 0),
     "resume in storage order, in other batches": (lambda path: resumed(path, dasksc.Streaming(), 128), 17, 0),
-    # A row of each of two files. anndata.concat numbers the file of each row in eight bytes.
-    "first balanced batch of joined files": (lambda path: balanced([path, path]), 24, 2),
+    # A row of each of two files.
+    "first balanced batch of joined files": (lambda path: balanced([path, path]), 16, 2),
     "first filtered batch of joined files": (lambda path: filtered([path, path]), 32, 8),
     "split of joined files": (lambda path: dasksc.split([path, path], stratify="cell_type"), 32, 2),
 }
