@@ -18,6 +18,7 @@ from typing import Any
 import dask.array as da
 import numba.core.caching
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
 from numpy.typing import NDArray
@@ -352,6 +353,21 @@ def test_a_name_that_is_for_speed_is_missed_once_and_rows_stay_right(
             np.testing.assert_allclose(dense(block), values[rows], rtol=1e-6)
 
 
+def test_without_anndatas_types_of_columns_tables_are_joined_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = [pd.DataFrame({"a": pd.Categorical([value])}) for value in "bc"]
+    unified = anndata.unified_dtypes(tables)
+    assert unified is not None
+    assert [[*table["a"].cat.categories] for table in unified] == [["b", "c"], ["b", "c"]]
+    monkeypatch.delattr("anndata._core.merge.unify_dtypes")
+    assert anndata.unified_dtypes(tables) is None
+    assert anndata.unified_dtypes(tables) is None
+    (said,) = warnings_in(caplog)
+    assert "has no anndata._core.merge.unify_dtypes, which dasksc needs" in said
+    assert "takes 8 bytes more per cell" in said
+
+
 def test_without_numbas_cache_kernels_are_compiled_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -515,6 +531,6 @@ def test_every_name_is_missed_in_a_test() -> None:
     missed |= {("distributed", operation) for operation, _ in REQUESTS}
     # Those of the tests that have no cases.
     missed |= {("dask", "active"), ("distributed", "template_variables"), ("distributed", "_scheduler_identity")}
-    missed |= {("jax", "global_state"), ("numba", "FunctionCache"), ("numba", "_cache")}
+    missed |= {("jax", "global_state"), ("numba", "FunctionCache"), ("numba", "_cache"), ("anndata", "unify_dtypes")}
     modules = [path for path in COMPAT.glob("*.py") if path.name != "unsupported.py"]
     assert {(path.stem, name) for path in modules for name in names_read(path.read_text())} == missed

@@ -68,9 +68,11 @@ def of_scanpy(adata: ad.AnnData, n_top_genes: int, flavor: str, batch_key: str |
     if flavor == "seurat_v3":
         pytest.importorskip("skmisc")
     pp = sc.experimental.pp if flavor == "pearson_residuals" else sc.pp
-    found: pd.DataFrame = pp.highly_variable_genes(
-        adata.copy(), n_top_genes=n_top_genes, flavor=flavor, batch_key=batch_key, inplace=False
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The inplace keyword in")  # pandas 3.1 deprecates what scanpy 1.12 does
+        found: pd.DataFrame = pp.highly_variable_genes(
+            adata.copy(), n_top_genes=n_top_genes, flavor=flavor, batch_key=batch_key, inplace=False
+        )
     return found
 
 
