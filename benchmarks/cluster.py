@@ -178,7 +178,7 @@ def scheduler_cpu(*, n_ranks: int, n_tasks: int, n_rows: int, folder: Path) -> d
             Window(
                 nothing,
                 range(n_tasks),
-                name=f"dasksc-fetch-bench-e0-r{rank}",
+                name=f"epoch 0: dasksc-fetch-bench-r{rank}",
                 argument=lambda k: np.arange(k * n_rows, (k + 1) * n_rows),
                 depth=4,
                 scheduler=client,

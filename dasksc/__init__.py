@@ -24,7 +24,7 @@ from dasksc.errors import (
 )
 
 if TYPE_CHECKING:
-    from dasksc import experimental, tokens, transforms
+    from dasksc import datasets, experimental, tokens, transforms
     from dasksc.atlas.filtering import rows_where
     from dasksc.atlas.modalities import Modalities
     from dasksc.atlas.opening import open
@@ -97,7 +97,7 @@ _HOMES = {
     "statistics": "dasksc.summaries",
     "suggest_parameters": "dasksc.inspection.suggestions",
 }
-_MODULES = ("dashboard", "experimental", "integrations", "tokens", "train", "transforms")
+_MODULES = ("dashboard", "datasets", "experimental", "integrations", "tokens", "train", "transforms")
 
 __all__ = [
     "AnnDataView",
@@ -131,6 +131,7 @@ __all__ = [
     "bionemo_to_tensor",
     "check",
     "convert",
+    "datasets",
     "describe",
     "diversity",
     "estimate_sample_size",

@@ -12,7 +12,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dasksc.errors import InputError
 
-__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "is_whole", "memory_limit", "whole_number"]
+__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "is_whole", "memory_limit", "true_or_false", "whole_number"]
 
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
@@ -74,6 +74,19 @@ def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
         span = f"of at least {low}" if end == 2**63 else f"in [{low}, {above})"
         raise InputError(f"{name} must be a whole number {span}; got {value!r}")
     return int(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """Return `value` as a bool if it is True, False, 1 or 0.
+
+    Raises
+    ------
+    InputError
+        If it is not. The message contains `name`, the name of the argument.
+    """
+    if isinstance(value, bool | np.bool_) or (is_whole(value) and value in (0, 1)):
+        return bool(value)
+    raise InputError(f"{name} must be True or False; got {value!r}")
 
 
 def get_seconds(key: str) -> float | None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import dasksc
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+import inventories  # noqa: E402
 
 project = "dasksc"
 author = "the dasksc developers"
@@ -19,7 +24,11 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinxext.opengraph",
 ]
 exclude_patterns = ["_build"]
 
@@ -31,6 +40,7 @@ myst_heading_anchors = 4
 default_role = "py:obj"
 autosummary_generate = True
 autodoc_typehints = "signature"
+python_maximum_signature_line_length = 88  # longer ones have a line for each parameter
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True
@@ -38,16 +48,38 @@ numpydoc_show_class_members = False
 # What trainers bring is not needed to describe the modules for them.
 autodoc_mock_imports = ["lightning", "pytorch_lightning", "scvi", "transformers"]
 
+# Names of other libraries link to their pages.
+intersphinx_mapping = inventories.write(DOCS / "generated" / "inventories")
+intersphinx_disabled_reftypes = ["std:doc"]
+
+# Prompts and output are not copied.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# Previews of links need absolute addresses: where the site will be served is in DOCS_URL.
+html_baseurl = os.environ.get("DOCS_URL", "")
+ogp_site_url = html_baseurl
+ogp_site_name = "dasksc"
+ogp_type = "website"
+ogp_image = "_static/preview.png"
+ogp_image_alt = "dasksc: single-cell atlases on disk, as PyTorch batches"
+ogp_social_cards = {"enable": False}
+ogp_custom_meta_tags = ['<meta name="twitter:card" content="summary_large_image">']
+
 html_theme = "sphinx_book_theme"
 html_title = "dasksc"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
-pygments_style = "default"
+html_favicon = "_static/mark.svg"
+html_theme_options = {
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "navbar_persistent": [],  # the search is in the navigation
+    "logo": {"image_light": "_static/logo-light.svg", "image_dark": "_static/logo-dark.svg", "alt_text": "dasksc"},
+}
 
 # Pages that live elsewhere in the repository; what docs/ has of them only points there.
 ELSEWHERE = {"benchmarks": "benchmarks/README.md", "changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
-DOCS = Path(__file__).parent
 
 
 def read_elsewhere(app: Any, page: str, source: list[str]) -> None:

@@ -19,10 +19,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import anndata
-import numpy as np
-import pandas as pd
-import scipy.sparse as sp
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,29 +44,6 @@ class SetModel(nn.Module):
         """Return predicted cells, shape (n_sets, set_size, n_genes)."""
         hidden = self.across_cells(self.cell(controls) + self.perturbation(perturbation)[:, None])
         return controls + self.response(hidden) * self.effect(perturbation)[:, None]
-
-
-def make_screen(path: Path, *, n_cells: int, n_lines: int = 6, n_perturbations: int = 40, n_genes: int = 200) -> None:
-    """Write a screen of raw counts, sorted by condition, whose effects depend on what a cell line expresses."""
-    rng = np.random.default_rng(0)
-    expressed = rng.random((n_lines, n_genes)) < 0.5
-    baseline = np.where(expressed, rng.normal(1.5, 0.5, (n_lines, n_genes)), -2.0)
-    effect = rng.normal(0, 1.5, (n_perturbations + 1, n_genes)) * (rng.random((n_perturbations + 1, n_genes)) < 0.2)
-    effect[0] = 0
-    share = np.full(n_perturbations + 1, 0.9 / n_perturbations)
-    share[0] = 0.1
-    line = np.sort(rng.integers(0, n_lines, n_cells))
-    gene = rng.choice(n_perturbations + 1, n_cells, p=share)
-    order = np.lexsort((gene, line))
-    line, gene = line[order], gene[order]
-    log_rate = baseline[line] + effect[gene] * expressed[line] + rng.normal(0, 0.3, (n_cells, n_genes))
-    names = np.array(["non-targeting", *(f"P{i:02d}" for i in range(1, n_perturbations + 1))])
-    obs = pd.DataFrame(
-        {"cell_line": pd.Categorical(np.array([f"line{i}" for i in range(n_lines)])[line]), "gene": names[gene]},
-        index=[f"cell{i}" for i in range(n_cells)],
-    )
-    counts = sp.csr_matrix(rng.poisson(np.exp(log_rate)).astype(np.float32))
-    anndata.AnnData(counts, obs.astype("category")).write_h5ad(path)
 
 
 def log_normalised(counts: torch.Tensor) -> torch.Tensor:
@@ -124,7 +97,7 @@ def main() -> dict[str, float]:
     if args.atlas is None:
         args.atlas = Path(tempfile.gettempdir()) / f"screen-{args.cells}.h5ad"
         if world.rank == 0 and not args.atlas.exists():
-            make_screen(args.atlas, n_cells=args.cells)
+            dasksc.datasets.synthetic_screen(args.atlas, args.cells)
         dist.barrier()
     adata = dasksc.open(args.atlas, obs=args.by)
     context, perturbation = (adata.obs[name] for name in args.by)

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc._compat.torch import is_stacking_fetcher
+from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import Columns, Fetched, Layout, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "refuse_stacking"]
+__all__ = ["Batch", "BatchMaker", "Categories"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that these are in beta. Where warnings
 # are errors, that would end an epoch, so the warning is triggered and ignored here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
-
-
-_STACKED = (
-    "the DataLoader has a batch_size of its own, and would stack batches of shape (batch_size, n_vars) to "
-    "(1, batch_size, n_vars). The data set makes the batches: DataLoader(dataset, batch_size=None)"
-)
 
 
 class _Named(dict[str, Any]):
@@ -43,8 +38,15 @@ class _Named(dict[str, Any]):
 
 
 class Parts(_Named):
-    """Tensors of a batch, by the requested names."""
+    """Tensors of a batch, by the requested names.
 
+    Attributes
+    ----------
+    n_classes
+        Number of classes of each tensor of codes, for display.
+    """
+
+    n_classes: Mapping[str, int] = MappingProxyType({})
     _advice = "scDataset yields what its obs=, layers= and obsm= name"
 
 
@@ -58,7 +60,8 @@ class Batch(_Named):
     """A minibatch: a dict of tensors whose items are also attributes.
 
     A `Batch` can be constructed from any mapping or sequence of pairs. Code that moves or copies dicts of tensors
-    (DataLoader, DataParallel, Lightning, Accelerate) therefore returns a `Batch`.
+    (DataLoader, DataParallel, Lightning, Accelerate) therefore returns a `Batch`. Printing one shows the name, shape,
+    data type and number of classes of each tensor, without values.
 
     Attributes
     ----------
@@ -71,6 +74,13 @@ class Batch(_Named):
         `Batch` of X, layers and obsm per modality, by name (``batch["rna"].X``), and a single obs and index.
     index
         Row numbers in the collection, shape (batch,), int64.
+
+    Examples
+    --------
+    >>> Batch(X=torch.zeros(64, 2000), index=torch.arange(64))
+    Batch
+      X      (64, 2000) float32
+      index  (64,) int64
     """
 
     _advice = "scDataset yields X, index, and what its obs=, layers= and obsm= name"
@@ -83,6 +93,16 @@ class Batch(_Named):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self]
+
+    def __repr__(self) -> str:
+        lines = list(_described(self))
+        width = max((len(name) for name, _ in lines), default=0)
+        return "\n".join(
+            [type(self).__name__, *(f"  {name:<{width}}  {text}" for name, text in lines or [("", "empty")])]
+        )
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, _described(self))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """Return the batch with every tensor on `device`.
@@ -111,24 +131,6 @@ class Batch(_Named):
         return cast(Batch, _map_tensors(self, pin))
 
 
-def refuse_stacking(caller: Any) -> None:
-    """Raise an error for a DataLoader that would stack batches.
-
-    Parameters
-    ----------
-    caller
-        Object that requests the iterator of a data set. For a DataLoader, this is its fetcher, in this process or
-        in a DataLoader worker.
-
-    Raises
-    ------
-    InputError
-        If `caller` stacks its items, as a DataLoader does unless its ``batch_size`` is None.
-    """
-    if is_stacking_fetcher(caller):
-        raise InputError(_STACKED)
-
-
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` in pinned memory, allocated by PyTorch's caching allocator."""
     if tensor.layout == torch.sparse_csr:
@@ -141,11 +143,38 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory()
 
 
+def _described(entries: Mapping[Any, Any], prefix: str = "", *, is_batch: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the name of each entry as it is written in code, with a description of its value."""
+    n_classes = entries.n_classes if isinstance(entries, Parts) else {}
+    for key, value in entries.items():
+        is_attribute = is_batch and isinstance(key, str) and key.isidentifier()
+        name = f"{prefix}.{key}".lstrip(".") if is_attribute else f"{prefix}[{key!r}]"
+        if isinstance(value, Mapping):
+            yield from _described(value, name, is_batch=isinstance(value, Batch))
+        elif isinstance(value, torch.Tensor):
+            classes = f", {n_classes[key]:,} classes" if key in n_classes else ""
+            yield name, _tensor_text(value) + classes
+        else:
+            yield name, brief(value)
+
+
+def _tensor_text(tensor: torch.Tensor) -> str:
+    text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.layout == torch.sparse_csr:
+        text += f", sparse CSR with {tensor.values().numel():,} values"
+    elif tensor.layout != torch.strided:
+        text += f", {str(tensor.layout).removeprefix('torch.')}"
+    return text if tensor.device.type == "cpu" else f"{text}, on {tensor.device}"
+
+
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
+        mapped = type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
+        if isinstance(value, Parts):
+            mapped.n_classes = value.n_classes  # type: ignore[attr-defined]
+        return mapped
     return value
 
 
@@ -165,7 +194,8 @@ class BatchMaker:
     obs
         Encoded columns by name, each of shape (n_obs,).
     codes
-        Names of the columns that hold codes of labels. Batches have these as int64, whatever their stored type.
+        Number of classes of each column that holds codes of labels. Batches have these as int64, whatever their stored
+        type.
     layout
         Layout of X and the layers; obsm is always dense.
     dtype
@@ -181,7 +211,7 @@ class BatchMaker:
     """
 
     obs: Mapping[str, NDArray[Any]]
-    codes: frozenset[str]
+    codes: Mapping[str, int]
     layout: Layout
     dtype: np.dtype[Any] | None
     columns: Mapping[str, Columns]
@@ -200,6 +230,7 @@ class BatchMaker:
             (name, torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False)))
             for name, column in self.obs.items()
         )
+        obs.n_classes = self.codes
         batch = Batch()
         if self.modalities:
             batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)

@@ -1,8 +1,8 @@
 """The `dasksc` command, with one module per subcommand that is imported on use.
 
 A subcommand is a module of this package with a click command named `command`. The name of the subcommand is that of
-the module. Subcommands with a report have an option `--json`. Exit codes: 0 success, 1 an error of the data or the
-run, 2 an invalid command line, 130 Ctrl-C.
+the module, with hyphens instead of underscores. Subcommands with a report have an option `--json`. Exit codes: 0
+success, 1 an error of the data or the run, 2 an invalid command line, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class _Commands(click.Group):
     """Group of the subcommands in this package, which are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+        return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = import_module(f"{__name__}.{cmd_name}").command
+        command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

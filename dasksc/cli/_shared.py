@@ -15,6 +15,7 @@ from anndata import AnnData
 
 import dasksc
 from dasksc.atlas.modalities import is_modalities
+from dasksc.cli._messages import as_options, collected_warnings, print_warnings
 from dasksc.storage import is_url, shown
 
 __all__ = [
@@ -26,17 +27,12 @@ __all__ = [
     "opened",
     "options_of",
     "print_json",
+    "title_of",
     "url_options",
 ]
 
 Command = Callable[..., Any]
 StorageOptions = Mapping[str, str | bool]
-
-# Python arguments that error messages recommend, and the equivalent options of the command line.
-_AS_FLAGS = {
-    "storage_options={'skip_signature': True}": "--storage-option skip_signature=true",
-    "storage_options": "--storage-option",
-}
 
 
 def data_options(command: Command) -> Command:
@@ -48,7 +44,7 @@ def data_options(command: Command) -> Command:
             type=click.Choice(["inner", "outer"]),
             default="inner",
             show_default=True,
-            help="Of several atlases, keep the genes that all have, or any.",
+            help="Genes of all files, or any",
         ),
         url_options,
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
@@ -59,7 +55,7 @@ def data_options(command: Command) -> Command:
 
 
 def url_options(command: Command) -> Command:
-    """Add the options for reading URLs, and express advice of error messages as these options.
+    """Add the options for reading URLs, and express errors and warnings in terms of the command line.
 
     The command receives `storage_options` as a dict.
     """
@@ -67,11 +63,10 @@ def url_options(command: Command) -> Command:
     @functools.wraps(command)
     def told(*args: Any, **options: Any) -> Any:
         try:
-            return command(*args, **options)
+            with collected_warnings():
+                return command(*args, **options)
         except dasksc.DaskscError as error:
-            text = str(error)
-            for given, flag in _AS_FLAGS.items():
-                text = text.replace(given, flag)
+            text = as_options(str(error))
             if text == str(error):
                 raise
             raise type(error)(text) from error
@@ -80,12 +75,12 @@ def url_options(command: Command) -> Command:
         "--storage-option",
         "storage_options",
         multiple=True,
-        metavar="NAME=VALUE",
+        metavar="K=V",
         callback=lambda _context, _option, given: options_of(given),
-        help="Of what is behind URLs: region, endpoint, skip_signature=true. Secrets belong in the environment.",
+        help="Option for URLs, e.g. skip_signature=true.",
     )
     kept = click.option(
-        "--cache", type=click.Path(file_okay=False), metavar="FOLDER", help="Keep blocks of what is behind URLs there."
+        "--cache", type=click.Path(file_okay=False), metavar="DIR", help="Cache blocks of URLs in this directory."
     )
     return stored(kept(told))
 
@@ -106,6 +101,11 @@ def data_of(paths: Sequence[str]) -> str | list[str]:
     return paths[0] if len(paths) == 1 else list(paths)
 
 
+def title_of(paths: Sequence[str]) -> str:
+    """Return the paths of a command line for display, without the secrets of URLs."""
+    return ", ".join(shown(path) if is_url(path) else path for path in paths)
+
+
 @contextmanager
 def cached_in(folder: str | None) -> Iterator[None]:
     """Return a context in which blocks of URLs are cached in a folder; None uses the configuration of Dask."""
@@ -121,7 +121,9 @@ def opened(
     with cached_in(cache):
         if of_several is None:
             how: Any = "outer" if join == "outer" else "inner"
-            return dasksc.open(data_of(paths), names=False, join=how, storage_options=storage_options)
+            atlas = dasksc.open(data_of(paths), names=False, join=how, storage_options=storage_options)
+            print_warnings()
+            return atlas
         named = shown(of_several) if is_url(of_several) else of_several
         if len(paths) > 1:
             raise dasksc.InputError(

@@ -24,12 +24,29 @@ Examples:
 
 @click.command(epilog=_EXAMPLES)
 @data_options
-@click.option("--layout", type=click.Choice(["dense", "csr"]), default="dense", show_default=True, help="Of batches.")
-@click.option("--block-size", type=click.IntRange(1), default=64, show_default=True, help="Rows that stay together.")
-@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of a batch.")
-@click.option("--fetch-size", type=click.IntRange(1), default=16_384, show_default=True, help="Rows read at once.")
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True, help="Of a round.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="The median of them is printed.")
+@click.option(
+    "--layout", type=click.Choice(["dense", "csr"]), default="dense", show_default=True, help="Layout of batches."
+)
+@click.option(
+    "--block-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows kept together."
+)
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows per batch."
+)
+@click.option(
+    "--fetch-size", type=click.IntRange(1), default=16_384, show_default=True, metavar="N", help="Rows per fetch."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=3.0,
+    show_default=True,
+    metavar="S",
+    help="Duration of a round.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Rounds; the median is printed."
+)
 def command(
     paths: tuple[str, ...],
     join: str,

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, data_options, opened, print_json
+from dasksc.cli._messages import as_options, folded
+from dasksc.cli._shared import StorageOptions, data_options, opened, print_json, title_of
+from dasksc.inspection.dryrun_report import Check
+from dasksc.memory.limits import to_ask_for
+from dasksc.sampling.named import SHORT_NAMES, is_balanced, strategy_named
 
 __all__ = ["command"]
 
@@ -17,38 +23,50 @@ _EXAMPLES = """
 \b
 Examples:
   dasksc check atlas.h5ad --label-key cell_type --world-size 8
-  dasksc check atlas.h5ad --strategy balance --label-key cell_type --filter "n_genes > 500"
-  dasksc check atlas.zarr --batch-size 256 --fetch-factor 0 --memory-limit 8GiB --strict --json
+  dasksc check atlas.h5ad --strategy balance --label-key cell_type
+  dasksc check atlas.h5ad --filter "n_genes > 500" --json
+  dasksc check atlas.zarr --fetch-factor 0 --memory-limit 8GiB --strict
 """
 
 
 @click.command(epilog=_EXAMPLES)
 @data_options
-@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of a batch, per rank.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows per batch and rank"
+)
 @click.option(
     "--fetch-factor",
     type=click.IntRange(0),
     default=16,
     show_default=True,
-    help="Batches that are read at once; 0 for as many as the memory limit allows.",
+    metavar="N",
+    help="Batches per fetch.",
 )
 @click.option(
     "--strategy",
-    type=click.Choice(["shuffle", "stream", "balance"]),
+    type=click.Choice(list(SHORT_NAMES)),
     default="shuffle",
     show_default=True,
-    help="Blocks in a random order, rows as they are stored, or classes evenly (by --label-key).",
+    help="How rows are drawn.",
 )
-@click.option("--block-size", type=click.IntRange(1), default=8, show_default=True, help="Rows that stay together.")
-@click.option("--label-key", metavar="COLUMN", help="The obs column whose classes are counted, or balanced.")
-@click.option("--filter", "expression", metavar="EXPRESSION", help='Only rows for which it holds: "n_genes > 500".')
-@click.option("--world-size", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share the epoch.")
-@click.option("--drop-last", is_flag=True, help="Leave out what fills no batch.")
-@click.option("--layout", type=click.Choice(["dense", "csr"]), default="dense", show_default=True, help="Of batches.")
-@click.option("--num-workers", type=click.IntRange(0), default=0, show_default=True, help="Of a DataLoader.")
-@click.option("--memory-limit", metavar="SIZE", help='Such as "2GiB".')
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
-@click.option("--strict", is_flag=True, help="Exit with 1 if there is a warning.")
+@click.option(
+    "--block-size", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Rows kept together."
+)
+@click.option("--label-key", metavar="COLUMN", help="obs column to count, or to balance.")
+@click.option("--filter", "expression", metavar="EXPRESSION", help="Rows to use, such as 'n_genes > 500'.")
+@click.option(
+    "--world-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Number of ranks."
+)
+@click.option("--drop-last", is_flag=True, help="Drop the last batch if it is incomplete.")
+@click.option(
+    "--layout", type=click.Choice(["dense", "csr"]), default="dense", show_default=True, help="Layout of batches."
+)
+@click.option(
+    "--num-workers", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="DataLoader workers."
+)
+@click.option("--memory-limit", metavar="SIZE", help="Memory for fetches, such as 2GiB.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Random seed.")
+@click.option("--strict", is_flag=True, help="Exit with code 1 if there is a warning.")
 def command(
     paths: tuple[str, ...],
     join: str,
@@ -73,10 +91,15 @@ def command(
 
     The summary has the rows and batches of each rank, the mix of classes, memory, and warnings. PATH is as for `dasksc
     info`. For several modalities, columns are named with their modality: --label-key rna:cell_type.
+
+    Strategies: `shuffle` draws blocks in random order, `stream` reads rows as they are stored, `balance` draws the
+    classes of --label-key evenly. With --fetch-factor 0, fetches are as large as --memory-limit allows.
     """
+    if is_balanced(strategy) and label_key is None:
+        raise click.UsageError(f"--strategy {strategy} needs --label-key, the column whose classes are balanced")
     dataset = dasksc.scDataset(
         opened(paths, join, storage_options=storage_options, cache=cache),
-        _strategy(strategy, block_size, label_key),
+        strategy_named(strategy, label_key=label_key if is_balanced(strategy) else None, block_size=block_size),
         batch_size,
         fetch_factor or None,
         drop_last,
@@ -88,22 +111,26 @@ def command(
         memory_limit=memory_limit,
     )
     found = dasksc.check(_loader(dataset, num_workers), world_size, label_key=label_key)
+    found = dataclasses.replace(
+        found,
+        name=f"{title_of(paths)} by {type(dataset.strategy).__name__}",
+        warnings=tuple(map(as_options, found.warnings)),
+    )
     if as_json:
         print_json(dataclasses.asdict(found) | {"world_size": found.world_size, "rank_bytes": found.rank_bytes})
     else:
-        click.echo(repr(found))
+        click.echo(folded("\n".join([repr(found), *_request(found)])))
     if strict and found.warnings:
         sys.exit(1)
 
 
-def _strategy(name: str, block_size: int, label_key: str | None) -> dasksc.SamplingStrategy:
-    if name == "stream":
-        return dasksc.Streaming()
-    if name == "shuffle":
-        return dasksc.BlockShuffling(block_size)
-    if label_key is None:
-        raise click.UsageError("--strategy balance needs --label-key, the column whose classes are balanced")
-    return dasksc.ClassBalancedSampling(label_key=label_key, block_size=block_size)
+def _request(found: Check) -> Iterator[str]:
+    """Yield what to request from a scheduler of jobs for the ranks of an epoch, besides the memory of the model."""
+    if found.job_bytes is None:
+        return
+    mebibytes, n_ranks = to_ask_for(found.job_bytes) // 2**20, found.world_size
+    yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task=1 --mem-per-cpu={mebibytes}M  (more CPUs share this memory)"
+    yield f"  k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"
 
 
 def _loader(dataset: dasksc.scDataset, num_workers: int) -> Any:
@@ -111,4 +138,7 @@ def _loader(dataset: dasksc.scDataset, num_workers: int) -> Any:
         return dataset
     import torch.utils.data
 
-    return torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    with warnings.catch_warnings():
+        # The workers are those of another machine, so the cores of this one do not matter.
+        warnings.filterwarnings("ignore", message=".*worker processes in total")
+        return torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=num_workers)

@@ -17,8 +17,8 @@ _EXAMPLES = """
 \b
 Examples:
   dasksc convert atlas.h5ad atlas.zarr --verify
-  dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate --merge same
-  dasksc convert atlas.h5ad by-type.zarr --group-by cell_type --memory-limit 16GiB
+  dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate
+  dasksc convert atlas.h5ad by-type.zarr --group-by cell_type
   dasksc convert s3://bucket/atlas.h5ad atlas.zarr --cache /scratch/blocks
   dasksc convert atlas.h5ad atlas.zarr --scheduler tcp://node0:8786
 """
@@ -32,39 +32,38 @@ Examples:
     type=click.Choice(["shuffle", "keep"]),
     default="shuffle",
     show_default=True,
-    help="Draw an order of the cells once, every one as likely; or keep theirs.",
+    help="Order of the cells.",
 )
-@click.option("--group-by", metavar="COLUMNS", help="Put cells together that agree in obs columns: cell_line,gene.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the shuffle.")
+@click.option("--group-by", metavar="COLUMNS", help="Keep cells of equal obs columns together.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Seed of the shuffle.")
 @click.option(
     "--join",
     type=click.Choice(["inner", "outer"]),
     default="inner",
     show_default=True,
-    help="Of several inputs, keep the genes that all have, or any.",
+    help="Genes of all files, or any",
 )
-@click.option("--label", metavar="COLUMN", help="Name of an obs column to say which input a cell is of.")
-@click.option("--keys", metavar="NAME,...", help="What --label calls the inputs, by commas.  [default: their names]")
-@click.option("--index-unique", metavar="TEXT", help="Put between the name of a cell and that of its input.")
+@click.option("--label", metavar="COLUMN", help="New obs column: the input of each cell.")
+@click.option("--keys", metavar="NAME,...", help="Values of --label.  [default: file names]")
+@click.option("--index-unique", metavar="TEXT", help="Text between names of cell and input.")
 @click.option(
     "--merge",
     type=click.Choice(["same", "unique", "first", "only"]),
-    help="Of several inputs, keep what describes genes (var, varm) where it is the same in all, one value only, the "
-    "first one's, or what only one has.  [default: leave it out]",
+    help="Which var and varm to keep.  [default: none]",
 )
 @click.option(
     "--fill-value",
     type=float,
     metavar="NUMBER",
-    help="With --join outer, put this where an input lacks a gene.  [default: NaN in dense matrices, 0 in sparse ones]",
+    help="For absent genes.  [default: NaN; sparse: 0]",
 )
-@click.option("--keep-types", is_flag=True, help="Store values in their own types, and columns as SciPy makes them.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory to use beside the tables.  [default: 2GiB]")
-@click.option("--scheduler", metavar="ADDRESS", help="A Dask scheduler to run on.  [default: threads of this process]")
+@click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
+@click.option("--memory-limit", metavar="SIZE", help="Memory beside the tables.  [default: 2GiB]")
+@click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @url_options
-@click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and drop another conversion begun there.")
-@click.option("--verify", is_flag=True, help="Read the store again, and compare every row with the input.")
-@click.option("--progress/--no-progress", default=None, help="Show a bar with the time left.  [default: on a terminal]")
+@click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and unfinished ones there.")
+@click.option("--verify", is_flag=True, help="Compare every stored row with the input.")
+@click.option("--progress/--no-progress", default=None, help="Show a bar.  [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     inputs: tuple[str, ...],
@@ -92,6 +91,13 @@ def command(
 
     IN is an .h5ad file, a Zarr store, a directory of these, a pattern, or a URL; several are joined. OUT.zarr appears
     when it is complete. After Ctrl-C, a crash or a full disk, the same command resumes the conversion.
+
+    The cells are shuffled once, within groups if there is --group-by (of several columns: cell_line,gene). --overwrite
+    also drops an unfinished conversion at OUT.zarr.
+
+    Several inputs: --keys a,b names them in the column --label. --merge keeps columns of var and arrays of varm that
+    are the same in all inputs, have a unique value, are in the first one, or are in only one. --fill-value needs
+    --join outer.
     """
     report = dasksc.convert(
         inputs[0] if len(inputs) == 1 else list(inputs),

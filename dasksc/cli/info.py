@@ -10,6 +10,7 @@ import click
 
 import dasksc
 from dasksc.atlas.inputs import parts_of
+from dasksc.cli._messages import folded
 from dasksc.cli._shared import StorageOptions, cached_in, data_of, data_options, opened, print_json
 from dasksc.storage import is_url, shown
 
@@ -31,7 +32,8 @@ Examples:
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
-    help="For how long each of four probes reads; 0 reads nothing of the matrices.",
+    metavar="S",
+    help="Seconds per speed test; 0: none",
 )
 def command(
     paths: tuple[str, ...], join: str, storage_options: StorageOptions, cache: str | None, as_json: bool, seconds: float
@@ -40,7 +42,7 @@ def command(
 
     The description has cells, obs, chunks, codecs, measured speeds, and recommendations. PATH is an .h5ad file, a Zarr
     store, a directory of these, or a pattern in quotes; several are joined. For an .h5mu file or Zarr store of a
-    MuData, the modalities are listed.
+    MuData, the modalities are listed. Four tests of reading speed take --seconds each; with 0, no matrix is read.
     """
     if storage_options and any(map(is_url, paths)):
         found = _behind_urls(paths, join, storage_options, cache, seconds)
@@ -50,7 +52,7 @@ def command(
     if as_json:
         print_json(found)
     else:
-        click.echo(repr(found))
+        click.echo(folded(repr(found)))
 
 
 def _behind_urls(

@@ -14,24 +14,23 @@ _EXAMPLES = """
 \b
 Examples:
   dasksc stats atlas.h5ad --by donor --out stats.h5ad
-  dasksc stats atlas.h5ad --by donor --by cell_type --filter 'n_genes > 500' --out stats.h5ad
-  dasksc stats 'plates/*.h5ad' --layer counts --qc mito=MT- --qc ribo=RPS --out stats.h5ad
+  dasksc stats atlas.h5ad --by donor --by cell_type --filter 'n_genes > 500'
+  dasksc stats 'plates/*.h5ad' --layer counts --qc mito=MT- --out qc.h5ad
 """
 
 
 @click.command(epilog=_EXAMPLES)
 @data_options
-@click.option("--by", multiple=True, metavar="COLUMN", help="Group cells by this obs column; several: by all of them.")
-@click.option("--filter", metavar="EXPRESSION", help="Use only cells for which this holds: 'n_genes > 500'.")
-@click.option("--layer", help="Use this layer instead of X.")
+@click.option("--by", multiple=True, metavar="COLUMN", help="Group cells by this obs column; repeatable.")
+@click.option("--filter", metavar="EXPRESSION", help="Cells to use, such as 'n_genes > 500'.")
+@click.option("--layer", metavar="NAME", help="Use this layer instead of X.")
 @click.option(
     "--qc",
     multiple=True,
     metavar="NAME[=PREFIX]",
-    help="For each cell, its total, its genes, and the share of genes whose names begin with PREFIX, or of those that "
-    "the var column NAME marks.",
+    help="Per cell: share of these genes; repeatable.",
 )
-@click.option("--out", metavar="PATH", help="Write everything to this .h5ad file.")
+@click.option("--out", metavar="PATH", help="Write all statistics to this .h5ad file.")
 def command(
     paths: tuple[str, ...],
     join: str,
@@ -44,7 +43,12 @@ def command(
     qc: tuple[str, ...],
     out: str | None,
 ) -> None:
-    """Compute sums, means, variances and numbers of nonzeros of each gene, and of each group of cells."""
+    """Compute statistics of genes, groups and cells in one pass.
+
+    These are sums, means, variances and numbers of nonzeros of each gene, over all cells and in each group. With --qc,
+    each cell gets its total, its number of genes, and the share of the genes whose names begin with PREFIX, or of those
+    that the var column NAME marks.
+    """
     if out is not None:
         check_destination(out)  # before the pass
     atlas = opened(paths, join, storage_options=storage_options, cache=cache)

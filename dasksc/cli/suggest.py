@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, data_options, opened, print_json
+from dasksc.cli._messages import folded
+from dasksc.cli._shared import StorageOptions, data_of, data_options, opened, print_json
 
 __all__ = ["command"]
 
@@ -20,18 +26,21 @@ Examples:
 
 @click.command(epilog=_EXAMPLES)
 @data_options
-@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of a batch, per rank.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows per batch, per rank."
+)
 @click.option(
     "--label-key",
     metavar="COLUMN",
-    help="Measure block sizes by how well they mix its classes, and how fast they are read.",
+    help="Choose block sizes by how they mix this column.",
 )
 @click.option(
     "--memory-share",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.2,
     show_default=True,
-    help="Of the memory that is available now, what loading may take.",
+    metavar="X",
+    help="Share of the free memory",
 )
 def command(
     paths: tuple[str, ...],
@@ -43,13 +52,56 @@ def command(
     label_key: str | None,
     memory_share: float,
 ) -> None:
-    """Suggest fetch_factor and block_size for an atlas on this machine."""
+    """Suggest fetch_factor and block_size for an atlas on this machine.
+
+    The suggestion ends with code to paste. With --label-key, the speed and the mix of classes of each block size are
+    measured.
+    """
     atlas = opened(paths, join, storage_options=storage_options, cache=cache)
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
             f"sizes are suggested for one matrix, and this holds several modalities ({', '.join(atlas)}). Try sizes: "
             "dasksc check tells what they need, and dasksc bench how fast they are read"
         )
-    found = dasksc.suggest_parameters(atlas, batch_size, memory_share, verbose=not as_json, labels=label_key)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        found = dasksc.suggest_parameters(atlas, batch_size, memory_share, verbose=not as_json, labels=label_key)
     if as_json:
         print_json(found)
+        return
+    click.echo(folded(printed.getvalue().rstrip(), indent=2))
+    click.echo(f"\nCode to paste:\n\n{_code(paths, join, storage_options, cache, batch_size, found)}")
+
+
+def _code(
+    paths: tuple[str, ...],
+    join: str,
+    storage_options: StorageOptions,
+    cache: str | None,
+    batch_size: int,
+    found: Mapping[str, Any],
+) -> str:
+    """Return a program that reads the atlas with the suggested parameters. Values of storage options are omitted."""
+    options = {} if join == "inner" else {"join": repr(join)}
+    if storage_options:
+        secret = ", ".join(f"{name!r}: ..." for name in storage_options)
+        options["storage_options"] = f"{{{secret}}}"
+    if cache is not None:
+        options["cache"] = repr(cache)
+    given = repr(data_of(paths))
+    if options:
+        given = f"dasksc.open({given}, {', '.join(f'{name}={value}' for name, value in options.items())})"
+    return "\n".join(
+        [
+            "import dasksc",
+            "",
+            "dataset = dasksc.scDataset(",
+            f"    {given},",
+            f"    dasksc.BlockShuffling(block_size={found['block_size_balanced']}),",
+            f"    batch_size={batch_size},",
+            f"    fetch_factor={found['fetch_factor']},",
+            ")",
+            "for batch in dataset:",
+            "    ...",
+        ]
+    )

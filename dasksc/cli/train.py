@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
 import click
@@ -22,27 +23,26 @@ Examples:
   torchrun --nproc-per-node 8 -m dasksc train --config fsdp.yaml
   srun dasksc train --config fsdp.yaml --set training.resume_from=auto
   srun --ntasks-per-node 1 dasksc train --config fsdp.yaml --nproc auto
-  dasksc train --config fsdp.yaml --nproc auto --nnodes 2 --node-rank 0 --master-addr node0
+  dasksc train --config f.yaml --nproc 8 --nnodes 2 --node-rank 0 --master-addr a
 """
 
 
 @click.command(epilog=_EXAMPLES)
-@click.option("--config", "path", required=True, help="A YAML file; docs/training.md has its keys.")
-@click.option("--set", "changes", multiple=True, metavar="A.B=C", help="Replace a value of it; may be repeated.")
-@click.option(
-    "--nproc", metavar="N|auto", help="Processes to start on this node. Default: what training.num_gpus says."
-)
-@click.option("--nnodes", type=click.IntRange(1), help="Nodes of the run. Default: training.num_nodes.")
-@click.option("--node-rank", type=click.IntRange(0), help="Which of them this is. Default: what srun says.")
-@click.option("--master-addr", help="The first node. Default: MASTER_ADDR, or what Slurm says.")
+@click.option("--config", "path", required=True, metavar="FILE", help="YAML file; docs/training.md has its keys.")
+@click.option("--set", "changes", multiple=True, metavar="A.B=C", help="Replace a value of the file; repeatable.")
+@click.option("--nproc", metavar="N|auto", help="Processes of this node (default: num_gpus).")
+@click.option("--nnodes", type=click.IntRange(1), metavar="N", help="Nodes of the run (default: num_nodes).")
+@click.option("--node-rank", type=click.IntRange(0), metavar="N", help="Number of this node (default: from srun).")
+@click.option("--master-addr", metavar="HOST", help="First node (default: MASTER_ADDR or Slurm).")
 @click.option(
     "--master-port",
     type=click.IntRange(1, 65535),
-    help="A free port of it. Default: MASTER_PORT, or what Slurm says, or 29500.",
+    metavar="PORT",
+    help="Free port of the first node.",
 )
-@click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start all again so often when one fails.")
-@click.option("--check", is_flag=True, help="Only check the configuration; print it with all defaults.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; everything else goes to stderr.")
+@click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Restarts after a failure.")
+@click.option("--check", is_flag=True, help="Check the file; print it with all defaults.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; all else on stderr.")
 def command(
     path: str,
     changes: tuple[str, ...],
@@ -59,17 +59,19 @@ def command(
 
     Training runs on one process, or on several under DDP or FSDP. Started alone, the command starts the processes that
     --nproc or training.num_gpus request. Under torchrun, srun or mpirun it is one of the processes that these started.
+
+    The keys num_gpus and num_nodes are those of the section `training`. The default of --master-port is MASTER_PORT, a
+    port that follows from the job of Slurm, or 29500.
     """
     try:
-        from dasksc.train.config import Config
+        import_module("dasksc.train.config")
     except ModuleNotFoundError as error:
         if error.name not in ("pydantic", "yaml"):
             raise
         raise InputError("dasksc train needs pydantic and PyYAML: pip install 'dasksc[train]'") from error
     from dasksc.train import checks
 
-    config = Config.load(path, changes=changes)
-    checks.check(config)
+    config = checks.load(path, changes=changes)
     if check:
         click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
         return

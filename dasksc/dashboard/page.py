@@ -14,12 +14,14 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dasksc._compat.distributed import RequestHandler, add_operation, announce
 from dasksc.dashboard import metrics
+from dasksc.executor.diagnosis import diagnosis
 from dasksc.executor.reporting import ASKED_FOR, OPERATION
 
 __all__ = ["FiguresHandler", "Loader", "LoaderPage", "PageHandler", "page_of"]
 
 _NAME = "dasksc-loader-page"
 _N_KEPT = 90  # reports of each loader, for the plots
+_N_LATEST = 3  # reports that make up the current figures
 _SHORT_S = 0.01  # shortest interval for which a rate is computed
 _N_LOADERS = 32  # loaders of each Client, beyond which the oldest is dropped
 
@@ -35,12 +37,13 @@ class Loader:
     at
         Time of its arrival, by the scheduler's monotonic clock, in seconds.
     recent
-        Cells per second and fraction of time waited between consecutive reports, latest last.
+        Cells per second, fraction of time waited, and time of arrival of the later report, for each two consecutive
+        reports; latest last.
     """
 
     figures: Mapping[str, Any]
     at: float
-    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
+    recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
 
     def update(self, figures: Mapping[str, Any], at: float) -> None:
         """Store the next report."""
@@ -51,8 +54,21 @@ class Loader:
             before = dict.fromkeys(before, 0)
         rows, clock_s, waited_s = (figures[name] - before[name] for name in ("n_rows", "clock_s", "waited_s"))
         if clock_s > _SHORT_S:
-            self.recent.append((rows / clock_s, min(1.0, max(0.0, waited_s / clock_s))))
+            self.recent.append((rows / clock_s, min(1.0, max(0.0, waited_s / clock_s)), at))
         self.figures, self.at = figures, at
+
+    @property
+    def wait_share(self) -> float:
+        """Fraction of the time that training waited: over the last reports of a running epoch, or a whole one."""
+        latest = list(self.recent)[-_N_LATEST:]
+        if self.figures["has_ended"] or not latest:
+            return float(self.figures["wait_share"])
+        return sum(wait for _, wait, _ in latest) / len(latest)
+
+    @property
+    def diagnosis(self) -> str:
+        """Sentence that says what limits this loader."""
+        return diagnosis({**self.figures, "wait_share": self.wait_share})
 
 
 class LoaderPage(SchedulerPlugin):
@@ -102,7 +118,14 @@ class LoaderPage(SchedulerPlugin):
         now = monotonic()
         return {
             "loaders": [
-                {**loader.figures, "age_s": now - loader.at, "recent": list(loader.recent)} for loader in self.loaders
+                {
+                    **loader.figures,
+                    "age_s": now - loader.at,
+                    "recent": [(rate, wait, now - at) for rate, wait, at in loader.recent],
+                    "wait_share_now": loader.wait_share,
+                    "diagnosis": loader.diagnosis,
+                }
+                for loader in self.loaders
             ],
             "n_workers": len(self._scheduler.workers),
             "address": self._scheduler.address,

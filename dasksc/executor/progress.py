@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from dasksc.errors import InputError
+from dasksc.executor.diagnosis import diagnosis
 from dasksc.planning.plan import EpochPlan
 
 __all__ = ["Bar", "EpochStats", "FetchFigures", "line_of", "merged", "progress_bar"]
@@ -185,8 +186,8 @@ def line_of(report: Mapping[str, Any]) -> str:
     return (
         f"epoch {report['epoch']}, rank {report['rank']} of {report['world_size']}: {report['n_rows']:,} rows in "
         f"{report['n_batches']:,} batches{before}, {report['n_rank_padded']} padded, {report['n_rank_dropped']} "
-        f"dropped ({report['n_padded']} and {report['n_dropped']} over all ranks); {report['elapsed_s']:.1f} s, "
-        f"waited {report['wait_share']:.0%} of it"
+        f"dropped ({report['n_padded']} and {report['n_dropped']} over all ranks); {report['elapsed_s']:.1f} s; "
+        f"{diagnosis(report)}"
     )
 
 

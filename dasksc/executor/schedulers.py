@@ -152,6 +152,31 @@ def portable_scheduler(scheduler: Scheduler | Client | str | None) -> str | None
     return scheduler if isinstance(scheduler, str) else None
 
 
+class SchedulerChoice:
+    """Scheduler as given by the user, resolved on each call since a Client may be created or closed.
+
+    Parameters
+    ----------
+    given
+        As for `resolve_scheduler`.
+
+    Raises
+    ------
+    InputError, WrongTypeError
+        As for `resolve_scheduler`.
+    """
+
+    def __init__(self, given: Scheduler | Client | str | None) -> None:
+        self._given = given
+        resolve_scheduler(given)  # raise an error for an invalid one
+
+    def __call__(self) -> Scheduler:
+        return resolve_scheduler(self._given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_given": portable_scheduler(self._given)}
+
+
 def _active_scheduler() -> Scheduler:
     configured = dask.config.get("scheduler", None)
     if configured in _SYNCHRONOUS:

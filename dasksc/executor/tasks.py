@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from dasksc.executor import metrics
 from dasksc.memory.reading_mode import Reading
+from dasksc.planning.plan import EpochPlan
 from dasksc.storage import Fetched, Matrix, mapping
 from dasksc.storage.read_timing import Clock, Spent
 
-__all__ = ["FetchMatrices", "FetchedMatrices"]
+__all__ = ["FetchMatrices", "FetchedMatrices", "fetch_name"]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -65,3 +66,12 @@ class FetchMatrices:
     def _fetch(self, name: str, matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
         with mapping(self.reading is None or name not in self.reading.unmapped):
             return matrix.fetch(rows)
+
+
+def fetch_name(source: str, plan: EpochPlan) -> str:
+    """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
+
+    The progress panel of Dask's dashboard shows a name up to the first word with a digit after a hyphen, and therefore
+    one bar for the epoch of all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
+    """
+    return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"

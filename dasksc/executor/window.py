@@ -188,7 +188,7 @@ class Window(Generic[T]):
     ks
         Fetch numbers, in order.
     name
-        Prefix of the Dask keys, as shown on the dashboard: ``"dasksc-fetch-pbmc-e3-r1"``.
+        Prefix of the Dask keys, as shown on the dashboard: ``"epoch 3: dasksc-fetch-pbmc-r1"``.
     depth
         Maximum number of fetches in flight or finished and not consumed; or a function that returns the current
         maximum. The function is called whenever a result is taken, because workers of a cluster come and go.

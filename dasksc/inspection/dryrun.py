@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "diversity"]
 
-# Maximum number of rows of the epoch whose classes are counted.
+# Number of rows of the epoch, at most, whose classes are counted; at least one set or batch that stays together.
 _LOOKED_AT = 2**20
 
 
@@ -157,9 +157,12 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
-    """Count the classes of rows at equal intervals in the epoch, in storage order."""
+    """Count the classes of rows, or of whole sets, at equal intervals in the epoch, in storage order."""
     codes, names = encode_labels(labels)
-    positions = np.linspace(0, plan.n_rows - 1, min(plan.n_rows, _LOOKED_AT)).astype(np.int64)
+    unit = plan.sampler.unit
+    n_units = plan.n_rows // unit
+    units = np.linspace(0, n_units - 1, min(n_units, max(1, _LOOKED_AT // unit))).astype(np.int64)
+    positions = (units[:, None] * unit + np.arange(unit)).ravel()
     drawn = _shares(codes[plan.sampler.draw(plan.seed, plan.epoch).rows(positions)], len(names))
     stored = _shares(codes, len(names))
     order = [int(c) for c in np.argsort(-stored, kind="stable") if drawn[c] or stored[c]]

@@ -154,10 +154,8 @@ class Check:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.name}, epoch {self.epoch}, {self.world_size} rank{'s' * (self.world_size > 1)}"
-        yield (
-            f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored, in {self.n_blocks:,} blocks of "
-            f"{self.block_size:,}"
-        )
+        blocks = f", in {self.n_blocks:,} blocks of {self.block_size:,}" if self.sets is None else ""
+        yield f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored{blocks}"
         yield (
             f"  batches  {self.batch_size:,} rows a rank, {self.global_batch_size:,} over all; "
             f"fetches of {self.fetch_size:,} rows"

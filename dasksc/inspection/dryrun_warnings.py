@@ -11,7 +11,7 @@ from dasksc.planning.plan import EpochPlan
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.storage import is_url
 
-__all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sets", "warnings_of_sizes"]
+__all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sets", "warnings_of_sizes", "wanted_share"]
 
 # A warning is given if the label entropy of batches is below this fraction of that of random batches.
 _MIXED = 0.9
@@ -36,37 +36,62 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
             "drop_last=False"
         )
     n_blocks = -(-plan.n_rows // plan.block_size)
-    if n_blocks < plan.world_size:
+    sets = plan.sampler if isinstance(plan.sampler, SetSampler) else None
+    if n_blocks < plan.world_size and sets is not None:
+        yield (
+            f"there are more ranks ({plan.world_size}) than sets ({n_blocks}): some ranks repeat sets of others. "
+            + ("Draw more sets (n_sets=)" if sets.is_shuffled else "Lower set_size")
+            + ", or use fewer ranks"
+        )
+    elif n_blocks < plan.world_size:
         yield (
             f"there are more ranks ({plan.world_size}) than blocks ({n_blocks}): blocks are cut, and ranks read their "
             "pieces of the same chunks. Lower block_size"
             + ("" if plan.sampler.block_size else " (for Streaming a fetch: lower fetch_factor)")
         )
     source = parts_of(dataset).source
+    n_rows, run_rows = dataset.fetch_size, plan.block_size if sets is None else sets.run_rows
     for name, matrix in source.matrices.items() if isinstance(source, MatrixSource) else ():
         chunk_rows = matrix.cost.chunk_rows
-        if plan.fetch_rows < chunk_rows:
+        if n_rows < chunk_rows:
             yield (
-                f"a fetch ({plan.fetch_rows:,} rows) is smaller than a storage chunk of {name} (about "
+                f"a fetch ({n_rows:,} rows) is smaller than a storage chunk of {name} (about "
                 f"{chunk_rows:,.0f} rows): chunks are decoded again and again for a few rows each. Raise fetch_factor, "
                 "or store smaller chunks"
             )
-        elif is_url(matrix.label) and (share := _wanted_share(plan, source.n_obs, chunk_rows)) < _WANTED:
+        elif is_url(matrix.label) and (share := wanted_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _WANTED:
             yield (
                 f"about {share:.0%} of what is asked for of {name} over the network is wanted: chunks of about "
-                f"{chunk_rows:,.0f} rows come whole, and blocks have {plan.block_size:,}. Raise block_size or "
-                "fetch_factor, or store smaller chunks in shards (dasksc convert)"
+                f"{chunk_rows:,.0f} rows come whole, and {'blocks' if sets is None else 'runs'} have {run_rows:,.0f}. "
+                + _advice_on_runs(sets)
             )
 
 
-def _wanted_share(plan: EpochPlan, n_obs: int, chunk_rows: float) -> float:
-    """Return the used fraction of the chunks that a fetch reads, if its blocks lie at random positions."""
-    chunk_rows = max(1.0, chunk_rows)
-    n_blocks = plan.fetch_rows / plan.block_size
-    n_obs = max(1, n_obs)
-    touched_by_one = min(1.0, (plan.block_size + chunk_rows - 1) / n_obs)
-    read_rows = n_obs * (1 - float((1 - touched_by_one) ** n_blocks))
-    return min(1.0, plan.fetch_rows / read_rows)
+def _advice_on_runs(sets: SetSampler | None) -> str:
+    if sets is not None and sets.block_rows == 1:
+        names = ",".join(column.name for column in sets.columns)
+        return f"Sort the atlas by group (dasksc convert --group-by {names}), or raise fetch_factor"
+    return "Raise block_size or fetch_factor, or store smaller chunks in shards (dasksc convert)"
+
+
+def wanted_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> float:
+    """Return the used fraction of the chunks that a fetch reads, if its runs lie at random positions.
+
+    Parameters
+    ----------
+    n_rows
+        Rows of a fetch.
+    run_rows
+        Neighbouring rows that are read together.
+    n_obs
+        Rows of the matrix.
+    chunk_rows
+        Rows of a chunk.
+    """
+    chunk_rows, n_obs = max(1.0, chunk_rows), max(1, n_obs)
+    touched_by_one = min(1.0, (run_rows + chunk_rows - 1) / n_obs)
+    read_rows = n_obs * (1 - float((1 - touched_by_one) ** (n_rows / run_rows)))
+    return min(1.0, n_rows / read_rows)
 
 
 def warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
@@ -104,6 +129,9 @@ def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
     if not isinstance(sampler, SetSampler):
         return
     found = sampler.accounts
+    if found.n_unlabelled:
+        names = " or ".join(column.name for column in sampler.columns)
+        yield f"{found.n_unlabelled:,} cells have no label in {names} and are never drawn. indices= leaves them out"
     if found.n_unmatched_cells:
         yield (
             f"{found.n_unmatched_cells:,} cells of {found.n_unmatched_groups:,} groups are never drawn, since no "

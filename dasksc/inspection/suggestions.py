@@ -255,7 +255,7 @@ def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
     system = suggestion["system_info"]
     num_workers = suggestion["num_workers"]
     workers = (
-        "the rank's own threads read ahead, so DataLoader workers only add copies"
+        "threads of the rank read ahead"
         if num_workers == 0
         else "as asked for with min_workers; 0 is recommended, since the rank's own threads read ahead"
     )
@@ -276,6 +276,6 @@ def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
         f"  per fetch        {suggestion['estimated_memory_per_fetch_mb']:.1f} MiB",
         f"  in all           {suggestion['estimated_total_memory_mb']:.1f} MiB; the limit is"
         f" {target_ram_fraction:.0%} of the {system['available_ram_gb']:.1f} GiB available",
-        "The order of an epoch depends on fetch_factor: give every rank and every later run the same.",
+        "The order of an epoch depends on fetch_factor: use one value on all ranks and runs.",
     ]
     return "\n".join(lines)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc.displays import brief, constructor
+from dasksc.sampling.named import StrategyName, is_balanced
 
 __all__ = ["DataModule"]
 
@@ -40,10 +42,10 @@ class DataModule:
     batch_size
         Rows per batch, per device.
     train, validate, test, predict
-        Sampling strategy of each stage. A stage without a strategy has no data set.
+        Sampling strategy of each stage, or its name. A stage without a strategy has no data set.
     **options
         Arguments of `dasksc.scDataset`, shared by all stages; ``drop_last`` and ``equal_ranks`` apply only to
-        training.
+        training, ``label_key`` only to stages with the strategy ``"balance"``.
 
     Attributes
     ----------
@@ -63,10 +65,10 @@ class DataModule:
         data_collection: Any,
         batch_size: int,
         *,
-        train: SamplingStrategy | None = None,
-        validate: SamplingStrategy | None = None,
-        test: SamplingStrategy | None = None,
-        predict: SamplingStrategy | None = None,
+        train: SamplingStrategy | StrategyName | None = None,
+        validate: SamplingStrategy | StrategyName | None = None,
+        test: SamplingStrategy | StrategyName | None = None,
+        predict: SamplingStrategy | StrategyName | None = None,
         **options: Any,
     ) -> None:
         super().__init__()  # Initializes Lightning's base class.
@@ -116,15 +118,25 @@ class DataModule:
     def _make(self, name: str) -> scDataset:
         options = self._options if name == "train" else {**self._options, "drop_last": False, "equal_ranks": False}
         ranks: dict[str, Any] = self._ranks or {}
-        return scDataset(self._data_collection, self._strategies[name], self._batch_size, **options, **ranks)
+        strategy = self._strategies[name]
+        if "label_key" in options and not is_balanced(strategy) and any(map(is_balanced, self._strategies.values())):
+            options = {key: value for key, value in options.items() if key != "label_key"}
+        return scDataset(self._data_collection, strategy, self._batch_size, **options, **ranks)
+
+    def __repr__(self) -> str:
+        shown = {name: repr(one) if isinstance(one, scDataset) else brief(one) for name, one in self._shown().items()}
+        return constructor(self, **shown)
 
     def __str__(self) -> str:
         # Lightning's method iterates objects that are not DataLoaders, and would begin an epoch of each
         # data set.
-        return f"{type(self).__name__}({', '.join(f'{name}={one!r}' for name, one in self._shown().items())})"
+        return repr(self)
 
     def _shown(self) -> Mapping[str, Any]:
-        return {name: self.datasets.get(name, strategy) for name, strategy in self._strategies.items()}
+        # A subclass may be displayed, as by a debugger, before it has called `__init__` of this class.
+        attributes = vars(self)
+        datasets, strategies = attributes.get("datasets", {}), attributes.get("_strategies", {})
+        return {name: datasets.get(name, strategy) for name, strategy in strategies.items()}
 
     # --- Hooks called by Lightning --------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, scDataset
 from dasksc.integrations.lightning import scDataModule
+from dasksc.sampling.named import StrategyName
 
 try:
     from scvi import __version__ as scvi_version
@@ -40,7 +41,7 @@ class SCVIDataModule(scDataModule):
     batch_size
         Rows per batch, per device.
     train, validate
-        Sampling strategies of training and validation.
+        Sampling strategies of training and validation, or their names.
     layer
         Layer with counts, read instead of X.
     batch_key, labels_key
@@ -68,8 +69,8 @@ class SCVIDataModule(scDataModule):
         data_collection: Any,
         batch_size: int = 128,
         *,
-        train: SamplingStrategy | None = None,
-        validate: SamplingStrategy | None = None,
+        train: SamplingStrategy | StrategyName | None = None,
+        validate: SamplingStrategy | StrategyName | None = None,
         layer: str | None = None,
         batch_key: str | None = None,
         labels_key: str | None = None,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import dask.array as da
@@ -16,35 +17,38 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import config
-from dasksc.atlas import filtering
-from dasksc.batches.batch import Batch, refuse_stacking
-from dasksc.errors import InputError, WrongTypeError
+from dasksc.batches.batch import Batch
+from dasksc.batches.stacking import refuse_stacking
+from dasksc.displays import brief, changed_arguments, html_table
+from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EpochStats, line_of, merged
 from dasksc.executor.schedulers import (
     Scheduler,
-    portable_scheduler,
+    SchedulerChoice,
     remember_security,
-    resolve_scheduler,
     securities_for_child,
 )
+from dasksc.executor.tasks import fetch_name
+from dasksc.loader.binding import bound, columns_of_expressions
+from dasksc.loader.display import display_rows
 from dasksc.loader.epoch_run import EpochRun, Placement
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.loader.position import STATE_VERSION, EpochPosition, parse_state
+from dasksc.loader.parts import LoaderParts
+from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, state_of
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
-from dasksc.loader.source import Hooks, IndexedSource, MatrixSource, source_of
+from dasksc.loader.source import Hooks, MatrixSource, source_of
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
-from dasksc.sampling.binding import bind, is_random, restricted
+from dasksc.sampling.binding import is_random
 from dasksc.sampling.cell_sets import CellSets
-from dasksc.sampling.samplers import Sampler
+from dasksc.sampling.named import StrategyName, as_strategy
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
-from dasksc.sampling.stratified import StratifiedSampler
 from dasksc.storage import Layout, UseMmap
 from dasksc.transforms.composed import as_transform
 
@@ -59,15 +63,6 @@ logger = logging.getLogger("dasksc.dataset")
 
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
 _CALLED = (*_HOOKS, "transform")
-
-
-class LoaderParts(NamedTuple):
-    """Components of a data set, for functions that explain or measure it."""
-
-    source: MatrixSource | IndexedSource
-    projection: MemoryProjection
-    counter: EpochCounter
-    plan_of: Callable[[World, int], EpochPlan]
 
 
 def parts_of(dataset: scDataset) -> LoaderParts:
@@ -88,7 +83,8 @@ class scDataset(IterableDataset[Any]):
         and batches have the type that indexing returns.
     strategy
         Sampling strategy: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`,
-        `CellSets` or your own `SamplingStrategy`.
+        `CellSets` or your own `SamplingStrategy`. Or the name of one with its default arguments: ``"shuffle"`` for
+        `BlockShuffling`, ``"stream"`` for `Streaming`, ``"balance"`` for `ClassBalancedSampling` of `label_key`.
     batch_size
         Number of rows in a batch, per rank.
     fetch_factor
@@ -169,6 +165,11 @@ class scDataset(IterableDataset[Any]):
     genes_repeated
         Treatment of a name in `genes` that several columns of the atlas have: ``"error"``, or ``"sum"`` to add
         them in the data type of the matrix, 64-bit for integers.
+    label_key
+        Column of obs whose classes ``strategy="balance"`` draws evenly.
+    return_index
+        If True, yield a `Batch` with the row numbers ``batch.index`` even if nothing but X is requested. A `Batch`
+        always has them.
 
     Attributes
     ----------
@@ -187,13 +188,22 @@ class scDataset(IterableDataset[Any]):
     -----
     Each iteration reads the next epoch, with any type of DataLoader worker; an epoch that is not finished
     counts. `set_epoch` selects an epoch. `projected_bytes` includes all memory that grows with the data.
+
+    Examples
+    --------
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64)  # shuffled blocks of 8 rows  # doctest: +SKIP
+    >>> balanced = dasksc.scDataset("atlas.h5ad", "balance", 64, label_key="cell_type")  # doctest: +SKIP
+    >>> next(iter(dasksc.scDataset("atlas.h5ad", return_index=True)))  # doctest: +SKIP
+    Batch
+      X      (64, 2000) float32
+      index  (64,) int64
     """
 
     def __init__(
         self,
         data_collection: Any,
-        strategy: SamplingStrategy,
-        batch_size: int,
+        strategy: SamplingStrategy | StrategyName = "shuffle",
+        batch_size: int = 64,
         fetch_factor: int | None = 16,
         drop_last: bool = False,
         fetch_callback: Callable[[Any, Any], Any] | None = None,
@@ -224,16 +234,17 @@ class scDataset(IterableDataset[Any]):
         genes_missing: Missing = "error",
         genes_key: str | None = None,
         genes_repeated: Repeated = "error",
+        label_key: str | None = None,
+        return_index: bool = False,
     ) -> None:
         super().__init__()
-        self.strategy = strategy
+        self._arguments = changed_arguments(scDataset.__init__, locals())
+        self.strategy = strategy = as_strategy(strategy, label_key=label_key)
+        self._arguments["strategy"] = brief(strategy)
+        del self._arguments["data_collection"]
         self.batch_size = config.whole_number("batch_size", batch_size)
-        flags: dict[str, Any] = {"drop_last": drop_last, "equal_ranks": equal_ranks}
-        for name, value in flags.items():
-            if isinstance(value, str):
-                raise InputError(f"{name} must be True or False; got {value!r}, which counts as True")
-        self.drop_last = bool(drop_last)
-        self.equal_ranks = bool(equal_ranks)
+        self.drop_last = config.true_or_false("drop_last", drop_last)
+        self.equal_ranks = config.true_or_false("equal_ranks", equal_ranks)
         self.fetch_callback = fetch_callback
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
@@ -244,45 +255,25 @@ class scDataset(IterableDataset[Any]):
         limit = config.memory_limit(memory_limit)
         self._placement = Placement(device, pin_memory)
         self._progress = progress
-        self._scheduler = _Where(scheduler)
+        self._scheduler = SchedulerChoice(scheduler)
         chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
         in_sets = isinstance(strategy, CellSets)
-        request = BatchRequest(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets)
-        if not isinstance(strategy, SamplingStrategy):
-            raise WrongTypeError(
-                f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {strategy!r}"
-            )
-        for name in _HOOKS:
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise WrongTypeError(f"{name} must be callable; got {getattr(self, name)!r}")
-        filtered_by = [] if filter is None else filtering.columns_of(filter)
-        control = getattr(strategy, "control", None)
-        controlled_by = filtering.columns_of(control) if isinstance(control, str) else []
+        request = BatchRequest(
+            *(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets),
+            return_index=config.true_or_false("return_index", return_index),
+        )
         self._source = source_of(
             data_collection,
             request,
             self._hooks,
             strategy=strategy,
-            filtered_by=[*filtered_by, *controlled_by],
+            filtered_by=columns_of_expressions(strategy, filter),
             mmap=mmap,
         )
         self.collection = self._source.collection
         self.categories = self._source.categories
         self.gene_match = getattr(self._source, "gene_match", None)
-        if filter is not None:
-            self.strategy = strategy = restricted(strategy, self._source.rows_where(filter), repr(filter))
-        if isinstance(control, str):
-            self.strategy = strategy = cast(CellSets, strategy).with_control(
-                self._source.rows_where(control), controlled_by
-            )
-        self._sampler: Sampler = bind(strategy, self.collection, self._source.n_obs, self._source.labels_of)
-        if isinstance(self._sampler, StratifiedSampler):
-            self._sampler = self._sampler.of_batches(self.batch_size)
-        if self._sampler.n_controls and isinstance(self._source, IndexedSource):
-            raise InputError(
-                "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed "
-                "yield rows, which have no place for controls"
-            )
+        self.strategy, self._sampler = bound(strategy, self._source, filter=filter, batch_size=self.batch_size)
         self._session = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self._projection = MemoryProjection(
             self._source,
@@ -290,18 +281,14 @@ class scDataset(IterableDataset[Any]):
             self._scheduler,
             batch_size=self.batch_size * (1 + self._sampler.n_controls),
             fetch_factor=fetch_factor,
-            run_rows=float(getattr(self._sampler, "block_rows", getattr(strategy, "block_size", 1))),
+            run_rows=float(getattr(self._sampler, "run_rows", getattr(strategy, "block_size", 1))),
             prefetch=prefetch,
             limit=limit,
         )
         self.fetch_factor = self._projection.fetch_factor
         self._counter = EpochCounter()
         self._iteration = 0
-        # Current position of this process, and the position to resume from.
-        self._position: EpochPosition | EpochRun | None = None
-        self._resume: EpochPosition | None = None
-        # Epoch that this DataLoader worker has finished, while other workers may still read it.
-        self._ended: int | None = None
+        self._tracker = EpochTracker()
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
         self._plan_of(self._session.detect(), epoch=0)  # raise an error for inconsistent sizes
@@ -367,9 +354,7 @@ class scDataset(IterableDataset[Any]):
         """Number of batches of this rank in the next iteration: those of an epoch, or the rest of a resumed one."""
         epoch = self._counter.peek()
         world = self._session.here()
-        if self._resume is None or self._resume.epoch != epoch:
-            return self._plan_of(world, epoch=0).n_batches
-        consumed, n_done = self._resume.parted(self._sizes(world))
+        consumed, n_done = self._tracker.resuming(epoch).parted(self._sizes(world))
         return self._plan_of(world, epoch, consumed).n_batches - n_done
 
     # --- Epochs ---------------------------------------------------------------------------------------
@@ -377,7 +362,7 @@ class scDataset(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`, and later ones the epochs after it."""
         self._counter.set(config.whole_number("epoch", epoch, 0, 2**32))
-        self._position = self._resume
+        self._tracker.forget()
 
     def _plan_of(self, world: World, epoch: int, consumed: tuple[Stretch, ...] = ()) -> EpochPlan:
         return EpochPlan(
@@ -438,24 +423,8 @@ class scDataset(IterableDataset[Any]):
             ``version``, ``seed``, ``epoch``, ``fingerprint`` (properties that must match) and ``consumed``: for each
             segment of the epoch its world size, batch size, fetch factor and batches per rank.
         """
-        position = self._here() or EpochPosition(self._counter.peek())
-        state = {
-            "version": STATE_VERSION,
-            "seed": self.seed,
-            "epoch": position.epoch,
-            "fingerprint": dict(self._identity),
-            "consumed": position.consumed_numbers,
-        }
-        worker = get_worker_info()
-        if worker is not None:
-            state["worker"] = (worker.id, worker.num_workers)
-        elif (unfinished := self._counter.unfinished()) is not None:
-            logger.warning(
-                "the state tells whole epochs only: DataLoader workers are in the middle of epoch %d, of which a run "
-                "that goes on from it reads no more. Use num_workers=0, or the state of torchdata's StatefulDataLoader",
-                unfinished,
-            )
-        return state
+        position = self._tracker.here or EpochPosition(self._counter.peek())
+        return state_of(position, self._identity, seed=self.seed, unfinished=self._counter.unfinished)
 
     def load_state_dict(self, state: Any) -> None:
         """Resume from `state` in the next iteration, at the next batch.
@@ -480,7 +449,7 @@ class scDataset(IterableDataset[Any]):
                 f"read as {last}"
             )
         self._session.seed = seed
-        self._position = self._resume = position
+        self._tracker.load(position)
         if worker is None:
             self._counter.set(position.epoch)
         else:
@@ -489,11 +458,10 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._hooks:
-            refuse_stacking(sys._getframe(1).f_locals.get("self"))
-        if self._ended is not None:
-            self._position, self._ended = EpochPosition(self._ended + 1), None
-        return self._iterate()
+        n_hook_rows = self.batch_size if self._hooks else None
+        batches = refuse_stacking(self._iterate(), sys._getframe(1), n_hook_rows=n_hook_rows)
+        self._tracker.begin()
+        return batches
 
     def _iterate(self) -> Iterator[Any]:
         # A generator function, so the world is fixed and the epoch begins only when the first batch is requested.
@@ -506,7 +474,7 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
             self._projection.warn_of_workers()
         sizes = self._sizes(world)
-        consumed, n_done = self._resumed(epoch).parted(sizes)
+        consumed, n_done = self._tracker.resume(epoch).parted(sizes)
         plan = self._plan_of(world, epoch, consumed)
         agreement = session.agreement if worker is None else None
         iteration = self._iteration
@@ -528,17 +496,14 @@ class scDataset(IterableDataset[Any]):
         )
         self._stats = run.stats
         # Set before reading, so that an epoch that fails before its first batch can also be resumed.
-        self._position = run.position if n_done or worker is not None else EpochPosition(epoch, consumed)
+        self._tracker.move(run.position if n_done or worker is not None else EpochPosition(epoch, consumed))
         try:
             yield from run.batches(
-                moved=self._moved,
+                moved=self._tracker.move,
                 after_first=None if agreement is None else functools.partial(agreement.go_on, iteration, 1),
                 shown=self._progress and first == 0,
             )
-            if worker is None:
-                self._position = EpochPosition(epoch + 1)
-            else:
-                self._ended = epoch
+            self._tracker.finish(epoch)
         finally:
             if worker is not None:
                 self._report(worker, epoch, run.stats.report())
@@ -549,22 +514,6 @@ class scDataset(IterableDataset[Any]):
                     agreement.finish(iteration)
                 else:
                     agreement.leave(iteration, run.stats.n_batches)
-
-    def _moved(self, run: EpochRun) -> None:
-        self._position = run
-
-    def _here(self) -> EpochPosition | None:
-        return self._position.position if isinstance(self._position, EpochRun) else self._position
-
-    def _resumed(self, epoch: int) -> EpochPosition:
-        """Return the position at which an epoch resumes, only once; its start if no state of it was loaded."""
-        resume, self._resume = self._resume, None
-        if resume is None or resume.epoch == epoch:
-            return resume or EpochPosition(epoch)
-        # In later passes, workers are copies of a data set whose own epoch has not advanced.
-        level = logging.WARNING if get_worker_info() is None else logging.DEBUG
-        logger.log(level, "the state that was loaded is of epoch %d; epoch %d begins at its start", resume.epoch, epoch)
-        return EpochPosition(epoch)
 
     # --- Accounts -------------------------------------------------------------------------------------
 
@@ -629,7 +578,7 @@ class scDataset(IterableDataset[Any]):
         return epoch_array(
             self._source.matrices["X"],
             plan,
-            name=f"dasksc-fetch-{self._source.name}-e{plan.epoch}-r{plan.rank}",
+            name=fetch_name(self._source.name, plan),
             layout=maker.layout,
             dtype=maker.dtype,
             columns=maker.columns.get("X"),
@@ -638,7 +587,7 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_position": self._here()}
+        state = self.__dict__ | {"_tracker": copy.copy(self._tracker)}
         del state["_stats"]
         if isinstance(self._source, MatrixSource):
             state["collection"] = None  # pickled sources have no collection either
@@ -655,22 +604,23 @@ class scDataset(IterableDataset[Any]):
         self.__dict__.update(called)
         self._stats = EpochStats()
 
+    # --- Displays -------------------------------------------------------------------------------------
+
+    def _changed(self) -> dict[str, str]:
+        """Return the strategy, the batch size, and other arguments that differ from their defaults, as text."""
+        current = ("fetch_factor", "drop_last", "equal_ranks", *_CALLED)
+        hidden = ("label_key", "batch_size", *current)
+        return {
+            "strategy": self._arguments["strategy"],
+            "batch_size": str(self.batch_size),
+            **changed_arguments(scDataset.__init__, {name: getattr(self, name) for name in current}),
+            **{name: text for name, text in self._arguments.items() if name not in hidden},
+        }
+
     def __repr__(self) -> str:
-        return (
-            f"scDataset({self._source.name}, {self._source.n_obs} rows, {self.strategy!r}, "
-            f"batch_size={self.batch_size}, fetch_factor={self.fetch_factor})"
-        )
+        strategy, *others = self._changed().items()
+        arguments = [strategy[1], *(f"{name}={text}" for name, text in others)]
+        return f"scDataset({self._source.name}, {self._source.n_obs} rows, {', '.join(arguments)})"
 
-
-class _Where:
-    """Scheduler as given by the user, resolved on each call since a Client may be created or closed."""
-
-    def __init__(self, given: Scheduler | Client | str | None) -> None:
-        self._given = given
-        resolve_scheduler(given)  # raise an error for an invalid one
-
-    def __call__(self) -> Scheduler:
-        return resolve_scheduler(self._given)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_given": portable_scheduler(self._given)}
+    def _repr_html_(self) -> str:
+        return html_table("scDataset", display_rows(parts_of(self), self._session.here(), self._changed()))

@@ -24,7 +24,7 @@ from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, progress_bar
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import Scheduler, resolve_scheduler
-from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
+from dasksc.executor.tasks import FetchedMatrices, FetchMatrices, fetch_name
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
@@ -200,7 +200,7 @@ class EpochRun:
         window: Window[Any] = Window(
             task,
             PartNumbers(self._ks, n_parts) if n_parts > 1 else self._ks,
-            name=f"dasksc-fetch-{self._source.name}-e{self._plan.epoch}-r{self._plan.rank}",
+            name=fetch_name(self._source.name, self._plan),
             scheduler=scheduler,
             depth=depth,
             max_bytes=self._projection.share,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from torch.utils.data import get_worker_info
 
 from dasksc import config
 from dasksc.errors import InputError
 from dasksc.planning.consumed_segments import Stretch
 
-__all__ = ["STATE_VERSION", "EpochPosition", "parse_state"]
+__all__ = ["EpochPosition", "EpochTracker", "parse_state", "state_of"]
+
+logger = logging.getLogger("dasksc.dataset")
 
 STATE_VERSION = 1
 
@@ -33,6 +38,111 @@ class EpochPosition:
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
             return self.consumed[:-1], self.consumed[-1].n_batches
         return self.consumed, 0
+
+
+class _Reading(Protocol):
+    """Epoch that is being read."""
+
+    @property
+    def position(self) -> EpochPosition:
+        """Position after the batches yielded so far."""
+
+
+class EpochTracker:
+    """Current position of a process in its epochs, and the position to resume from."""
+
+    def __init__(self) -> None:
+        self._current: EpochPosition | _Reading | None = None
+        self._resume: EpochPosition | None = None
+        # Epoch that this DataLoader worker has finished, while other workers may still read it.
+        self._ended: int | None = None
+
+    @property
+    def here(self) -> EpochPosition | None:
+        """Current position; None before the first epoch."""
+        current = self._current
+        return current if current is None or isinstance(current, EpochPosition) else current.position
+
+    def load(self, position: EpochPosition) -> None:
+        """Resume from a position."""
+        self._current = self._resume = position
+
+    def move(self, to: EpochPosition | _Reading) -> None:
+        """Set the current position, which may be that of an epoch that is being read."""
+        self._current = to
+
+    def forget(self) -> None:
+        """Discard the current position, unless a state was loaded and not yet resumed."""
+        self._current = self._resume
+
+    def finish(self, epoch: int) -> None:
+        """Move to the next epoch; in a DataLoader worker, only when the next iteration begins."""
+        if get_worker_info() is None:
+            self._current = EpochPosition(epoch + 1)
+        else:
+            self._ended = epoch
+
+    def begin(self) -> None:
+        """Leave an epoch that this DataLoader worker has finished."""
+        if self._ended is not None:
+            self._current, self._ended = EpochPosition(self._ended + 1), None
+
+    def resuming(self, epoch: int) -> EpochPosition:
+        """Return the position at which an epoch would resume; its start if no state of it was loaded."""
+        resume = self._resume
+        return EpochPosition(epoch) if resume is None or resume.epoch != epoch else resume
+
+    def resume(self, epoch: int) -> EpochPosition:
+        """Return the position at which an epoch resumes, only once; its start if no state of it was loaded."""
+        position, loaded = self.resuming(epoch), self._resume
+        self._resume = None
+        if loaded is not None and loaded.epoch != epoch:
+            # In later passes, workers are copies of a data set whose own epoch has not advanced.
+            logger.log(
+                logging.WARNING if get_worker_info() is None else logging.DEBUG,
+                "the state that was loaded is of epoch %d; epoch %d begins at its start",
+                *(loaded.epoch, epoch),
+            )
+        return position
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_current": self.here}
+
+
+def state_of(
+    position: EpochPosition, identity: Mapping[str, Any], *, seed: int, unfinished: Callable[[], int | None]
+) -> dict[str, Any]:
+    """Return the state at a position, which `parse_state` parses.
+
+    Parameters
+    ----------
+    position
+        Position of this process.
+    identity
+        Properties that must be equal when the state is loaded.
+    seed
+        Seed of the data set.
+    unfinished
+        Function that returns the epoch that DataLoader workers of this process are reading, which the state does not
+        contain.
+    """
+    state: dict[str, Any] = {
+        "version": STATE_VERSION,
+        "seed": seed,
+        "epoch": position.epoch,
+        "fingerprint": dict(identity),
+        "consumed": position.consumed_numbers,
+    }
+    worker = get_worker_info()
+    if worker is not None:
+        state["worker"] = (worker.id, worker.num_workers)
+    elif (epoch := unfinished()) is not None:
+        logger.warning(
+            "the state tells whole epochs only: DataLoader workers are in the middle of epoch %d, of which a run "
+            "that goes on from it reads no more. Use num_workers=0, or the state of torchdata's StatefulDataLoader",
+            epoch,
+        )
+    return state
 
 
 def parse_state(

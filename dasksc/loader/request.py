@@ -36,6 +36,7 @@ class BatchRequest:
     transform: Callable[[Batch], Any] | None = None
     pin_memory: bool = False
     in_sets: bool = False
+    return_index: bool = False
 
     def __post_init__(self) -> None:
         for option in ("obs", "layers", "obsm"):
@@ -49,7 +50,8 @@ class BatchRequest:
     @property
     def only_x(self) -> bool:
         """True if a batch is the tensor X rather than a `Batch`."""
-        return not (self.obs or self.layers or self.obsm or self.in_sets) and self.transform is None
+        has_more = self.obs or self.layers or self.obsm or self.in_sets or self.return_index
+        return not has_more and self.transform is None
 
     @property
     def value_dtype(self) -> np.dtype[Any] | None:
@@ -81,6 +83,9 @@ class BatchRequest:
         }
         if self.layout != "dense":
             given["layout"] = self.layout
+        if self.return_index:
+            given["return_index"] = True
         if given:
-            ordered = [name for name in ("obs", "layers", "obsm", "genes", "layout", "transform") if name in given]
+            names = ("obs", "layers", "obsm", "genes", "layout", "transform", "return_index")
+            ordered = [name for name in names if name in given]
             raise InputError(f"{', '.join(f'{name}=' for name in ordered)} cannot be used here: {why}")

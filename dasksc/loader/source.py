@@ -68,7 +68,10 @@ class Source:
         """
         table = self._table()
         if table is None:
-            raise InputError(f"label_key={key!r} names an obs column, and this collection has no obs; pass labels=")
+            raise InputError(
+                f"{key!r} names an obs column, and this collection has no obs; give an AnnData, or labels= if the "
+                "strategy takes them"
+            )
         if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
         return table[known("obs", key, table)]
@@ -203,6 +206,11 @@ class Hooks:
     fetch_transform: Callable[[Any], Any] | None = None
     batch_callback: Callable[[Any, Any], Any] | None = None
     batch_transform: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, hook in vars(self).items():
+            if hook is not None and not callable(hook):
+                raise WrongTypeError(f"{name} must be callable; got {hook!r}")
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -422,7 +430,7 @@ def _maker(
 ) -> BatchMaker:
     return BatchMaker(
         obs=encoded,
-        codes=frozenset(categories),
+        codes={name: len(labels) for name, labels in categories.items()},
         layout=request.layout,
         dtype=request.value_dtype,
         columns=columns,

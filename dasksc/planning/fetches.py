@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.displays import constructor
 from dasksc.sampling.set_sampler import DrawnSets
 
 __all__ = ["FetchPlan"]
@@ -14,7 +15,7 @@ __all__ = ["FetchPlan"]
 _Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FetchPlan:
     """Rows of one fetch and the order in which they are yielded.
 
@@ -60,6 +61,9 @@ class FetchPlan:
             groups=sets.groups,
             controls=controls,
         )
+
+    def __repr__(self) -> str:
+        return constructor(self)
 
     @property
     def n_batches(self) -> int:

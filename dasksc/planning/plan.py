@@ -40,11 +40,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.config import whole_number
+from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.planning.consumed_segments import Deal, Rounds, Stretch
+from dasksc.planning.consumed_segments import Deal, Stretch
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.label_entropy import Diversity, diversity_of
+from dasksc.planning.rank_sequence import RankSequence
+from dasksc.planning.rank_sizes import RankSizes
+from dasksc.planning.rotation import rotated
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.draws import Draw
 from dasksc.sampling.labels import encode_labels
@@ -57,13 +61,11 @@ __all__ = ["EpochPlan"]
 
 _Int64s = NDArray[np.int64]
 
-# Number of positions of a piece that are computed at a time.
-_COMPUTED_AT_ONCE = 2**20
 # Of one stretch of an epoch.
 _BATCHES_AT_MOST = 2**48
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EpochPlan:
     """Plan of one epoch for one rank.
 
@@ -114,6 +116,9 @@ class EpochPlan:
                 f"{unit}, such as {-(-self.batch_size // unit) * unit}"
             )
 
+    def __repr__(self) -> str:
+        return constructor(self, sampler=f"{type(self.sampler).__name__} of {self.n_rows:,} rows")
+
     # --- Sizes: closed forms, computed without drawing rows unless a segment of the epoch was read before ---
 
     @property
@@ -129,7 +134,7 @@ class EpochPlan:
     @property
     def n_dealt(self) -> int:
         """Number of rows of the epoch that no consumed segment has read."""
-        return self._n_dealt * self.sampler.unit
+        return self._sizes.n_dealt * self.sampler.unit
 
     @property
     def fetch_rows(self) -> int:
@@ -144,10 +149,6 @@ class EpochPlan:
     @property
     def _n_units(self) -> int:
         return self.sampler.n_rows // self.sampler.unit
-
-    @property
-    def _n_dealt(self) -> int:
-        return self._deal.n_full * self._block + len(self._deal.rest)
 
     @property
     def _batch(self) -> int:
@@ -167,34 +168,22 @@ class EpochPlan:
             return self.consumed[0].batch_size * self.consumed[0].fetch_factor
         return self._fetch_units
 
-    @property
-    def _n_rounds(self) -> int:
-        return self._deal.n_full // self.world_size
-
-    @property
-    def _n_left(self) -> int:
-        """Number of leftover units, which do not make a full round."""
-        return self._n_dealt - self._n_rounds * self.world_size * self._block
-
-    def _n_piece(self, rank: int) -> int:
-        """Return the number of units in a rank's piece of the leftover, including padding."""
-        size, n_larger = divmod(self._n_left, self.world_size)
-        if not n_larger:
-            return size
-        if self.equal_ranks:
-            return size if self.drop_last else size + 1
-        return size + (rank < n_larger)
-
-    def _n_sequence(self, rank: int) -> int:
-        return self._n_rounds * self._block + self._n_piece(rank)
-
-    def _n_yielded(self, rank: int) -> int:
-        n = self._n_sequence(rank)
-        return n // self._batch * self._batch if self.drop_last else n
+    @cached_property
+    def _sizes(self) -> RankSizes:
+        deal = self._deal
+        return RankSizes(
+            n_dealt=deal.n_full * self._block + len(deal.rest),
+            n_full=deal.n_full,
+            block_size=self._block,
+            batch_size=self._batch,
+            world_size=self.world_size,
+            drop_last=self.drop_last,
+            equal_ranks=self.equal_ranks,
+        )
 
     @property
     def _n_rank_units(self) -> int:
-        return self._n_yielded(self.rank)
+        return self._sizes.n_yielded(self.rank)
 
     @property
     def n_rank_rows(self) -> int:
@@ -214,22 +203,12 @@ class EpochPlan:
     @property
     def n_padded(self) -> int:
         """Number of repeated rows over all ranks, which make the ranks equal."""
-        n_larger = self._n_left % self.world_size
-        if not n_larger or not self.equal_ranks or self.drop_last:
-            return 0
-        return (self.world_size - n_larger) * self.sampler.unit
+        return self._sizes.n_padded * self.sampler.unit
 
     @property
     def n_dropped(self) -> int:
         """Number of rows to deal that no rank yields."""
-        if not self.drop_last:
-            return 0
-        n_larger = self._n_left % self.world_size
-        if self.equal_ranks or not n_larger:
-            yielded = self.world_size * self._n_yielded(0)
-        else:
-            yielded = n_larger * self._n_yielded(0) + (self.world_size - n_larger) * self._n_yielded(n_larger)
-        return (self._n_dealt - yielded) * self.sampler.unit
+        return self._sizes.n_dropped * self.sampler.unit
 
     @property
     def n_rank_padded(self) -> int:
@@ -242,7 +221,7 @@ class EpochPlan:
 
         `n_dropped` also counts rows that are dealt to no rank in order to make the ranks equal.
         """
-        return (self._n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
+        return (self._sizes.n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 
     # --- The draw, the order of blocks, and the piece of this rank ---
 
@@ -286,87 +265,32 @@ class EpochPlan:
     def _piece_round(self) -> int:
         """Round before which every rank inserts its piece; in storage order, after the last round."""
         if not self.sampler.shuffle_blocks:
-            return self._n_rounds
-        return int(permute.below(self._deal_keys[0], 0, self._n_rounds + 1))
-
-    @property
-    def _rounds(self) -> Rounds:
-        return Rounds(block_size=self._block, piece_round=self._piece_round, n_piece=len(self._piece))
+            return self._sizes.n_rounds
+        return int(permute.below(self._deal_keys[0], 0, self._sizes.n_rounds + 1))
 
     @property
     def _left_from(self) -> int:
         """Random offset at which dealing of the leftover units begins, so that the surplus unit varies."""
-        if not (self.sampler.shuffle_blocks or self.sampler.shuffle_rows) or not self._n_left:
+        if not (self.sampler.shuffle_blocks or self.sampler.shuffle_rows) or not self._sizes.n_left:
             return 0
-        return int(permute.below(self._deal_keys[1], 0, self._n_left))
+        return int(permute.below(self._deal_keys[1], 0, self._sizes.n_left))
 
     @cached_property
-    def _piece(self) -> _Int64s:
-        """Positions, in storage order, of this rank's piece of the leftover."""
-        size, n_larger = divmod(self._n_left, self.world_size)
-        start = self._left_from + self.rank * size + min(self.rank, n_larger)
-        piece = np.empty(self._n_piece(self.rank), dtype=np.int64)
-        for done in range(0, len(piece), _COMPUTED_AT_ONCE):
-            out = piece[done : done + _COMPUTED_AT_ONCE]
-            left = np.arange(start + done, start + done + len(out), dtype=np.int64)
-            out[:] = self._left_at(left % self._n_left)
-        return piece
-
-    def _left_at(self, left: _Int64s) -> _Int64s:
-        """Return the positions, in storage order, of leftover units given by their numbers in the leftover."""
-        deal = self._deal
-        n_full = deal.n_full - self._n_rounds * self.world_size
-        block, within = np.divmod(left, self._block)
-        is_full = block < n_full
-        found = np.empty_like(left)
-        blocks = self._order.at(deal.first + deal.n_full - n_full + block[is_full])
-        found[is_full] = blocks * self._block + within[is_full]
-        found[~is_full] = deal.rest[left[~is_full] - n_full * self._block]
-        return found
-
-    def _positions(self, start: int, stop: int) -> _Int64s:
-        """Return the positions, in storage order, of the range ``[start, stop)`` of this rank's sequence."""
-        out = np.empty(stop - start, dtype=np.int64)
-        order = self._order
-        permute.deal(
-            start,
-            self._block,
-            self.rank,
-            self.world_size,
-            self._deal.first,
-            self._piece_round,
-            self._piece,
-            order.n_blocks,
-            order.table,
-            order.half_bits,
-            order.round_keys,
-            out,
+    def _sequence(self) -> RankSequence:
+        return RankSequence(
+            rank=self.rank,
+            sizes=self._sizes,
+            order=self._order,
+            deal=self._deal,
+            piece_round=self._piece_round,
+            left_from=self._left_from,
         )
-        return out
 
     def _stored(self, positions: _Int64s) -> _Int64s:
-        """Rotate positions so that every row is equally likely to be dropped.
-
-        Positions change only if rows are dropped; otherwise blocks begin at multiples of their size. The last rows of
-        a block are dropped more often than the first, so each block begins at a random one of its rows. The rows of
-        the short block have a drop probability of their own, so the short block starts at a random position and wraps
-        around the end.
-        """
+        """Return positions, rotated if rows are dropped; otherwise blocks begin at multiples of their size."""
         if not (self.drop_last and self.sampler.shuffle_blocks):
             return positions
-        short = self._n_units % self._block
-        end = self._n_units - short
-        turn, place = (
-            int(permute.uniform(key, 0) * n)
-            for key, n in zip(
-                epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=4)[2:], (self._block, self._n_units), strict=True
-            )
-        )
-        within = positions % self._block
-        turned = positions - within + (within + turn) % self._block
-        wrapped = max(0, place + short - self._n_units)
-        turned += wrapped or short * (turned >= place)
-        return np.where(positions < end, turned, (positions - end + place) % max(1, self._n_units))
+        return rotated(positions, n_units=self._n_units, block_size=self._block, seed=self.seed, epoch=self.epoch)
 
     # --- Fetches and batches ---
 
@@ -402,8 +326,8 @@ class EpochPlan:
         """Return the positions of a fetch's units in storage order, and the order of yielding."""
         start = k * self._fetch_units
         # The last fetch includes its dropped units, so that the permutation drops a random subset.
-        stop = min(start + self._fetch_units, self._n_sequence(self.rank))
-        positions = self._positions(start, stop)
+        stop = min(start + self._fetch_units, self._sizes.n_sequence(self.rank))
+        positions = self._sequence.positions(start, stop)
         order = np.arange(len(positions), dtype=np.int64)
         if self.sampler.shuffle_rows:
             if not self.sampler.is_shuffled:
@@ -454,7 +378,7 @@ class EpochPlan:
     def of_rank(self, rank: int) -> EpochPlan:
         """Return the plan of another rank of the same epoch, sharing the derived values."""
         other = dataclasses.replace(self, rank=rank)
-        for name in ("_draw", "_order", "_deal", "_deal_keys"):
+        for name in ("_draw", "_order", "_deal", "_deal_keys", "_sizes"):
             other.__dict__[name] = getattr(self, name)
         return other
 
@@ -466,15 +390,15 @@ class EpochPlan:
         unread = [plan._unread(n_batches * self._batch) for plan in plans]
         rest = [loose for _, _, loose in unread]
         # Rounds that no rank has touched remain a range of the order.
-        first = max(plan._rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
-        end = min(plan._rounds.ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
+        first = max(plan._sequence.rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
+        end = min(plan._sequence.rounds.ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
         if first >= end or not self.sampler.shuffle_blocks:
             first = end = 0
         for plan, (start, stop, _) in zip(plans, unread, strict=True):
-            for low, high in plan._rounds.outside(start, stop, first, end):
-                rest.append(plan._positions(low, high))
-                if plan._is_padded and low <= plan._padding < high:
-                    rest[-1] = np.delete(rest[-1], plan._padding - low)
+            for low, high in plan._sequence.rounds.outside(start, stop, first, end):
+                rest.append(plan._sequence.positions(low, high))
+                if plan._is_padded and low <= plan._sequence.end_of_piece < high:
+                    rest[-1] = np.delete(rest[-1], plan._sequence.end_of_piece - low)
         positions = np.concatenate(rest)
         if not self.sampler.shuffle_blocks:
             positions.sort()
@@ -510,25 +434,20 @@ class EpochPlan:
         if n_within:
             loosen(k, n_within)
             start += self._fetch_units
-        if self._n_sequence(self.rank) > stop and stop % self._fetch_units:
+        if self._sizes.n_sequence(self.rank) > stop and stop % self._fetch_units:
             last = self.n_fetches - 1
             if last * self._fetch_units >= start:
                 loosen(last, 0)
             stop = last * self._fetch_units
         found = np.concatenate(loose)
         if self._is_padded:
-            found = found[found != self._piece[-1]]
+            found = found[found != self._sequence.piece[-1]]
         return start, max(start, stop), found
 
     @property
     def _is_padded(self) -> bool:
         """True if this rank's piece ends in a unit that another rank also has."""
-        return self.n_padded > 0 and self.rank >= self._n_left % self.world_size
-
-    @property
-    def _padding(self) -> int:
-        """Position of the padding unit in this rank's sequence."""
-        return self._piece_round * self._block + len(self._piece) - 1
+        return self._sizes.is_padded(self.rank)
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks; equal digests mean equal batches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.config import whole_number
+from dasksc.config import true_or_false, whole_number
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.control_matching import MatchRequest, match_groups, match_rows
@@ -29,7 +29,26 @@ _CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop", "lo
 _N_SHOWN = 3
 
 
-@dataclass(frozen=True, eq=False)
+class Expression:
+    """An expression over obs, and the rows for which it holds.
+
+    Parameters
+    ----------
+    text
+        The expression.
+    holds
+        Whether it holds for each row, shape (n_obs,).
+    """
+
+    def __init__(self, text: str, holds: NDArray[np.bool_]) -> None:
+        self.text = text
+        self.holds = holds
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class CellSets(BuiltInStrategy):
     """Sets of cells of one group, such as one perturbation in one cell line, beside matched control cells.
 
@@ -52,7 +71,8 @@ class CellSets(BuiltInStrategy):
         Sets of an epoch, over all ranks. Default: as many as hold every cell about once.
     weights
         How groups are drawn: ``"cells"``, in proportion to their cells; ``"groups"``, all alike; or a mapping from
-        every group to its weight, with labels as keys, or tuples of labels for several columns.
+        every group to its weight, with labels as keys, or tuples of labels for several columns. Weights of groups
+        that are not drawn, such as unmatched ones, have no effect.
     incomplete
         What becomes of a set that a group cannot fill: ``"repeat"`` fills it with cells of the group once more,
         ``"drop"`` leaves it out.
@@ -63,7 +83,8 @@ class CellSets(BuiltInStrategy):
         Neighbouring cells of a group that are drawn and read together, where the atlas is sorted by group; cells
         are drawn one by one where it is not. ``dasksc convert --group-by`` sorts it.
     indices
-        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all.
+        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all. A row that is
+        given twice counts as two cells, and may come twice in a set.
     control
         The control cells: labels by obs column, such as ``{"gene": "non-targeting"}`` (a list for several), an
         expression over obs as in ``scDataset(filter=)``, or a boolean mask of all rows.
@@ -79,7 +100,7 @@ class CellSets(BuiltInStrategy):
     control_indices
         Rows to draw control cells from. Default: those to draw targets from.
     include_control
-        Whether groups of control cells are targets, too.
+        Whether groups of control cells are targets, too. Such a cell may be its own control.
 
     Raises
     ------
@@ -126,11 +147,13 @@ class CellSets(BuiltInStrategy):
             value = getattr(self, name)
             if value is not None or name != "n_sets":
                 object.__setattr__(self, name, whole_number(name, value))
+        for name in ("replace", "include_control"):
+            object.__setattr__(self, name, true_or_false(name, getattr(self, name)))
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}; got {getattr(self, name)!r}")
-        if not isinstance(self.weights, Mapping) and self.weights not in ("cells", "groups"):
-            raise InputError(f"weights must be 'cells', 'groups' or a dict of weights by group; got {self.weights!r}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+        self._check_weights()
         if not self.replace and (self.n_sets is not None or self.weights != "cells"):
             raise InputError(
                 "replace=False draws every cell once, so n_sets= and weights= have no effect; leave them out, or draw "
@@ -142,6 +165,17 @@ class CellSets(BuiltInStrategy):
             named += ["n_controls="] * (self.n_controls != 1) + ["include_control="] * bool(self.include_control)
             if named:
                 raise InputError(f"{', '.join(named)} needs control=, which says which cells are controls")
+        elif isinstance(self.control, Mapping):
+            _names("control", self.control)
+
+    def _check_weights(self) -> None:
+        weights: Any = self.weights
+        expected = "weights must be 'cells', 'groups' or a dict of weights by group"
+        if isinstance(weights, str) and weights not in ("cells", "groups"):
+            raise InputError(f"{expected}; got {weights!r}")
+        if not isinstance(weights, str | Mapping):
+            hint = "; give weights.to_dict()" if hasattr(weights, "to_dict") else ""
+            raise WrongTypeError(f"{expected}; got a {type(weights).__name__}{hint}")
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
@@ -160,7 +194,7 @@ class CellSets(BuiltInStrategy):
             The obs columns of the expression.
         """
         match = tuple(name for name in self.by if name not in columns) if self.match is None else self.match
-        return replace(self, control=mask, match=match)
+        return replace(self, control=Expression(str(self.control), mask), match=match)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
         """See `bind`."""
@@ -191,6 +225,8 @@ class CellSets(BuiltInStrategy):
                 block_size=self.block_size,
                 unmatched=self.unmatched,
             )
+            if len(codes) and codes.max() < 0:
+                raise self._nothing(candidates)
             if {column.name for column in request.match} <= set(self.by):
                 groups = group_rows(codes, n_codes)
                 del codes  # 4 bytes a row
@@ -203,11 +239,7 @@ class CellSets(BuiltInStrategy):
         if self.incomplete == "drop" and n_short:
             groups, controls = _kept(groups, controls, groups.counts >= self.set_size)
         if not len(groups.counts):
-            raise InputError(
-                f"no set can be drawn: the {candidates.n} rows to draw from hold no group of {', '.join(self.by)}"
-                + (f" with {self.set_size} cells (incomplete='drop')" if n_short else "")
-                + ("" if self.control is None else " beside the control cells")
-            )
+            raise self._nothing(candidates, n_unmatched=found.get("n_unmatched_cells", 0), is_short=n_short > 0)
         accounts = SetAccounts(
             n_groups=len(groups.counts),
             n_cells=groups.n_rows,
@@ -217,6 +249,16 @@ class CellSets(BuiltInStrategy):
             **found,
         )
         return self._sampler(candidates, groups, tuple(by), controls, accounts)
+
+    def _nothing(self, candidates: Candidates, *, n_unmatched: int = 0, is_short: bool = False) -> InputError:
+        """Return the error for rows without a group to draw."""
+        reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
+        reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
+        return InputError(
+            f"no set can be drawn: the {candidates.n} rows to draw from hold no group of {', '.join(self.by)}"
+            + ("" if self.control is None else " beside the control cells")
+            + (f"; {', and '.join(reasons)}" if reasons else "")
+        )
 
     def _sampler(
         self, candidates: Candidates, groups: RowGroups, by: tuple[Column, ...], controls: Any, accounts: SetAccounts
@@ -253,24 +295,29 @@ class CellSets(BuiltInStrategy):
             return counts.astype(np.float64)
         rows = sampler.candidates.rows(sampler.groups.first_rows())
         number = {key: g for g, key in enumerate(zip(*(codes.tolist() for codes in sampler.labels(rows)), strict=True))}
-        positions = [{label: code for code, label in enumerate(column.labels)} for column in sampler.columns]
+        by_label = [column.codes_by_label() for column in sampler.columns]
         result = np.full(len(counts), np.nan)
+        n_ignored = 0
         for key, weight in self.weights.items():
             labels = key if isinstance(key, tuple) and len(self.by) > 1 else (key,)
-            found = None
-            if len(labels) == len(positions):
-                found = number.get(
-                    tuple(position.get(label) for position, label in zip(positions, labels, strict=True))
-                )
-            if found is None:
+            try:
+                if len(labels) != len(by_label):
+                    raise MissingKeyError(f"keys are tuples of {len(by_label)} labels")
+                codes = tuple(one[label] for one, label in zip(by_label, labels, strict=True))
+            except MissingKeyError as error:
                 raise MissingKeyError(
-                    f"weights name {key!r}, which is no group of {', '.join(self.by)} to draw from; keys are labels, "
-                    "or tuples of labels for several columns"
-                )
+                    f"weights name {key!r}, which is no group of {', '.join(self.by)}: {error}"
+                ) from error
             value: Any = weight
             if not isinstance(value, Real) or not 0 <= float(weight) < np.inf:
                 raise InputError(f"weights[{key!r}] must be finite and not negative; got {weight!r}")
-            result[found] = float(weight)
+            found = number.get(codes)
+            if found is None:  # unmatched, incomplete, of other rows or of controls
+                n_ignored += 1
+            else:
+                result[found] = float(weight)
+        if n_ignored:
+            logger.info("weights name %d groups that are not drawn; these weights have no effect", n_ignored)
         missing = np.flatnonzero(np.isnan(result))
         if len(missing):
             some = sampler.table.iloc[missing[:_N_SHOWN]].astype(object).itertuples(index=False, name=None)
@@ -285,7 +332,8 @@ class CellSets(BuiltInStrategy):
     # --- Control cells --------------------------------------------------------------------------------
 
     def _named(self) -> str:
-        return repr(self.control) if isinstance(self.control, Mapping | str) else "a mask"
+        control = self.control.text if isinstance(self.control, Expression) else self.control
+        return repr(control) if isinstance(control, Mapping | str) else "a mask"
 
     def _match(self) -> tuple[str, ...]:
         if self.match is not None:
@@ -311,7 +359,7 @@ class CellSets(BuiltInStrategy):
             for column in others:
                 result &= column.where(control[column.name])
             return result
-        mask = np.asarray(control)
+        mask = np.asarray(control.holds if isinstance(control, Expression) else control)
         if mask.dtype != np.bool_ or mask.shape != (n_obs,):
             raise InputError(
                 f"control must be a dict of labels by column, an expression, or a boolean mask of {n_obs} rows; got "
@@ -320,8 +368,10 @@ class CellSets(BuiltInStrategy):
         return mask
 
 
-def _names(argument: str, given: str | Sequence[str]) -> tuple[str, ...]:
+def _names(argument: str, given: str | Iterable[str]) -> tuple[str, ...]:
     """Return column names as a tuple."""
+    if not isinstance(given, Iterable):
+        raise WrongTypeError(f"{argument} must be the name of an obs column or a list of names; got {given!r}")
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
         if not isinstance(name, str):

@@ -254,13 +254,17 @@ def _refuse_unmatched(
     if request.unmatched != "error" or not is_unmatched.any():
         return
     names = ", ".join(column.name for column in request.match)
+    rows = key_rows[is_unmatched]
+    codes = np.stack([column.codes[rows].astype(np.int64) for column in request.match], axis=1)
+    _, firsts = np.unique(codes, axis=0, return_index=True)
 
-    def label(column: Column, row: int) -> Any:
-        code = int(column.codes[row])
+    def label(column: Column, code: int) -> Any:
         return column.labels[code] if code >= 0 else None
 
-    some = key_rows[is_unmatched][:_N_SHOWN].tolist()
-    shown = "; ".join(", ".join(f"{column.name}={label(column, row)!r}" for column in request.match) for row in some)
+    shown = "; ".join(
+        ", ".join(f"{column.name}={label(column, code)!r}" for column, code in zip(request.match, one, strict=True))
+        for one in codes[np.sort(firsts)[:_N_SHOWN]].tolist()
+    )
     raise InputError(
         f"{int(cells[is_unmatched].sum())} cells to draw from have no control cell that agrees in {names}, such as "
         f"those of {shown}. Leave them out with unmatched='drop', match fewer columns with unmatched='loosen' or "

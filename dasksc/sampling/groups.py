@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import sets as kernels
 from dasksc.sampling.arrays import EMPTY_INTS
 from dasksc.sampling.digests import digest_of
@@ -22,6 +23,8 @@ _Int64s = NDArray[np.int64]
 
 _FEW_CODES = 2**22
 # Tables of this many codes are always affordable.
+_N_SHOWN = 20
+# Labels that an error lists.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +47,93 @@ class Column:
 
     @classmethod
     def of(cls, name: str, labels: Any, n_obs: int) -> Column:
-        """Encode the labels of a column.
+        """Encode the labels of a column, in ascending order; categories keep theirs.
 
         Raises
         ------
         InputError
             If there is not one per row, or they are continuous.
         """
-        codes, names = encode_labels(labels)
+        try:
+            codes, names = encode_labels(labels, by_value=True)
+        except InputError as error:
+            raise InputError(f"the column {name!r}: {error}") from error
         if len(codes) != n_obs:
             raise InputError(f"the column {name!r} has {len(codes)} labels for {n_obs} rows; give one per row")
         return cls(name, codes, names)
 
+    def codes_by_label(self) -> CodesByLabel:
+        """Return the codes of the labels."""
+        return CodesByLabel(self)
+
     def where(self, wanted: Any) -> NDArray[np.bool_]:
-        """Return for each row whether its label is `wanted`, or one of a list, tuple or set of labels.
+        """Return for each row whether its label is `wanted`, or one of a collection of labels.
 
         Raises
         ------
         MissingKeyError
             If the column has no such label.
+        WrongTypeError
+            If `wanted` holds an object that cannot be a label.
         """
+        if isinstance(wanted, np.ndarray) or hasattr(wanted, "to_numpy"):
+            wanted = wanted.tolist()
         several = wanted if isinstance(wanted, list | tuple | set | frozenset) else [wanted]
-        position = {label: code for code, label in enumerate(self.labels)}
+        if not several:
+            raise InputError(f"control names no label of {self.name!r}; give one, or a list of labels")
+        codes = self.codes_by_label()
         is_wanted = np.zeros(len(self.labels) + 1, dtype=np.bool_)  # the last entry is that of code -1
         for label in several:
-            if label not in position:
-                near = difflib.get_close_matches(str(label), [str(one) for one in self.labels], n=3)
-                hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {list(self.labels)[:20]}"
-                raise MissingKeyError(f"the column {self.name!r} has no label {label!r}; {hint}")
-            is_wanted[position[label]] = True
+            try:
+                is_wanted[codes[label]] = True
+            except TypeError as error:  # it has no hash
+                raise WrongTypeError(
+                    f"control names {label!r} in {self.name!r}; give a label or a list of labels of that column"
+                ) from error
         chosen: NDArray[np.bool_] = is_wanted[self.codes]
         return chosen
+
+
+class CodesByLabel(dict[Any, int]):
+    """Codes of a column by label.
+
+    Parameters
+    ----------
+    column
+        The column.
+    """
+
+    def __init__(self, column: Column) -> None:
+        super().__init__((label, code) for code, label in enumerate(column.labels))
+        self._column = column
+
+    def __missing__(self, label: Any) -> int:
+        if isinstance(label, float | np.floating):
+            with np.errstate(over="ignore"):
+                nearest = float(np.float32(label))
+            if nearest in self:  # a column of single precision holds 0.1 as its nearest number
+                return self[nearest]
+        column = self._column
+        present = [column.labels[code] for code in np.unique(column.codes).tolist() if code >= 0]
+        by_text = {str(one): one for one in present}
+        near = difflib.get_close_matches(str(label), by_text, n=3)
+        if str(label) in by_text:
+            same = by_text[str(label)]
+            hint = f"its labels are {_kind_of(same)}: give {_shown(same)}"
+        elif near:
+            hint = f"did you mean {' or '.join(_shown(by_text[one]) for one in near)}?"
+        else:
+            hint = f"it has [{', '.join(map(_shown, present[:_N_SHOWN]))}]"
+        raise MissingKeyError(f"the column {column.name!r} has no label {label!r}; {hint}")
+
+
+def _kind_of(label: Any) -> str:
+    kinds = ((bool | np.bool_, "booleans"), (Integral, "integers"), (Real, "numbers"), (str, "strings"))
+    return next((kind for one, kind in kinds if isinstance(label, one)), f"of type {type(label).__name__}")
+
+
+def _shown(label: Any) -> str:
+    return repr(label.item() if isinstance(label, np.generic) else label)
 
 
 def columns_named(
@@ -103,11 +162,10 @@ def columns_named(
     for name in names:
         if name not in known:
             try:
-                labels = labels_of(name)
+                known[name] = Column.of(name, labels_of(name), n_obs)
             except InputError as error:
                 error.add_note(f"named by {argument} of CellSets")
                 raise
-            known[name] = Column.of(name, labels, n_obs)
     return [known[name] for name in names]
 
 

@@ -19,17 +19,21 @@ _MOST_FRACTIONS = 100
 # Largest number of distinct fractional labels. More of them are a measurement, not classes.
 
 
-def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
+def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
     """Encode labels as integer codes and return the codes with the label of each code.
 
     Equal labels have equal codes in any data type. Whole numbers not far beyond the number of rows are
-    their own codes. All other labels are numbered in the order of their first occurrence.
+    their own codes. Categories keep their codes. All other labels are numbered in the order of their first
+    occurrence, or of their values.
 
     Parameters
     ----------
     labels
         One-dimensional array, pandas Series or Categorical, or a Dask array, which is encoded chunk by
         chunk.
+    by_value
+        If True, codes ascend with the labels, so they do not depend on the order of the rows, and whole
+        numbers below 0 are labels. If False, these mark missing labels.
 
     Returns
     -------
@@ -54,7 +58,7 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
             raise InputError(f"labels must be one per row; got shape {labels.shape}")
         if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
             low, high = int(labels.min()), int(labels.max())
-            if low >= -1 and high < _table_end(len(labels)):
+            if low >= (0 if by_value else -1) and high < _table_end(len(labels)):
                 return labels, list(range(high + 1))
     import pandas as pd
 
@@ -71,7 +75,10 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
         seen = np.array([*known, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
         encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
     n_labels = sum(map(len, encoded))
-    table, classes = _classes(list(position), n_labels)
+    table, classes = _classes(list(position), n_labels, negative_is_missing=not by_value)
+    if by_value:
+        order, classes = _ascending(classes)
+        table = order[table]
     table = table.astype(np.min_scalar_type(-max(len(classes), 1))) if is_lazy else table
     return np.concatenate([table[codes] for codes in encoded] or [EMPTY_INTS]), classes
 
@@ -95,11 +102,19 @@ def _table_end(n_labels: int) -> int:
     return max(n_labels, 65_536)
 
 
-def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
-    """Return the class code of each name, followed by -1, and the names of the classes.
+def _ascending(names: list[Any]) -> tuple[_Int64s, list[Any]]:
+    """Return the place of each name in ascending order, followed by -1, and the names in that order."""
+    try:
+        order = sorted(range(len(names)), key=names.__getitem__)
+    except TypeError:  # labels of several types, such as numbers and strings
+        order = sorted(range(len(names)), key=lambda i: (type(names[i]).__name__, str(names[i])))
+    places = np.full(len(names) + 1, -1, dtype=np.int64)
+    places[order] = np.arange(len(names))
+    return places, [names[i] for i in order]
 
-    Whole numbers below 0 mark missing labels.
-    """
+
+def _classes(names: list[Any], n_labels: int, *, negative_is_missing: bool) -> tuple[_Int64s, list[Any]]:
+    """Return the class code of each name, followed by -1, and the names of the classes."""
     numbers = np.arange(len(names) + 1)
     numbers[-1] = -1
     if not names or not all(isinstance(name, Real) and not isinstance(name, bool) for name in names):
@@ -110,11 +125,13 @@ def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
             some = ", ".join(f"{name:g}" for name in names[:3])
             raise InputError(
                 f"{n_labels} labels hold {len(names)} different numbers with fractions ({some}, ...): a continuous "
-                "column has no classes. Cut it into bins (pandas.cut), or make each value a class: "
-                "labels=pandas.Categorical(values)"
+                "column has no classes. Cut it into bins (pandas.cut), or make each value a class "
+                "(pandas.Categorical)"
             )
         return numbers, names
     is_class = values >= 0
+    if not negative_is_missing and not is_class.all():
+        return numbers, names
     if values.max() < _table_end(n_labels):
         numbers[:-1] = np.where(is_class, values, -1)
         return numbers, list(range(int(values.max()) + 1))

@@ -179,6 +179,14 @@ class SetSampler:
         return 0 if self.controls is None else self.controls.n_controls
 
     @property
+    def run_rows(self) -> float:
+        """Mean number of neighbouring rows that are read together, controls included."""
+        if self.controls is None:
+            return float(self.block_rows)
+        n_controls = self.controls.n_controls
+        return (1 + n_controls) / (1 / self.block_rows + n_controls / self.controls.block_size)
+
+    @property
     def is_shuffled(self) -> bool:
         """See `Sampler.is_shuffled`."""
         return self.cumulative is not None
@@ -231,8 +239,30 @@ class SetDraw:
 
     def sets(self, numbers: _Int64s) -> DrawnSets:
         """Return sets by their numbers in the epoch, each in [0, n_sets)."""
+        groups, rows = self._targets(numbers)
         sampler = self.sampler
-        table = np.empty(_TABLE_BLOCKS, dtype=np.int64)
+        if sampler.controls is None:
+            return DrawnSets(groups, rows, None)
+        controls = sampler.controls
+        own_keys = np.empty(len(numbers), dtype=np.uint64)
+        kernels.set_keys(self.keys[2], numbers, own_keys)
+        chosen = np.empty(len(rows) * controls.n_controls, dtype=np.int64)
+        kernels.fill_controls(
+            own_keys,
+            controls.pools_of(groups, rows),
+            controls.starts,
+            controls.counts,
+            controls.block_size,
+            controls.n_controls,
+            sampler.set_size,
+            np.empty(_TABLE_BLOCKS, dtype=np.int64),
+            chosen,
+        )
+        return DrawnSets(groups, rows, controls.rows[chosen].astype(np.int64, copy=False))
+
+    def _targets(self, numbers: _Int64s) -> tuple[_Int64s, _Int64s]:
+        """Return the group of each set, and the rows set by set."""
+        sampler = self.sampler
         keys = np.empty(len(numbers), dtype=np.uint64)
         firsts = np.zeros(len(numbers), dtype=np.int64)
         if sampler.ends is None:
@@ -253,34 +283,17 @@ class SetDraw:
             sampler.groups.counts,
             sampler.block_rows,
             sampler.set_size,
-            table,
+            np.empty(_TABLE_BLOCKS, dtype=np.int64),
             members,
         )
-        rows = sampler.candidates.rows(sampler.groups.rows(members))
-        if sampler.controls is None:
-            return DrawnSets(groups, rows, None)
-        controls = sampler.controls
-        own_keys = np.empty(len(numbers), dtype=np.uint64)
-        kernels.set_keys(self.keys[2], numbers, own_keys)
-        chosen = np.empty(len(rows) * controls.n_controls, dtype=np.int64)
-        kernels.fill_controls(
-            own_keys,
-            controls.pools_of(groups, rows),
-            controls.starts,
-            controls.counts,
-            controls.block_size,
-            controls.n_controls,
-            sampler.set_size,
-            table,
-            chosen,
-        )
-        return DrawnSets(groups, rows, controls.rows[chosen].astype(np.int64, copy=False))
+        return groups, sampler.candidates.rows(sampler.groups.rows(members))
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         """Return the target rows at `positions`, each in [0, n_rows); see `Draw.rows`."""
         size = self.sampler.set_size
         numbers, place = np.unique(positions // size, return_inverse=True)
-        rows = self.sets(numbers).rows.reshape(-1, size)[place, positions % size]
+        _, drawn = self._targets(numbers)
+        rows = drawn.reshape(-1, size)[place, positions % size]
         return np.sort(rows) if ascending else rows
 
     def digest(self) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dasksc.config import whole_number
+from dasksc.displays import brief, constructor
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
@@ -68,6 +69,10 @@ class SamplingStrategy:
         if indices is not None:
             array = index_array(indices)
             self._indices = np.sort(np.flatnonzero(array) if array.dtype == np.bool_ else array)
+
+    def __repr__(self) -> str:
+        # Subclasses of users that are dataclasses have fields instead.
+        return constructor(self) if self._indices is None else constructor(self, indices=brief(self._indices))
 
     def get_len(self, data_collection: Any) -> int:
         """Return the number of rows of an epoch."""
@@ -149,14 +154,15 @@ def _obs_column(collection: Any, key: str) -> Any:
     obs = getattr(collection, "obs", None)
     if obs is None:
         raise InputError(
-            f"label_key={key!r} names an obs column, but a {type(collection).__name__} has no obs; pass labels="
+            f"{key!r} names an obs column, but a {type(collection).__name__} has no obs; give an AnnData, or labels= "
+            "if the strategy takes them"
         )
     if key not in obs:
-        raise MissingKeyError(f"label_key={key!r} is not a column of obs; it has {list(obs)}")
+        raise MissingKeyError(f"{key!r} is not a column of obs; it has {list(obs)}")
     return obs[key]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Streaming(BuiltInStrategy):
     """Strategy that yields every row once, in storage order.
 
@@ -183,7 +189,7 @@ class Streaming(BuiltInStrategy):
         return RowSampler(Candidates.of(self.indices, n_obs), None, shuffle_blocks=False, shuffle_rows=self.shuffle)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockShuffling(BuiltInStrategy):
     """Strategy that yields every row once: blocks of consecutive rows in random order, permuted within each fetch.
 
@@ -225,7 +231,7 @@ def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalance
             object.__setattr__(strategy, name, whole_number(name, value))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockWeightedSampling(BuiltInStrategy):
     """Strategy that draws rows by weight; the draws of an epoch form blocks in storage order, which are shuffled.
 
@@ -286,7 +292,7 @@ class BlockWeightedSampling(BuiltInStrategy):
         return _weighted(self, candidates, weights)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClassBalancedSampling(BuiltInStrategy):
     """Strategy that draws classes evenly: each of K classes with probability ``1 / K``, unless smoothed or tempered.
 

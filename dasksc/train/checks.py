@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import scipy.sparse as sp
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from dasksc import DaskscError, InputError
+from dasksc.sampling.named import STRATEGIES
 from dasksc.train.config import Config
-from dasksc.train.data import STRATEGIES
+from dasksc.train.config_problems import problems_in
+from dasksc.train.guide_layout import translated
 from dasksc.train.import_paths import arguments_of, check_arguments, find
 from dasksc.train.models import BUILT_IN
 from dasksc.train.optim import make_optimizer
+from dasksc.train.yaml_trees import changed, copied, read_file
 from dasksc.transforms.tokenizer_config import from_config
 
-__all__ = ["check"]
+__all__ = ["check", "load", "why_not_finite"]
 
 # Placeholders for the values that models receive from the data (`dasksc.train.models`).
 _FACTS = {"n_genes": 2, "n_labels": 2, "n_tokens": 5, "pad_id": 0, "n_bins": 5, "max_seq_len": 2**20}
+# Values for missing sections, with which the others can be checked.
+_PLACEHOLDERS: dict[str, dict[str, Any]] = {
+    "data": {"path": "atlas.h5ad"},
+    "model": {"name": "mlp_classifier", "label": "label"},
+}
+_N_LOOKED_AT = 1024
+_LOWER = "lower training.optimizer.lr, or set a training.gradient_clip"
 
 
 def check(config: Config) -> None:
@@ -37,16 +50,112 @@ def check(config: Config) -> None:
     DaskscError
         If there are problems; the message lists all of them.
     """
-    problems: list[DaskscError] = []
-    for part in (_check_strategy, _check_tokenizer, _check_model, _check_optimizer, _check_folder):
-        try:
-            part(config)
-        except DaskscError as error:
-            problems.append(error)
+    problems = _problems(config)
     if len(problems) == 1:
         raise problems[0]
     if problems:
         raise InputError("; ".join(map(str, problems)))
+
+
+def load(path: str, *, changes: Iterable[str] = ()) -> Config:
+    """Read and check a YAML file; see `Config.load` and `check`.
+
+    Raises
+    ------
+    DaskscError
+        If there are problems. The message lists those of the schema together with those that `check` finds in the
+        remaining keys.
+    """
+    raw, changes = read_file(path), list(changes)
+    try:
+        config = Config.of(raw, changes=changes, source=path)
+    except InputError as error:
+        if not isinstance(found := error.__cause__, ValidationError):
+            raise
+        rest = _without(translated(changed(raw, changes)), found)
+        try:
+            config = Config.model_validate(rest)
+        except ValidationError:  # the mistake is in a combination of keys
+            raise error from found
+        # A model without a name has been replaced, and cannot be checked.
+        is_named = not any(one["type"] == "missing" and one["loc"][0] == "model" for one in found.errors())
+        problems = [*problems_in(Config, found), *map(str, _problems(config, with_model=is_named))]
+        if len(problems) == 1:
+            raise
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise InputError(f"{path} has {len(problems)} mistakes:{lines}") from found
+    check(config)
+    return config
+
+
+def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
+    """Return a configuration without the invalid values, and with placeholders for those that are missing."""
+    tree = copied(tree)
+    for error in found.errors():
+        section: Any = tree
+        *sections, last = error["loc"][: _depth(tree, error["loc"])]
+        for key in sections:
+            section = section[key]
+        section.pop(last, None)
+    for error in found.errors():
+        if error["type"] == "missing" and error["loc"][0] in _PLACEHOLDERS:
+            name = str(error["loc"][0])
+            tree[name] = {**_PLACEHOLDERS[name], **(tree.get(name) or {})}
+    return tree
+
+
+def _depth(tree: Any, location: Sequence[str | int]) -> int:
+    """Return the number of the keys of a location that lead to the innermost dict, and one for a key of that."""
+    depth = 0
+    while depth < len(location) - 1 and isinstance(tree.get(location[depth]), dict):
+        tree = tree[location[depth]]
+        depth += 1
+    return depth + 1
+
+
+def _problems(config: Config, *, with_model: bool = True) -> list[DaskscError]:
+    problems: list[DaskscError] = []
+    parts = (
+        _check_strategy,
+        _check_tokenizer,
+        *([_check_model] if with_model else []),
+        _check_optimizer,
+        _check_folder,
+    )
+    for part in parts:
+        try:
+            part(config)
+        except DaskscError as error:
+            problems.append(error)
+    return problems
+
+
+def why_not_finite(dataset: Any) -> str:
+    """Return the likely reason of a loss that is NaN or infinite, after a look at the first rows of X.
+
+    Parameters
+    ----------
+    dataset
+        Data set of the training.
+    """
+    x = getattr(dataset.collection, "X", None)
+    if x is None:
+        return f"Look for NaN in the data, {_LOWER}"
+    rows = x[:_N_LOOKED_AT]
+    rows = rows.compute() if hasattr(rows, "compute") else rows
+    values = np.asarray(rows.data if sp.issparse(rows) else rows).ravel()
+    if not np.isfinite(values).all():
+        return "X holds NaN or infinite values: repair the atlas, or leave these cells out with data.filter"
+    least = values.min(initial=0)
+    if least < 0:
+        return (
+            f"X holds negative values, down to {least:.3g}, as scaled or centered data does; models expect counts. "
+            "Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw"
+        )
+    return (
+        f"The first {rows.shape[0]:,} rows of X hold no NaN and no negative values, so the learning rate is probably "
+        f"too high: {_LOWER}"
+    )
 
 
 def _check_strategy(config: Config) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from dasksc import InputError, MissingPathError
+from dasksc import InputError
 from dasksc.train.config_problems import problems_in
 from dasksc.train.guide_layout import translated
 from dasksc.train.validation_config import Paths, Validation, _Section, no_bool
-from dasksc.train.yaml_trees import copied, read_yaml, set_value
+from dasksc.train.yaml_trees import changed, read_file
 
 __all__ = [
     *(
@@ -101,8 +100,8 @@ class Data(_Section):
     open
         Options for joining several atlases and for accessing remote ones.
     strategy
-        Name of a sampling strategy (``BlockShuffling`` or ``block_shuffling``) and its arguments. ``weights`` may
-        name an obs column.
+        Name of a sampling strategy (``shuffle``, ``stream``, ``balance``; or a class name such as ``CellSets`` or
+        ``cell_sets``) and its arguments. ``weights`` may name an obs column.
     validation
         Share of the rows held out for validation, or detailed options (`Validation`); 0 or ``false`` for none.
     batch_size
@@ -377,15 +376,7 @@ class Config(_Section):
             If the file is not YAML, or keys or values do not match the schema. The message lists all of them, with
             the nearest valid name.
         """
-        try:
-            raw = read_yaml(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise MissingPathError(f"there is no configuration at {path}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is no text file with a configuration: {error}") from error
-        except yaml.YAMLError as error:
-            raise InputError(f"{path} is not YAML: {error}") from error
-        return cls.of(raw, changes=changes, source=str(path))
+        return cls.of(read_file(path), changes=changes, source=str(path))
 
     @classmethod
     def of(cls, raw: Any, *, changes: Iterable[str] = (), source: str = "the configuration") -> Config:
@@ -412,9 +403,7 @@ class Config(_Section):
         """
         if not isinstance(raw, Mapping):
             raise InputError(f"{source} holds {type(raw).__name__}; expected sections: {', '.join(cls.model_fields)}")
-        tree = copied(raw)
-        for change in changes:
-            set_value(tree, change)
+        tree = changed(raw, changes)
         training = tree.get("training")
         if isinstance(training, dict) and training.get("fsdp", ...) is None and training.get("strategy") is None:
             logger.warning("training.fsdp is empty, which does not select FSDP; write fsdp: {} for all its defaults")

@@ -20,21 +20,15 @@ import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
 from dasksc.atlas.condition_splits import ConditionRequest
 from dasksc.atlas.encoding import encode_column
+from dasksc.sampling.named import STRATEGIES
 from dasksc.train.config import Config, Data
 from dasksc.train.import_paths import check_arguments, find
 from dasksc.train.validation_config import Validation
 from dasksc.transforms.vocabulary import PICKLES
 
-__all__ = ["STRATEGIES", "Loader", "Loaders", "make_loaders", "on_device"]
+__all__ = ["Loader", "Loaders", "make_loaders", "on_device"]
 
 logger = logging.getLogger(__name__)
-
-STRATEGIES: dict[str, type[SamplingStrategy]] = {
-    name: getattr(dasksc, cls)
-    for cls in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling", "CellSets")
-    for name in (cls, "".join(f"_{c.lower()}" if c.isupper() else c for c in cls).lstrip("_"))
-}
-"""Sampling strategies by class name and by name in snake case."""
 
 # Passed to scDataset unchanged.
 _SCDATASET_ARGUMENTS = [

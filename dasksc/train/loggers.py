@@ -42,8 +42,11 @@ class _Lines:
 
 
 def line_of(figures: Mapping[str, Any]) -> str:
-    """Format metrics as a readable line."""
-    return "  ".join(f"{name} {text_of(name, value)}" for name, value in figures.items())
+    """Format metrics as a readable line, which begins with ``training`` or ``validation``."""
+    prefix = "validation_"
+    kind = "validation" if any(name.startswith(prefix) for name in figures) else "training"
+    metrics = (f"{name.removeprefix(prefix)} {text_of(name, value)}" for name, value in figures.items())
+    return "  ".join([f"{kind:<10}", *metrics])
 
 
 def text_of(name: str, value: Any) -> str:

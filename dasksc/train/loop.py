@@ -16,7 +16,7 @@ from torch import nn
 
 from dasksc import InputError, TrainingError
 from dasksc.train.checkpoint import Checkpoints
-from dasksc.train.checks import check
+from dasksc.train.checks import check, why_not_finite
 from dasksc.train.config import Config
 from dasksc.train.data import Loader, Loaders, make_loaders, on_device
 from dasksc.train.import_paths import arguments_of, check_arguments, find
@@ -89,6 +89,8 @@ class _Run:
         self.config = config
         self.place = place
         self.folder = Path(training.checkpoint_dir)
+        if place.rank == 0:
+            say(f"writing checkpoints, metrics.csv, training.png and model.pt to {self.folder.absolute()}")
         self.loaders: Loaders = make_loaders(config, device=place.device, rank=place.rank)
         if place.rank == 0 and self.loaders.split_table is not None:
             say(f"what is trained on and held out:\n{shown(self.loaders.split_table)}")
@@ -260,8 +262,7 @@ class _Run:
             return
         if not math.isfinite(figures.get("loss", 0.0)) and not self.scaler.is_enabled():
             raise TrainingError(
-                f"the loss is {figures['loss']} at step {self.step}. Lower training.optimizer.lr, give a "
-                "training.gradient_clip, or look for NaN in the data"
+                f"the loss is {figures['loss']} at step {self.step}. {why_not_finite(self._loader.dataset)}"
             )
         self.n_cells += n_rows
         is_counted = bool(figures)

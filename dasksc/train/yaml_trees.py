@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dasksc import InputError
+from dasksc import InputError, MissingPathError
 
-__all__ = ["copied", "read_yaml", "set_value"]
+__all__ = ["changed", "copied", "read_file", "read_yaml", "set_value"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -25,6 +26,34 @@ _Loader.add_implicit_resolver(
 def read_yaml(text: str) -> Any:
     """Parse YAML with a safe loader."""
     return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+
+
+def read_file(path: str | Path) -> Any:
+    """Read a YAML file.
+
+    Raises
+    ------
+    MissingPathError
+        If there is no such file.
+    InputError
+        If it is not YAML.
+    """
+    try:
+        return read_yaml(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingPathError(f"there is no configuration at {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no text file with a configuration: {error}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not YAML: {error}") from error
+
+
+def changed(raw: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of a tree with the values of options of the form ``a.b=value``."""
+    tree: dict[str, Any] = copied(raw)
+    for change in changes:
+        set_value(tree, change)
+    return tree
 
 
 def copied(tree: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -72,17 +71,14 @@ def test_make_atlas_is_a_program_of_any_format(tmp_path):
     assert (stored.X != packed.X).nnz == 0
 
 
-def test_quickstart_recognises_real_cells():
-    printed = run(EXAMPLES / "quickstart.py")
-    right, held_out = map(int, re.search(r"(\d+) of (\d+) held-out cells", printed).groups())
-    assert right > held_out / 2
-
-
-def test_quickstart_without_scanpy_says_what_to_install(tmp_path):
-    program = f"import runpy, sys; sys.modules['scanpy'] = None; runpy.run_path({str(EXAMPLES / 'quickstart.py')!r})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == "quickstart.py reads a file that comes with scanpy: pip install scanpy\n"
+def test_quickstart_recognises_cells_of_held_out_donors_without_packages_of_extras(tmp_path):
+    extras = ("scanpy", "tqdm", "matplotlib", "bokeh", "obstore", "sklearn")
+    absent = f"import sys; sys.modules.update(dict.fromkeys({extras})); "
+    program = f"{absent}import runpy; runpy.run_path({str(EXAMPLES / 'quickstart.py')!r})"
+    printed = programs.run([sys.executable, "-c", program], cwd=tmp_path)
+    right, held_out = map(int, re.search(r"(\d+) of (\d+) cells of held-out donors", printed).groups())
+    assert right > 0.8 * held_out  # the commonest type has a third
+    assert not list(tmp_path.iterdir())
 
 
 def trained(atlas: Path, n_steps: list[int]) -> Iterator[list[torch.Tensor]]:

@@ -278,6 +278,8 @@ def test_sparse_batches_are_csr_tensors(path, adata):
 @row("AnnLoader", 'batch.X, batch.obs["n_counts"]')
 @row("AnnLoader", "an encoder for strings in convert=")
 def test_obs_are_tensors_beside_x_and_row_numbers(path, adata):
+    (numbered,) = scDataset(path, Streaming(), N_OBS, return_index=True)
+    assert numbered.index.tolist() == list(range(N_OBS))
     dataset = scDataset(path, BlockShuffling(4), BATCH, obs=["n_counts", "cell_type"], seed=0)
     for batch in dataset:
         np.testing.assert_array_equal(batch.X, adata.X.toarray()[batch.index])

@@ -8,8 +8,8 @@ import sys
 import anndata
 import numpy as np
 import pytest
-from train_perturbation import make_screen
 
+from dasksc.datasets import synthetic_screen
 from tests.support.programs import ROOT, TORCHRUN, ended, run, run_page
 
 pytestmark = pytest.mark.programs
@@ -17,13 +17,8 @@ pytestmark = pytest.mark.programs
 
 def named_screen(folder, n_cells=4_000):
     """Write a screen with the names that the page uses."""
-    path = folder / "made.h5ad"
-    make_screen(path, n_cells=n_cells, n_lines=2, n_perturbations=5, n_genes=40)
-    adata = anndata.read_h5ad(path)
-    adata.obs["cell_line"] = adata.obs.cell_line.cat.rename_categories(["K562", "RPE1"])
-    adata.obs["gene"] = adata.obs.gene.cat.rename_categories({"P01": "GATA1"})
-    adata.write_h5ad(folder / "screen.h5ad")
-    return path
+    names = {"lines": ["K562", "RPE1"], "perturbations": ["GATA1", "KLF1", "MYC", "SPI1", "TP53"]}
+    return synthetic_screen(folder / "screen.h5ad", n_cells, 40, **names)
 
 
 def test_the_page_runs(tmp_path):
@@ -53,7 +48,7 @@ def test_the_model_beats_both_means_on_two_ranks(tmp_path):
 
 
 def test_the_screen_has_effects_only_where_genes_are_expressed(tmp_path):
-    make_screen(tmp_path / "screen.h5ad", n_cells=6_000, n_lines=2, n_perturbations=3, n_genes=60)
+    synthetic_screen(tmp_path / "screen.h5ad", 6_000, 60, lines=2, perturbations=3)
     adata = anndata.read_h5ad(tmp_path / "screen.h5ad")
     assert adata.obs.cell_line.is_monotonic_increasing
     X = np.log1p(adata.X.toarray())

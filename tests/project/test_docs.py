@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import importlib.util
 import re
 
 import pytest
@@ -47,7 +49,7 @@ def test_every_dotted_name_of_a_page_can_be_imported(page):
 def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "api.md").read_text()
     listed = set(re.findall(r"^   dasksc\.(\w+)$", text, re.MULTILINE)) | set(dasksc.errors.__all__)
-    assert set(dasksc.__all__) - listed == {"experimental", "tokens", "transforms"}
+    assert set(dasksc.__all__) - listed == {"datasets", "experimental", "tokens", "transforms"}
 
 
 def test_every_page_is_in_the_table_of_contents_of_the_site():
@@ -60,3 +62,43 @@ def test_the_map_of_the_rooms_leaves_none_out():
     rooms = {path.name for path in (ROOT / "dasksc").iterdir() if path.suffix == ".py" and path.stem[:2] != "__"}
     rooms |= {f"{path.name}/" for path in (ROOT / "dasksc").iterdir() if (path / "__init__.py").exists()}
     assert not {room for room in rooms if f"dasksc/{room}`" not in text}
+
+
+@pytest.fixture
+def inventories():
+    spec = importlib.util.spec_from_file_location("inventories", ROOT / "docs" / "inventories.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_names_of_other_libraries_that_the_site_links_exist(inventories):
+    names = [
+        name
+        for _, entries in inventories.LIBRARIES.values()
+        for _, listed, _ in entries
+        for name in listed.split()
+        if not hasattr(builtins, name)
+    ]
+    assert set(inventories.ALIASES.values()) <= set(names)
+    for name in names:
+        parts = name.split(".")
+        if parts[0] == "scanpy":
+            pytest.importorskip("scanpy")
+        for i in range(len(parts), 0, -1):  # the longest part of the name that is a module
+            try:
+                value = importlib.import_module(".".join(parts[:i]))
+                break
+            except ModuleNotFoundError:
+                continue
+        for part in parts[i:]:
+            value = getattr(value, part)
+
+
+def test_sphinx_finds_the_names_in_the_inventories(inventories, tmp_path):
+    inventory = pytest.importorskip("sphinx.util.inventory")
+    address, path = inventories.write(tmp_path)["anndata"]
+    read = inventory.InventoryFile.loads((tmp_path / "anndata.inv").read_bytes(), uri=address)
+    item = read["py:class"]["anndata.AnnData"]
+    assert item.uri == "https://anndata.readthedocs.io/en/stable/generated/anndata.AnnData.html#anndata.AnnData"
+    assert path == str(tmp_path / "anndata.inv")

@@ -30,6 +30,7 @@ ROOMS = [
     "errors",
     "platforms",
     "config",
+    "displays",
     "_compat",  # the door to what is private in other libraries
     "kernels",
     "multiindexable",
@@ -45,6 +46,7 @@ ROOMS = [
     "loader",
     "summaries",
     "inspection",
+    "datasets",
     "conversion",
     "dashboard",
     "integrations",
@@ -61,10 +63,13 @@ ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public name
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
     "torch": ({"batches", "transforms", "loader", "integrations", "train"}, {"planning", "multiindexable", "cli"}),
-    "h5py": ({"storage", "atlas", "inspection", "conversion"}, set()),
-    "zarr": ({"storage", "atlas", "inspection", "conversion"}, {"cli"}),
+    "h5py": ({"storage", "atlas", "inspection", "conversion", "datasets"}, set()),
+    "zarr": ({"storage", "atlas", "inspection", "conversion", "datasets"}, {"cli"}),
     "numcodecs": ({"storage", "conversion"}, set()),
-    "anndata": ({"atlas", "loader", "summaries", "inspection", "conversion", "cli"}, {"transforms", "multiindexable"}),
+    "anndata": (
+        {"atlas", "loader", "summaries", "inspection", "conversion", "datasets", "cli"},
+        {"transforms", "multiindexable"},
+    ),
     "numba": ({"kernels"}, set()),
     "distributed": ({"dashboard"}, {"atlas", "executor", "loader", "inspection", "conversion"}),
     "dask": (

@@ -30,6 +30,7 @@ CONDA_NAMES = {
     "matplotlib": ["matplotlib-base"],
     "dask": ["dask", "distributed"],
     "prometheus-client": ["prometheus_client"],
+    "build": ["python-build"],
 }
 
 
@@ -142,7 +143,7 @@ def test_no_test_module_imports_another():
 
 
 PUBLIC = (
-    *("dasksc", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.train"),
+    *("dasksc", "dasksc.datasets", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.train"),
     "dasksc.integrations.data_module",
 )
 

@@ -22,7 +22,15 @@ from dasksc.cli import group
 __all__ = ["interface"]
 
 MODULES = (
-    *("dasksc", "dasksc.errors", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.dashboard"),
+    *(
+        "dasksc",
+        "dasksc.datasets",
+        "dasksc.errors",
+        "dasksc.transforms",
+        "dasksc.tokens",
+        "dasksc.experimental",
+        "dasksc.dashboard",
+    ),
     *("dasksc.train", "dasksc.train.config", "dasksc.train.models", "dasksc.integrations.data_module"),
     "dasksc.integrations.cell_load",
 )

@@ -281,10 +281,35 @@ def test_looking_at_the_module_reads_nothing(path):
     assert "train=BlockShuffling(" in str(looked), "also before there are data sets"
     looked.setup()
     before = looked.datasets["train"].state_dict()
-    for shown in (str(looked), f"{looked}"):
+    for shown in (str(looked), f"{looked}", repr(looked)):
         assert "train=scDataset(" in shown
         assert "validate=scDataset(" in shown
     assert looked.datasets["train"].state_dict() == before
     other = module()
     other.setup()
     assert [b.index.tolist() for b in looked.datasets["train"]] == [b.index.tolist() for b in other.datasets["train"]]
+
+
+def test_a_module_is_displayed_before_it_is_made_and_with_strategies_of_the_user(path):
+    class Own(scDataModule):
+        def __init__(self):
+            self.early = repr(self), str(self)
+            super().__init__(path, 8, train=Drawn())
+
+    class Drawn(dasksc.SamplingStrategy):
+        def __repr__(self):
+            raise AssertionError("code of the user runs in a display")
+
+    assert Own().early == ("Own()", "Own()")
+    assert str(Own()) == "Own(train=Drawn(...))"
+
+
+def test_stages_have_strategies_by_name_of_which_only_balance_takes_labels(path):
+    module = scDataModule(path, 8, train="balance", validate="stream", label_key="cell_type", obs=["cell_type"], seed=1)
+    assert str(module) == "scDataModule(train='balance', validate='stream')"
+    module.setup("fit")
+    assert repr(module.datasets["train"].strategy) == "ClassBalancedSampling(label_key='cell_type')"
+    assert repr(module.datasets["validate"].strategy) == "Streaming()"
+    refused = scDataModule(path, 8, train="shuffle", label_key="cell_type", seed=1)
+    with pytest.raises(InputError, match="label_key='cell_type' applies to strategy='balance'"):
+        refused.setup("fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from anndata import AnnData
 from click.testing import CliRunner
 
 from dasksc import InputError, cli
+from dasksc.cli._messages import as_options, collected_warnings, folded
 
 pytestmark = pytest.mark.core
 
@@ -88,3 +90,74 @@ def test_it_tells_its_version() -> None:
     shown = CliRunner().invoke(cli.group, ["--version"])
     assert shown.exit_code == 0
     assert shown.output.startswith("dasksc, version ")
+
+
+def every_command() -> list[tuple[str, click.Command]]:
+    context = click.Context(cli.group)
+    names = cli.group.list_commands(context)
+    return [("", cli.group), *((name, cli.group.get_command(context, name)) for name in names)]
+
+
+@pytest.mark.parametrize(("name", "command"), every_command())
+def test_every_help_is_whole_and_on_one_line_of_80_columns(name: str, command: click.Command) -> None:
+    page = CliRunner(env={"COLUMNS": "80"}).invoke(cli.group, [*name.split(), "--help"]).output
+    assert "..." not in page.replace("[ARGS]...", "").replace("PATH...", "").replace("IN...", "").replace(",...", "")
+    assert [line for line in page.splitlines() if len(line) > 80] == []
+    words = " ".join(page.split())
+    for option in command.params:
+        if isinstance(option, click.Option):
+            with click.Context(command) as context:
+                (_, text), *_ = [option.get_help_record(context)]
+            assert " ".join(text.split()) in words
+            assert any(text in line for line in page.splitlines()), f"{name} {option.opts[0]}: {text} is folded"
+
+
+@click.command()
+@click.argument("paths", nargs=-1)
+@click.option("--fetch-factor", type=int)
+@click.option("--filter", "expression")
+@click.option("--drop-last", is_flag=True)
+@click.option("--storage-option", "storage_options", multiple=True)
+def reads(**given: object) -> None:
+    """Warn of four files and of one more problem."""
+    with collected_warnings():
+        logger = logging.getLogger("dasksc.storage")
+        for i in range(4):
+            logger.warning("p%d.h5ad is slow. Store it by rows once: dasksc convert p%d.h5ad NEW.zarr", i, i)
+        logger.warning("raise fetch_factor")
+
+
+def test_one_warning_stands_for_all_files_in_terms_of_the_command_line() -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(reads, ["plates", "a b.h5ad"])
+    assert shown.exit_code == 0
+    assert shown.stderr.splitlines() == [
+        "dasksc: warning: p0.h5ad is slow. Store it by rows once: dasksc convert plates 'a b.h5ad' NEW.zarr "
+        "(and 3 more like it)",
+        "dasksc: warning: raise --fetch-factor",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("python", "options"),
+    [
+        ("fetch_factor=4 exceeds 2. Lower fetch_factor", "--fetch-factor 4 exceeds 2. Lower --fetch-factor"),
+        ("Lower batch_size, or use drop_last=False", "Lower batch_size, or leave out --drop-last"),
+        ("and drop_last=True.", "and --drop-last."),
+        ("filter='n > 3' leaves no row to filter", "--filter 'n > 3' leaves no row to filter"),
+        ("set storage_options={'skip_signature': True}", "set --storage-option skip_signature=true"),
+        ("see storage_options", "see --storage-option"),
+        ("--fetch-factor stays", "--fetch-factor stays"),
+    ],
+)
+def test_arguments_in_messages_are_options_of_the_command(python: str, options: str) -> None:
+    with click.Context(reads):
+        assert as_options(python) == options
+
+
+def test_reports_are_folded_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    title = "a title that is longer than the terminal is wide"
+    assert folded(f"{title}\n  rows     one two three four five six\n  short  1") == (
+        f"{title}\n  rows     one two three four\n           five six\n  short  1"
+    )
+    assert folded("dasksc: one two three four five six", indent=2) == "dasksc: one two three four\n  five six"

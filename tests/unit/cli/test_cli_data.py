@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,11 +22,12 @@ from anndata.io import write_elem
 
 import dasksc
 from dasksc import cli
-from dasksc.cli import bench
+from dasksc.cli import bench, suggest
 from dasksc.cli._shared import aligned
 from dasksc.inspection import describing
 from dasksc.inspection.description import Rate
 from dasksc.inspection.reading_rates import rate_of
+from dasksc.memory.limits import to_ask_for
 from tests.support.servers import SECRET, Bucket, serving
 
 pytestmark = pytest.mark.core
@@ -431,3 +433,56 @@ def test_what_is_stored_by_columns_is_to_be_converted(tmp_path, caplog):
     found = dasksc.describe(path, seconds=0)
     assert f"Store it by rows once: dasksc convert {path} NEW.zarr" in caplog.text
     assert any("dasksc convert writes it by rows" in one for one in found.advice)
+
+
+def test_check_names_the_file_and_what_to_request_from_a_scheduler(folder: Path) -> None:
+    path = folder / "plain.h5ad"
+    shown = run("check", path, "--world-size", 3, "--batch-size", 16).output
+    assert shown.startswith(f"{path} by BlockShuffling, epoch 0, 3 ranks\n")
+    mebibytes = to_ask_for(run_json("check", path, "--world-size", 3, "--batch-size", 16)["job_bytes"]) // 2**20
+    assert f"  Slurm    --ntasks=3 --cpus-per-task=1 --mem-per-cpu={mebibytes}M" in shown
+    assert f"  k8s      3 pods with resources.limits.memory: {mebibytes}Mi" in shown
+
+
+def test_check_warns_in_terms_of_options(folder: Path) -> None:
+    done = run("check", folder / "plain.h5ad", "--batch-size", 250, "--drop-last")
+    words = " ".join(done.output.split())
+    assert "Lower --batch-size, or leave out --drop-last" in words
+    assert "drop_last" not in words
+
+
+def test_several_files_that_are_stored_by_columns_are_one_warning(folder: Path, tmp_path: Path) -> None:
+    for i in range(4):
+        shutil.copy(folder / "other" / "columns.h5ad", tmp_path / f"p{i}.h5ad")
+    for command in (["check"], ["suggest"], ["info", "--seconds", 0], ["stats"]):
+        words = " ".join(run(*command, tmp_path).stderr.split())
+        assert words.count("stored by columns") == 1
+        assert f"dasksc convert {tmp_path} NEW.zarr (and 3 more like it)" in words
+    words = " ".join(run("convert", tmp_path, tmp_path / "out.zarr").stderr.split())
+    assert words.count("stored by columns") == 1
+    assert "dasksc convert" not in words
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
+    given = [folder / "plain.h5ad", folder / "gzip.h5ad"]
+    for paths, n_vars in ((given[:1], GENES), (given, GENES - 5 if join == "inner" else GENES)):
+        shown = run("suggest", *paths, "--batch-size", 16, "--join", join).stdout
+        code = shown.partition("Code to paste:\n\n")[2]
+        named: dict[str, Any] = {}
+        exec(compile(code, "suggested", "exec"), named)  # the loop in it reads an epoch
+        dataset = named["dataset"]
+        report = run_json("suggest", *paths, "--batch-size", 16, "--join", join)
+        assert dataset.batch_size == 16
+        assert dataset.strategy.block_size == report["block_size_balanced"]
+        assert dataset.fetch_size == 16 * report["fetch_factor"]
+        assert named["batch"].shape[1] == n_vars
+        assert dataset.stats()["n_rows"] == N * len(paths)
+
+
+def test_suggested_code_has_no_value_of_a_storage_option() -> None:
+    code = suggest._code(
+        ("s3://a/b.h5ad",), "inner", {"secret_key": SECRET}, None, 8, {"block_size_balanced": 4, "fetch_factor": 2}
+    )
+    assert SECRET not in code
+    assert "storage_options={'secret_key': ...}" in code

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.core
 
 WAIT_S = 30.0  # for what must happen soon; only a failing test waits so long
 LABELS = {"key", "name", "worker", "host", "pid"}
-ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s"}
+ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s", "wait_share_now", "diagnosis"}
 
 
 def eventually(condition: Callable[[], Any]) -> Any:
@@ -138,7 +138,7 @@ def test_recent_figures_are_those_between_reports(cluster, client, atlas):
 
             assert eventually(pausing)
             (report,) = loaders(cluster)
-    assert all(0 <= waited <= 1 for _, waited in report["recent"])
+    assert all(0 <= waited <= 1 for _, waited, _ in report["recent"])
 
 
 def test_two_data_sets_of_one_file_are_told_apart_and_an_epoch_left_early_too(cluster, client, atlas):
@@ -360,7 +360,32 @@ def test_rates_are_of_the_time_between_two_reports_and_start_anew_with_an_epoch(
     # The same epoch read again, as a validation is.
     page.report("here", report_of("a", n_rows=20, clock_s=0.1, waited_s=0.1, epoch=1))
     (loader,) = page.loaders
-    assert list(loader.recent) == [(100.0, 1.0), (150.0, 0.25), (100.0, 0.0), (200.0, 1.0)]
+    assert [(rate, wait) for rate, wait, _ in loader.recent] == [
+        (100.0, 1.0),
+        (150.0, 0.25),
+        (100.0, 0.0),
+        (200.0, 1.0),
+    ]
+    arrivals = [arrival for _, _, arrival in loader.recent]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] == loader.at
+
+
+def test_a_running_epoch_is_diagnosed_from_its_last_reports_and_one_that_has_ended_from_its_means():
+    page = page_by_itself("here")
+    figures = {"n_batches": 9, "n_batches_left": 5, "n_fetching": 1, "n_ready": 0, "n_fetched": 8}
+    figures |= {"in_flight_bytes": 8, "limit_bytes": None, "fetch_s": 9.0, "read_s": 1.0, "decode_s": 7.0}
+    figures |= {"transfer_s": 0.0, "gather_s": 1.0, "wait_share": 0.5, "has_ended": False}
+    # The first second was all waiting, as the first of an epoch is; the next three were not.
+    for clock_s in (1.0, 2.0, 3.0, 4.0):
+        page.report("here", report_of("a", **figures, n_rows=int(clock_s), clock_s=clock_s, waited_s=1.0))
+    (loader,) = page.loaders
+    assert (loader.wait_share, loader.diagnosis) == (0.0, "healthy: the trainer never waited")
+    (shown,) = page.figures()["loaders"]
+    assert (shown["wait_share_now"], shown["diagnosis"]) == (0.0, "healthy: the trainer never waited")
+    assert [round(age_s, 3) >= 0 for _, _, age_s in shown["recent"]] == [True] * 4
+    page.report("here", report_of("a", **figures | {"has_ended": True}, n_rows=4, clock_s=4.0, waited_s=1.0))
+    assert loader.diagnosis == "limited by decoding: 50% waiting; raise block_size, or use more cores"
 
 
 def test_names_cannot_end_the_script_of_the_page(cluster, client, atlas, tmp_path):

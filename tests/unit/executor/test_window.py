@@ -776,10 +776,12 @@ def test_keys_are_grouped_by_name_on_the_dashboard(in_process_client: distribute
     def wait_for_go(k: int) -> bool:
         return go.wait(WAIT_S)
 
-    with Window(wait_for_go, range(3), name="dasksc-fetch-pbmc-e3-r1", depth=3, scheduler=in_process_client) as window:
+    with Window(
+        wait_for_go, range(3), name="epoch 3: dasksc-fetch-pbmc-r1", depth=3, scheduler=in_process_client
+    ) as window:
         tasks = in_process_client.cluster.scheduler.tasks
         assert eventually(lambda: len(tasks) == 3)
-        assert {task.prefix.name for task in tasks.values()} == {"dasksc-fetch-pbmc"}
+        assert {task.prefix.name for task in tasks.values()} == {"epoch 3: dasksc-fetch-pbmc"}
         assert len({task.group.name for task in tasks.values()}) == 1
         assert {key[1] for key in tasks} == {0, 1, 2}
         go.set()

@@ -24,6 +24,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 from dask.diagnostics import Profiler, ProgressBar
+from dask.utils import key_split
 from distributed import Client, LocalCluster
 
 import dasksc
@@ -150,7 +151,7 @@ def test_an_active_client_runs_the_fetches_and_keeps_nothing(path, in_process_cl
     with in_process_client.as_current():
         for _ in dataset(path):
             keys += [key for key in scheduler.tasks if "dasksc-fetch" in str(key)]
-    assert any("-e0-r0" in str(key) for key in keys)
+    assert {key_split(key) for key in keys} == {f"epoch 0: dasksc-fetch-{path.stem}"}
     in_process_client.sync(_settled, scheduler)
     assert not [key for key in scheduler.tasks if "dasksc" in str(key)]
 
@@ -506,7 +507,7 @@ def test_dasks_own_diagnostics_see_the_fetches_of_an_epoch(path):
     with Profiler() as profiler, ProgressBar(dt=0.001, out=shown):
         list(one)
     assert len(profiler.results) == one.plan(0).n_fetches
-    assert {entry.key[0] for entry in profiler.results} == {f"dasksc-fetch-{path.stem}-e0-r0"}
+    assert {entry.key[0] for entry in profiler.results} == {f"epoch 0: dasksc-fetch-{path.stem}-r0"}
     assert "100% Completed" in shown.getvalue()
 
 
@@ -644,6 +645,7 @@ def test_looking_changes_nothing(path, monkeypatch):
         lambda one: one.to_dask(),
         lambda one: dasksc.diversity(one, "cell_type"),
         lambda one: one.load_state_dict(one.state_dict()),
+        lambda one: one._repr_html_(),
         lambda one: [getattr(one, name) for name in dir(one)],  # as a debugger does
     ]
     looked, other = (dataset(path, obs=["cell_type"]) for _ in range(2))
@@ -690,6 +692,47 @@ def test_a_dataloader_that_would_stack_batches_is_refused(path, num_workers):
     assert next(iter(undone)).shape[0] == 16
     single = dataset(path, batch_size=1, batch_transform=_row_of)
     assert next(iter(torch.utils.data.DataLoader(single, batch_size=5, num_workers=num_workers))).shape == (5,)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_index": True},
+        {"layout": "csr"},
+        {"transform": lambda batch: (batch.X, batch.obs)},
+        {"obs": ["cell_type"], "transform": lambda batch: {"x": batch.X}},
+        {"batch_transform": lambda adata: torch.from_numpy(dense(adata.X))},
+        {"batch_transform": lambda adata: ("name", {"x": torch.zeros(adata.n_obs)})},
+        {"batch_transform": lambda adata: ["a"] * adata.n_obs},
+        {"fetch_transform": lambda adata: adata},
+    ],
+    ids=["tensor", "batch", "csr", "tuple", "dict", "hook", "parts", "list", "anndata"],
+)
+def test_batches_of_any_type_are_not_stacked(path, options, num_workers):
+    one = dataset(path, **options)
+    both = torch.utils.data.ChainDataset([one, one])
+    for loader in (one, both):
+        with pytest.raises(dasksc.InputError, match=r"DataLoader\(dataset, batch_size=None\)"):
+            next(iter(torch.utils.data.DataLoader(loader, num_workers=num_workers)))
+    if "fetch_transform" not in options:  # DataLoader workers cannot send an AnnData view
+        loader = torch.utils.data.DataLoader(one, batch_size=None, num_workers=num_workers)
+        assert sum(1 for _ in loader) == len(one)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_arrays_that_are_indexed_are_not_stacked(num_workers):
+    loader = torch.utils.data.DataLoader(scDataset(np.zeros((32, 3)), batch_size=8), num_workers=num_workers)
+    with pytest.raises(dasksc.InputError, match=r"DataLoader\(dataset, batch_size=None\)"):
+        next(iter(loader))
+
+
+def test_one_value_of_hooks_for_each_batch_is_stacked(path):
+    means = dataset(path, batch_transform=lambda adata: torch.from_numpy(dense(adata.X).mean(axis=0)))
+    assert next(iter(torch.utils.data.DataLoader(means, batch_size=5))).shape == (5, 17)
+    assert len(list(torch.utils.data.DataLoader(means, batch_size=5))) == 3
 
 
 def _row_of(adata):

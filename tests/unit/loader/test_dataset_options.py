@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import dask.array as da
@@ -11,11 +14,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+import torch
 from anndata import AnnData
 
 import dasksc
 import dasksc.loader.projection
+from dasksc.cli import group
 from dasksc.errors import InputError
+from dasksc.loader.rank_session import RankSession
+from dasksc.sampling.named import SHORT_NAMES, STRATEGIES, StrategyName
+from tests.support.recorders import Reads, recorded_reads
 
 pytestmark = pytest.mark.core
 
@@ -134,7 +142,9 @@ def test_a_collection_without_a_length_is_read_by_a_callback_at_the_indices_give
 def test_what_is_no_strategy_is_both_an_input_error_and_a_type_error() -> None:
     for error in (TypeError, ValueError, dasksc.InputError):
         with pytest.raises(error, match="strategy must be a SamplingStrategy"):
-            dasksc.scDataset(np.zeros((4, 2)), "shuffle", batch_size=2)  # type: ignore[arg-type]
+            dasksc.scDataset(np.zeros((4, 2)), dasksc.BlockShuffling, batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(dasksc.WrongTypeError, match=r"got 64\. The second argument .* batch_size=64"):
+        dasksc.scDataset(np.zeros((4, 2)), 64)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("equal_ranks", [True, False])
@@ -169,3 +179,198 @@ def test_genes_of_any_type_keep_their_columns(genes: Any) -> None:
 def test_genes_that_say_no_columns_are_refused_by_name(genes: Any, message: str) -> None:
     with pytest.raises(dasksc.InputError, match=message):
         dasksc.scDataset(AnnData(np.ones((4, 3))), dasksc.Streaming(), batch_size=4, genes=genes)
+
+
+# --- Names of strategies ----------------------------------------------------------------------------
+
+
+def rows_of(dataset: dasksc.scDataset) -> list[int]:
+    return [int(row) for batch in dataset for row in batch.index]
+
+
+def labelled(n: int = 90) -> AnnData:
+    obs = {"kind": np.array(["a", "b", "b"] * (n // 3))}
+    return AnnData(np.arange(2.0 * n, dtype=np.float32).reshape(n, 2), obs=obs)
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({}, dasksc.BlockShuffling()),
+        ({"strategy": "shuffle"}, dasksc.BlockShuffling()),
+        ({"strategy": "stream"}, dasksc.Streaming()),
+        ({"strategy": "balance", "label_key": "kind"}, dasksc.ClassBalancedSampling(label_key="kind")),
+    ],
+    ids=["default", "shuffle", "stream", "balance"],
+)
+def test_a_strategy_is_given_by_its_name(named: dict[str, Any], expected: dasksc.SamplingStrategy) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "seed": 3, "return_index": True}
+    by_name = dasksc.scDataset(labelled(), **named, **options)
+    by_object = dasksc.scDataset(labelled(), expected, **options)
+    assert type(by_name.strategy) is type(expected)
+    assert rows_of(by_name) == rows_of(by_object)
+    assert repr(by_name) == repr(by_object)
+
+
+def test_a_path_alone_is_shuffled_in_batches_of_64(gzipped: Path) -> None:
+    dataset = dasksc.scDataset(gzipped)
+    assert (dataset.batch_size, repr(dataset.strategy)) == (64, "BlockShuffling()")
+    assert next(iter(dataset)).shape == (64, 1500)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"strategy": "shufle"}, "strategy='shufle' is not the name of a strategy; expected 'shuffle', 'stream', 'bal"),
+        ({"strategy": "balance"}, "strategy='balance' needs label_key="),
+        ({"label_key": "kind"}, "label_key='kind' applies to strategy='balance', and strategy is 'shuffle'"),
+        ({"strategy": "stream", "label_key": "kind"}, "strategy is 'stream'"),
+        (
+            {"strategy": dasksc.Streaming(), "label_key": "kind"},
+            r"a Streaming has its own arguments. Give dasksc.ClassBalancedSampling\(label_key='kind'\)",
+        ),
+        ({"strategy": "balance", "label_key": "kin"}, "kin.*kind"),
+        ({"return_index": "no"}, "return_index must be True or False; got 'no'"),
+    ],
+)
+def test_names_and_labels_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(dasksc.InputError, match=message):
+        dasksc.scDataset(labelled(), **given)
+
+
+def test_the_command_line_the_schema_and_data_sets_share_one_table_of_names() -> None:
+    assert tuple(SHORT_NAMES) == get_args(StrategyName)
+    (choice,) = (one for one in group.get_command(None, "check").params if one.name == "strategy")  # type: ignore[arg-type,union-attr]
+    assert tuple(choice.type.choices) == tuple(SHORT_NAMES)  # type: ignore[attr-defined]
+    assert STRATEGIES.items() >= SHORT_NAMES.items()
+    assert STRATEGIES["BlockShuffling"] is STRATEGIES["block_shuffling"] is STRATEGIES["shuffle"]
+
+
+# --- Row numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+def test_return_index_yields_the_row_numbers_of_x(layout: Any) -> None:
+    adata = labelled()
+    plain = dasksc.scDataset(adata, batch_size=8, seed=1, layout=layout)
+    numbered = dasksc.scDataset(adata, batch_size=8, seed=1, layout=layout, return_index=True)
+    seen: list[int] = []
+    for x, batch in zip(plain, numbered, strict=True):
+        assert type(batch) is dasksc.Batch
+        assert (batch.obs, batch.layers, batch.obsm) == ({}, {}, {})
+        assert torch.equal(x.to_dense(), batch.X.to_dense())
+        np.testing.assert_array_equal(batch.X.to_dense(), adata.X[batch.index])
+        seen += batch.index.tolist()
+    assert sorted(seen) == list(range(90))
+    assert plain.fingerprint == numbered.fingerprint
+
+
+def test_return_index_adds_nothing_to_batches_that_have_row_numbers() -> None:
+    options: dict[str, Any] = {"batch_size": 8, "seed": 1, "obs": ["kind"]}
+    for one, other in zip(
+        dasksc.scDataset(labelled(), **options), dasksc.scDataset(labelled(), return_index=True, **options), strict=True
+    ):
+        assert list(one) == list(other)
+        assert torch.equal(one.index, other.index)
+
+
+def test_a_dask_array_has_row_numbers_and_collections_that_are_indexed_have_none() -> None:
+    X = da.from_array(np.arange(20.0).reshape(10, 2), chunks=(5, 2))
+    assert sorted(rows_of(dasksc.scDataset(X, batch_size=4, return_index=True))) == list(range(10))
+    with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: a ndarray is read by indexing"):
+        dasksc.scDataset(np.zeros((4, 2)), return_index=True)
+    with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: hooks say what is yielded"):
+        dasksc.scDataset(labelled(), return_index=True, batch_transform=repr)
+
+
+# --- Displays ---------------------------------------------------------------------------------------
+
+
+def test_a_data_set_is_displayed_by_what_differs_from_defaults() -> None:
+    weights = np.ones(60)
+    indices = np.arange(60)
+    dataset = dasksc.scDataset(
+        labelled(),
+        dasksc.BlockWeightedSampling(indices=indices, weights=weights),
+        16,
+        2,
+        obs=["kind"],
+        filter="kind == 'b'",
+        transform=len,
+        seed=5,
+        equal_ranks=False,
+        layers=(),
+        dtype="float32",
+    )
+    assert repr(dataset) == (
+        "scDataset(data, 90 rows, BlockWeightedSampling(indices=ndarray(shape=(60,), dtype=int64), "
+        "weights=ndarray(shape=(60,), dtype=float64)), batch_size=16, fetch_factor=2, equal_ranks=False, "
+        "transform=len, seed=5, obs=['kind'], filter=\"kind == 'b'\")"
+    )
+    assert repr(dasksc.scDataset(labelled())) == "scDataset(data, 90 rows, BlockShuffling(), batch_size=64)"
+    dataset.transform = None
+    assert "transform" not in repr(dataset)
+    assert repr(pickle.loads(pickle.dumps(dataset))) == repr(dataset)
+
+
+def test_a_notebook_displays_shapes_memory_and_the_batches_of_each_rank() -> None:
+    adata = labelled(93)
+    adata.layers["counts"] = adata.X
+    adata.obsm["X_pca"] = np.zeros((93, 3), np.float32)
+    dataset = dasksc.scDataset(
+        adata,
+        dasksc.BlockShuffling(4),
+        10,
+        obs=["kind"],
+        layers=["counts"],
+        obsm=["X_pca"],
+        genes=["1"],
+        layout="csr",
+        equal_ranks=False,
+        rank=1,
+        world_size=4,
+        seed=0,
+    )
+    html = dataset._repr_html_()
+    for text in (
+        "data: 93 rows, 2 columns",
+        "BlockShuffling(block_size=4)",
+        "X: (10, 1) float32, sparse CSR<br>layers[&#x27;counts&#x27;]: (10, 1) float32, sparse CSR<br>"
+        "obsm[&#x27;X_pca&#x27;]: (10, 3) float32<br>obs[&#x27;kind&#x27;]: (10,) int64, 2 classes<br>"
+        "index: (10,) int64",
+        "160 rows, 16 batches",
+        # 23 full blocks of 4 rows: 5 rounds, and 13 rows that are divided into 4, 3, 3 and 3
+        "rank 0: 3 batches, 24 rows<br>ranks 1 to 3: 3 batches, 23 rows",
+        "rank 1 of 4",
+        "of page cache",
+    ):
+        assert text in html, text
+    plan = dataset.plan()
+    assert [dataclasses.replace(plan, rank=rank).n_rank_rows for rank in range(4)] == [24, 23, 23, 23]
+    assert "unknown: rows that are read by indexing" in dasksc.scDataset(np.zeros((4, 2)))._repr_html_()
+
+
+def test_displays_read_nothing_and_settle_nothing(
+    gzipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(shutil.copy(gzipped, tmp_path / "copy.h5ad"))
+    strategies = dasksc.BlockShuffling(), dasksc.BlockWeightedSampling(weights=np.arange(1.0, 2001))
+    datasets = [dasksc.scDataset(path, strategy, 16, seed=0, return_index=True) for strategy in strategies]
+    path.unlink()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a display settles the world, or draws")
+
+    with monkeypatch.context() as patched, recorded_reads() as reads:
+        patched.setattr(RankSession, "settle", refuse)
+        patched.setattr(dasksc.EpochPlan, "_draw", property(refuse))
+        for dataset in datasets:
+            assert repr(dataset) == str(dataset)
+            assert "125 batches" in dataset._repr_html_()
+            assert repr(dataset.plan(0)).startswith("EpochPlan(sampler=")
+    assert reads == Reads()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for dataset in datasets:
+        assert "rank 1 of 2" in dataset._repr_html_()
+        assert dataset.world_size == 2

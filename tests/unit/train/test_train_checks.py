@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import dask.array as da
+import numpy as np
 import pytest
+import scipy.sparse as sp
 
 from dasksc import DaskscError, InputError
-from dasksc.train.checks import check
+from dasksc.train.checks import check, load, why_not_finite
 from dasksc.train.config import Config
+from dasksc.train.loggers import line_of
 
 pytestmark = pytest.mark.core
 
@@ -94,3 +99,64 @@ def test_everything_is_told_at_once_and_nothing_is_written(tmp_path):
         check(wrong)
     check(config(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_of_schema_names_and_arguments_are_reported_together(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "data: {path: a.h5ad, batchsize: 8, strategy: {name: block_shufling}}\n"
+        "model: {name: vae, hiden_dim: 3}\n"
+        "training: {max_steps: none, optimizer: {name: adamw, lr: -1, weight: 2}}\n"
+    )
+    with pytest.raises(InputError) as error:
+        load(str(path))
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{path} has 6 mistakes:"
+    assert all(line.startswith("  - ") for line in lines)
+    for wrong in (
+        "data.batchsize",
+        "training.max_steps",
+        "training.optimizer.lr",
+        "block_shufling",
+        "hiden_dim",
+        "weight",
+    ):
+        assert sum(wrong in line for line in lines) == 1, wrong
+
+
+def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("training: {optimizer: {name: adamm}}\n")
+    with pytest.raises(InputError) as error:
+        load(str(path))
+    assert [line for line in str(error.value).splitlines() if "adamm" in line]
+    assert "data is missing" in str(error.value)
+    assert "model is missing" in str(error.value)
+    assert "mlp_classifier" not in str(error.value)
+    path.write_text("data: {path: a.h5ad}\nmodel: vae\ntraining: {sed: 3}\n")
+    with pytest.raises(InputError, match=r"c\.yaml: training\.sed is not known; did you mean 'seed'") as one:
+        load(str(path))
+    assert "\n" not in str(one.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (np.array([[-1.5, 2.0]]), "X holds negative values, down to -1.5"),
+        (np.array([[np.nan, 2.0]]), "X holds NaN or infinite values"),
+        (np.array([[1.0, np.inf]]), "X holds NaN or infinite values"),
+        (sp.csr_matrix([[0.0, -0.5]]), "X holds negative values, down to -0.5"),
+        (np.array([[0.0, 7.0]]), "the learning rate is probably too high"),
+        (sp.csr_matrix((1, 2)), "the learning rate is probably too high"),
+        (da.from_array(np.array([[-3.0, 2.0]])), "X holds negative values, down to -3"),
+        (None, "Look for NaN in the data, lower training.optimizer.lr"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_explained_by_x_or_by_the_learning_rate(x, says):
+    assert says in why_not_finite(SimpleNamespace(collection=SimpleNamespace(X=x)))
+
+
+def test_lines_say_whether_they_are_of_training_or_validation():
+    assert line_of({"step": 2, "epoch": 0, "loss": 0.5}) == "training    step 2  epoch 0  loss 0.5"
+    figures = {"step": 2, "epoch": 0, "validation_loss": 0.5, "validation_accuracy": 0.25}
+    assert line_of(figures) == "validation  step 2  epoch 0  loss 0.5  accuracy 25.0%"

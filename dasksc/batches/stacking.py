@@ -1,0 +1,70 @@
+"""Refusal of DataLoaders that would stack batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import ChainDataset
+
+from dasksc._compat.torch import is_stacking_fetcher
+from dasksc.errors import InputError
+
+__all__ = ["refuse_stacking"]
+
+_STACKED = (
+    "the DataLoader has a batch_size of its own, and would stack batches of shape (batch_size, n_vars) to "
+    "(1, batch_size, n_vars). The data set makes the batches: DataLoader(dataset, batch_size=None)"
+)
+
+
+def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_rows: int | None) -> Iterator[Any]:
+    """Return the items of a data set, unless a DataLoader would stack batches among them.
+
+    A DataLoader stacks the items of an iterable data set unless its ``batch_size`` is None, and does not inform the
+    data set. Its fetcher requests the iterator, in this process or in a DataLoader worker, so the frame of the request
+    identifies it, also through a ``ChainDataset``.
+
+    Parameters
+    ----------
+    items
+        Iterator over the items, which has not started.
+    requested_in
+        Frame in which the iterator is requested.
+    n_hook_rows
+        Number of rows in a batch if hooks yield the items, which may then be other than batches: one number per batch
+        may be stacked. None if all items are batches.
+
+    Raises
+    ------
+    InputError
+        If items would be stacked that are batches. With hooks, the returned iterator raises it if its first item has
+        an entry for each of `n_hook_rows` rows, more than one.
+    """
+    frame: FrameType | None = requested_in
+    while frame is not None and isinstance(frame.f_locals.get("self"), ChainDataset):
+        frame = frame.f_back
+    if frame is None or not is_stacking_fetcher(frame.f_locals.get("self")):
+        return items
+    if n_hook_rows is None:
+        raise InputError(_STACKED)
+    return _without_batches(items, n_hook_rows)
+
+
+def _without_batches(items: Iterator[Any], n_rows: int) -> Iterator[Any]:
+    for first in items:
+        if n_rows > 1 and n_rows in _lengths(first):
+            raise InputError(_STACKED)
+        yield first
+        break
+    yield from items
+
+
+def _lengths(item: Any) -> set[int]:
+    """Return the lengths of the arrays, tables and lists in an item."""
+    if isinstance(item, Mapping | tuple | list):
+        own = {len(item)} if isinstance(item, list) else set[int]()
+        return own.union(*map(_lengths, item.values() if isinstance(item, Mapping) else item))
+    shape: tuple[int, ...] = getattr(item, "shape", ())
+    return {int(shape[0])} if len(shape) else set()

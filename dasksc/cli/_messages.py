@@ -1,0 +1,137 @@
+"""Messages in terms of the command line: options instead of Python arguments, and one warning instead of several."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+__all__ = ["as_options", "collected_warnings", "folded", "print_warnings"]
+
+# Value that error messages recommend, and the equivalent option.
+_SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
+# Arguments whose names are also common words count only if a value follows.
+_IS_ARGUMENT = "_"
+_CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert \S+ NEW\.zarr")
+
+
+def as_options(text: str) -> str:
+    """Return a message with the Python arguments replaced by the options of the current command.
+
+    Arguments without an option of the command stay.
+    """
+    context = click.get_current_context(silent=True)
+    text = text.replace(*_SKIP_SIGNATURE)
+    if context is None:
+        return text
+    for option in context.command.params:
+        if isinstance(option, click.Option):
+            flag = option.opts[0]
+            for name in dict.fromkeys((option.name or flag, flag.lstrip("-").replace("-", "_"))):
+                text = _with_flag(text, name, flag, is_flag=option.is_flag)
+    return text
+
+
+def _with_flag(text: str, name: str, flag: str, *, is_flag: bool) -> str:
+    if is_flag:
+        text = re.sub(rf"\buse {name}=False\b", f"leave out {flag}", text)
+        return re.sub(rf"\b{name}=True\b", flag, text)
+    text = re.sub(rf"(?<![-\w]){name}=(?=[\w'\"])", f"{flag} ", text)
+    return re.sub(rf"(?<![-\w]){name}\b", flag, text) if _IS_ARGUMENT in name else text
+
+
+class _Collector(logging.Handler):
+    """Handler that collects warnings, grouped by what they say."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.groups: dict[str, list[logging.LogRecord]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.groups.setdefault(str(record.msg), []).append(record)
+
+    def print(self) -> None:
+        """Print one warning on stderr for each group: the first, and the number of others that differ in names only."""
+        for line in self._lines():
+            click.echo(folded(f"dasksc: {line}", indent=2), err=True)
+        self.groups.clear()
+
+    def _lines(self) -> Iterator[str]:
+        for records in self.groups.values():
+            texts = list(dict.fromkeys(record.getMessage() for record in records))
+            others = f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else ""
+            yield f"warning: {_of_the_command(as_options(texts[0]))}{others}"
+
+
+def _of_the_command(text: str) -> str:
+    """Return a warning that recommends a conversion with the paths given on the command line."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return text
+    if context.info_name == "convert":
+        return _CONVERT.sub("The new store holds it by rows", text)
+    paths = context.params.get("paths", ())
+    return _CONVERT.sub(lambda found: f"{found[1] or ''}dasksc convert {shlex.join(map(str, paths))} NEW.zarr", text)
+
+
+_collectors: list[_Collector] = []
+
+
+@contextmanager
+def collected_warnings() -> Iterator[None]:
+    """Collect the warnings of dasksc in the ``with`` block, and print one for each problem at its end."""
+    collector, logger = _Collector(), logging.getLogger("dasksc")
+    logger.addHandler(collector)
+    _collectors.append(collector)
+    try:
+        yield
+    finally:
+        _collectors.remove(collector)
+        logger.removeHandler(collector)
+        collector.print()
+
+
+def print_warnings() -> None:
+    """Print the warnings collected so far, before a command begins to read."""
+    for collector in _collectors:
+        collector.print()
+
+
+def folded(text: str, *, indent: int | None = None) -> str:
+    """Fold the indented lines of a report at the width of the terminal.
+
+    Parameters
+    ----------
+    text
+        Lines of the report. Lines without indentation, such as its title, stay as they are.
+    indent
+        Indentation of continued lines; lines without indentation are then folded too. Default: the column of the text
+        after the name of a line (``"  name     text"``).
+    """
+    width = shutil.get_terminal_size().columns - 1
+    return "\n".join(_folded_line(line, width, indent) for line in text.splitlines())
+
+
+def _folded_line(line: str, width: int, indent: int | None) -> str:
+    if len(line) <= width or (indent is None and not line.startswith(" ")):
+        return line
+    if indent is None:
+        named = re.match(r" +(\S+ ?)*?\S+  +|  \S+ |  ", line)
+        indent = min(named.end() if named else 2, 20)
+    body = line.lstrip(" ")
+    first = " " * (len(line) - len(body))
+    return textwrap.fill(
+        # textwrap would join the spaces that align columns.
+        body.replace("  ", "\0\0"),
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).replace("\0", " ")

@@ -1,0 +1,115 @@
+"""Files that the guides of the documentation read."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import anndata
+import h5py
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from anndata import AnnData
+from anndata.io import write_elem
+
+from dasksc.datasets.atlas import synthetic
+from dasksc.datasets.design import names
+from dasksc.datasets.screen import synthetic_screen
+from dasksc.errors import InputError
+
+__all__ = ["demo_data"]
+
+_TYPES = ("T cell", "B cell", "monocyte", "NK cell", "dendritic cell", "platelet")
+_PROTEINS = ("CD3", "CD4", "CD8a", "CD14", "CD19")
+
+
+def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, str]:
+    """Write the files that the guides of the documentation read, about 5 MB, in a few seconds.
+
+    All matrices hold raw counts. The files are the same on every call.
+
+    Parameters
+    ----------
+    folder
+        Path of the folder, which is created if it does not exist.
+    overwrite
+        Replace existing files.
+
+    Returns
+    -------
+    dict of str to str
+        Content of each file, by its path in `folder`.
+
+    Raises
+    ------
+    InputError
+        If one of the files exists and `overwrite` is False; nothing is written then.
+
+    Notes
+    -----
+    ``atlas.h5ad`` has 2,000 cells and 300 genes, ``gene_000`` to ``gene_299``. Its obs has ``cell_type`` (6 types), ``donor``
+    (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
+    ``plates/2.h5ad`` have 300 cells of two other donors each, and share 100 genes. ``cite.h5mu`` is a MuData of 600
+    cells with the modalities ``rna`` and ``prot``, whose cells are in different orders. ``screen.h5ad`` is a
+    `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
+    """
+    folder = Path(folder)
+    contents = {
+        "atlas.h5ad": "2,000 cells, 300 genes, 6 cell types, 12 donors",
+        "plates/1.h5ad": "300 cells, 200 genes, 2 donors",
+        "plates/2.h5ad": "300 cells, 200 other genes, half of them shared, 2 donors",
+        "cite.h5mu": "600 cells, 300 genes and 5 proteins",
+        "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
+    }
+    existing = [file for file in contents if (folder / file).exists()]
+    if existing and not overwrite:
+        raise InputError(f"{folder} has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite).")
+    (folder / "plates").mkdir(parents=True, exist_ok=True)
+    _cells(folder / "atlas.h5ad", 2_000, range(300), donors=range(12), seed=0)
+    _cells(folder / "plates" / "1.h5ad", 300, range(200), donors=range(12, 14), seed=1)
+    _cells(folder / "plates" / "2.h5ad", 300, range(100, 300), donors=range(14, 16), seed=2)
+    _modalities(folder / "cite.h5mu", seed=3)
+    synthetic_screen(
+        folder / "screen.h5ad",
+        4_000,
+        lines=["K562", "RPE1"],
+        perturbations=["GATA1", "KLF1", "MYC", "SPI1", "TP53"],
+        overwrite=overwrite,
+    )
+    return contents
+
+
+def _cells(path: Path, n_obs: int, genes: range, *, donors: range, seed: int) -> AnnData:
+    """Write an atlas with these genes and donors at `path`, and return it."""
+    n_vars = genes.stop
+    synthetic(path, n_obs, n_vars, n_types=len(_TYPES), n_donors=len(donors), n_batches=3, seed=seed, overwrite=True)
+    adata = anndata.read_h5ad(path)[:, list(genes)].copy()
+    adata.var_names = names("gene", 300)[genes.start : genes.stop]
+    adata.obs_names = [f"cell{seed}-{i}" for i in range(n_obs)]
+    adata.obs["cell_type"] = adata.obs["cell_type"].cat.rename_categories(list(_TYPES))
+    adata.obs["donor"] = adata.obs["donor"].cat.rename_categories([f"d{i}" for i in donors])
+    adata.obs["n_genes"] = np.diff(adata.X.indptr)
+    adata.raw = adata
+    adata.write_h5ad(path)
+    return adata
+
+
+def _modalities(path: Path, *, seed: int) -> None:
+    """Write a MuData of RNA and proteins, without the package mudata."""
+    rna = _cells(path, 600, range(300), donors=range(16, 18), seed=seed)
+    rng = np.random.default_rng(seed)
+    rates = rng.lognormal(1, 1, (len(_TYPES), len(_PROTEINS)))
+    counts = rng.poisson(rates[rna.obs["cell_type"].cat.codes]).astype(np.float32)
+    proteins = AnnData(sp.csr_matrix(counts), obs=rna.obs[[]], var=pd.DataFrame(index=list(_PROTEINS)))
+    with h5py.File(path, "w") as file, warnings.catch_warnings():
+        # Of formats and defaults of later versions of AnnData.
+        warnings.simplefilter("ignore")
+        file.attrs["encoding-type"] = "MuData"
+        file.attrs["encoding-version"] = "0.1.0"
+        write_elem(file, "obs", pd.DataFrame(index=rna.obs_names))
+        modalities = file.create_group("mod")
+        modalities.attrs["mod-order"] = ["rna", "prot"]
+        write_elem(modalities, "rna", rna)
+        write_elem(modalities, "prot", proteins[::-1].copy())

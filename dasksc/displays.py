@@ -1,0 +1,158 @@
+"""Short text for displays: values without their elements, and objects without their default arguments.
+
+Nothing here computes, reads, or calls code of the user: objects of unknown classes are displayed by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["brief", "changed_arguments", "constructor", "html_table"]
+
+_N_SHOWN = 3
+_N_CHARACTERS = 60
+# Libraries whose objects have a shape and a data type that are known without computing.
+_ARRAYS = ("numpy", "pandas", "scipy", "torch", "dask")
+_BRACKETS: dict[type, tuple[str, str]] = {
+    dict: ("{", "}"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+}
+_PLAIN = (str, int, float, tuple, list)
+
+
+def brief(value: Any) -> str:
+    """Return a value on one line, as in a call: arrays by shape and data type, long collections by their start."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= _N_CHARACTERS else repr(value[: _N_CHARACTERS - 3] + "...")
+    if value is None or isinstance(value, bool | int | float | complex | slice | range):
+        return repr(value)
+    if isinstance(value, type):
+        return value.__qualname__
+    if type(value) in _BRACKETS:
+        return _collection(value)
+    if isinstance(value, functools.partial):
+        return f"partial({brief(value.func)})"
+    if dataclasses.is_dataclass(value):
+        return constructor(value)
+    if _package(type(value).__repr__) == "dasksc":
+        return _line(repr(value))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if _package(type(value)) in _ARRAYS:
+        return _library_object(value)
+    return f"{type(value).__name__}(...)"
+
+
+def constructor(value: Any, **texts: str) -> str:
+    """Return a call that makes a dataclass instance, without arguments that have their default value.
+
+    Parameters
+    ----------
+    value
+        Instance of a dataclass. An instance of another class, whose arguments are unknown, has only `texts`.
+    **texts
+        Text of arguments that replaces or extends their values.
+    """
+    shown = dict(texts)
+    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        if not field.init or not field.repr or field.name in texts:
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        given = getattr(value, field.name)
+        if not _is_default(given, default):
+            shown[field.name] = brief(given)
+    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
+
+
+def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the `given` arguments of a function that differ from its defaults, as text, in the order of its signature.
+
+    Parameters
+    ----------
+    function
+        Function with default values.
+    given
+        Values by name, such as ``locals()``. Other names than those of arguments, and ``self``, are ignored.
+    """
+    return {
+        name: brief(given[name])
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name in given and name != "self" and not _is_default(given[name], parameter.default)
+    }
+
+
+def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a two-column table in HTML, which inherits the colors of its page.
+
+    Parameters
+    ----------
+    title
+        Heading, in plain text.
+    rows
+        Name and value of each row, in plain text; lines of a value are separated by newlines.
+    """
+    style = "text-align: left; vertical-align: top; padding: 0.1em 1em 0.1em 0; border: 0; background: none"
+    name_style = "white-space: nowrap; font-weight: normal; opacity: 0.7"
+    body = "".join(
+        f'<tr style="background: none"><th scope="row" style="{style}; {name_style}">'
+        f'{html.escape(name)}</th><td style="{style}">{html.escape(text).replace(chr(10), "<br>")}</td></tr>'
+        for name, text in rows
+    )
+    return (
+        f'<div><div style="font-family: monospace; overflow-wrap: anywhere">{html.escape(title)}</div>'
+        f'<table style="border-collapse: collapse; border: 0; margin: 0.3em 0 0 0"><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    if not isinstance(value, _PLAIN) or not isinstance(default, _PLAIN):
+        return False
+    if isinstance(value, float) and isinstance(default, float) and math.isnan(value):
+        return math.isnan(default)
+    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
+        return len(value) == len(default) == 0  # elements may be arrays, which have no single truth value
+    return bool(value == default)
+
+
+def _collection(value: Any) -> str:
+    first, last = _BRACKETS[type(value)]
+    if not value:
+        return f"{type(value).__name__}()" if isinstance(value, set | frozenset) else f"{first}{last}"
+    items: Sequence[Any] = list(value.items() if isinstance(value, dict) else value)
+    shown = items if len(items) <= _N_SHOWN + 1 else items[:_N_SHOWN]
+    texts = [f"{brief(one[0])}: {brief(one[1])}" if isinstance(value, dict) else brief(one) for one in shown]
+    if len(shown) < len(items):
+        texts.append(f"... {len(items):,} in all")
+    comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
+    return f"{first}{', '.join(texts)}{comma}{last}"
+
+
+def _library_object(value: Any) -> str:
+    if type(value).__name__.lower().endswith("dtype"):
+        return str(value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None:
+        return _line(repr(value))
+    if shape == () and hasattr(value, "item") and _package(type(value)) == "numpy":
+        return brief(value.item())
+    return f"{type(value).__name__}(shape={tuple(shape)}, dtype={dtype})"
+
+
+def _package(thing: Any) -> str:
+    return str(getattr(thing, "__module__", None) or "").partition(".")[0]
+
+
+def _line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 2 * _N_CHARACTERS else line[: 2 * _N_CHARACTERS - 3] + "..."

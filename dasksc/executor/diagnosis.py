@@ -1,0 +1,72 @@
+"""Sentence that names what limits an epoch, computed from its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["diagnosis"]
+
+# Fraction of the time that training may wait before its loader counts as a limit.
+_HEALTHY = 0.05
+
+# What limits an epoch if most time is spent on a part of the work, and what helps.
+_LIMITS = {
+    "read": ("reading", "raise block_size or fetch_factor"),
+    "decode": ("decoding", "raise block_size, or use more cores"),
+    "other": ("looking up chunks and array code", "raise block_size or fetch_factor"),
+    "transfer": ("transfers from Dask workers", 'use scheduler="threads", or workers on the machines of the ranks'),
+    "gather": ("making batches", 'use layout="csr", select genes=, or raise dasksc.gather-threads'),
+    "memory": ("memory", "raise memory_limit or lower fetch_factor"),
+}
+
+
+def diagnosis(figures: Mapping[str, Any]) -> str:
+    """Return a sentence that says whether training waits for data, what limits it, and what helps.
+
+    Parameters
+    ----------
+    figures
+        Figures of an epoch, as returned by `dasksc.scDataset.stats`. For the current state of a running epoch,
+        ``wait_share`` may be that of a recent interval.
+
+    Returns
+    -------
+    str
+        For example ``"healthy: the trainer never waited"``, or
+        ``"limited by reading: 38% waiting; raise block_size or fetch_factor"``.
+
+    Notes
+    -----
+    An epoch is healthy if training waits for less than 5% of the time. Otherwise, the limit is:
+
+    1. making batches, if all fetches in flight are ready;
+    2. memory, if one more fetch would exceed ``limit_bytes``;
+    3. otherwise the part of the work that took most thread time.
+    """
+    wait_share = figures["wait_share"]
+    if not figures["n_batches"]:
+        return "starting: no batch has been read yet"
+    if not round(100 * wait_share):
+        return "healthy: the trainer never waited"
+    if wait_share < _HEALTHY:
+        return f"healthy: the trainer waited {wait_share:.0%} of the time"
+    if figures["n_fetched"] <= 1:
+        # Nothing is read ahead of the first fetch, so training always waits for it.
+        if figures["n_batches_left"] > 0 or figures["n_fetching"] > 0:
+            return f"starting: {wait_share:.0%} waiting for the first fetch"
+        return f"too short to read ahead: {wait_share:.0%} waiting for the only fetch; lower fetch_factor"
+    limit, remedy = _LIMITS[_limit(figures)]
+    return f"limited by {limit}: {wait_share:.0%} waiting; {remedy}"
+
+
+def _limit(figures: Mapping[str, Any]) -> str:
+    n_in_flight = figures["n_fetching"] + figures["n_ready"]
+    if n_in_flight and not figures["n_fetching"]:
+        return "gather"
+    limit_bytes, in_flight_bytes = figures["limit_bytes"], figures["in_flight_bytes"]
+    if n_in_flight and limit_bytes and in_flight_bytes * (n_in_flight + 1) > limit_bytes * n_in_flight:
+        return "memory"
+    other_s = max(0.0, figures["fetch_s"] - figures["read_s"] - figures["decode_s"])
+    seconds = {part: figures[f"{part}_s"] for part in ("read", "decode", "transfer", "gather")} | {"other": other_s}
+    return max(seconds, key=lambda part: seconds[part])

@@ -1,0 +1,67 @@
+"""Binding of a strategy to a source, after the expressions over obs that restrict it."""
+
+from __future__ import annotations
+
+from dasksc.atlas import filtering
+from dasksc.errors import InputError
+from dasksc.loader.source import IndexedSource, MatrixSource
+from dasksc.sampling.binding import bind, restricted
+from dasksc.sampling.cell_sets import CellSets
+from dasksc.sampling.samplers import Sampler
+from dasksc.sampling.strategies import SamplingStrategy
+from dasksc.sampling.stratified import StratifiedSampler
+
+__all__ = ["bound", "columns_of_expressions"]
+
+
+def columns_of_expressions(strategy: SamplingStrategy, filter: str | None) -> list[str]:
+    """Return the columns of obs in the filter, and in an expression of `CellSets` for control cells."""
+    return [*([] if filter is None else filtering.columns_of(filter)), *_control_columns(strategy)]
+
+
+def bound(
+    strategy: SamplingStrategy, source: MatrixSource | IndexedSource, *, filter: str | None, batch_size: int
+) -> tuple[SamplingStrategy, Sampler]:
+    """Bind a strategy to the rows of a source.
+
+    Parameters
+    ----------
+    strategy
+        Strategy as given by the user.
+    source
+        Source with the number of rows and obs.
+    filter
+        Expression over obs that rows must satisfy.
+    batch_size
+        Number of rows in a batch, per rank.
+
+    Returns
+    -------
+    SamplingStrategy
+        Strategy with expressions over obs replaced by row numbers and masks.
+    Sampler
+        Strategy bound to the rows.
+
+    Raises
+    ------
+    InputError
+        If the strategy or the filter does not fit the source.
+    """
+    if filter is not None:
+        strategy = restricted(strategy, source.rows_where(filter), repr(filter))
+    if isinstance(strategy, CellSets) and isinstance(strategy.control, str):
+        strategy = strategy.with_control(source.rows_where(strategy.control), _control_columns(strategy))
+    sampler = bind(strategy, source.collection, source.n_obs, source.labels_of)
+    if isinstance(sampler, StratifiedSampler):
+        sampler = sampler.of_batches(batch_size)
+    if sampler.n_controls and isinstance(source, IndexedSource):
+        raise InputError(
+            "CellSets(control=) needs matrices of an atlas: hooks and collections that are indexed yield rows, "
+            "which have no place for batch.control. A function given as transform= receives it"
+        )
+    return strategy, sampler
+
+
+def _control_columns(strategy: SamplingStrategy) -> list[str]:
+    control = strategy.control if isinstance(strategy, CellSets) else None
+    return list(filtering.columns_of(control)) if isinstance(control, str) else []

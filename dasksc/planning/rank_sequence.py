@@ -1,0 +1,103 @@
+"""Sequence of the units that one rank reads in an epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.kernels import permute
+from dasksc.planning.consumed_segments import Deal, Rounds
+from dasksc.planning.rank_sizes import RankSizes
+from dasksc.sampling.block_order import BlockOrder
+
+__all__ = ["RankSequence"]
+
+_Int64s = NDArray[np.int64]
+
+# Number of positions of a piece that are computed at a time.
+_COMPUTED_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSequence:
+    """Rounds of full blocks of a rank, with its piece of the leftover units before one of them.
+
+    Parameters
+    ----------
+    rank
+        Rank that reads the sequence.
+    sizes
+        Sizes of the shares of all ranks.
+    order
+        Order of the full blocks.
+    deal
+        Units to distribute to the ranks.
+    piece_round
+        Round before which every rank inserts its piece.
+    left_from
+        Offset at which dealing of the leftover units begins.
+    """
+
+    rank: int
+    sizes: RankSizes
+    order: BlockOrder
+    deal: Deal
+    piece_round: int
+    left_from: int
+
+    @property
+    def rounds(self) -> Rounds:
+        """Layout of the sequence."""
+        return Rounds(block_size=self.sizes.block_size, piece_round=self.piece_round, n_piece=len(self.piece))
+
+    @property
+    def end_of_piece(self) -> int:
+        """Position of the last unit of the piece in the sequence, which is the padding if there is any."""
+        return self.piece_round * self.sizes.block_size + len(self.piece) - 1
+
+    @cached_property
+    def piece(self) -> _Int64s:
+        """Positions, in storage order, of this rank's piece of the leftover."""
+        n_left = self.sizes.n_left
+        size, n_larger = divmod(n_left, self.sizes.world_size)
+        start = self.left_from + self.rank * size + min(self.rank, n_larger)
+        piece = np.empty(self.sizes.n_piece(self.rank), dtype=np.int64)
+        for done in range(0, len(piece), _COMPUTED_AT_ONCE):
+            out = piece[done : done + _COMPUTED_AT_ONCE]
+            left = np.arange(start + done, start + done + len(out), dtype=np.int64)
+            out[:] = self._left_at(left % n_left)
+        return piece
+
+    def _left_at(self, left: _Int64s) -> _Int64s:
+        """Return the positions, in storage order, of leftover units given by their numbers in the leftover."""
+        deal, block_size = self.deal, self.sizes.block_size
+        n_full = deal.n_full - self.sizes.n_rounds * self.sizes.world_size
+        block, within = np.divmod(left, block_size)
+        is_full = block < n_full
+        found = np.empty_like(left)
+        blocks = self.order.at(deal.first + deal.n_full - n_full + block[is_full])
+        found[is_full] = blocks * block_size + within[is_full]
+        found[~is_full] = deal.rest[left[~is_full] - n_full * block_size]
+        return found
+
+    def positions(self, start: int, stop: int) -> _Int64s:
+        """Return the positions, in storage order, of the range ``[start, stop)`` of the sequence."""
+        out = np.empty(stop - start, dtype=np.int64)
+        permute.deal(
+            start,
+            self.sizes.block_size,
+            self.rank,
+            self.sizes.world_size,
+            self.deal.first,
+            self.piece_round,
+            self.piece,
+            self.order.n_blocks,
+            self.order.table,
+            self.order.half_bits,
+            self.order.round_keys,
+            out,
+        )
+        return out

@@ -1,0 +1,40 @@
+"""Rotation of positions, after which rows are equally likely to be dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.kernels import permute
+from dasksc.sampling.random_keys import Purpose, epoch_keys
+
+__all__ = ["rotated"]
+
+
+def rotated(positions: NDArray[np.int64], *, n_units: int, block_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Rotate positions so that every row is equally likely to be dropped.
+
+    The last rows of a block are dropped more often than the first, so each block begins at a random one of its rows.
+    The rows of the short block have a drop probability of their own, so the short block starts at a random position
+    and wraps around the end.
+
+    Parameters
+    ----------
+    positions
+        Positions in storage order, shape (n,), int64, in [0, n_units).
+    n_units, block_size
+        Numbers of units in the epoch and in a block.
+    seed, epoch
+        Keys of the rotation.
+    """
+    short = n_units % block_size
+    end = n_units - short
+    turn, place = (
+        int(permute.uniform(key, 0) * n)
+        for key, n in zip(epoch_keys(seed, epoch, Purpose.DEAL, n=4)[2:], (block_size, n_units), strict=True)
+    )
+    within = positions % block_size
+    turned = positions - within + (within + turn) % block_size
+    wrapped = max(0, place + short - n_units)
+    turned += wrapped or short * (turned >= place)
+    return np.where(positions < end, turned, (positions - end + place) % max(1, n_units))

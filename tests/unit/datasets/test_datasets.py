@@ -1,0 +1,155 @@
+"""Synthetic atlases have the structure that their arguments describe, and are the same on every call."""
+
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+
+import dasksc
+from dasksc import InputError, cli
+from dasksc.datasets import demo_data, synthetic, synthetic_screen
+
+pytestmark = pytest.mark.core
+
+SMALL = {"n_obs": 3_000, "n_vars": 150, "n_types": 4, "n_donors": 3, "n_batches": 2}
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory):
+    return ad.read_h5ad(synthetic(tmp_path_factory.mktemp("synthetic") / "atlas.h5ad", **SMALL))
+
+
+def test_an_atlas_holds_raw_counts_with_types_donors_and_batches(atlas):
+    assert atlas.shape == (3_000, 150)
+    assert atlas.X.dtype == np.float32
+    assert atlas.X.has_canonical_format
+    assert (atlas.X.data == np.round(atlas.X.data)).all()
+    assert (atlas.X.data > 0).all()
+    assert list(atlas.obs) == ["cell_type", "donor", "batch", "n_counts"]
+    assert {name: atlas.obs[name].nunique() for name in ("cell_type", "donor", "batch")} == {
+        "cell_type": 4,
+        "donor": 3,
+        "batch": 2,
+    }
+    np.testing.assert_array_equal(atlas.obs["n_counts"], np.asarray(atlas.X.sum(axis=1)).ravel())
+    assert atlas.obs["cell_type"].is_monotonic_increasing
+    assert atlas.obs["cell_type"].value_counts().iloc[0] == 3_000 * 12 // 25
+    assert atlas.obs_names.is_unique
+    assert len(pd.crosstab(atlas.obs["donor"], atlas.obs["cell_type"]).to_numpy().ravel().nonzero()[0]) == 12
+
+
+@pytest.mark.parametrize("name", ["atlas.h5ad", "atlas.zarr"])
+def test_the_seed_alone_decides(atlas, name, tmp_path):
+    path = synthetic(tmp_path / name, **SMALL)
+    again = ad.read_zarr(path) if path.suffix == ".zarr" else ad.read_h5ad(path)
+    assert (again.X != atlas.X).nnz == 0
+    pd.testing.assert_frame_equal(again.obs, atlas.obs)
+    other = ad.read_h5ad(synthetic(tmp_path / "other.h5ad", **SMALL, seed=1))
+    assert (other.X != atlas.X).nnz > 0
+
+
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"dense": True}])
+def test_storage_does_not_change_the_counts(atlas, options, tmp_path):
+    stored = ad.read_h5ad(synthetic(tmp_path / "stored.h5ad", **SMALL, **options))
+    X = stored.X if options.get("dense") else stored.X.toarray()
+    np.testing.assert_array_equal(X, atlas.X.toarray())
+
+
+def log_means(adata, by):
+    X = np.log1p(1e3 * adata.X.toarray() / adata.obs["n_counts"].to_numpy()[:, None])
+    return np.stack([X[(adata.obs[by] == name).to_numpy()].mean(axis=0) for name in adata.obs[by].cat.categories])
+
+
+@pytest.mark.parametrize("by", ["donor", "batch"])
+def test_effects_separate_donors_and_batches_only_if_asked_for(by, tmp_path):
+    size = {**SMALL, "n_types": 1, "n_obs": 6_000}
+    flat = {"donor_effect": 0.0, "batch_effect": 0.0}
+    without = ad.read_h5ad(synthetic(tmp_path / "without.h5ad", **size, **flat))
+    with_effect = ad.read_h5ad(synthetic(tmp_path / "with.h5ad", **size, **flat | {f"{by}_effect": 0.4}))
+    pd.testing.assert_series_equal(without.obs[by], with_effect.obs[by])
+    spread = [np.ptp(log_means(adata, by), axis=0).mean() for adata in (without, with_effect)]
+    assert spread[1] > 3 * spread[0]
+
+
+def test_donors_and_batches_can_be_left_out(tmp_path):
+    options = {**SMALL, "n_donors": 0, "n_batches": 0, "donor_effect": 0.0, "batch_effect": 0.0}
+    assert list(ad.read_h5ad(synthetic(tmp_path / "a.h5ad", **options)).obs) == ["cell_type", "n_counts"]
+    options |= {"n_batches": 2, "batch_key": "plate"}
+    obs = ad.read_h5ad(synthetic(tmp_path / "b.h5ad", **options)).obs
+    assert list(obs) == ["cell_type", "plate", "n_counts"]
+    assert list(obs["plate"].cat.categories) == ["plate_0", "plate_1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_obs": 0}, "n_obs must be at least 1; got 0"),
+        ({"n_donors": -1}, "n_donors must be at least 0; got -1"),
+        ({"batch_effect": float("nan")}, r"batch_effect must be a number in \[0, 10\); got nan"),
+        ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*64\); got -1"),
+        ({"n_vars": 20_000, "n_donors": 300, "n_batches": 100}, "GB of memory. Lower n_types"),
+        ({"compression": "zip"}, 'compression=\'zip\' is not possible for a.h5ad: "gzip" and "lzf"'),
+        ({"batch_key": "donor"}, "is the name of another column"),
+    ],
+)
+def test_invalid_arguments_are_refused_before_anything_is_written(options, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        synthetic(tmp_path / "a.h5ad", **SMALL | options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_atlas_is_kept_unless_it_may_be_overwritten(tmp_path):
+    path = tmp_path / "a.h5ad"
+    path.write_bytes(b"mine")
+    with pytest.raises(InputError, match=r"a\.h5ad exists\. Give another path, or overwrite=True"):
+        synthetic(path, **SMALL)
+    assert path.read_bytes() == b"mine"
+    assert dasksc.open(synthetic(path, **SMALL, overwrite=True)).shape == (3_000, 150)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_screen_has_the_names_it_was_given(tmp_path):
+    path = synthetic_screen(
+        tmp_path / "screen.h5ad", 500, 20, lines=["A", "B"], perturbations=["X", "Y"], control="none"
+    )
+    obs = ad.read_h5ad(path).obs
+    assert set(obs["cell_line"]) == {"A", "B"}
+    assert set(obs["gene"]) == {"X", "Y", "none"}
+    for options in (
+        {"lines": ["A", "A"]},
+        {"perturbations": 0},
+        {"perturbations": ["X"], "control": "X"},
+        {"n_obs": 0},
+    ):
+        with pytest.raises(InputError):
+            synthetic_screen(tmp_path / "other.h5ad", **options)
+
+
+def test_the_command_writes_the_files_of_the_guides(tmp_path):
+    done = CliRunner().invoke(cli.group, ["demo-data", str(tmp_path / "demo")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    folder = tmp_path / "demo"
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert written == {"atlas.h5ad", "plates/1.h5ad", "plates/2.h5ad", "cite.h5mu", "screen.h5ad"}
+    assert [line.split()[0] for line in done.output.splitlines()] == [
+        *("atlas.h5ad", "plates/1.h5ad", "plates/2.h5ad", "cite.h5mu", "screen.h5ad")
+    ]
+    atlas = dasksc.open(folder / "atlas.h5ad")
+    assert atlas.shape == dasksc.open(folder / "atlas.h5ad", raw=True).shape == (2_000, 300)
+    assert atlas.obs["donor"].nunique() == 12
+    assert {"T cell", "B cell", "NK cell"} < set(atlas.obs["cell_type"])
+    assert dasksc.open(f"{folder}/plates/*.h5ad", join="outer").shape == (600, 300)
+    assert dasksc.open(f"{folder}/plates/*.h5ad", join="inner").shape == (600, 100)
+    cite = dasksc.Modalities(folder / "cite.h5mu")
+    assert {name: cite[name].shape for name in ("rna", "prot")} == {"rna": (600, 300), "prot": (600, 5)}
+    assert set(dasksc.open(folder / "screen.h5ad").obs["cell_line"]) == {"K562", "RPE1"}
+
+    before = (folder / "atlas.h5ad").stat().st_mtime_ns
+    with pytest.raises(InputError, match=r"has atlas\.h5ad, .*Give another folder, or overwrite=True"):
+        demo_data(folder)
+    assert (folder / "atlas.h5ad").stat().st_mtime_ns == before
+    demo_data(folder, overwrite=True)
+    assert (folder / "atlas.h5ad").stat().st_mtime_ns > before

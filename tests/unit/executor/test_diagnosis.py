@@ -1,0 +1,86 @@
+"""The sentence that says what limits an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dasksc.executor.diagnosis import diagnosis
+
+pytestmark = pytest.mark.core
+
+
+def figures(**changed: Any) -> dict[str, Any]:
+    """Figures of an epoch that has ended, which waited for 38% of its time and read for most of it."""
+    usual = {
+        "wait_share": 0.38,
+        "n_batches": 100,
+        "n_batches_left": 0,
+        "n_fetching": 0,
+        "n_ready": 0,
+        "n_fetched": 25,
+        "in_flight_bytes": 0,
+        "limit_bytes": 1000,
+        "fetch_s": 10.0,
+        "read_s": 7.0,
+        "decode_s": 2.0,
+        "transfer_s": 0.5,
+        "gather_s": 3.0,
+    }
+    assert not set(changed) - set(usual)
+    return usual | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"wait_share": 0.0}, "healthy: the trainer never waited"),
+        ({"wait_share": 0.0049}, "healthy: the trainer never waited"),
+        ({"wait_share": 0.0051}, "healthy: the trainer waited 1% of the time"),
+        ({"wait_share": 0.049}, "healthy: the trainer waited 5% of the time"),
+        ({}, "limited by reading: 38% waiting; raise block_size or fetch_factor"),
+        ({"decode_s": 8.0}, "limited by decoding: 38% waiting; raise block_size, or use more cores"),
+        (
+            {"fetch_s": 30.0},
+            "limited by looking up chunks and array code: 38% waiting; raise block_size or fetch_factor",
+        ),
+        (
+            {"transfer_s": 9.0, "wait_share": 1.0},
+            'limited by transfers from Dask workers: 100% waiting; use scheduler="threads", or workers on the machines '
+            "of the ranks",
+        ),
+        (
+            {"gather_s": 9.0},
+            'limited by making batches: 38% waiting; use layout="csr", select genes=, or raise dasksc.gather-threads',
+        ),
+        # Every fetch in flight is ready, and training waits all the same.
+        (
+            {"n_ready": 2, "in_flight_bytes": 200},
+            'limited by making batches: 38% waiting; use layout="csr", select genes=, or raise dasksc.gather-threads',
+        ),
+        # Two fetches of 400 bytes leave no place for a third; three of 250 do, for one.
+        (
+            {"n_fetching": 1, "n_ready": 1, "in_flight_bytes": 800},
+            "limited by memory: 38% waiting; raise memory_limit or lower fetch_factor",
+        ),
+        (
+            {"n_fetching": 3, "in_flight_bytes": 750},
+            "limited by reading: 38% waiting; raise block_size or fetch_factor",
+        ),
+        (
+            {"n_fetching": 3, "in_flight_bytes": 10**9, "limit_bytes": None},
+            "limited by reading: 38% waiting; raise block_size or fetch_factor",
+        ),
+        ({"n_batches": 0, "n_fetched": 0}, "starting: no batch has been read yet"),
+        ({"n_fetched": 1, "n_batches_left": 9}, "starting: 38% waiting for the first fetch"),
+        ({"n_fetched": 1}, "too short to read ahead: 38% waiting for the only fetch; lower fetch_factor"),
+    ],
+)
+def test_the_figures_of_an_epoch_say_what_limits_it(changed: dict[str, Any], sentence: str) -> None:
+    assert diagnosis(figures(**changed)) == sentence
+
+
+def test_times_that_do_not_add_up_are_no_negative_time() -> None:
+    # Threads may read and decode longer than the task of which they are a part.
+    assert diagnosis(figures(fetch_s=1.0)).startswith("limited by reading")

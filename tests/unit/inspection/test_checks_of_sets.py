@@ -1,0 +1,128 @@
+"""What `dasksc.check` says of sets of cells: warnings that fit them, at a cost that does not grow with the epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+
+import dasksc
+from dasksc.errors import InputError
+from dasksc.inspection.dryrun_warnings import wanted_share
+from dasksc.kernels import sets as kernels
+from dasksc.loader import parts_of
+
+pytestmark = pytest.mark.core
+
+CONTROL = {"gene": "ctrl"}
+
+
+def screen(n: int = 4000, *, is_sorted: bool = False, unlabelled: int = 0) -> anndata.AnnData:
+    rng = np.random.default_rng(0)
+    genes = rng.choice(["ctrl", "A", "B"], n)
+    obs = pd.DataFrame({"gene": pd.Categorical(np.sort(genes) if is_sorted else genes)}, index=map(str, range(n)))
+    obs.iloc[:unlabelled, 0] = np.nan
+    return anndata.AnnData(np.ones((n, 4), dtype="f4"), obs)
+
+
+def dataset(adata: Any = None, set_size: int = 8, batch_size: int = 32, **options: Any) -> dasksc.scDataset:
+    sets = dasksc.CellSets("gene", set_size, **({"control": CONTROL} | options))
+    return dasksc.scDataset(screen() if adata is None else adata, sets, batch_size, seed=0, obs=["gene"])
+
+
+def test_cells_without_a_label_are_counted() -> None:
+    (warning,) = dasksc.check(dataset(screen(unlabelled=70))).warnings
+    assert warning.startswith("70 cells have no label in gene and are never drawn")
+    assert dasksc.check(dataset()).warnings == ()
+
+
+@pytest.mark.parametrize("n_controls", [1, 3])
+def test_classes_are_counted_in_few_sets_and_without_controls(n_controls: int) -> None:
+    data = dataset(n_sets=5000, n_controls=n_controls)
+    n_rows: list[int] = []
+    fill = kernels.fill_sets
+
+    def counted(*args: Any) -> None:
+        n_rows.append(len(args[-1]))
+        fill(*args)
+
+    with (
+        mock.patch("dasksc.inspection.dryrun._LOOKED_AT", 1000),
+        mock.patch.object(kernels, "fill_sets", counted),
+        mock.patch.object(kernels, "fill_controls", side_effect=AssertionError("controls are drawn")),
+    ):
+        classes = {one.name: one.drawn for one in dasksc.check(data).classes}
+    assert n_rows == [1000]
+    assert classes["ctrl"] == 0
+    assert abs(classes["A"] - 0.5) < 0.2
+    assert classes["A"] + classes["B"] == 1
+
+
+def test_a_set_larger_than_the_sample_is_counted() -> None:
+    with mock.patch("dasksc.inspection.dryrun._LOOKED_AT", 5):
+        assert sum(one.drawn for one in dasksc.check(dataset()).classes) == 1
+
+
+def test_more_ranks_than_sets_are_warned_of_as_sets() -> None:
+    (warning,) = dasksc.check(dataset(n_sets=3), world_size=4).warnings
+    assert warning == (
+        "there are more ranks (4) than sets (3): some ranks repeat sets of others. Draw more sets (n_sets=), or "
+        "use fewer ranks"
+    )
+    once = dataset(screen(40), set_size=16, replace=False)
+    (warning, *_) = dasksc.check(once, world_size=8).warnings
+    assert "more ranks (8) than sets (3)" not in warning or "n_sets=" not in warning
+    assert warning.endswith("Lower set_size, or use fewer ranks")
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_what_is_read_over_the_network_in_vain_is_of_runs_not_of_sets(is_sorted: bool) -> None:
+    data = dataset(screen(is_sorted=is_sorted), set_size=64, batch_size=64)
+    plan = data.plan(0)
+    run_rows = 8 if is_sorted else 1
+    assert plan.sampler.run_rows == run_rows
+    with (
+        mock.patch("dasksc.inspection.dryrun_warnings.is_url", return_value=True),
+        mock.patch("dasksc.inspection.dryrun_warnings.wanted_share", side_effect=wanted_share) as share,
+        mock.patch("dasksc.inspection.dryrun_warnings._WANTED", 1.1),
+    ):
+        (warning,) = dasksc.check(data).warnings
+    assert share.call_args.args[:2] == (2 * 64 * 16, run_rows)  # targets and controls
+    assert f"and runs have {run_rows:,}" in warning
+    assert ("convert --group-by" in warning) == (not is_sorted)
+    assert ("Raise block_size" in warning) == is_sorted
+
+
+def test_the_share_that_is_wanted() -> None:
+    # 100 single rows in chunks of 10 of an endless atlas: a tenth; runs of 10 rows touch 1.9 chunks each.
+    assert wanted_share(100, 1, 10**9, 10.0) == pytest.approx(0.1, rel=1e-3)
+    assert wanted_share(100, 10, 10**9, 10.0) == pytest.approx(10 / 19, rel=1e-3)
+    assert wanted_share(100, 1, 10, 10.0) == 1.0
+
+
+def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
+    # Sorted by gene, so that targets come in runs of 8; every other cell of another batch, so that controls do not.
+    adata = screen(is_sorted=True)
+    adata.obs["batch"] = pd.Categorical(np.arange(4000) % 2)
+    matched = dataset(adata, set_size=64, batch_size=64, match="batch", n_controls=3)
+    sampler = matched.plan(0).sampler
+    assert (sampler.block_rows, sampler.controls.block_size) == (8, 1)
+    assert sampler.run_rows == 4 / (1 / 8 + 3 / 1)
+    assert parts_of(matched).projection._run_rows == sampler.run_rows
+    assert dataset(adata, set_size=64, batch_size=64).plan(0).sampler.run_rows == 8
+    assert dataset(adata, set_size=64, batch_size=64, control=None).plan(0).sampler.run_rows == 8
+
+
+def test_the_report_counts_sets_and_no_blocks() -> None:
+    report = str(dasksc.check(dataset(n_sets=100)))
+    assert "  rows     800 of the 4,000 stored\n" in report
+    assert "  sets     100 of 8 cells from 2 groups" in report
+
+
+def test_hooks_refuse_controls_and_say_what_takes_them() -> None:
+    with pytest.raises(InputError, match="batch.control.*transform="):
+        dasksc.scDataset(screen(), dasksc.CellSets("gene", 8, control=CONTROL), 8, batch_transform=lambda adata: adata)

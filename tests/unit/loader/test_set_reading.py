@@ -1,0 +1,182 @@
+"""Sets from any source, in any process and from any step on; and functions applied to their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anndata
+import distributed
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+import dasksc
+from dasksc.errors import InputError
+from tests.support.data import write_store
+from tests.unit.loader.test_set_batches import CONTROL, N, dataset, numbers, screen, sets
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sets") / "screen.h5ad"
+    screen().write_h5ad(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[Any]:
+    return [numbers(batch) for batch in dataset(path)]
+
+
+# --- Sources ----------------------------------------------------------------------------------------
+
+
+def as_strings() -> anndata.AnnData:
+    adata = screen()
+    adata.obs = adata.obs.astype({"gene": object, "line": object})
+    return adata
+
+
+def dense(adata: anndata.AnnData) -> anndata.AnnData:
+    adata.X = adata.X.toarray()
+    return adata
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "strings in memory": lambda folder: as_strings(),
+    "strings in h5ad": lambda folder: write_store(as_strings(), folder, "h5ad"),
+    "strings in Zarr": lambda folder: write_store(as_strings(), folder, "zarr3"),
+    "dense in h5ad": lambda folder: write_store(dense(screen()), folder, "h5ad"),
+    "dense in memory": lambda folder: dense(screen()),
+    "several": lambda folder: [
+        write_store(screen()[:500].copy(), folder, "h5ad"),
+        write_store(as_strings()[500:].copy(), folder, "zarr2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_of_the_same_cells_yields_the_same_batches(
+    source: str, expected: list[Any], tmp_path: Path
+) -> None:
+    assert [numbers(batch) for batch in dataset(SOURCES[source](tmp_path))] == expected
+
+
+def test_negative_labels_are_the_same_from_any_source(tmp_path: Path) -> None:
+    adata = screen()
+    adata.obs["day"] = np.random.default_rng(3).choice([-7, -1, 0, 14], N)
+    every = dasksc.CellSets(["day", "gene"], 8, control={"day": -7})
+    found = [
+        [numbers(batch) for batch in dataset(data, every)]
+        for data in (adata, write_store(adata.copy(), tmp_path, "h5ad"), write_store(adata.copy(), tmp_path, "zarr3"))
+    ]
+    assert found[0] == found[1] == found[2]
+    assert set(dataset(adata, every).groups.day) == {-1, 0, 14}
+
+
+def test_a_cluster_yields_the_same_batches(
+    path: Path, expected: list[Any], in_process_client: distributed.Client
+) -> None:
+    assert [numbers(batch) for batch in dataset(path, scheduler=in_process_client)] == expected
+
+
+def test_csr_batches_hold_the_same_values(path: Path, expected: list[Any]) -> None:
+    for batch, (codes, index, controls, X, own) in zip(dataset(path, layout="csr"), expected, strict=True):
+        assert (batch.sets.tolist(), batch.index.tolist(), batch.control.index.tolist()) == (codes, index, controls)
+        assert (batch.X.to_dense().tolist(), batch.control.X.to_dense().tolist()) == (X, own)
+
+
+def test_a_mask_of_controls_draws_as_their_labels_do(path: Path, expected: list[Any]) -> None:
+    is_control = (screen().obs.gene == "ctrl").to_numpy()
+    for mask in (is_control, is_control.tolist(), screen().obs.gene == "ctrl"):
+        masked = dataset(path, sets(control=mask, match="line"))
+        assert [numbers(batch) for batch in masked] == expected
+
+
+# --- Sizes, processes and states --------------------------------------------------------------------
+
+
+def test_fetches_of_any_size_that_fits_count_controls(path: Path) -> None:
+    limit = 19_000_000
+    alone = dataset(path, sets(control=None), fetch_factor=None, memory_limit=limit)
+    beside = dataset(path, sets(n_controls=3), fetch_factor=None, memory_limit=limit)
+    assert 1 <= beside.fetch_factor < alone.fetch_factor
+    for data in (alone, beside):
+        assert data.projected_bytes is not None
+        assert data.projected_bytes <= limit
+    usual = dataset(path, sets(n_controls=3), fetch_factor=beside.fetch_factor)
+    assert [numbers(batch) for batch in beside] == [numbers(batch) for batch in usual]
+
+
+def test_spawned_workers_yield_the_same_sets(path: Path, expected: list[Any]) -> None:
+    loader = DataLoader(dataset(path), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert [numbers(batch) for batch in loader] == expected
+
+
+def test_a_state_of_every_step_resumes_with_the_very_next_batch(path: Path) -> None:
+    def small() -> dasksc.scDataset:
+        return dataset(path, sets(n_sets=30), batch_size=16, fetch_factor=3)
+
+    every = [numbers(batch) for batch in small()]
+    assert len(every) == 15
+    running = small()
+    iterator = iter(running)
+    for n_done in range(len(every) + 1):
+        again = small()
+        again.load_state_dict(running.state_dict())
+        rest = [numbers(batch) for batch in again]
+        assert rest == (every[n_done:] if n_done < len(every) else rest)
+        if n_done < len(every):
+            assert numbers(next(iterator)) == every[n_done]
+
+
+# --- Functions of batches ---------------------------------------------------------------------------
+
+
+TRANSFORMS: dict[str, Callable[[], Any]] = {
+    "Downsample": lambda: dasksc.transforms.Downsample(0.5),
+    "MaskGenes": lambda: dasksc.transforms.MaskGenes(0.5),
+    "tokens": lambda: dasksc.tokens.RankTokens(map(str, range(30))),
+    "bins": lambda: dasksc.tokens.ValueBins(map(str, range(30))),
+    "list": lambda: [dasksc.transforms.Downsample(0.5), dasksc.tokens.RankTokens(map(str, range(30)))],
+}
+
+
+def counted() -> anndata.AnnData:
+    adata = screen()
+    adata.X.data = np.ceil(adata.X.data * 5)
+    return adata
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_groups_and_controls_survive_every_transform(name: str, layout: Any) -> None:
+    plain = dataset(counted(), layout=layout)
+    changed = dataset(counted(), layout=layout, transform=TRANSFORMS[name]())
+    for before, after in zip(plain, changed, strict=True):
+        assert after.sets.tolist() == before.sets.tolist()
+        assert after.index.tolist() == before.index.tolist()
+        assert after.control.index.tolist() == before.control.index.tolist()
+        assert len(after.control.X) == len(before.control.X)
+        if name != "tokens" and name != "bins":
+            assert after.control.X.sum() < before.control.X.sum()
+
+
+def test_hooks_receive_sets_as_neighbouring_rows_with_their_labels() -> None:
+    def groups_of(batches: Iterator[Any], by_index: bool) -> list[list[tuple[Any, ...]]]:
+        obs = screen().obs
+        found = []
+        for batch in batches:
+            own = obs.iloc[batch.index.numpy()] if by_index else batch.obs
+            found.append(list(zip(own.line, own.gene, strict=True)))
+        return found
+
+    alone = sets(control=None)
+    hooked = dataset(screen(), alone, batch_transform=lambda adata: adata)
+    assert groups_of(iter(hooked), by_index=False) == groups_of(iter(dataset(screen(), alone)), by_index=True)
+    with pytest.raises(InputError, match=r"no place for batch.control. A function given as transform= receives it"):
+        dataset(screen(), sets(control=CONTROL), batch_transform=lambda adata: adata)

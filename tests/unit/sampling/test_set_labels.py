@@ -1,0 +1,220 @@
+"""Labels that name groups, weights and controls of `CellSets`: of any type, in a fixed order, and wrong ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import dasksc
+from dasksc import CellSets
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from tests.unit.sampling.test_cell_sets import CONTROL, bound, plan_of, screen, sets_of
+
+pytestmark = pytest.mark.core
+
+
+def labels_of(sampler: Any, name: str) -> list[Any]:
+    return list(sampler.table[name])
+
+
+# --- Which labels there are, and in which order -----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i8", "f4", "f8", "Int64", object])
+def test_negative_whole_numbers_are_labels_like_others(dtype: Any) -> None:
+    obs = pd.DataFrame({"day": pd.Series([-7, 3, -7, 0, -1, 3, -1, 0] * 3).astype(dtype)})
+    sampler = bound(obs, "day", 2)
+    assert labels_of(sampler, "day") == [-7, -1, 0, 3]
+    assert sampler.accounts.n_unlabelled == 0
+    assert all(
+        set(obs.day[list(rows)]) == {labels_of(sampler, "day")[group]} for group, rows, _ in sets_of(plan_of(sampler))
+    )
+    matched = bound(obs.assign(gene=["ctrl", "A"] * 12, day=[-1] * 24), "gene", 2, control=CONTROL, match="day")
+    assert matched.accounts.n_unmatched_cells == 0
+    by_day = bound(obs, "day", 2, control={"day": -7}, match=[])
+    assert {obs.day[row] for _, _, controls in sets_of(plan_of(by_day)) for row in controls} == {-7}
+
+
+def test_missing_numbers_are_no_label() -> None:
+    obs = pd.DataFrame({"day": [-1.0, np.nan, 2.0, 2.0, np.nan, -1.0]})
+    sampler = bound(obs, "day", 1)
+    assert labels_of(sampler, "day") == [-1, 2]
+    assert sampler.accounts.n_unlabelled == 2
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["b", "a", "c", "a"],
+        [10**9, 5, 10**8, 5],
+        [0.5, 0.1, 0.25, 0.1],
+        [True, False, True, True],
+        [2, 0, 1, 0],
+        list(pd.to_datetime(["2024-02-01", "2024-01-01", "2025-01-01", "2024-01-01"])),
+    ],
+)
+def test_groups_are_in_the_order_of_their_labels(labels: list[Any]) -> None:
+    obs = pd.DataFrame({"gene": labels * 3})
+    sampler = bound(obs, "gene", 2)
+    assert labels_of(sampler, "gene") == sorted(set(labels))
+    backward = bound(obs[::-1].reset_index(drop=True), "gene", 2)
+    assert labels_of(backward, "gene") == sorted(set(labels))
+
+
+def test_labels_without_an_order_are_groups() -> None:
+    sampler = bound(pd.DataFrame({"gene": pd.Series(["b", 1, "a", 0] * 3, dtype=object)}), "gene", 2)
+    assert labels_of(sampler, "gene") == [0, 1, "a", "b"]
+
+
+def test_categories_keep_their_order() -> None:
+    doses = pd.Categorical(["low", "high", "mid"] * 4, categories=["low", "mid", "high"], ordered=True)
+    assert labels_of(bound(pd.DataFrame({"dose": doses}), "dose", 2), "dose") == ["low", "mid", "high"]
+
+
+# --- Labels that are given --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [["ctrl", "A"], ("ctrl", "A"), {"ctrl", "A"}, np.array(["ctrl", "A"]), pd.Index(["ctrl", "A"])]
+)
+def test_several_control_labels_come_in_any_collection(given: Any) -> None:
+    obs = screen()
+    sampler = bound(obs, "gene", 8, control={"gene": given})
+    assert labels_of(sampler, "gene") == ["B", "C", "D"]
+    assert sampler.accounts.n_control_cells == obs.gene.isin(["ctrl", "A"]).sum()
+
+
+@pytest.mark.parametrize("is_categorical", [False, True])
+def test_fractions_in_single_precision_are_found_by_their_decimals(is_categorical: bool) -> None:
+    dose = pd.Series(np.array([0.1, 0.25, 0.7] * 8, dtype="f4"))
+    obs = pd.DataFrame({"dose": dose.astype("category") if is_categorical else dose})
+    sampler = bound(obs, "dose", 2, control={"dose": 0.1}, match=[], weights={0.25: 1, 0.7: 0}, n_sets=20)
+    assert sampler.accounts.n_control_cells == 8
+    assert {group for group, _, _ in sets_of(plan_of(sampler))} == {0}
+    with pytest.raises(MissingKeyError, match=r"no label 0.11"):
+        bound(obs, "dose", 2, control={"dose": 0.11}, match=[])
+
+
+@pytest.mark.parametrize(
+    ("labels", "given", "message"),
+    [
+        ([0, 1], "0", r"no label '0'; its labels are integers: give 0$"),
+        ([False, True], "True", r"no label 'True'; its labels are booleans: give True$"),
+        (["0", "1"], 0, r"no label 0; its labels are strings: give '0'$"),
+        ([0.5, 1.5], "0.5", r"no label '0.5'; its labels are numbers: give 0.5$"),
+        ([100, 1001], 1002, r"no label 1002; did you mean 100 or 1001\?$"),
+        (["ctrl", "A"], "ctrI", r"no label 'ctrI'; did you mean 'ctrl'\?$"),
+        (["ctrl", "A"], "xyz", r"no label 'xyz'; it has \['A', 'ctrl'\]$"),
+    ],
+)
+def test_a_label_that_is_missing_is_told_apart_by_its_type(labels: list[Any], given: Any, message: str) -> None:
+    obs = pd.DataFrame({"gene": labels * 10})
+    with pytest.raises(MissingKeyError, match=message):
+        bound(obs, "gene", 2, control={"gene": given})
+
+
+def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    obs = screen()
+    obs.loc[(obs.gene == "ctrl") & (obs.line == "RPE1"), "gene"] = "A"
+    every = {(line, gene): 1.0 for line in obs.line.unique() for gene in "ABCD"}
+    options: dict[str, Any] = {"control": CONTROL, "unmatched": "drop", "incomplete": "drop"}
+    counts = obs[(obs.gene != "ctrl") & (obs.line != "RPE1")].groupby(["line", "gene"], observed=True).size()
+    size = int(counts.min()) + 1
+    with caplog.at_level(logging.INFO, "dasksc.sampling"):
+        sampler = bound(obs, ["line", "gene"], size, weights=every, **options)
+    n_drawn = int((counts >= size).sum())
+    assert len(sampler.table) == n_drawn
+    assert f"weights name {12 - n_drawn} groups that are not drawn" in caplog.text
+    unweighted = bound(obs, ["line", "gene"], size, weights="groups", **options)
+    assert list(sets_of(plan_of(sampler))) == list(sets_of(plan_of(unweighted)))
+    with pytest.raises(
+        MissingKeyError, match=r"weights name \('RPE1', 'Z'\), which is no group of line, gene: .*'gene'"
+    ):
+        bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "Z"): 1.0}, **options)
+    with pytest.raises(MissingKeyError, match=r"weights name 'RPE1', which is no group of line, gene: .* tuples of 2"):
+        bound(obs, ["line", "gene"], size, weights=every | {"RPE1": 1.0}, **options)
+    with pytest.raises(InputError, match="finite and not negative"):
+        bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "A"): -1.0}, **options)
+
+
+# --- Wrong arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"by": None}, WrongTypeError, "by must be the name of an obs column or a list of names; got None"),
+        ({"by": 3}, WrongTypeError, "by must be the name of an obs column or a list of names; got 3"),
+        ({"control": CONTROL, "match": 3}, WrongTypeError, "match must be the name of an obs column or a list"),
+        ({"weights": pd.Series({"A": 1.0})}, WrongTypeError, r"weights .*got a Series; .*weights.to_dict\(\)"),
+        ({"weights": np.ones(5)}, WrongTypeError, "weights must be 'cells', 'groups' or a dict.*got a ndarray"),
+        ({"weights": [1.0, 2.0]}, WrongTypeError, "weights must be 'cells', 'groups' or a dict.*got a list"),
+        ({"weights": None}, WrongTypeError, "weights must be 'cells', 'groups' or a dict.*got a NoneType"),
+        ({"incomplete": np.ones(2)}, InputError, "incomplete must be one of"),
+        ({"incomplete": None}, InputError, "incomplete must be one of"),
+        ({"replace": "no"}, InputError, "replace must be True or False; got 'no'"),
+        ({"replace": None}, InputError, "replace must be True or False; got None"),
+        ({"control": CONTROL, "include_control": "no"}, InputError, "include_control must be True or False; got 'no'"),
+        ({"control": {"gene": {"a": 1}}}, WrongTypeError, "control names .*'gene'.* label or a list of labels"),
+        ({"control": {"gene": [["ctrl"]]}}, WrongTypeError, "control names .*'gene'.* label or a list of labels"),
+        ({"control": {"gene": []}}, InputError, "control names no label of 'gene'"),
+        ({"control": {3: "ctrl"}}, WrongTypeError, "control holds 3; give names of obs columns"),
+        ({"control": 3, "match": []}, InputError, "control must be a dict"),
+        ({"control": ["ctrl"], "match": []}, InputError, "control must be a dict"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        bound(screen(), **({"by": "gene", "set_size": 8} | options))
+
+
+def test_flags_of_numpy_are_flags() -> None:
+    sampler = bound(screen(), "gene", 8, replace=np.False_, control=CONTROL, include_control=np.True_)
+    assert not sampler.is_shuffled
+    assert "ctrl" in labels_of(sampler, "gene")
+
+
+def test_a_continuous_column_is_refused_by_name() -> None:
+    obs = screen().assign(dose=np.random.default_rng(0).random(2000))
+    for options in ({"by": "dose"}, {"by": "gene", "control": CONTROL, "match": "dose"}):
+        with pytest.raises(InputError, match="the column 'dose': .* a continuous column has no classes") as caught:
+            bound(obs, **options, set_size=8)
+        assert "labels=" not in str(caught.value)
+        assert caught.value.__notes__ == [f"named by {'by' if 'control' not in options else 'match'}= of CellSets"]
+
+
+def test_a_collection_without_obs_is_refused_by_column() -> None:
+    for data in (np.zeros((20, 3)), pd.DataFrame({"x": range(20)})):
+        with pytest.raises(InputError, match="'gene'.* no obs") as caught:
+            dasksc.scDataset(data, CellSets("gene", 4), 4)
+        assert "label_key" not in str(caught.value)
+    with pytest.raises(InputError, match="'gene'.* no obs"):
+        CellSets("gene", 4).get_len(np.zeros((20, 3)))
+
+
+def test_all_cells_are_controls() -> None:
+    obs = screen()
+    only = np.flatnonzero(obs.gene == "ctrl")
+    for options in ({"match": ["line"]}, {"match": ["line", "batch"]}, {"match": []}, {"unmatched": "loosen"}):
+        with pytest.raises(InputError, match=f"no set can be drawn: the {len(only)} rows .*beside the control cells"):
+            bound(obs, ["line", "gene"], 8, control=CONTROL, indices=only, **options)
+    assert bound(obs, "gene", 8, control=CONTROL, indices=only, include_control=True).n_sets > 0
+
+
+def test_all_cells_are_unmatched() -> None:
+    obs = pd.DataFrame({"gene": ["ctrl"] * 8 + ["A"] * 8, "line": ["x"] * 8 + ["y"] * 8})
+    for by in (["line", "gene"], ["gene"]):
+        with pytest.raises(InputError, match="no set can be drawn: .* unmatched='drop' leaves out 8 cells"):
+            bound(obs, by, 4, control=CONTROL, match="line", unmatched="drop")
+
+
+def test_unmatched_examples_differ() -> None:
+    obs = screen()
+    obs.loc[(obs.gene == "ctrl") & (obs.line != "K562"), "gene"] = "A"
+    with pytest.raises(InputError) as caught:
+        bound(obs, ["line", "gene"], 8, control=CONTROL)
+    assert "such as those of line='HepG2'; line='RPE1'. Leave" in str(caught.value)

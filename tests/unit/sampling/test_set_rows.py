@@ -1,0 +1,122 @@
+"""Sets from scattered rows beside rare groups, and their accounts on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dasksc import CellSets
+from dasksc.kernels import sets as kernels
+from tests.support import twins
+from tests.unit.sampling.test_cell_sets import CONTROL, bound, plan_of, screen, sets_of
+
+pytestmark = pytest.mark.core
+
+SIZE = 6
+
+
+@given(
+    seed=st.integers(0, 50),
+    n=st.integers(200, 600),
+    is_sorted=st.booleans(),
+    replace=st.booleans(),
+    match=st.sampled_from([None, ["line", "batch"]]),
+    n_controls=st.integers(1, 2),
+    n_rare=st.integers(1, SIZE - 1),
+)
+def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
+    seed: int, n: int, is_sorted: bool, replace: bool, match: list[str] | None, n_controls: int, n_rare: int
+) -> None:
+    obs = screen(n, is_sorted=is_sorted, seed=seed)
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(n, 3 * n // 4, replace=False))
+    # A group of HepG2, the first line, that is smaller than a set among the rows to draw from.
+    is_rare = ((obs.line == "HepG2") & (obs.gene == "A")).to_numpy()
+    indices = np.setdiff1d(indices, np.flatnonzero(is_rare)[n_rare:])
+    agree = ["line"] if match is None else match
+    sampler = bound(
+        obs,
+        ["line", "gene"],
+        SIZE,
+        control=CONTROL,
+        match=match,
+        n_controls=n_controls,
+        replace=replace,
+        indices=rng.permutation(indices),
+        incomplete="drop",
+        unmatched="drop",
+    )
+    own = obs.iloc[indices]
+    matched = set(own[own.gene == "ctrl"].set_index(agree).index)
+    targets = own[(own.gene != "ctrl") & own.set_index(agree).index.isin(matched)]
+    counts = targets.groupby(["line", "gene"], observed=True).size()
+    expected = counts[counts >= SIZE]
+    assert list(sampler.table.itertuples(index=False, name=None)) == list(expected.index)
+    assert sampler.accounts.n_cells == expected.sum()
+    assert sampler.accounts.n_short_groups == (counts < SIZE).sum()
+    assert sampler.n_sets == (-(-expected.sum() // SIZE) if replace else (expected // SIZE).sum())
+    allowed = set(targets.index)
+    pools = {key: set(rows) for key, rows in own[own.gene == "ctrl"].groupby(agree, observed=True).groups.items()}
+    pools |= {key[0]: rows for key, rows in pools.items() if len(agree) == 1 and isinstance(key, tuple)}
+    for group, rows, controls in sets_of(plan_of(sampler)):
+        assert set(rows) <= allowed
+        assert set(obs.loc[list(rows), ["line", "gene"]].itertuples(index=False, name=None)) == {expected.index[group]}
+        assert len(set(rows)) == SIZE
+        for i, row in enumerate(rows):
+            key = tuple(obs.loc[row, agree]) if len(agree) > 1 else obs.loc[row, agree[0]]
+            assert set(controls[i * n_controls : (i + 1) * n_controls]) <= pools[key]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_padding_of_each_rank_is_a_set(world_size: int) -> None:
+    sampler = bound(screen(), "gene", 8, control=CONTROL, n_sets=world_size * 7 + 1)
+    plan = plan_of(sampler, world_size=world_size)
+    of_ranks = [plan.of_rank(rank).n_rank_padded for rank in range(world_size)]
+    assert sorted(of_ranks) == [0] + [8] * (world_size - 1)
+    assert sum(of_ranks) == plan.n_padded == 8 * (world_size - 1)
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), max_size=20))
+def test_twin_of_set_keys(key: int, numbers: list[int]) -> None:
+    out = np.empty(len(numbers), dtype=np.uint64)
+    kernels.set_keys(np.uint64(key), np.array(numbers, dtype=np.int64), out)
+    assert out.tolist() == [twins.stream(key, number) for number in numbers]
+
+
+def test_repeated_indices_repeat_in_sets() -> None:
+    obs = pd.DataFrame({"gene": ["A"] * 4 + ["ctrl"] * 2})
+    options: dict[str, Any] = {"control": CONTROL, "match": [], "indices": [0, 0, 1, 4, 4, 5]}
+    ((_, rows, controls),) = sets_of(plan_of(bound(obs, "gene", 3, replace=False, **options)))
+    assert sorted(rows) == [0, 0, 1]
+    assert sorted(controls) == [4, 4, 5]
+
+
+def test_a_control_that_is_a_target_may_be_its_own_control() -> None:
+    obs = pd.DataFrame({"gene": ["ctrl"] * 3})
+    sampler = bound(obs, "gene", 3, control=CONTROL, include_control=True, n_sets=50)
+    pairs = [pair for _, rows, controls in sets_of(plan_of(sampler)) for pair in zip(rows, controls, strict=True)]
+    assert set(pairs) == {(i, j) for i in range(3) for j in range(3)}
+
+
+def test_draws_of_targets_alone_equal_those_beside_controls() -> None:
+    sampler = bound(screen(), "gene", 8, control=CONTROL, n_controls=2)
+    draw = sampler.draw(3, 1)
+    numbers = np.array([5, 0, 17], dtype=np.int64)
+    positions = (numbers[:, None] * 8 + np.arange(8)).ravel()
+    np.testing.assert_array_equal(draw.rows(positions), draw.sets(numbers).rows)
+
+
+def test_an_expression_is_shown_in_errors() -> None:
+    strategy = CellSets("gene", 8, control="gene == 'ctrl'", control_indices=[0, 1]).with_control(
+        np.arange(2000) > 10, ["gene"]
+    )
+    assert "gene == 'ctrl'" in repr(strategy)
+    with pytest.raises(ValueError, match=r"""is a control cell by control="gene == 'ctrl'";"""):
+        strategy.bind(2000, screen().__getitem__)
+    with pytest.raises(ValueError, match="is a control cell by control=a mask"):
+        bound(screen(), "gene", 8, control=np.arange(2000) > 10, control_indices=[0, 1], match=[])

@@ -1,0 +1,134 @@
+"""Displays: what differs from defaults, in short, and never by computing, reading or calling code of the user."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import dasksc
+from dasksc.displays import brief, changed_arguments, constructor, html_table
+
+pytestmark = pytest.mark.core
+
+
+class Hostile:
+    """An object of the user, none of whose code runs in a display."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("the repr of the user was called")
+
+    @property
+    def shape(self) -> Any:
+        raise AssertionError("the shape of the user was read")
+
+
+class ManualStrategy(dasksc.SamplingStrategy):
+    pass
+
+
+@dataclass
+class Request:
+    name: str
+    size: int = 8
+    tags: list[str] = field(default_factory=list)
+    rows: Any = None
+    secret: str = field(default="", repr=False)
+
+
+def a_function(first: int, second: Any = None, *, names: Any = (), third: float = 0.0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "None"),
+        (True, "True"),
+        (0.25, "0.25"),
+        ("cell_type", "'cell_type'"),
+        ("x" * 80, repr("x" * 57 + "...")),
+        (slice(0, 5), "slice(0, 5, None)"),
+        ([], "[]"),
+        ((1,), "(1,)"),
+        (["a", "b", "c", "d"], "['a', 'b', 'c', 'd']"),
+        (list(range(2000)), "[0, 1, 2, ... 2,000 in all]"),
+        ({"T cell": 2.0}, "{'T cell': 2.0}"),
+        (set(), "set()"),
+        (frozenset({1}), "frozenset({1})"),
+        (np.arange(5), "ndarray(shape=(5,), dtype=int64)"),
+        (np.float32(0.5), "0.5"),
+        (np.dtype("float32"), "float32"),
+        (np.float32, "float32"),
+        (torch.float16, "torch.float16"),
+        (torch.zeros(2, 3), "Tensor(shape=(2, 3), dtype=torch.float32)"),
+        (pd.Series(["a"], dtype="category"), "Series(shape=(1,), dtype=category)"),
+        (da.zeros((4, 2)), "Array(shape=(4, 2), dtype=float64)"),
+        (a_function, "a_function"),
+        (functools.partial(a_function, 1), "partial(a_function)"),
+        (Hostile(), "Hostile(...)"),
+        (ManualStrategy(), "ManualStrategy()"),
+        (ManualStrategy([3, 1]), "ManualStrategy(indices=ndarray(shape=(2,), dtype=int64))"),
+        (dasksc.transforms.MaskGenes(0.1), "MaskGenes(0.1, layer=None, seed=0)"),
+        (Request("x", rows=Hostile()), "Request(name='x', rows=Hostile(...))"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_a_value_is_one_short_line(value: Any, expected: str) -> None:
+    assert brief(value) == expected
+
+
+def test_only_arguments_that_differ_from_defaults_are_shown() -> None:
+    assert constructor(Request("x", 8, [])) == "Request(name='x')"
+    assert constructor(Request("x", 9, ["a"], secret="key")) == "Request(name='x', size=9, tags=['a'])"
+    given = {"first": 1, "second": np.zeros(3), "names": [], "third": 0, "other": 5}
+    assert changed_arguments(a_function, given) == {"first": "1", "second": "ndarray(shape=(3,), dtype=float64)"}
+    assert changed_arguments(a_function, {"names": ["a"]}) == {"names": "['a']"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (dasksc.Streaming(), "Streaming()"),
+        (dasksc.Streaming(shuffle=True), "Streaming(shuffle=True)"),
+        (dasksc.BlockShuffling(), "BlockShuffling()"),
+        (dasksc.BlockShuffling(np.int64(8)), "BlockShuffling()"),
+        (
+            dasksc.BlockShuffling(16, indices=np.arange(100)),
+            "BlockShuffling(block_size=16, indices=ndarray(shape=(100,), dtype=int64))",
+        ),
+        (
+            dasksc.BlockWeightedSampling(weights=np.ones(9), total_size=4),
+            "BlockWeightedSampling(weights=ndarray(shape=(9,), dtype=float64), total_size=4)",
+        ),
+        (dasksc.ClassBalancedSampling(label_key="t"), "ClassBalancedSampling(label_key='t')"),
+        (dasksc.CellSets("gene", 8), "CellSets(by=('gene',), set_size=8)"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_a_strategy_is_displayed_as_the_call_that_makes_it(strategy: Any, expected: str) -> None:
+    assert repr(strategy) == expected
+
+
+def test_plans_are_displayed_without_their_rows() -> None:
+    plan = dasksc.EpochPlan(
+        sampler=dasksc.BlockShuffling(4, indices=np.arange(90)).bind(100, lambda name: None), batch_size=10, seed=3
+    )
+    assert repr(plan) == "EpochPlan(sampler=RowSampler of 90 rows, batch_size=10, seed=3)"
+    first = plan.fetch(0)
+    assert repr(first) == (
+        "FetchPlan(number=0, rows=ndarray(shape=(90,), dtype=int64), order=ndarray(shape=(90,), dtype=int64), "
+        "batch_size=10)"
+    )
+
+
+def test_html_escapes_what_it_is_given() -> None:
+    text = html_table("<a>", [("<b>", "1 < 2\n'x' & y")])
+    assert "<a>" not in text
+    assert "<b>" not in text
+    assert "1 &lt; 2<br>&#x27;x&#x27; &amp; y" in text
