@@ -7,6 +7,7 @@
 #   make test-all       run all three
 #   make docs           build the site into .cache/site
 #   make lowest         run the core tests with the lowest versions of everything
+#   make rapids         run the core tests with the versions of RAPIDS 26.02
 #   make check          run all that CI does
 #
 # make PYTHON=python3.12 ... takes another Python.
@@ -14,6 +15,7 @@
 SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 DEMO_CELLS ?= 100000
 ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
@@ -26,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
 CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
-.PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs lowest clean
+.PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs lowest rapids clean
 
 env: $(VENV)/.dev
 
@@ -36,13 +38,13 @@ $(VENV)/.test: PACKAGES := .[test]
 $(VENV)/.dev: PACKAGES := .[dev]
 $(VENV)/.test: CONTAINED := $(VENV)/.demo
 $(VENV)/.dev: CONTAINED := $(VENV)/.demo $(VENV)/.test
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("dasksc needs Python 3.11 or newer, not %d.%d; try make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'No venv could be made. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
 	@echo 'Installing $(PACKAGES) into $(VENV): some minutes the first time.'
 # torch alone and first: a CPU build that is there already is kept, whatever else asks for torch.
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '$(PACKAGES)'
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '$(PACKAGES)'
 	@touch $(CONTAINED) $@
 
 $(ATLAS): examples/make_atlas.py | $(VENV)/.demo
@@ -91,6 +93,11 @@ lowest:
 	.venv-lowest/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup -m core -W ignore::DeprecationWarning \
 	    -W ignore::PendingDeprecationWarning -W ignore::FutureWarning $(PYTEST_ARGS)
 
+# The core tests beside the versions of Dask, numba, pandas and NumPy that RAPIDS 26.02 asks for, and scanpy; pip must
+# resolve them with dasksc.
+rapids:
+	$(MAKE) VENV=.venv-rapids CONSTRAINTS=constraints-rapids.txt test
+
 # The quickest first; says what each took, in seconds on the clock and of processors, and ends at the first that fails.
 check: $(VENV)/.dev
 	@for part in $(CHECKS); do \
@@ -99,4 +106,4 @@ check: $(VENV)/.dev
 	done
 
 clean:
-	rm -rf $(VENV) .venv-lowest .cache docs/generated build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-rapids .cache docs/generated build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

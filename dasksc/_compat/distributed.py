@@ -1,15 +1,15 @@
 """Private or unstable parts of Dask's distributed: requests to schedulers and workers, and their internals.
 
-``distributed`` is imported on first use of one of its names, since the import takes half a second. A request that the
-scheduler or worker of another version does not support fails there, with its name in the message. These names are
-public and used directly: ``Client``, ``Future``, ``LocalCluster``, ``Security``, plugins, ``client.run``,
-``register_plugin``, ``gather``, ``status``.
+``distributed`` is imported on first use of one of its names, since the import takes half a second. A request that a
+scheduler or worker does not support raises an error that names the request. These names are public and used directly:
+``Client``, ``Future``, ``LocalCluster``, ``Security``, plugins, ``client.run``, ``register_plugin``, ``gather``,
+``status``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dasksc._compat.unsupported import UnsupportedVersionError, attribute, late_names, needed, say_once
@@ -103,9 +103,17 @@ def n_threads_heard_of(client: Any) -> int:
 # Requests to a scheduler through a Client
 
 
+async def _answer(request: Awaitable[Any], operation: str) -> Any:
+    """Return the answer to a request; raises if it is None, with which servers answer an unknown operation."""
+    answer = await request
+    if answer is None:
+        raise UnsupportedVersionError("distributed", f"operation {operation!r} of schedulers or workers")
+    return answer
+
+
 async def scheduler_identity(scheduler: Any, *, n_workers: int) -> Mapping[str, Any]:
     """Request the identity of a scheduler through a Client; -1 workers includes all of them."""
-    identity: Mapping[str, Any] = await scheduler.identity(n_workers=n_workers)
+    identity: Mapping[str, Any] = await _answer(scheduler.identity(n_workers=n_workers), "identity")
     return identity
 
 
@@ -117,29 +125,29 @@ async def workers_of(client: Any) -> dict[str, Any]:
 
 async def processing(client: Any, addresses: list[str]) -> Mapping[str, Any]:
     """Request the keys sent to workers, by address, from a scheduler."""
-    keys: Mapping[str, Any] = await client.scheduler.processing(workers=addresses)
+    keys: Mapping[str, Any] = await _answer(client.scheduler.processing(workers=addresses), "processing")
     return keys
 
 
 async def holders(client: Any, key: Any) -> Iterable[str]:
     """Request the addresses of the workers that hold a result from a scheduler."""
-    addresses: Iterable[str] = (await client.scheduler.who_has(keys=[key])).get(key, ())
-    return addresses
+    addresses: Mapping[Any, Iterable[str]] = await _answer(client.scheduler.who_has(keys=[key]), "who_has")
+    return addresses.get(key, ())
 
 
 async def metadata(client: Any, key: str, *, default: Any) -> Any:
-    """Request an entry of the metadata of a scheduler."""
-    return await client.scheduler.get_metadata(keys=[key], default=default)
+    """Request an entry of the metadata of a scheduler; neither it nor the default is None."""
+    return await _answer(client.scheduler.get_metadata(keys=[key], default=default), "get_metadata")
 
 
 async def report(client: Any, operation: str, **message: Any) -> Any:
-    """Call an operation of a scheduler that `add_operation` registered."""
+    """Call an operation of a scheduler that `add_operation` registered; returns None if it is not registered."""
     return await getattr(client.scheduler, operation)(client=client.id, **message)
 
 
 async def answer_of_worker(client: Any, address: str) -> Any:
     """Request the identity of a worker through the connection pool of a Client, so a later gather reuses it."""
-    return await client.rpc(address).identity()
+    return await _answer(client.rpc(address).identity(), "identity")
 
 
 # In the process of a worker

@@ -115,6 +115,9 @@ class _Reporter:
             except OSError as error:  # Without a connection, the epoch itself raises an error if it needs one.
                 known.has_page = False
                 logger.debug("The loader page was not told: %s", error)
+            except UnsupportedVersionError as error:
+                say_once(error, without="the loader page shows nothing")
+                return
             if is_last:
                 return
 

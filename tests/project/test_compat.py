@@ -6,7 +6,6 @@ import ast
 import logging
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -225,15 +224,6 @@ def test_what_is_optional_is_missed_once(caplog, monkeypatch):
         assert optional("dask", "dask.array.gone", "gone", without="it is slow") is None
     assert [record.getMessage().endswith("it is slow.") for record in caplog.records] == [True, True]
     assert "dask.array.core.gone" in caplog.text
-
-
-def test_a_client_without_its_threads_has_none(caplog, monkeypatch):
-    from dasksc._compat.distributed import n_threads_heard_of
-
-    monkeypatch.setattr(unsupported, "_said", set())
-    assert n_threads_heard_of(types.SimpleNamespace(_scheduler_identity={"total_threads": 3})) == 3
-    assert n_threads_heard_of(types.SimpleNamespace()) == 0
-    assert "_scheduler_identity" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+git", "2.13.0+cpu", "3.0.0"])

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -96,6 +97,21 @@ def test_every_dependency_has_a_lower_bound_and_a_version_ci_runs_on():
         assert bound.startswith(">="), name
         if name != "python":
             assert Requirement(f"{name}{bound}").specifier.contains(pinned[canonicalize_name(name)]), name
+
+
+def test_the_bounds_admit_what_rapids_asks_for():
+    lines = (ROOT / "constraints-rapids.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert {"anndata", "dask", "distributed", "numba", "numpy", "pandas", "scanpy", "torch"} <= {
+        one.name for one in pinned
+    }
+    bounds = declared(["demo", "test"])
+    for requirement in pinned:
+        (pin,) = requirement.specifier
+        assert pin.operator == "=="
+        # distributed comes with an extra of Dask.
+        bound = bounds.get("dask" if requirement.name == "distributed" else requirement.name, "")
+        assert SpecifierSet(bound).contains(pin.version), requirement.name
 
 
 def test_the_package_knows_its_version():

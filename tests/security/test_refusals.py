@@ -260,6 +260,8 @@ def test_other_threads_decode_as_they_configured_zarr_while_a_store_is_read(
     np.testing.assert_array_equal(of_user[:], np.arange(9))
 
 
+# Zarr 3.4 warns of such a chain before it builds the codec.
+@pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec")
 @pytest.mark.parametrize("format", ["zarr2", "zarr3"])
 def test_stores_that_name_the_codec_with_a_bound_themselves_are_refused(tmp_path: Path, format: str) -> None:
     path = write_store(full(), tmp_path, format)

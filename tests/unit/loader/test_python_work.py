@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -20,9 +21,16 @@ N_BATCHES = 16
 
 
 def n_instructions(function: Callable[[], Any]) -> int:
-    """Count the Python instructions that a call runs in this thread."""
-    if sys.version_info >= (3, 12):
-        return _n_monitored(function)
+    """Count the Python instructions that a call runs in this thread, without finalizers of objects of earlier tests."""
+    gc.collect()
+    gc.disable()
+    try:
+        return _n_monitored(function) if sys.version_info >= (3, 12) else _n_traced(function)
+    finally:
+        gc.enable()
+
+
+def _n_traced(function: Callable[[], Any]) -> int:
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from typing import Any
@@ -63,14 +64,35 @@ def prepared(counts: ad.AnnData, flavor: str) -> ad.AnnData:
     return adata
 
 
+def moments_of_batches(adata: ad.AnnData, by: str, func: list[str]) -> ad.AnnData:
+    """What scanpy 1.12 computes for all batches together, by its function for one.
+
+    Both are right to 1e-15. But the fit of seurat_v3 moves by 2e-3 if its points move by 1e-12.
+    """
+    from fast_array_utils import stats
+
+    assert func == ["mean", "var"]
+    batches = adata.obs[by].to_numpy()
+    names = np.unique(batches)
+    moments = [stats.mean_var(adata.X[np.flatnonzero(batches == name)], axis=0, correction=1) for name in names]
+    mean, var = map(np.stack, zip(*moments, strict=True))
+    obs = pd.DataFrame({by: names}, index=names.astype(str))
+    return ad.AnnData(obs=obs, var=pd.DataFrame(index=adata.var_names), layers={"mean": mean, "var": var})
+
+
 def of_scanpy(adata: ad.AnnData, n_top_genes: int, flavor: str, batch_key: str | None = None) -> pd.DataFrame:
     sc = pytest.importorskip("scanpy")
     if flavor == "seurat_v3":
         pytest.importorskip("skmisc")
     pp = sc.experimental.pp if flavor == "pearson_residuals" else sc.pp
-    found: pd.DataFrame = pp.highly_variable_genes(
-        adata.copy(), n_top_genes=n_top_genes, flavor=flavor, batch_key=batch_key, inplace=False
-    )
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.filterwarnings("ignore", "The inplace keyword in")  # pandas 3.1 deprecates what scanpy 1.12 does
+        inner = importlib.import_module("scanpy.preprocessing._highly_variable_genes")
+        if hasattr(inner, "aggregate"):
+            patch.setattr(inner, "aggregate", moments_of_batches)
+        found: pd.DataFrame = pp.highly_variable_genes(
+            adata.copy(), n_top_genes=n_top_genes, flavor=flavor, batch_key=batch_key, inplace=False
+        )
     return found
 
 
