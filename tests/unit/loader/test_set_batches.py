@@ -8,34 +8,15 @@ from typing import Any
 
 import anndata
 import numpy as np
-import pandas as pd
 import pytest
-import scipy.sparse as sp
 import torch
 from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc.errors import InputError, MissingKeyError
+from tests.support.screens import N, dataset, numbers, screen, sets
 
 pytestmark = pytest.mark.core
-
-CONTROL = {"gene": "ctrl"}
-N = 1200
-
-
-def screen() -> anndata.AnnData:
-    rng = np.random.default_rng(0)
-    obs = pd.DataFrame(
-        {
-            "gene": rng.choice(["ctrl", "A", "B", "C"], N, p=[0.3, 0.4, 0.2, 0.1]),
-            "line": rng.choice(["K562", "RPE1"], N),
-            "dose": rng.random(N),
-        },
-        index=[f"cell{i}" for i in range(N)],
-    ).astype({"gene": "category", "line": "category"})
-    X = sp.random(N, 30, 0.3, format="csr", dtype=np.float32, random_state=1)
-    counts = sp.random(N, 30, 0.3, format="csr", dtype=np.float32, random_state=2)
-    return anndata.AnnData(X, obs, layers={"counts": counts}, obsm={"X_pca": rng.random((N, 4)).astype("f4")})
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +24,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sets") / "screen.h5ad"
     screen().write_h5ad(path)
     return path
-
-
-def sets(**options: Any) -> dasksc.CellSets:
-    return dasksc.CellSets(["line", "gene"], 8, **({"control": CONTROL} | options))
-
-
-def dataset(data: Any, strategy: dasksc.CellSets | None = None, **options: Any) -> dasksc.scDataset:
-    return dasksc.scDataset(data, strategy or sets(), **({"batch_size": 32, "seed": 5, "fetch_factor": 4} | options))
-
-
-def numbers(batch: Any) -> tuple[Any, ...]:
-    return tuple(part.tolist() for part in (batch.sets, batch.index, batch.control.index, batch.X, batch.control.X))
 
 
 def test_batches_hold_sets_groups_and_controls(path: Path) -> None:

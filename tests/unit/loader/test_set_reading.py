@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import dasksc
 from dasksc.errors import InputError
 from tests.support.data import write_store
-from tests.unit.loader.test_set_batches import CONTROL, N, dataset, numbers, screen, sets
+from tests.support.screens import CONTROL, N, dataset, numbers, screen, sets
 
 pytestmark = pytest.mark.core
 

@@ -6,8 +6,7 @@ Statistical tests have fixed seeds; `ERROR` is the chance that a perfect generat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,43 +20,11 @@ from dasksc import CellSets, EpochPlan
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.sampling.set_sampler import SetSampler
+from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
 
 ERROR = 1e-4
-CONTROL = {"gene": "ctrl"}
-
-
-def screen(n: int = 2000, *, is_sorted: bool = False, seed: int = 0) -> pd.DataFrame:
-    rng = np.random.default_rng(seed)
-    genes = rng.choice(["ctrl", "A", "B", "C", "D"], n, p=[0.3, 0.4, 0.15, 0.1, 0.05])
-    lines = rng.choice(["K562", "RPE1", "HepG2"], n)
-    obs = pd.DataFrame({"gene": genes, "line": lines, "batch": rng.choice(list("xyz"), n)}).astype("category")
-    return obs.sort_values(["line", "gene"], kind="stable").reset_index(drop=True) if is_sorted else obs
-
-
-def bound(obs: pd.DataFrame, *args: Any, **options: Any) -> SetSampler:
-    return CellSets(*args, **options).bind(len(obs), lambda name: obs[name])
-
-
-def plan_of(sampler: SetSampler, sets_of_batch: int = 2, **options: Any) -> EpochPlan:
-    return EpochPlan(sampler=sampler, batch_size=sets_of_batch * sampler.set_size, fetch_factor=3, **options)
-
-
-def sets_of(plan: EpochPlan, first_batch: int = 0) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Group, rows and control rows of each set that a rank yields, from a batch on."""
-    for i in range(first_batch, plan.n_batches):
-        fetch = plan.fetch(i // plan.fetch_factor)
-        at = i % plan.fetch_factor
-        size = cast(SetSampler, plan.sampler).set_size
-        targets = fetch.rows[fetch.batch(at)].reshape(-1, size)
-        controls = fetch.batch_controls(at)
-        beside = np.empty((len(targets), 0)) if controls is None else fetch.rows[controls].reshape(len(targets), -1)
-        groups = fetch.batch_groups(at)
-        assert groups is not None
-        assert len(groups) == len(targets)
-        for group, rows, own in zip(groups.tolist(), targets.tolist(), beside.tolist(), strict=True):
-            yield group, tuple(rows), tuple(own)
 
 
 # --- What a set holds -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import dasksc
 from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from tests.unit.sampling.test_cell_sets import CONTROL, bound, plan_of, screen, sets_of
+from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
 

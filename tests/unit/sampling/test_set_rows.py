@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dasksc import CellSets
 from dasksc.kernels import sets as kernels
 from tests.support import twins
-from tests.unit.sampling.test_cell_sets import CONTROL, bound, plan_of, screen, sets_of
+from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
 
