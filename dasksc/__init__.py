@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dasksc.conversion import ConversionReport, convert
     from dasksc.executor.cluster.started_cluster import StartedCluster
     from dasksc.executor.cluster.starting import start_cluster
+    from dasksc.inference import PredictionReport, predict
     from dasksc.inspection.describing import describe
     from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
@@ -72,6 +73,7 @@ _HOMES = {
     "GeneMatch": "dasksc.loader.genes",
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
+    "PredictionReport": "dasksc.inference",
     "SamplingStrategy": "dasksc.sampling.strategies",
     "StartedCluster": "dasksc.executor.cluster.started_cluster",
     "Streaming": "dasksc.sampling.strategies",
@@ -89,6 +91,7 @@ _HOMES = {
     "highly_variable_genes": "dasksc.summaries",
     "normalize": "dasksc.summaries",
     "open": "dasksc.atlas.opening",
+    "predict": "dasksc.inference",
     "row_local": "dasksc.pushdown",
     "rows_where": "dasksc.atlas.filtering",
     "scDataset": "dasksc.loader",
@@ -117,6 +120,7 @@ __all__ = [
     "MissingPathError",
     "Modalities",
     "MultiIndexable",
+    "PredictionReport",
     "RankMismatchError",
     "SamplingStrategy",
     "StartError",
@@ -141,6 +145,7 @@ __all__ = [
     "highly_variable_genes",
     "normalize",
     "open",
+    "predict",
     "row_local",
     "rows_where",
     "scDataset",

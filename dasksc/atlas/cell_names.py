@@ -1,12 +1,15 @@
-"""Names of cells: fast reading, placeholders, and a check for repeated names."""
+"""Names of cells: fast reading, placeholders, digests, and a check for repeated names."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 import pandas as pd
+import zarr
 from anndata import AnnData
 from anndata.io import read_elem
 
@@ -14,9 +17,19 @@ from dasksc.atlas.options import OpenOptions
 from dasksc.storage import Place
 from dasksc.storage.hdf5.strings import read_strings
 
-__all__ = ["any_repeat", "is_nameless", "nameless_index", "number_rows", "read_names"]
+__all__ = [
+    "any_repeat",
+    "digest_names",
+    "is_nameless",
+    "nameless_index",
+    "names_in_pieces",
+    "number_rows",
+    "read_names",
+    "stored_names",
+]
 
 _FEW_NAMES = 100_000
+_PIECE = 2**16
 
 
 def read_names(stored: Any, path: str | Place, options: OpenOptions) -> Any:
@@ -52,3 +65,33 @@ def any_repeat(names: pd.Index[Any]) -> bool:
     hashes = np.fromiter(map(hash, names.to_numpy()), dtype=np.int64, count=len(names))
     hashes.sort()
     return bool((hashes[1:] == hashes[:-1]).any()) and not names.is_unique
+
+
+def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
+    """Yield the names of cells in memory, some at a time."""
+    for start in range(0, len(names), _PIECE):
+        yield names[start : start + _PIECE].astype(str).tolist()
+
+
+def stored_names(stored: Any) -> Iterator[list[str]] | None:
+    """Yield the names of a stored obs table, some at a time; return None if its encoding has to be read as a whole."""
+    index = stored[stored.attrs["_index"]] if "_index" in stored.attrs else None
+    if isinstance(index, h5py.Dataset) and h5py.check_string_dtype(index.dtype) is not None:
+        return _pieces_of(index.asstr(), len(index))
+    if isinstance(index, zarr.Array) and index.attrs.get("encoding-type") == "string-array":
+        return _pieces_of(index, index.shape[0])
+    return None
+
+
+def _pieces_of(array: Any, n: int) -> Iterator[list[str]]:
+    for start in range(0, n, _PIECE):
+        yield np.asarray(array[start : start + _PIECE]).astype(object).tolist()
+
+
+def digest_names(pieces: Iterable[Sequence[str]]) -> str:
+    """Return a digest of names and their order, 32 hexadecimal digits, the same for any pieces."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        # Surrogates stand for bytes that are no UTF-8.
+        digest.update("".join(f"{name}\0" for name in piece).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

@@ -18,6 +18,7 @@ from anndata import AnnData
 
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import raw_of, unchecked
+from dasksc.atlas.attaching import attach_elements, check_attach
 from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
 from dasksc.atlas.inputs import Part, is_anncollection, parts_of, quoted
@@ -55,6 +56,7 @@ def open(
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     feature_types: str | Sequence[str] | None = None,
     genome: str | Sequence[str] | None = None,
+    attach: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several as one.
 
@@ -111,6 +113,11 @@ def open(
     genome
         Genomes to keep of 10x ``.h5`` files, one or several. Default: all. A file of CellRanger 2 has a matrix with
         its own cells for each genome; if it has several, choose one.
+    attach
+        Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
+        ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
+        read. The store must have the same cells in the same order: their number is compared, and their names
+        unless ``names=False``.
 
     Returns
     -------
@@ -123,13 +130,14 @@ def open(
     ------
     InputError
         If `data` has another type, or several atlases do not fit together, such as ``"inner"`` without a common
-        variable.
+        variable; or if the cells of a store in `attach` differ.
     MissingPathError
         If the path does not exist.
     StorageError
         If the path has no AnnData file or store (`CorruptDataError`: if it is damaged).
     MissingKeyError
-        If obs lacks a column in `obs`, there is no raw, or a 10x file lacks a feature type or genome.
+        If obs lacks a column in `obs`, there is no raw, a 10x file lacks a feature type or genome, or a store in
+        `attach` lacks a key.
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
@@ -139,6 +147,8 @@ def open(
     if merge not in (None, *MERGES) and not callable(merge):
         raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
     check_fill_value(fill_value, join)
+    if attach is not None:
+        check_attach(attach)
     given: dict[str, Any] = {
         "label": label,
         "keys": keys,
@@ -182,6 +192,8 @@ def open(
             )
             if index_unique is None:
                 remedy = "index_unique='-' adds the key of its atlas to each"
+        if attach is not None:
+            attach_elements(result, attach, options)
     if not names:
         number_rows(result)
     elif any_repeat(result.obs_names):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask.array as da
@@ -12,6 +12,8 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.anndata_objects import layers_of
+from dasksc.atlas.attaching import path_names
+from dasksc.atlas.cell_names import names_in_pieces
 from dasksc.atlas.lookup import known
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import MatrixRows, gather_block, matrix_of
@@ -37,16 +39,20 @@ class AnnDataView:
         Function that opens the same AnnData with the names of cells, called on first use; None if `adata` has them.
     opening
         Function with the interface of `open` that reads columns of obs missing in `adata`; None if it has all.
+    path
+        Path of the file or store of `adata`; None if there are several, or none.
     """
 
-    __slots__ = ("_matrices", "_opened", "_opening", "_with_names")
+    __slots__ = ("_matrices", "_opened", "_opening", "_with_names", "path")
 
     def __init__(
         self,
         adata: AnnData,
         with_names: Callable[[], AnnData] | None = None,
         opening: Callable[..., AnnData] | None = None,
+        path: str | None = None,
     ) -> None:
+        self.path = path
         self._opened = adata
         self._opening = opening
         self._with_names = with_names
@@ -67,6 +73,16 @@ class AnnDataView:
         if self._opening is not None and name not in self.table:
             return self._opening(obs=[name], names=False).obs[name]
         return self.table[known("obs", name, self.table)]
+
+    def name_pieces(self) -> Iterator[list[str]] | None:
+        """Yield the names of cells, some at a time, without holding all of them if they are in one file or store.
+
+        None if the cells have no names.
+        """
+        if self.path is not None:
+            return path_names(self.path)
+        names = self._adata.obs_names
+        return None if isinstance(names, pd.RangeIndex) else names_in_pieces(names)
 
     @property
     def _adata(self) -> AnnData:
@@ -90,7 +106,7 @@ class AnnDataView:
         return getattr(self._opened if name in _WITHOUT_NAMES else self._adata, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._opened, self._with_names, self._opening)
+        return type(self), (self._opened, self._with_names, self._opening, self.path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._opened!r}"

@@ -28,6 +28,7 @@ Examples:
   dasksc suggest atlas.zarr --batch-size 256
   dasksc stats atlas.h5ad --by donor --out stats.h5ad
   dasksc train --config classifier.yaml --nproc auto
+  dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
 """
 
 

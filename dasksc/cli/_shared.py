@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "StorageOptions",
     "aligned",
     "cached_in",
+    "can_show_progress",
     "data_of",
     "data_options",
     "opened",
@@ -158,3 +160,14 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def can_show_progress() -> bool:
+    """Return True if a progress bar is wanted and possible: on a terminal, with tqdm."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        import tqdm  # noqa: F401
+    except ImportError:
+        return False
+    return True

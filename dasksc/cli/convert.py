@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import click
 from dask.utils import format_bytes
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, url_options
+from dasksc.cli._shared import StorageOptions, can_show_progress, url_options
 from dasksc.loader.genes import Missing, Repeated
 
 __all__ = ["command"]
@@ -152,7 +151,7 @@ def command(
         verify=verify,
         storage_options=dict(storage_options),
         cache=cache,
-        progress=_can_show_progress() if progress is None else progress,
+        progress=can_show_progress() if progress is None else progress,
     )
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=1))
@@ -166,13 +165,3 @@ def command(
         click.echo(f"  {report.genes}")
     if report.left_out:
         click.echo(f"  left out: {', '.join(report.left_out)}")
-
-
-def _can_show_progress() -> bool:
-    if not sys.stderr.isatty():
-        return False
-    try:
-        import tqdm  # noqa: F401
-    except ImportError:
-        return False
-    return True

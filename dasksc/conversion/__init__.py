@@ -19,11 +19,11 @@ from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, pat
 from dasksc.conversion.rows import Order
 from dasksc.conversion.subset import subset_of
 from dasksc.conversion.tables import check_tables
-from dasksc.conversion.task_runner import check_progress
-from dasksc.conversion.work_folder import Workplace
 from dasksc.errors import DaskscError, MissingKeyError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
+from dasksc.output.progress import check_progress
+from dasksc.output.work_folder import Workplace
 
 if TYPE_CHECKING:
     from distributed import Client

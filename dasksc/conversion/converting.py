@@ -18,12 +18,13 @@ from dasksc.conversion.rows import row_order
 from dasksc.conversion.scanning import ROW, Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, write_tables
-from dasksc.conversion.task_runner import Runner, progress_bar
-from dasksc.conversion.work_folder import Workplace, array_appearing, mapped_array
+from dasksc.conversion.task_runner import Runner
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count, wide_enough
 from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import Scheduler
 from dasksc.memory.limits import memory_limit
+from dasksc.output.progress import progress_bar
+from dasksc.output.work_folder import Workplace, array_appearing, mapped_array
 from dasksc.storage import Matrix, is_url
 from dasksc.storage.arrays import logical_dtype
 

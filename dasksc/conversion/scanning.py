@@ -11,10 +11,10 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.conversion.work_folder import array_appearing, mapped_array
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend
+from dasksc.output.work_folder import array_appearing, mapped_array
 from dasksc.storage import Fetched, Matrix, open_matrix
 from dasksc.storage.dtypes import holds_all, sum_dtype
 from dasksc.storage.fetched_csr import CSRFetched

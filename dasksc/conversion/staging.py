@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.conversion.work_folder import appearing, mapped_array
+from dasksc.output.work_folder import appearing, mapped_array
 from dasksc.storage import Matrix, StackedMatrix, open_matrix
 from dasksc.storage.fetched_csr import CSRFetched
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +21,8 @@ from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
 from dasksc.conversion.scanning import pieces
-from dasksc.conversion.writing import write_group
 from dasksc.errors import CorruptDataError, InputError
+from dasksc.output.elements import as_anndata_writes, write_group
 from dasksc.storage import is_of_content
 
 __all__ = ["check_obs", "check_tables", "storable", "write_tables"]
@@ -98,7 +96,7 @@ def check_tables(adata: anndata.AnnData) -> None:
     InputError
         If AnnData cannot write an element. The message names the column.
     """
-    with _as_anndata_writes():
+    with as_anndata_writes():
         for path, element, _ in _elements(adata):
             if isinstance(element, pd.DataFrame):
                 part: Any = element.iloc[:1]
@@ -144,7 +142,7 @@ def write_tables(
         Description of the order, stored as an attribute for ``dasksc info``.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    with _as_anndata_writes():
+    with as_anndata_writes():
         written = zarr.open_group(folder, mode="w", zarr_format=3)
         for i, (path, element, has_cells) in enumerate(_elements(adata)):
             if not has_cells:
@@ -222,20 +220,6 @@ def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
         yield "raw/varm", dict(adata.raw.varm), False
 
 
-@contextmanager
-def _as_anndata_writes() -> Iterator[None]:
-    """Suppress the warnings of the libraries for each element, and allow AnnData to write nullable strings."""
-    settings = anndata.settings
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        # Without an explicit value, AnnData warns for each array that this default will change.
-        stack.enter_context(settings.override(auto_shard_zarr_v3=bool(settings.auto_shard_zarr_v3)))
-        if hasattr(settings, "allow_write_nullable_strings"):
-            stack.enter_context(settings.override(allow_write_nullable_strings=True))
-        yield
-
-
 def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> None:
     """Compare the written obs with that of the input, with one piece of a column in memory at a time.
 
@@ -245,7 +229,7 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
         If they differ.
     """
     expected = storable(adata.obs, "obs")
-    with _as_anndata_writes():
+    with as_anndata_writes():
         try:
             written = cast(zarr.Group, zarr.open_group(store, mode="r")["obs"])
             differing = [

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from dasksc.errors import DaskscError, FetchError, InputError
+from dasksc.errors import DaskscError, FetchError
 from dasksc.executor.schedulers import Scheduler, default_threads
 from dasksc.executor.window import Window
 
-__all__ = ["Runner", "Tasks", "check_progress", "progress_bar"]
+__all__ = ["Runner", "Tasks"]
 
 
 class Tasks(Protocol):
@@ -81,34 +80,3 @@ class Runner:
     def skip(self, n_cells: int, *, what: str) -> None:
         """Report the cells of a step that need not run."""
         self._advance(n_cells, what)
-
-
-def check_progress() -> None:
-    """Check that a progress bar can be shown.
-
-    Raises
-    ------
-    InputError
-        If tqdm is not installed.
-    """
-    try:
-        import tqdm.auto  # noqa: F401
-    except ImportError as error:
-        raise InputError("progress=True needs tqdm: pip install tqdm") from error
-
-
-@contextmanager
-def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], None]]:
-    """Show a progress bar with the remaining time; yield a callback for finished cells and the name of the step."""
-    if not shown:
-        yield lambda n, what: None
-        return
-    from tqdm.auto import tqdm
-
-    with tqdm(total=total, unit="cell", unit_scale=True) as bar:
-
-        def advance(n: float, what: str) -> None:
-            bar.set_description_str(what, refresh=False)
-            bar.update(n)
-
-        yield advance

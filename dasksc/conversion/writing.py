@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.conversion.scanning import exactly, gather_canonical, pieces
-from dasksc.conversion.shards import ShardedArray, ShardWriter, Shuffle
-from dasksc.conversion.work_folder import mapped_array
 from dasksc.errors import CorruptDataError
+from dasksc.output.elements import write_group
+from dasksc.output.shards import ShardedArray, ShardWriter, Shuffle
+from dasksc.output.work_folder import mapped_array
 from dasksc.storage import Fetched, Matrix
 
-__all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "wide_enough", "write_group"]
+__all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "wide_enough"]
 
 # About 90 cells of an atlas with 20,000 genes. Other readers decode whole chunks; dasksc decodes single blocks of them.
 _CHUNK_VALUES = 2**17
@@ -252,10 +252,3 @@ def rows_of_values(indptr: NDArray[np.int64], start: int, stop: int, piece_value
         last = min(max(last, first + 1), first + _PIECE_ROWS, end)
         yield first, last
         first = last
-
-
-def write_group(folder: Path, attributes: dict[str, Any]) -> None:
-    """Make a folder a Zarr group."""
-    folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    (folder / "zarr.json").write_text(json.dumps(metadata, indent=2))

@@ -7,7 +7,7 @@ restored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dasksc import InputError, SamplingStrategy, scDataset
@@ -85,6 +85,7 @@ class DataModule:
         self._ranks: dict[str, int] | None = None
         self._loader: _TrainingLoader | None = None
         self._state: dict[str, Any] | None = None
+        self._predicted_by: Callable[[scDataset], Any] | None = None
 
     def setup(self, stage: str | None = None) -> None:
         """Create the data sets of a stage unless they exist.
@@ -127,6 +128,10 @@ class DataModule:
         shown = {name: repr(one) if isinstance(one, scDataset) else brief(one) for name, one in self._shown().items()}
         return constructor(self, **shown)
 
+    def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
+        """Set what makes the loader of ``predict`` of its data set; None: the data set is the loader."""
+        self._predicted_by = loader_of
+
     def __str__(self) -> str:
         # Lightning's method iterates objects that are not DataLoaders, and would begin an epoch of each
         # data set.
@@ -156,8 +161,9 @@ class DataModule:
         return self._dataset("test")
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction set."""
-        return self._dataset("predict")
+        """Return the prediction set, or the part of it that a `Writer` needs."""
+        dataset = self._dataset("predict")
+        return dataset if self._predicted_by is None else self._predicted_by(dataset)
 
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:

@@ -64,7 +64,7 @@ class MemoryProjection:
         limit: int,
     ) -> None:
         self._source = source
-        self._session = session
+        self.session = session
         self._scheduler = scheduler
         self._batch_size = batch_size
         self._run_rows = run_rows
@@ -98,7 +98,7 @@ class MemoryProjection:
 
         On a cluster, it is the current share of this rank.
         """
-        world = self._session.detect()
+        world = self.session.detect()
         n_of_cluster = self._scheduler().n_threads
         if n_of_cluster is not None:
             return max(1, n_of_cluster // world.world_size)
@@ -118,7 +118,7 @@ class MemoryProjection:
         """Number of fetching threads in this process, which may be a DataLoader worker."""
         worker = get_worker_info()
         n_threads = default_threads(
-            local_world_size=self._session.here().local_world_size,
+            local_world_size=self.session.here().local_world_size,
             n_workers=1 if worker is None else worker.num_workers,
         )
         return min(n_threads, self.n_threads) if isinstance(self._source, MatrixSource) else n_threads
@@ -150,7 +150,7 @@ class MemoryProjection:
 
     def depth_on(self, scheduler: Scheduler) -> Callable[[], int]:
         """Return a function that returns the depth on a cluster, where the number of workers changes."""
-        world = self._session.settle()
+        world = self.session.settle()
         depths: dict[int, int] = {}
 
         def depth() -> int:
@@ -169,7 +169,7 @@ class MemoryProjection:
         model = dataclasses.replace(self._model(self.fetch_factor), parted=n_parts)
         limit = process_memory.memory_limit()
         worker = get_worker_info()
-        n_processes = self._session.detect().local_world_size * (1 if worker is None else worker.num_workers)
+        n_processes = self.session.detect().local_world_size * (1 if worker is None else worker.num_workers)
         available = process_memory.share_of(
             limit, n_processes=n_processes, own=process_memory.own_bytes(), reused=buffers.kept_bytes()
         )

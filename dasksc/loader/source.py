@@ -22,7 +22,7 @@ from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.inputs import stem_of
 from dasksc.atlas.lookup import known
 from dasksc.atlas.modalities import Modalities, is_modalities
-from dasksc.atlas.opening import is_several
+from dasksc.atlas.opening import is_several, several_of
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.view import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
@@ -306,8 +306,11 @@ def source_of(
     name = "data"
     with_names: Callable[[], AnnData] | None = None
     opening: Callable[..., AnnData] | None = None
+    path: str | None = None
     if isinstance(data, str | os.PathLike) or is_several(data):
         name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
+        if isinstance(data, str | os.PathLike) and several_of(data) is None:
+            path = os.fspath(data)
         wanted = [*request.obs, *filtered_by, *getattr(strategy, "obs_columns", ())]
         # Hooks receive every column. Otherwise only requested columns are read, and cell names on access to obs.
         if hooks:
@@ -328,7 +331,7 @@ def source_of(
         why = "hooks say what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
         request.refuse_where_rows_are_indexed(why)
     if isinstance(data, AnnData):
-        collection: Any = AnnDataView(data, with_names, opening)
+        collection: Any = AnnDataView(data, with_names, opening, path)
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
         if data.X is None:

@@ -23,6 +23,7 @@ __all__ = [
         "Model",
         "Named",
         "Optimizer",
+        "Predict",
         "Profile",
         "Scheduler",
         "Strategy",
@@ -328,6 +329,36 @@ class Training(_Section):
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
 
+class Predict(_Section):
+    """Prediction for every cell at the end of the training, by `dasksc.predict`.
+
+    Parameters
+    ----------
+    out
+        Path of the store to create or extend, or of the h5ad file with `in_place`.
+    path
+        Path of the atlas to read. Default: `data.path`, all of its cells.
+    key
+        Name in obsm.
+    method
+        Method of the model. Default: ``embed`` if it has one, otherwise the model itself. ``predict`` of a classifier
+        writes the column ``predicted`` of obs.
+    batch_size
+        Rows of a batch, per rank. Default: `data.batch_size`.
+    in_place, overwrite, nan
+        As for `dasksc.predict`.
+    """
+
+    out: str
+    path: Paths | None = None
+    key: str = "X_emb"
+    method: str | None = None
+    batch_size: _Positive | None = None
+    in_place: bool = False
+    overwrite: bool = False
+    nan: Literal["error", "report"] = "error"
+
+
 class Config(_Section):
     """Configuration of a training.
 
@@ -341,12 +372,15 @@ class Config(_Section):
         Options of the training loop.
     tokenizer
         Tokenization of cells, for models of tokens.
+    predict
+        Prediction for all cells at the end of the training, if given.
     """
 
     data: Data
     model: Model
     training: Training = Training()
     tokenizer: Tokenizer | None = None
+    predict: Predict | None = None
 
     def written(self) -> dict[str, Any]:
         """Return the configuration as it is logged and saved: without storage options, which may contain secrets."""

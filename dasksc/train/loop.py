@@ -35,6 +35,7 @@ from dasksc.train.parallel import (
     spread,
     unused_of,
 )
+from dasksc.train.predicting import noted_reading, predict_trained
 from dasksc.train.profiling import profiling
 from dasksc.train.report import Report, plot, shown
 from dasksc.train.saved_models import build_model, save_model
@@ -74,7 +75,9 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     with places(config.training) as place:
         run = _Run(config, place, say)
         run.go()
-        return run.finish()
+        report = run.finish()
+        run.predict()
+        return report
 
 
 class _Run:
@@ -88,6 +91,7 @@ class _Run:
                 logger.warning(line)
         self.config = config
         self.place = place
+        self.say = say
         self.folder = Path(training.checkpoint_dir)
         if place.rank == 0:
             say(f"writing checkpoints, metrics.csv, training.png and model.pt to {self.folder.absolute()}")
@@ -351,7 +355,11 @@ class _Run:
             name=self.config.model.name,
             arguments=self.model_arguments,
             place=self.place,
-            more={"step": self.step, "categories": dict(self._loader.dataset.categories)},
+            more={
+                "step": self.step,
+                "categories": dict(self._loader.dataset.categories),
+                "reading": noted_reading(self.config, self._loader.dataset),
+            },
         )
         hidden = {"cells_per_s", "wait_share", "lr"}
         report = Report(
@@ -380,6 +388,19 @@ class _Run:
 
         self.place.by_first(end_logs, self._unwritten)
         return report
+
+    def predict(self) -> None:
+        """Predict what the section ``predict`` asks for."""
+        if self.config.predict is None:
+            return
+        is_shown = self.config.data.progress and self.place.rank == 0
+        with self.spread.autocast():
+            report = predict_trained(
+                self.config, self.spread.bare, self._loader.dataset, device=self.place.device, progress=is_shown
+            )
+        if self.place.rank == 0:
+            keys = ", ".join(f"{key} {what}" for key, what in report.keys.items())
+            self.say(f"predictions of {report.n_obs:,} cells in {report.path}: {keys}")
 
 
 def grouped(items: Iterable[T], n: int) -> Iterator[list[T]]:

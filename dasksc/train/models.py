@@ -76,10 +76,14 @@ class _Layers(nn.Module):
         self.blocks = nn.ModuleList(hidden)
         self.last = nn.Linear(sizes[-2], sizes[-1])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what the last map is given."""
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.last(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.hidden(x))
         return result
 
 
@@ -116,6 +120,14 @@ class MLPClassifier(nn.Module):
         """Return a score for each label (logits), shape (batch, n_labels)."""
         result: Tensor = self.layers(log_normalised(X))
         return result
+
+    def embed(self, batch: Any) -> Tensor:
+        """Return the last hidden layer, shape (batch, hidden_dim)."""
+        return self.layers.hidden(log_normalised(_x_of(batch)))
+
+    def predict(self, batch: Any) -> dict[str, Tensor]:
+        """Return the code of the most likely label of each cell as ``predicted``, shape (batch,)."""
+        return {"predicted": self.scores(_x_of(batch)).argmax(dim=1)}
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Return mean cross entropy and accuracy over the cells with a label, and their number `n`."""
@@ -164,6 +176,10 @@ class Autoencoder(nn.Module):
         """Return the mean of the latent representation of each cell, shape (batch, latent_dim)."""
         return self._posterior(log_normalised(X))[0]
 
+    def embed(self, batch: Any) -> Tensor:
+        """Return the mean of each cell's numbers, shape (batch, latent_dim)."""
+        return self.encode(_x_of(batch))
+
     def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         encoded = self.encoder(x)
         if not self.variational:
@@ -173,8 +189,7 @@ class Autoencoder(nn.Module):
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Return the mean loss and, for a variational autoencoder, its two terms."""
-        # A data set without obs columns or other additions yields X alone.
-        x = log_normalised(batch if isinstance(batch, Tensor) else batch["X"])
+        x = log_normalised(_x_of(batch))
         mean, log_variance = self._posterior(x)
         if log_variance is None:
             return {"loss": F.mse_loss(self.decoder(mean), x)}
@@ -274,16 +289,37 @@ class TokenTransformer(nn.Module):
         result: Tensor = self.norm(x)
         return result
 
+    def embed(self, batch: Any) -> Tensor:
+        """Return the mean over each cell's tokens, shape (batch, hidden_dim)."""
+        return _pooled(self.encode(batch), batch)
+
+    def predict(self, batch: Any) -> dict[str, Tensor]:
+        """Return the code of the most likely label of each cell as ``predicted``, shape (batch,)."""
+        if self.label is None:
+            raise InputError("the model predicts no label: it was trained without model.label. Use its method embed")
+        return {"predicted": self.head(self.embed(batch)).argmax(dim=1)}
+
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Return mean cross entropy and accuracy over masked tokens or labelled cells, and their number `n`."""
         x = self.encode(batch)
         if self.label is not None:
-            kept = batch["attention_mask"].unsqueeze(-1)
-            pooled = (x * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
-            return _classified(self.head(pooled), batch["obs"][self.label], ignored=-1)
+            return _classified(self.head(_pooled(x, batch)), batch["obs"][self.label], ignored=-1)
         if "labels" not in batch:
             raise InputError("there is nothing to predict: give tokenizer.masking.mask_ratio, or model.label")
         return _classified(self.head(x).flatten(0, 1), batch["labels"].flatten(), ignored=_IGNORED)
+
+
+def _x_of(batch: Any) -> Tensor:
+    """Return X of a batch. A data set without obs columns or other additions yields X alone."""
+    x: Tensor = batch if isinstance(batch, Tensor) else batch["X"]
+    return x
+
+
+def _pooled(x: Tensor, batch: Any) -> Tensor:
+    """Return the mean over the tokens of each cell that are there."""
+    kept = batch["attention_mask"].unsqueeze(-1)
+    result: Tensor = (x * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
+    return result
 
 
 def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Tensor]:

@@ -299,16 +299,17 @@ class Spread:
 
     def __call__(self, batch: Any) -> dict[str, torch.Tensor]:
         """Run the model on a batch, in the precision of the run."""
-        with self._autocast():
+        with self.autocast():
             return _per_batch(self.whole(batch), batch)
 
     def evaluate(self, batch: Any) -> dict[str, torch.Tensor]:
         """Run the model without the wrapper for training. Under FSDP all ranks must call this method together."""
-        with self._autocast(), torch.no_grad():
+        with self.autocast(), torch.no_grad():
             outputs: dict[str, torch.Tensor] = self.bare(batch)
             return outputs
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations compute in the precision of the run."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
     @property

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from dasksc import MissingPathError
+from dasksc import InputError, MissingPathError
 from dasksc.train.checkpoint import read_state, read_tensors
 from dasksc.train.import_paths import find
 from dasksc.train.models import BUILT_IN
 from dasksc.train.parallel import Place
 
-__all__ = ["build_model", "load_model", "save_model"]
+__all__ = ["build_model", "load_model", "read_saved", "save_model"]
 
 
 def save_model(
@@ -68,22 +68,54 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     MissingPathError
         If the path does not exist.
     CorruptDataError, InputError
-        If the file or checkpoint is damaged.
+        If the file or checkpoint is damaged, or is none of `dasksc.train`. A file may come from elsewhere: it is read
+        without unrestricted unpickling, and only classes of modules are called.
     """
     path = Path(path)
     if not path.exists():
         raise MissingPathError(f"there is no model at {path}")
     if path.is_file():
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        model = build_model(saved["name"], saved["arguments"])
+        saved = read_saved(path)
+        model = _built(saved, path)
         model.load_state_dict(saved["parameters"])
     else:
         saved = read_state(path)["model"]
-        model = build_model(saved["name"], saved["arguments"])
+        model = _built(saved, path)
         parameters = get_model_state_dict(model)
         read_tensors({"model": parameters}, path, no_dist=True)
         model.load_state_dict(parameters)
     return model.eval()
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Return the content of a ``model.pt``: tensors and plain types.
+
+    Raises
+    ------
+    InputError
+        If the file is damaged, or is not a ``model.pt`` of `dasksc.train`.
+    """
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # any error, since damaged bytes may mean anything
+        # The message of torch recommends to load the file without restrictions.
+        raise InputError(f"{path} is no model.pt that dasksc train wrote, or is damaged") from error
+    if not isinstance(saved, dict) or not {"name", "arguments", "parameters"} <= set(saved):
+        raise InputError(f"{path} is no model.pt that dasksc train wrote: it names no model")
+    return saved
+
+
+def _built(saved: Mapping[str, Any], path: Path) -> nn.Module:
+    """Create the model of a saved file."""
+    name = saved["name"]
+    model_class = find(name, BUILT_IN, what=f"the model of {path}")
+    # The file may come from elsewhere, and name any function: os:system.
+    if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
+        raise InputError(
+            f"{path} is of a model that {name!r} makes, which is no torch.nn.Module class and is not called. If you "
+            "trust the file, make the model yourself, and load 'parameters' of torch.load(path, weights_only=True)"
+        )
+    return build_model(name, saved["arguments"])
 
 
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:

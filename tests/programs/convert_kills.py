@@ -24,9 +24,10 @@ from unittest import mock
 import numpy as np
 
 import dasksc
-from dasksc.conversion import converting, scanning, shards, tables, writing
-from dasksc.conversion import work_folder as workplace
+from dasksc.conversion import converting, scanning, tables, writing
 from dasksc.conversion.inputs import matrices_of
+from dasksc.output import shards
+from dasksc.output import work_folder as workplace
 
 
 def in_child(work: Callable[[], Any]) -> int:

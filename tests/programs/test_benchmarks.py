@@ -364,6 +364,23 @@ def test_tokens_compares_transforms_with_plain_functions(work, tmp_path, capsys)
     assert "| NumPy, in the loop |" in capsys.readouterr().out
 
 
+def test_predict_compares_writing_with_the_loop_alone(work, tmp_path, capsys):
+    import predict
+
+    out = tmp_path / "predict"
+    sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), "--batch", "64"]
+    report = predict.main([*sizes, "--rounds", "1", "--out", str(out)])
+    assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
+    assert {layout: set(rates) for layout, rates in report["cells_per_s"].items()} == {
+        "dense": {"loop", "predict"},
+        "csr": {"loop", "predict"},
+    }
+    assert report["least_share"] > 0
+    assert [one["n_obs"] for one in report["memory"]][:2] == [CELLS // 4, CELLS]
+    assert all(one["peak_bytes"] <= one["projected_bytes"] for one in report["memory"])
+    assert "| dense |" in capsys.readouterr().out
+
+
 def test_summaries_compares_passes_with_reading_and_scanpy(work, tmp_path, capsys):
     import summaries
 

@@ -47,7 +47,9 @@ ROOMS = [
     "summaries",
     "inspection",
     "datasets",
+    "output",
     "conversion",
+    "inference",
     "dashboard",
     "integrations",
     "dataset",  # modules that users know by these names
@@ -62,12 +64,15 @@ ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public name
 
 # Which rooms may import a library when they are imported, and which only inside a function.
 LIBRARIES = {
-    "torch": ({"batches", "transforms", "loader", "integrations", "train"}, {"planning", "multiindexable", "cli"}),
-    "h5py": ({"storage", "atlas", "inspection", "conversion", "datasets"}, set()),
-    "zarr": ({"storage", "atlas", "inspection", "conversion", "datasets"}, {"cli"}),
-    "numcodecs": ({"storage", "conversion"}, set()),
+    "torch": (
+        {"batches", "transforms", "loader", "inference", "integrations", "train"},
+        {"planning", "multiindexable", "cli"},
+    ),
+    "h5py": ({"storage", "atlas", "inspection", "conversion", "inference", "datasets"}, set()),
+    "zarr": ({"storage", "atlas", "inspection", "conversion", "inference", "datasets"}, {"cli"}),
+    "numcodecs": ({"storage", "output"}, set()),
     "anndata": (
-        {"atlas", "loader", "summaries", "inspection", "conversion", "datasets", "cli"},
+        {"atlas", "loader", "summaries", "inspection", "output", "conversion", "inference", "datasets", "cli"},
         {"transforms", "multiindexable"},
     ),
     "numba": ({"kernels"}, set()),
@@ -75,7 +80,7 @@ LIBRARIES = {
     "dask": (
         {
             *("config", "memory", "pushdown", "atlas", "executor", "batches"),
-            *("loader", "summaries", "inspection", "conversion", "dashboard", "cli"),
+            *("loader", "summaries", "inspection", "output", "conversion", "inference", "dashboard", "cli"),
         },
         set(),
     ),

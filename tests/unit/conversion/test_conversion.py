@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc import cli
-from dasksc.conversion import converting, scanning, shards, staging, writing
+from dasksc.conversion import converting, scanning, staging, writing
 from dasksc.conversion.converting import needs_runs
 from dasksc.conversion.inputs import matrices_of
-from dasksc.conversion.work_folder import Workplace, mapped_array
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.executor import schedulers
+from dasksc.output import shards
+from dasksc.output.work_folder import Workplace, mapped_array
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
 from tests.support.programs import ROOT

@@ -18,8 +18,8 @@ import scipy.sparse as sp
 from dask.utils import parse_bytes
 
 import dasksc
-from dasksc.conversion.work_folder import array_appearing
 from dasksc.errors import StorageError
+from dasksc.output.work_folder import array_appearing
 from tests.support.conversions import contents, make_parts_small, read, same, write_gzipped
 from tests.support.programs import PROGRAMS, ROOT
 

@@ -41,13 +41,15 @@ import numpy as np
 from numcodecs import blosc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-__all__ = ["ShardedArray", "ShardWriter", "Shuffle"]
+__all__ = ["Codec", "ShardedArray", "ShardWriter", "Shuffle"]
 
 Shuffle = Literal["noshuffle", "shuffle"]
+Codec = Literal["lz4hc", "stored"]
 
 # Index entry of a chunk that was not written.
 _ABSENT = 2**64 - 1
-_CODEC, _LEVEL = "lz4hc", 4
+# Name and level of Blosc; level 0 copies.
+_CODECS = {"lz4hc": ("lz4hc", 4), "stored": ("lz4", 0)}
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
 # Smallest unit of decoding. Runs of cells begin and end anywhere in a block, so small blocks waste less. For values of
 # two bytes or more, C-Blosc makes no blocks below 64 KiB; this setting selects that minimum.
@@ -69,6 +71,9 @@ class ShardedArray:
     shuffle
         Byte shuffle of Blosc: ``"shuffle"`` groups the bytes of a chunk's elements by significance before
         compression, ``"noshuffle"`` does not.
+    codec
+        ``"lz4hc"`` compresses. ``"stored"`` does not: LZ4 saves 6 percent of an embedding of float32 at 300 million
+        values per second, and storing them takes a thirtieth of the time.
     """
 
     shape: tuple[int, ...]
@@ -76,6 +81,7 @@ class ShardedArray:
     chunk_rows: int
     shard_rows: int
     shuffle: Shuffle = "shuffle"
+    codec: Codec = "lz4hc"
 
     def __post_init__(self) -> None:
         if self.chunk_rows < 1 or self.shard_rows % self.chunk_rows:
@@ -107,8 +113,8 @@ class ShardedArray:
             to_bytes["configuration"] = {"endian": "little"}
         compression = {
             "typesize": self.dtype.itemsize,
-            "cname": _CODEC,
-            "clevel": _LEVEL,
+            "cname": _CODECS[self.codec][0],
+            "clevel": _CODECS[self.codec][1],
             "shuffle": self.shuffle,
             "blocksize": _BLOCK_BYTES,
         }
@@ -184,7 +190,8 @@ class ShardWriter:
         assert self._file is not None
         # Zarr stores edge chunks with their full shape.
         self._chunk[self._n_held :] = 0
-        encoded = blosc.compress(self._chunk, _CODEC.encode(), _LEVEL, _SHUFFLES[self._array.shuffle], _BLOCK_BYTES)
+        (codec, level), shuffle = _CODECS[self._array.codec], _SHUFFLES[self._array.shuffle]
+        encoded = blosc.compress(self._chunk, codec.encode(), level, shuffle, _BLOCK_BYTES)
         self._file.write(encoded)
         self._index[self._n_chunks] = self.n_bytes, len(encoded)
         self.n_bytes += len(encoded)

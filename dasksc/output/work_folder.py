@@ -1,5 +1,6 @@
 """Work folder beside a target: locked, resumable, and removed once the target is complete.
 
+`WorkFolder` is a folder with a lock and the plan of the work in it. `Workplace` is that of a conversion:
 `OUT.zarr.partial` holds the arguments (``plan.json``), facts about the input (``order.npy``, ``scan``), sorted runs of
 input that is slow to read in random order (``stage``), and the store (``store``). Every file appears complete, by a
 rename. After a kill at any moment, existing files remain valid and only missing ones are made. The metadata of the
@@ -26,7 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 from dasksc.errors import InputError, StorageError
 from dasksc.platforms import lock_file
 
-__all__ = ["Workplace", "appearing", "array_appearing", "mapped_array"]
+__all__ = ["WorkFolder", "Workplace", "appearing", "array_appearing", "discard", "mapped_array", "sync_folder"]
 
 _ZEROS_BYTES = 2**20
 # NumPy parses the headers of .npy files with Python's parser, which in Python 3.11 occasionally fails if several
@@ -34,33 +35,41 @@ _ZEROS_BYTES = 2**20
 _parsing = threading.Lock()
 
 
-class Workplace:
-    """Work folder of a target.
+class WorkFolder:
+    """Folder of unfinished work, with a lock and the plan of the work.
 
     Parameters
     ----------
     target
-        Path of the directory to create.
+        Path of the file or directory that the work creates or extends.
+    folder
+        Path of the work folder, on the same file system as `target`.
+    what
+        Name of unfinished work in error messages, such as ``"conversion"``.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, folder: Path, *, what: str) -> None:
         self.target = target
-        self.folder = target.with_name(target.name + ".partial")
-        self.store = self.folder / "store"
-        self._replaced = self.folder / "replaced"
+        self.folder = folder
+        self._what = what
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, *, wait: bool = False) -> Iterator[None]:
         """Lock the target against other processes.
 
         The operating system releases the lock when the process ends for any reason.
 
+        Parameters
+        ----------
+        wait
+            If True, wait for another process that holds the lock.
+
         Raises
         ------
         StorageError
-            If another process holds the lock.
+            If another process holds the lock and `wait` is False.
         """
-        lock = self._lock()
+        lock = self._lock(wait=wait)
         try:
             yield
         finally:
@@ -69,7 +78,7 @@ class Workplace:
                 self.remove()
             lock.close()
 
-    def _lock(self) -> IO[str]:
+    def _lock(self, *, wait: bool) -> IO[str]:
         path = self.folder / "lock"
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +87,7 @@ class Workplace:
             except FileNotFoundError:  # another process has finished and removed the folder
                 continue
             try:
-                lock_file(lock, wait=False)
+                lock_file(lock, wait=wait)
             except BlockingIOError as error:
                 lock.seek(0)
                 owner = lock.read().strip() or "another process"
@@ -94,6 +103,70 @@ class Workplace:
                 return lock
             lock.close()
 
+    def begun(self) -> dict[str, Any] | None:
+        """Return the plan of the work in the folder, or None if there is none that can be read."""
+        try:
+            begun: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
+        except (FileNotFoundError, ValueError):  # a file may be empty after a power failure
+            return None
+        return begun
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """Record the plan of the work, atomically."""
+        with appearing(self.folder / "plan.json") as path:
+            path.write_text(json.dumps(plan, indent=1))
+
+    def clear(self) -> None:
+        """Remove all results, so that the work starts from the beginning."""
+        # The plan goes first, so that the remains of an interrupted removal belong to no plan.
+        (self.folder / "plan.json").unlink(missing_ok=True)
+        self._remove_all_but("lock")
+
+    def _remove_all_but(self, *kept: str) -> None:
+        for entry in self.folder.iterdir():
+            if entry.name not in kept:
+                discard(entry)
+
+    def differing(self, begun: dict[str, Any], plan: dict[str, Any]) -> InputError:
+        """Return the error to raise when the folder holds work with another plan."""
+        names = [name for name in sorted({*plan, *begun}) if plan.get(name) != begun.get(name)]
+        return InputError(
+            f"{self.folder} holds an unfinished {self._what} that differs from this one in {', '.join(names)}. Finish "
+            "that with the arguments it was begun with, or give overwrite=True (--overwrite) to begin anew."
+        )
+
+    def remove(self) -> None:
+        """Remove the folder; the plan, which records completion, goes second to last, and the lock last."""
+        self._remove_all_but("plan.json", "lock")
+        self._remove_all_but("lock")
+        (self.folder / "lock").unlink()
+        self.folder.rmdir()
+
+    def no_space(self, error: OSError, *, needed_bytes: int) -> StorageError:
+        """Return the error to raise when the disk is full."""
+        free = shutil.disk_usage(self.target.parent).free
+        return StorageError(
+            errno.ENOSPC,
+            f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, "
+            f"{format_bytes(free)} are free there ({error}). The input is untouched, and what has been written is "
+            f"kept in {self.folder}: make room and run the same again to go on, or remove that folder.",
+        )
+
+
+class Workplace(WorkFolder):
+    """Work folder of a store that is written as a whole.
+
+    Parameters
+    ----------
+    target
+        Path of the directory to create.
+    """
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(target, target.with_name(target.name + ".partial"), what="conversion")
+        self.store = self.folder / "store"
+        self._replaced = self.folder / "replaced"
+
     def begin(self, plan: dict[str, Any], *, overwrite: bool) -> bool:
         """Prepare the folder for a plan; return False if the target is already complete.
 
@@ -103,7 +176,7 @@ class Workplace:
             If `overwrite` is False and the target exists or the folder holds a conversion with another plan; or if
             the target is not a Zarr store.
         """
-        begun = self._begun()
+        begun = self.begun()
         published = begun is not None and begun.pop("published", False) and not self.store.exists()
         if published and begun == plan and self.target.exists() and not overwrite:
             # The process was killed between the final rename and the removal of the folder.
@@ -117,15 +190,10 @@ class Workplace:
             if not self._may_be_replaced():
                 raise InputError(f"{self.target} is no Zarr store, and is not overwritten. Give another target.")
         if begun is not None and begun != plan and not overwrite:
-            differing = [name for name in sorted({*plan, *begun}) if plan.get(name) != begun.get(name)]
-            raise InputError(
-                f"{self.folder} holds an unfinished conversion that differs from this one in "
-                f"{', '.join(differing)}. Finish that with the arguments it was begun with, or give "
-                "overwrite=True (--overwrite) to begin anew."
-            )
+            raise self.differing(begun, plan)
         if begun != plan:
             self.clear()
-            self._write_plan(plan)
+            self.write_plan(plan)
         return True
 
     def _is_taken(self) -> bool:
@@ -134,28 +202,6 @@ class Workplace:
 
     def _may_be_replaced(self) -> bool:
         return any((self.target / marker).exists() for marker in ("zarr.json", ".zgroup"))
-
-    def _begun(self) -> dict[str, Any] | None:
-        try:
-            begun: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
-        except FileNotFoundError:
-            return None
-        return begun
-
-    def _write_plan(self, plan: dict[str, Any]) -> None:
-        with appearing(self.folder / "plan.json") as path:
-            path.write_text(json.dumps(plan, indent=1))
-
-    def clear(self) -> None:
-        """Remove all results, so that the next conversion starts from the beginning."""
-        # The plan goes first, so that the remains of an interrupted removal belong to no plan.
-        (self.folder / "plan.json").unlink(missing_ok=True)
-        self._remove_all_but("lock")
-
-    def _remove_all_but(self, *kept: str) -> None:
-        for entry in self.folder.iterdir():
-            if entry.name not in kept:
-                _discard(entry)
 
     def publish(self, *, overwrite: bool) -> None:
         """Rename the store to the target and remove the work folder.
@@ -176,31 +222,14 @@ class Workplace:
         # Killed tasks leave partial files.
         for leftover in self.store.rglob(".*.partial"):
             leftover.unlink()
-        begun = self._begun() or {}
-        self._write_plan(begun | {"published": True})
+        begun = self.begun() or {}
+        self.write_plan(begun | {"published": True})
         if self._is_taken():
-            _discard(self._replaced)
+            discard(self._replaced)
             os.rename(self.target, self._replaced)
         os.rename(self.store, self.target)
-        _sync_folder(self.target.parent)
+        sync_folder(self.target.parent)
         self.remove()
-
-    def remove(self) -> None:
-        """Remove the folder; the plan, which records completion, goes second to last, and the lock last."""
-        self._remove_all_but("plan.json", "lock")
-        self._remove_all_but("lock")
-        (self.folder / "lock").unlink()
-        self.folder.rmdir()
-
-    def no_space(self, error: OSError, *, needed_bytes: int) -> StorageError:
-        """Return the error to raise when the disk is full."""
-        free = shutil.disk_usage(self.target.parent).free
-        return StorageError(
-            errno.ENOSPC,
-            f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, "
-            f"{format_bytes(free)} are free there ({error}). The input is untouched, and what has been written is "
-            f"kept in {self.folder}: make room and run the same again to go on, or remove that folder.",
-        )
 
 
 @contextmanager
@@ -259,7 +288,7 @@ def _extend(file: IO[bytes], n_bytes: int) -> None:
         file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
     """Remove a file, directory or symbolic link; the target of a link is kept."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -267,7 +296,8 @@ def _discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
     if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,0 +1,121 @@
+"""Elements of other stores, such as embeddings, added to an atlas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from anndata.io import read_elem
+
+from dasksc.atlas.cell_names import digest_names, names_in_pieces, stored_names
+from dasksc.atlas.elements import Unwrapped, lazy_element
+from dasksc.atlas.lookup import known
+from dasksc.atlas.options import OpenOptions
+from dasksc.atlas.stores import reading, root_of, where_of
+from dasksc.atlas.tables import column_names, read_table
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.pushdown import to_dask
+
+__all__ = ["NAMES_ATTRIBUTE", "attach_elements", "check_attach", "names_digest_of", "path_names"]
+
+_GROUPS = ("obsm", "obs")
+# Attribute of the root of a store: the digest of the names of its cells, null if they have none.
+NAMES_ATTRIBUTE = "dasksc-names"
+
+
+def check_attach(attach: Any) -> None:
+    """Refuse `attach` unless it maps keys to paths.
+
+    Raises
+    ------
+    InputError
+        If it is not a mapping, or a key is not in obsm or obs.
+    """
+    if not isinstance(attach, Mapping):
+        raise InputError(f"attach={attach!r} is no dict; give keys and paths: attach={{'obsm/X_emb': 'emb.zarr'}}")
+    for key, path in attach.items():
+        group, slash, name = str(key).partition("/")
+        if group not in _GROUPS or not slash or not name or "/" in name:
+            raise InputError(f"attach= has the key {key!r}; expected 'obsm/NAME' or 'obs/NAME'")
+        if not isinstance(path, str | os.PathLike):
+            raise InputError(f"attach[{key!r}] is {path!r}; expected the path of a store: 'emb.zarr'")
+
+
+def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]], options: OpenOptions) -> None:
+    """Add elements of other stores to an AnnData: matrices of obsm lazily, columns of obs in memory.
+
+    Parameters
+    ----------
+    adata
+        AnnData to add to.
+    attach
+        Paths of stores, by the key that an element has there and gets here.
+    options
+        Options of `open`. Names are compared only if they are read.
+
+    Raises
+    ------
+    InputError
+        If `adata` has the key, or the store has another number of cells or other names.
+    MissingKeyError
+        If the store lacks the key.
+    """
+    digest = None
+    for key, path in attach.items():
+        group, _, name = key.partition("/")
+        if name in getattr(adata, group):
+            raise InputError(f"attach= has {key!r}, which the atlas has already. Leave it out of attach=")
+        where = where_of(os.fspath(path), options)
+        with reading(where), root_of(where, options) as root:
+            if group not in root:
+                raise MissingKeyError(f"{where} has no {group}, and attach= asks for {key!r} of it")
+            held = column_names(root["obs"]) if group == "obs" else list(root["obsm"])
+            stored = root[group][known(f"{group} of {where}", name, held)]
+            value = read_elem(stored) if group == "obs" else lazy_element(where, stored, options)
+            if isinstance(value, Unwrapped):
+                value = to_dask(value.matrix, token=value.token)
+            if len(value) != adata.n_obs:
+                raise InputError(
+                    f"{where}:/{key} has {len(value)} rows, and the atlas {adata.n_obs} cells. It was made of another "
+                    "atlas, or of some of its cells"
+                )
+            if options.has_names:
+                digest = digest_names(names_in_pieces(adata.obs_names)) if digest is None else digest
+                other = names_digest_of(root, where)
+                if other not in (None, digest):
+                    raise InputError(
+                        f"{where} has {adata.n_obs} cells as the atlas has, but other names of them, or in another "
+                        "order. It was made of another atlas"
+                    )
+        if isinstance(value, pd.DataFrame):
+            value = value.set_axis(adata.obs.index)
+        if group == "obs":
+            adata.obs[name] = value if isinstance(value, pd.api.extensions.ExtensionArray) else np.asarray(value)
+        else:
+            adata.obsm[name] = value
+
+
+def names_digest_of(root: Any, where: Any) -> str | None:
+    """Return the digest of the names of the cells in a store, recorded or computed; None without names."""
+    if NAMES_ATTRIBUTE in root.attrs:
+        noted = root.attrs[NAMES_ATTRIBUTE]
+        return None if noted is None else str(noted)
+    if "obs" not in root:
+        return None
+    pieces = stored_names(root["obs"])
+    if pieces is None:
+        pieces = names_in_pieces(read_table(root["obs"], [], where, OpenOptions()).index)
+    return digest_names(pieces)
+
+
+def path_names(path: str) -> Iterator[list[str]]:
+    """Yield the names of the cells of the atlas at a path, in pieces."""
+    options = OpenOptions()
+    where = where_of(path, options)
+    with reading(where), root_of(where, options) as root:
+        pieces = stored_names(root["obs"])
+        yield from names_in_pieces(read_table(root["obs"], [], where, options).index) if pieces is None else pieces

@@ -1,0 +1,151 @@
+"""``dasksc embed``: run a model on every cell of an atlas."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+import dasksc
+from dasksc.cli._shared import StorageOptions, cached_in, can_show_progress, url_options
+
+__all__ = ["command"]
+
+_EXAMPLES = """
+\b
+Examples:
+  dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
+  dasksc embed atlas.zarr --model run/model.pt --method predict --out atlas.zarr
+  dasksc embed atlas.h5ad --model mypackage.models:embed --key X_mine --in-place
+  torchrun --nproc-per-node 8 -m dasksc embed atlas.zarr --model run/model.pt --out emb.zarr
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("atlas")
+@click.option(
+    "--model",
+    required=True,
+    metavar="PATH|MODULE:NAME",
+    help="The model.pt of a training, or the import path of a function or module that is called with batches.",
+)
+@click.option("--out", metavar="OUT.zarr", help="A store to create or extend.  [default with --in-place: ATLAS]")
+@click.option("--key", default="X_emb", show_default=True, help="Name in obsm.")
+@click.option(
+    "--method", help="Method of the model to call.  [default: embed, if there is one; otherwise the model itself]"
+)
+@click.option("--batch-size", type=click.IntRange(1), default=1024, show_default=True, help="Cells of a batch.")
+@click.option("--device", help="Where the model runs: cpu, cuda, cuda:1.  [default: a GPU, if there is one]")
+@click.option(
+    "--genes-missing",
+    type=click.Choice(["error", "zero"]),
+    default="error",
+    show_default=True,
+    help="What becomes of genes of the model that the atlas lacks.",
+)
+@click.option(
+    "--nan", type=click.Choice(["error", "report"]), default="error", show_default=True, help="What NaN does."
+)
+@click.option("--in-place", is_flag=True, help="Replace an .h5ad file by a copy with the predictions.")
+@click.option("--overwrite", is_flag=True, help="Replace the key, and drop other predictions begun there.")
+@click.option(
+    "--progress/--no-progress", default=None, help="Show a bar with cells per second.  [default: on a terminal]"
+)
+@url_options
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(
+    atlas: str,
+    model: str,
+    out: str | None,
+    key: str,
+    method: str | None,
+    batch_size: int,
+    device: str | None,
+    genes_missing: str,
+    nan: str,
+    in_place: bool,
+    overwrite: bool,
+    progress: bool | None,
+    storage_options: StorageOptions,
+    cache: str | None,
+    as_json: bool,
+) -> None:
+    """Run a model on every cell of ATLAS, and write the results.
+
+    The key appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command resumes
+    the work, on any number of ranks.
+    """
+    if out is None and not in_place:
+        raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")
+    with cached_in(cache):
+        data: Any = atlas
+        if storage_options:
+            data = dasksc.open(atlas, storage_options=storage_options)
+        called, dataset, categories = _prepared(model, data, method, batch_size=batch_size, genes_missing=genes_missing)
+        is_first = dasksc.World.detect().rank == 0
+        report = dasksc.predict(
+            called,
+            dataset,
+            atlas if out is None else out,
+            key=key,
+            categories=categories,
+            device=_device(device),
+            in_place=in_place,
+            overwrite=overwrite,
+            nan="report" if nan == "report" else "error",
+            progress=(can_show_progress() if progress is None else progress) and is_first,
+        )
+    if as_json:
+        click.echo(json.dumps(report.as_dict()))
+        return
+    if not report.is_complete:
+        click.echo(f"{report.n_predicted:,} cells predicted; the last rank to end puts them into {report.path}")
+        return
+    keys = ", ".join(f"{name} {what}" for name, what in report.keys.items())
+    click.echo(
+        f"{report.path}: {keys}; {report.n_predicted:,} of {report.n_obs:,} cells predicted in {report.elapsed_s:.1f} s"
+        f" ({report.cells_per_s:,.0f} cells/s)"
+    )
+    for name, (n, cells) in report.nan_cells.items():
+        named = ", ".join(f"{row} {cell}".strip() for row, cell in cells)
+        click.echo(f"  NaN in {name} of {n:,} cells: {named}{', ...' if n > len(cells) else ''}")
+
+
+def _prepared(
+    model: str, data: Any, method: str | None, *, batch_size: int, genes_missing: str
+) -> tuple[Any, Any, dict[str, list[Any]]]:
+    """Return what is called, the data set, and the labels of codes."""
+    try:
+        from dasksc.train import predicting, saved_models
+    except ModuleNotFoundError as error:
+        if error.name not in ("pydantic", "yaml"):
+            raise
+        raise dasksc.InputError("dasksc embed needs pydantic and PyYAML: pip install 'dasksc[train]'") from error
+    if ":" in model and not os.path.exists(model):
+        called = predicting.imported_model(model)
+        if method is not None:
+            called = predicting.method_of(called, method)
+        return called, dasksc.scDataset(data, dasksc.Streaming(), batch_size), {}
+    trained = saved_models.load_model(model)
+    noted, categories = predicting.read_model(Path(model))
+    if noted is None:
+        raise dasksc.InputError(
+            f"{model} does not say which genes its model reads: an earlier version of dasksc wrote it. Load it by "
+            "dasksc.train.load_model, and give dasksc.predict a data set"
+        )
+    dataset = predicting.dataset_for(noted, data, batch_size=batch_size, genes_missing=genes_missing)
+    return predicting.method_of(trained, method), dataset, predicting.categories_for(trained, method, categories)
+
+
+def _device(given: str | None) -> Any:
+    """Return the device that was given, or the GPU of this rank."""
+    import torch
+
+    if given is not None or not torch.cuda.is_available():
+        return given
+    from dasksc.train.launch import local_rank_of
+
+    return torch.device("cuda", local_rank_of(dasksc.World.detect(), os.environ) % torch.cuda.device_count())

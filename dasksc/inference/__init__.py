@@ -1,0 +1,432 @@
+"""Predictions for every cell of an atlas, written during inference.
+
+Rows are divided into units of whole batches (`dasksc.inference.work`): a shard of every output and a marker. The rows
+of a unit and of a batch depend on the number of cells and the batch size, not on ranks. Units are kept in a folder
+named by the digest of a plan (model, data and options), so any process can find the missing units.
+
+Each rank
+
+1. writes the plan to the work folder, or joins ranks with the same plan, and claims a contiguous range of units. It
+   holds a lock during this step only.
+2. predicts and writes the missing units of its range. Memory holds batches that are read ahead, and a chunk of each
+   output.
+3. publishes the result if all units are complete, under the lock: it writes the metadata and renames
+   (`dasksc.inference.targets`). A reader sees a key complete or not at all.
+4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
+   call returns. A rank that fails leaves a note, and the other ranks fail with it.
+
+Ranks use no collectives, except under FSDP, where every call of the model is collective. There all ranks make equally
+many calls and discard surplus batches.
+
+Errors name the problem: an existing key, a wrong shape, the cells with NaN, or the space that a full disk lacks.
+Complete units are kept, and the same call predicts the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import torch
+from dask.base import tokenize
+
+from dasksc.errors import DaskscError, InputError, StorageError
+from dasksc.inference.calling import Predictor
+from dasksc.inference.digests import digest_of
+from dasksc.inference.outputs import Output, Outputs, check_categories, check_name
+from dasksc.inference.sharing import NanError, Notes, Share, most_of_ranks
+from dasksc.inference.targets import Target, target_of
+from dasksc.inference.work import Work
+from dasksc.loader.dataset import parts_of, scDataset
+from dasksc.loader.row_range import world_of
+from dasksc.loader.source import MatrixSource
+from dasksc.output.progress import check_progress, progress_bar
+from dasksc.planning.ranks import World
+from dasksc.pushdown import matrix_of
+from dasksc.sampling.strategies import Streaming
+
+__all__ = ["PredictionReport", "Predictions", "predict"]
+
+# Version of the plan. Predictions with another version are not resumed.
+_FORMAT = 1
+_BATCH_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionReport:
+    """Result of `predict`.
+
+    Parameters
+    ----------
+    path
+        Path of the store or file that has the predictions.
+    keys
+        Shape and type of each key, such as ``{"obsm/X_emb": "(1000, 64) float32"}``; empty if `is_complete` is False.
+    n_obs
+        Number of cells of the atlas.
+    n_predicted
+        Number of cells that this call predicted on this rank, without cells predicted before or by other ranks.
+    nan_cells
+        For each output with NaN, the number of cells with NaN, and the first of them as (row, name).
+    elapsed_s
+        Duration of this call in seconds.
+    is_complete
+        True if the keys exist. False if other ranks are still predicting and there is no process group to wait for
+        them.
+    """
+
+    path: str
+    keys: dict[str, str]
+    n_obs: int
+    n_predicted: int
+    nan_cells: dict[str, tuple[int, list[tuple[int, str]]]]
+    elapsed_s: float
+    is_complete: bool
+
+    @property
+    def cells_per_s(self) -> float:
+        """Cells that this rank predicted, per second."""
+        return self.n_predicted / self.elapsed_s if self.elapsed_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict of plain types."""
+        return asdict(self)
+
+
+def predict(
+    model: Callable[[Any], Any],
+    dataset: Any,
+    out: str | os.PathLike[str],
+    *,
+    key: str = "X_emb",
+    categories: Mapping[str, Sequence[Any]] | None = None,
+    device: torch.device | str | int | None = None,
+    in_place: bool = False,
+    overwrite: bool = False,
+    nan: Literal["error", "report"] = "error",
+    progress: bool = False,
+    **options: Any,
+) -> PredictionReport:
+    """Run a model once on every cell of an atlas, and write the results.
+
+    Memory does not grow with the number of cells. After an interruption the same call resumes the work, on any number
+    of ranks. Predictions become visible only when all of them are written.
+
+    Parameters
+    ----------
+    model
+        Module, method of a module (``model.encode``), or function. It is called with each batch, in inference mode, and
+        returns a tensor or array with one row per cell, shape (batch, k) or (batch,), or a dict of them by name.
+        Matrices become entries of obsm, one-dimensional arrays columns of obs. ``DistributedDataParallel`` is
+        unwrapped; a module sharded by ``fully_shard`` is called equally often on all ranks.
+    dataset
+        Data set whose batch size and request (genes, layers, obs, layout, transform) are used. All rows of its
+        collection are read in storage order; its strategy and filter are not used. Or an atlas in any form that
+        `dasksc.open` accepts.
+    out
+        Path of a Zarr store to create, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``; or of an AnnData
+        store (Zarr v3) with the same cells, to extend; or, with `in_place`, of an h5ad file with the same cells.
+    key
+        Name of predictions that the model returns without a name.
+    categories
+        Labels of integer codes that the model returns, by name: ``{"predicted": ["B cell", "T cell"]}``. Labels are all
+        text or all numbers. The codes become categorical columns of obs; -1 stands for a missing value.
+    device
+        Device of the batches, to which a module is moved. Default: that of the module's first parameter.
+    in_place
+        If True, `out` may be an h5ad file. When all predictions are complete, one process extends a copy of the file
+        and replaces the file by the copy.
+    overwrite
+        If True, replace existing keys, and discard unfinished predictions with other arguments.
+    nan
+        ``"error"`` refuses NaN. ``"report"`` writes it, and `PredictionReport.nan_cells` counts it.
+    progress
+        If True, show a progress bar with cells per second (requires tqdm).
+    **options
+        Arguments of `dasksc.scDataset` for an atlas, such as ``genes=``, ``obs=`` and ``batch_size=`` (default 1,024).
+
+    Returns
+    -------
+    PredictionReport
+        Shapes and types of the predictions, cells with NaN, and the rate.
+
+    Raises
+    ------
+    InputError
+        If an argument is invalid, a key exists, `out` has other cells or lies inside a store, or unfinished predictions
+        have another model, other data or options; if the model returns an unexpected shape or type, or NaN.
+    StorageError
+        If the disk is full, another rank failed, or another process predicts the same cells. Complete units are kept.
+
+    Notes
+    -----
+    Unfinished work is kept in ``OUT.partial``, identified by a digest of the model (parameters, buffers, attributes and
+    the source code of its classes, or the source code and closure of a function), of the files that are read, and of
+    the options. The digest does not include code called from there: remove the folder after changing such code.
+
+    `out` must be on a file system that all ranks share, with locks between machines.
+    """
+    run = Predictions(
+        model,
+        dataset,
+        out,
+        key=key,
+        categories=categories,
+        device=device,
+        in_place=in_place,
+        overwrite=overwrite,
+        nan=nan,
+        options=options,
+    )
+    if progress:
+        check_progress()
+    return run.run(shown=progress)
+
+
+class Predictions:
+    """Predictions of an atlas on one rank.
+
+    Parameters
+    ----------
+    model, dataset, out, key, categories, device, in_place, overwrite, nan
+        As for `predict`.
+    options
+        Arguments of `dasksc.scDataset`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dataset: Any,
+        out: str | os.PathLike[str],
+        *,
+        key: str = "X_emb",
+        categories: Mapping[str, Sequence[Any]] | None = None,
+        device: Any = None,
+        in_place: bool = False,
+        overwrite: bool = False,
+        nan: Literal["error", "report"] = "error",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if nan not in ("error", "report"):
+            raise InputError(f"nan={nan!r} is neither 'error' nor 'report'")
+        self._key = check_name(key)
+        labels = check_categories(categories)
+        self._nan = nan
+        self._overwrite = overwrite
+        self.predictor = Predictor.of(model)
+        self._device = self.predictor.device if device is None else _device_of(device)
+        self.dataset = _dataset_of(dataset, options or {})
+        self._source = parts_of(self.dataset).source
+        self.world: World = world_of(self.dataset)
+        n_obs = self._source.n_obs
+        if not n_obs:
+            raise InputError("the atlas has no cells to predict")
+        self._outputs = Outputs(key=key, categories=labels)
+        path = getattr(self._source.collection, "path", None)
+        if device is not None and self.predictor.module is not None:
+            self.predictor.module.to(self._device)
+        self.target: Target = target_of(out, key, in_place=in_place, source=path)
+        plan = {
+            "format": _FORMAT,
+            "n_obs": n_obs,
+            "batch_size": self.dataset.batch_size,
+            "key": key,
+            "categories": labels,
+            "model": digest_of(self.predictor.identity),
+            "data": self._data_digest(),
+        }
+        self.work = Work(self.target.path, self.target.folder, plan, n_obs=n_obs, batch_size=self.dataset.batch_size)
+
+    def _data_digest(self) -> str:
+        """Return a digest of the content of the batches."""
+        source, dataset = self._source, self.dataset
+        hooks = digest_of([getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")])
+        made = digest_of([dataset.batch_transform, dataset.transform])
+        if isinstance(source, MatrixSource):
+            read: Any = [tokenize(source.matrices[name]) for name in sorted(source.matrices)]
+            return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, made))
+        data = getattr(source.collection, "adata", source.collection)
+        values = getattr(data, "X", data)
+        # Names of Dask arrays over data in memory differ between processes. Other collections cannot be told apart.
+        read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
+        return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, made))
+
+    # --- Steps ----------------------------------------------------------------------------------------
+
+    def run(self, *, shown: bool = False) -> PredictionReport:
+        """Predict the missing units, and publish the result if it is complete."""
+        begun = time.perf_counter()
+        notes = Notes(self.world)
+        with notes.of_failure(), self.explaining():
+            share = self.begin()
+            n_done = 0
+            if share is not None:
+                n_done = self._loop(share, shown=shown)
+                self.publish()
+            notes.await_others(self.work)
+        return self.report(n_done, time.perf_counter() - begun)
+
+    def begin(self) -> Share | None:
+        """Begin or join the work; return the share of this rank, or None if the predictions exist."""
+        target, work = self.target, self.work
+        with work.locked(wait=True):
+            if target.found(work.digest) and not work.is_begun():
+                self._remove_leftover()
+                return None
+            target.check_cells(work.n_obs, self._names)
+            work.begin(overwrite=self._overwrite)
+            return Share(work, self.dataset, self.world, self._outputs)
+
+    def _loop(self, share: Share, *, shown: bool) -> int:
+        predictor = self.predictor
+        n_calls = most_of_ranks(share.n_batches, self._device) if predictor.is_sharded else share.n_batches
+        n_done = 0
+        label = "predicting" + (f" rank {self.world.rank}" if self.world.world_size > 1 else "")
+        total = share.n_rows + share.n_rows_done
+        try:
+            with progress_bar(total=total, shown=shown) as advance, predictor.inference():
+                advance(share.n_rows_done, label)
+                batches = share.batches(device=self._device, n_calls=n_calls)
+                for batch in islice(batches, n_calls):
+                    n = self.take(share, predictor.function(batch))
+                    n_done += n
+                    advance(n, label)
+            share.settle()
+        finally:
+            share.abandon()
+        return n_done
+
+    def take(self, share: Share, returned: Any) -> int:
+        """Write the predictions for the next batch of the share; return its number of rows."""
+        try:
+            return share.take(returned, nan_allowed=self._nan == "report", first=self._refuse_taken)
+        except NanError as error:
+            cells = ", ".join(f"{row} ({name})" if name else str(row) for row, name in self._named(error.rows))
+            raise InputError(
+                f"the model returned NaN in {error.name!r} for {error.n} of the cells of a batch: rows {cells}. Look "
+                "for NaN in the data or in the parameters, or keep it with nan='report' (--nan report)"
+            ) from None
+
+    def publish(self) -> None:
+        """Make the predictions visible if all units are complete."""
+        work, target = self.work, self.target
+        with work.locked(wait=True):
+            if not work.is_begun() or work.missing():
+                return
+            outputs, nan = work.collected(self._outputs.categories)
+            if not target.found(work.digest):
+                self._refuse_taken(outputs)
+            target.publish(work, outputs, nan, self._names)
+            work.remove()
+
+    def _refuse_taken(self, outputs: Sequence[Output]) -> None:
+        keys = [one.key for one in outputs]
+        if self.target.index_key() in keys:
+            raise InputError(
+                f"the model returned {self.target.index_key()!r}, which has the names of the cells in "
+                f"{self.target.path}. Return it by another name"
+            )
+        taken = [] if self._overwrite else self.target.taken(keys)
+        if taken:
+            raise InputError(
+                f"{self.target.path} has {taken[0]!r} already. Give another key= or out=, or overwrite=True "
+                "(--overwrite)"
+            )
+
+    def _remove_leftover(self) -> None:
+        """Remove the work folder of a process that was killed when it had created the store."""
+        path = self.target.path
+        left = Work(path, path.with_name(path.name + ".partial"), self.work.plan, n_obs=1, batch_size=1)
+        if left.folder != self.work.folder and left.is_begun():
+            with left.locked(wait=True):
+                if left.is_begun():
+                    left.remove()
+
+    def _names(self) -> Any:
+        collection = self._source.collection
+        if hasattr(collection, "name_pieces"):
+            return collection.name_pieces()
+        return None
+
+    def _named(self, rows: list[int]) -> list[tuple[int, str]]:
+        """Return rows with the names of their cells, empty where they have none."""
+        pieces, found, start = self._names(), dict.fromkeys(rows, ""), 0
+        for piece in pieces or ():
+            for row in rows:
+                if start <= row < start + len(piece):
+                    found[row] = piece[row - start]
+            start += len(piece)
+            if start > max(rows):
+                break
+        return list(found.items())
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Add to errors the folder with complete units, and the space that a full disk lacks."""
+        work = self.work
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            error.add_note(f"Complete units are kept in {work.folder}; the same call predicts the others.")
+            raise
+        except OSError as error:
+            # Libraries may wrap the error of the operating system and lose its errno.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+                raise work.no_space(error, needed_bytes=self._needed_bytes()) from error
+            if isinstance(error, DaskscError):
+                raise
+            raise StorageError(f"{work.target} cannot be written: {error}") from error
+        except InputError:
+            # Nothing is worth keeping, and it would stand in the way of the next attempt.
+            if self.world.world_size == 1 and work.is_begun():
+                with work.locked(wait=True):
+                    if len(work.missing()) == work.n_units and not work.is_claimed():
+                        work.remove()
+            raise
+
+    def _needed_bytes(self) -> int:
+        work = self.work
+        n_missing = sum(stop - start for start, stop in map(work.rows, work.missing()))
+        done = [file.stat().st_size for file in work.store.rglob("*") if file.is_file()]
+        n_done = work.n_obs - n_missing
+        return int(sum(done) / max(1, n_done) * n_missing) + self.target.publish_bytes(work.n_obs)
+
+    def report(self, n_predicted: int, elapsed_s: float) -> PredictionReport:
+        """Return the result of this call."""
+        found = self.target.found(self.work.digest)
+        is_complete = bool(found) and not self.work.is_begun()
+        nan = {key: one.nan for key, one in found.items() if is_complete and one.nan.n}
+        return PredictionReport(
+            path=str(self.target.path),
+            keys={key: f"{one.shape} {one.dtype}" for key, one in found.items()} if is_complete else {},
+            n_obs=self.work.n_obs,
+            n_predicted=n_predicted,
+            nan_cells={name: (found.n, self._named(found.first)) for name, found in nan.items()},
+            elapsed_s=elapsed_s,
+            is_complete=is_complete,
+        )
+
+
+def _device_of(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={given!r} is no device: {error}") from error
+
+
+def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
+    """Return the data set to read, made of an atlas if it is none."""
+    if not isinstance(data, scDataset):
+        return scDataset(data, Streaming(), **{"batch_size": _BATCH_SIZE, **options})
+    if options:
+        raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be given here: the data set has its own")
+    return data

@@ -1,0 +1,230 @@
+"""Outputs of a model: named arrays with a row per cell, checked batch by batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError, WrongTypeError
+
+__all__ = ["Output", "Outputs", "check_categories", "check_name", "check_same", "nan_rows"]
+
+# The longest name of a file has 255 bytes; names of partial files are longer.
+_NAME_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One array of predictions.
+
+    Parameters
+    ----------
+    name
+        Name in obs or obsm.
+    width
+        Number of columns, of a matrix in obsm; None: a column of obs.
+    dtype
+        Data type.
+    labels
+        Labels that codes stand for, of a categorical column of obs.
+    """
+
+    name: str
+    width: int | None
+    dtype: str
+    labels: tuple[Any, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """Key in a store."""
+        return f"obs/{self.name}" if self.width is None else f"obsm/{self.name}"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return max(1, np.dtype(self.dtype).itemsize * (1 if self.width is None else self.width))
+
+    def shape(self, n_rows: int) -> tuple[int, ...]:
+        """Return the shape of `n_rows` rows."""
+        return (n_rows,) if self.width is None else (n_rows, self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Conversion of the results of a model to arrays.
+
+    Parameters
+    ----------
+    key
+        Name of an array that comes without one.
+    categories
+        Labels of categorical outputs, by name.
+    """
+
+    key: str
+    categories: Mapping[str, Sequence[Any]]
+
+    def arrays(self, returned: Any, n_rows: int) -> dict[str, NDArray[Any]]:
+        """Return the results of a model for a batch of `n_rows` rows as arrays, by name.
+
+        Raises
+        ------
+        WrongTypeError
+            If it is no array, tensor or dict of these.
+        InputError
+            If an array has another number of rows, more than two dimensions, or no numbers; if codes are none of a
+            label; or if `categories` names an output that is not there.
+        """
+        given = returned if isinstance(returned, Mapping) else {self.key: returned}
+        if not given:
+            raise InputError("the model returned an empty dict; expected an array or {name: array}")
+        if missing := [name for name in self.categories if name not in given]:
+            raise InputError(
+                f"categories= names {missing[0]!r}, and the model returned {', '.join(map(repr, given))} only"
+            )
+        return {check_name(name): self._array(name, value, n_rows) for name, value in given.items()}
+
+    def _array(self, name: str, value: Any, n_rows: int) -> NDArray[Any]:
+        if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided:
+                raise InputError(f"{name!r} is a sparse tensor; return a dense one: .to_dense()")
+            value = value.detach()
+            # NumPy has no such type.
+            value = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+        if not isinstance(value, np.ndarray):
+            raise WrongTypeError(
+                f"the model returned {name!r} as {type(value).__name__}; expected a tensor, an array or a dict of these"
+            )
+        if value.ndim not in (1, 2) or len(value) != n_rows:
+            raise InputError(
+                f"the model returned {name!r} of shape {value.shape} for a batch of {n_rows} cells; expected "
+                f"({n_rows}, k), or ({n_rows},) for a column of obs"
+            )
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            raise InputError(f"the model returned {name!r} of type {value.dtype}; expected numbers of at most 64 bits")
+        return value if name not in self.categories else self._codes(name, value)
+
+    def _codes(self, name: str, codes: NDArray[Any]) -> NDArray[Any]:
+        n_labels = len(self.categories[name])
+        if codes.ndim != 1 or codes.dtype.kind not in "iu":
+            raise InputError(
+                f"categories= names {name!r}, which is of shape {codes.shape} and type {codes.dtype}; expected one "
+                "integer code a cell, such as scores.argmax(1)"
+            )
+        if len(codes) and (codes.min() < -1 or codes.max() >= n_labels):
+            raise InputError(
+                f"{name!r} has codes from {codes.min()} to {codes.max()}, and categories= has {n_labels} labels of it; "
+                f"expected codes in [0, {n_labels}), or -1 for none"
+            )
+        return codes.astype(np.min_scalar_type(-max(1, n_labels)))
+
+    def described(self, arrays: Mapping[str, NDArray[Any]]) -> tuple[Output, ...]:
+        """Return the specifications of arrays, by ascending name."""
+        return tuple(
+            Output(
+                name=name,
+                width=None if array.ndim == 1 else array.shape[1],
+                dtype=array.dtype.newbyteorder("=").name,
+                labels=tuple(self.categories[name]) if name in self.categories else None,
+            )
+            for name, array in sorted(arrays.items())
+        )
+
+
+def check_name(name: Any) -> str:
+    """Return the name of an output.
+
+    Raises
+    ------
+    InputError
+        If it cannot be a key of a store.
+    """
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or not 0 < len(name.encode()) <= _NAME_BYTES
+        or set(name) & set("/\\")
+        or name.startswith((".", "__"))
+        or name in ("_index", "zarr.json")  # the names of the cells, and the metadata of the group
+    ):
+        raise InputError(
+            f"{name!r} cannot be a key of obsm or obs; give a name of at most {_NAME_BYTES} bytes, without '/', '\\' "
+            "and control characters, that does not begin with '.' or '__' and is not reserved by the store: 'X_emb'"
+        )
+    return name
+
+
+def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) -> None:
+    """Refuse outputs that differ from those of other batches.
+
+    Raises
+    ------
+    InputError
+        If names, widths, types or labels differ.
+    """
+    if tuple(expected) == tuple(found):
+        return
+
+    def said(outputs: Sequence[Output]) -> str:
+        return ", ".join(f"{one.name!r} {one.dtype} of shape {('n', *one.shape(0)[1:])}" for one in outputs)
+
+    raise InputError(
+        f"the model returned {said(found)} for {where}, and {said(expected)} for other cells. A model must return the "
+        "same names, widths and types for every batch"
+    )
+
+
+def nan_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int64]]:
+    """Return the rows that have NaN, by the name of the output; outputs without any are left out."""
+    found = {}
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            is_nan = np.isnan(array)
+            found[name] = np.flatnonzero(is_nan if is_nan.ndim == 1 else is_nan.any(axis=1))
+    return found
+
+
+def check_categories(categories: Any) -> dict[str, list[Any]]:
+    """Return the labels of categorical outputs as plain types, by name.
+
+    Raises
+    ------
+    WrongTypeError
+        If `categories` is not a mapping, or labels are not in an ordered sequence.
+    InputError
+        If labels are missing, repeat, or are neither all text nor all numbers.
+    """
+    if categories is None:
+        return {}
+    if not isinstance(categories, Mapping):
+        raise WrongTypeError(
+            f"categories={categories!r} is not a dict; give labels by name: {{'predicted': ['B', 'T']}}"
+        )
+    return {check_name(name): _labels(name, given) for name, given in categories.items()}
+
+
+def _labels(name: str, given: Any) -> list[Any]:
+    # The order of a set differs between processes.
+    if isinstance(given, str | bytes | Mapping | set | frozenset) or not hasattr(given, "__iter__"):
+        raise WrongTypeError(
+            f"categories[{name!r}] is {given!r}; give the labels in the order of the codes: ['B', 'T']"
+        )
+    labels = [label.item() if isinstance(label, np.generic) else label for label in given]
+    if not labels:
+        raise InputError(f"categories[{name!r}] has no labels; give one for each code")
+    is_one_kind = any(all(type(label) is kind for label in labels) for kind in (str, bool, int, float))
+    if not is_one_kind or any(isinstance(label, float) and not math.isfinite(label) for label in labels):
+        raise InputError(
+            f"categories[{name!r}] has labels such as {labels[:3]!r}; expected all text or all numbers, none missing. "
+            "The code -1 stands for a missing value"
+        )
+    if len(set(labels)) < len(labels):
+        repeated = next(label for i, label in enumerate(labels) if label in labels[:i])
+        raise InputError(f"categories[{name!r}] has the label {repeated!r} twice; labels must differ")
+    return labels

@@ -1,0 +1,240 @@
+"""Shares of ranks, and how ranks learn that all of them are done."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dasksc.errors import StorageError
+from dasksc.inference.outputs import Output, Outputs, nan_rows
+from dasksc.inference.work import UnitWriter, Work, runs_of
+from dasksc.loader.dataset import scDataset
+from dasksc.loader.row_range import over_range
+from dasksc.planning.agreement import shared_store
+from dasksc.planning.process_groups import torch_distributed
+from dasksc.planning.ranks import World
+
+__all__ = ["NanError", "Notes", "Share", "most_of_ranks"]
+
+_LOOK_S = 0.05
+# Number of predictions that this process has begun, by rank and group, which tells their notes apart.
+_ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
+
+
+class Share:
+    """Units that one rank predicts: the missing ones of a contiguous range of all units.
+
+    No other process predicts a unit of the range until `abandon` is called. Create it under the lock of the work.
+
+    Parameters
+    ----------
+    work
+        Work that the units belong to.
+    dataset
+        Data set whose request is used.
+    world
+        Rank and world size.
+    outputs
+        What the model may return.
+    """
+
+    def __init__(self, work: Work, dataset: scDataset, world: World, outputs: Outputs) -> None:
+        first, last = (work.n_units * rank // world.world_size for rank in (world.rank, world.rank + 1))
+        self._claim = work.claim(first, last) if first < last else None
+        self.units = work.missing(first, last)
+        self._has_taken = False
+        self._dataset = dataset
+        self._work = work
+        self._outputs = outputs
+        self._writer = UnitWriter(work)
+        self._starts = self._batch_starts()
+        ranges = list(map(work.rows, self.units))
+        self.n_rows = sum(stop - start for start, stop in ranges)
+        self.n_rows_done = sum(b - a for a, b in map(work.rows, range(first, last))) - self.n_rows
+        self.n_batches = sum(-(-(stop - start) // work.batch_size) for start, stop in ranges)
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        for first, last in runs_of(self.units):
+            yield self._work.rows(first)[0], self._work.rows(last - 1)[1]
+
+    def _batch_starts(self) -> Iterator[tuple[int, int]]:
+        for start, stop in self._ranges():
+            for at in range(start, stop, self._work.batch_size):
+                yield at, min(self._work.batch_size, stop - at)
+
+    def batches(self, *, device: Any = None, n_calls: int | None = None) -> Iterator[Any]:
+        """Yield the batches of the missing units, in order.
+
+        Parameters
+        ----------
+        device
+            Device of the batches. Default: that of the data set.
+        n_calls
+            Number of batches to yield at least. Surplus batches repeat the last one, or are the first of the atlas if
+            there is no other; `take` discards them.
+        """
+        batch = None
+        for start, stop in self._ranges():
+            # A name is kept of one batch, so that the memory of others can be used again.
+            for batch in over_range(self._dataset, start, stop, device=device):
+                yield batch
+        n_surplus = 0 if n_calls is None else n_calls - self.n_batches
+        if n_surplus > 0 and batch is None:
+            batch = next(iter(over_range(self._dataset, 0, self._work.batch_size, device=device)))
+        for _ in range(n_surplus):
+            yield batch
+
+    def take(self, returned: Any, *, nan_allowed: bool, first: Callable[[tuple[Output, ...]], None]) -> int:
+        """Write the predictions for the next batch; return its number of rows, 0 for surplus batches.
+
+        Parameters
+        ----------
+        returned
+            Array, tensor, or dict of these.
+        nan_allowed
+            If False, refuse rows with NaN.
+        first
+            Called with the outputs of the first batch; may refuse them.
+
+        Raises
+        ------
+        InputError
+            If it is refused (`Outputs.arrays`), or has NaN.
+        """
+        start, n_rows = next(self._starts, (0, 0))
+        if not n_rows:
+            return 0
+        try:
+            self._take(returned, start, n_rows, nan_allowed=nan_allowed, first=first)
+        except BaseException:
+            self.abandon()
+            raise
+        return n_rows
+
+    def _take(
+        self,
+        returned: Any,
+        start: int,
+        n_rows: int,
+        *,
+        nan_allowed: bool,
+        first: Callable[[tuple[Output, ...]], None],
+    ) -> None:
+        arrays = self._outputs.arrays(returned, n_rows)
+        described = self._outputs.described(arrays)
+        if not self._has_taken:
+            first(described)
+            self._has_taken = True
+        nan = nan_rows(arrays)
+        if nan and not nan_allowed:
+            name, rows = next(iter(nan.items()))
+            raise NanError(name, len(rows), [start + int(row) for row in rows[:5]])
+        self._writer.take(start, arrays, described, nan)
+
+    def settle(self) -> None:
+        """Wait until all units that were written are complete.
+
+        Raises
+        ------
+        OSError
+            If one cannot be completed, such as on a full disk.
+        """
+        self._writer.settle()
+
+    def abandon(self) -> None:
+        """Remove the files of an unfinished unit, and let other processes predict it."""
+        self._writer.abandon()
+        if self._claim is not None:
+            self._claim.release()
+
+
+class NanError(Exception):
+    """NaN in predictions, before the cells have names."""
+
+    def __init__(self, name: str, n: int, rows: list[int]) -> None:
+        super().__init__(name, n, rows)
+        self.name, self.n, self.rows = name, n, rows
+
+
+def most_of_ranks(n: int, device: torch.device | None) -> int:
+    """Return the largest `n` of all ranks of the process group. All ranks must call it."""
+    distributed = torch_distributed()
+    if distributed is None:
+        return n
+    value = torch.tensor(n, device=device)
+    distributed.all_reduce(value, distributed.ReduceOp.MAX)
+    return int(value)
+
+
+class Notes:
+    """Notes in the store of the process group on how each rank ended.
+
+    Parameters
+    ----------
+    world
+        Rank and world size. Ranks are matched by the order in which they predict.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store: Any = None
+        if world.world_size > 1:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            number = next(_ordinals[world.rank, world.group])
+            self._store = shared_store(f"dasksc/predict/{attempt}/{world.group}/{number}")
+
+    @contextlib.contextmanager
+    def of_failure(self) -> Iterator[None]:
+        """Leave a note if the body raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Leave a note that this rank has failed."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its process
+                self._store.compare_set(f"rank {self._world.rank}", "", f"failed {type(error).__name__}: {error}")
+
+    def await_others(self, work: Work) -> None:
+        """Leave a note that this rank is done, and wait until every rank is, or one has failed.
+
+        Without a process group there is nothing to wait through.
+
+        Parameters
+        ----------
+        work
+            Work that is shared, for the message.
+
+        Raises
+        ------
+        StorageError
+            If another rank failed.
+        """
+        store = self._store
+        if store is None:
+            return
+        store.compare_set(f"rank {self._world.rank}", "", "done")
+        waiting = set(range(self._world.world_size))
+        while waiting:
+            for rank in sorted(waiting):
+                if not store.check([f"rank {rank}"]):
+                    continue
+                note = store.get(f"rank {rank}").decode()
+                if note != "done":
+                    raise StorageError(
+                        f"rank {rank} {note}. Complete units are kept in {work.folder}: the same call predicts the "
+                        "others, on any number of ranks"
+                    )
+                waiting.discard(rank)
+            if waiting:
+                time.sleep(_LOOK_S)

@@ -1,0 +1,401 @@
+"""Destinations of complete predictions: a new store, an existing store, or an h5ad file.
+
+A reader sees a key with all its rows or not at all. In a new store and in a file all keys appear at once, by one
+rename. In an existing store each key appears by the rename of its folder; the metadata that lists the keys is replaced
+afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+import pandas as pd
+import zarr
+from anndata.io import write_elem
+
+from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
+from dasksc.atlas.cell_names import digest_names
+from dasksc.errors import InputError, MissingPathError
+from dasksc.inference.outputs import Output
+from dasksc.inference.work import NanRows, Work
+from dasksc.inference.zarr_elements import (
+    ARRAY,
+    ATTRIBUTE,
+    CATEGORICAL,
+    NAN,
+    Found,
+    Nan,
+    found_in_store,
+    metadata_in,
+    remove_partial,
+    replace_json,
+    write_metadata,
+    write_obs,
+)
+from dasksc.output.elements import as_anndata_writes, write_group
+from dasksc.output.work_folder import discard, sync_folder
+from dasksc.storage import is_url
+from dasksc.storage.file_identity import FileIdentity
+
+__all__ = ["Names", "Target", "target_of"]
+
+Names = Callable[[], Iterable[Sequence[str]] | None]
+"""Returns the names of the cells in pieces; None if they have none."""
+
+_PIECE_BYTES = 2**24
+# Estimates of the disk space of metadata, and of the name of a cell.
+_METADATA_BYTES, _NAME_BYTES = 2**16, 24
+
+
+class Target(Protocol):
+    """Protocol of destinations."""
+
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        """Path of the work folder."""
+
+    def found(self, digest: str) -> dict[str, Found]:
+        """Return the published predictions with a digest, by key."""
+
+    def taken(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys that exist already, or the path of another obstacle."""
+
+    def index_key(self) -> str | None:
+        """Return the key of the names of the cells; None if there is no table of cells yet."""
+
+    def publish_bytes(self, n_obs: int) -> int:
+        """Return roughly the disk space that `publish` needs in addition to complete units, in bytes."""
+
+    def check_cells(self, n_obs: int, names: Names) -> None:
+        """Refuse a destination with other cells."""
+
+    def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
+        """Publish complete predictions."""
+
+
+def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Target:
+    """Return the destination for a path.
+
+    Parameters
+    ----------
+    out
+        Path, as given.
+    key
+        Name of the predictions, for the work folder.
+    in_place
+        Whether an h5ad file may be replaced.
+    source
+        Path of the atlas that is read, if it is one.
+
+    Raises
+    ------
+    InputError
+        If it is no local path, or is an h5ad file and `in_place` is False.
+    MissingPathError
+        If `in_place` is True and there is no such file.
+    """
+    if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
+        raise InputError(f"out={out!r} is no local path; give that of a Zarr store: 'emb.zarr'")
+    path = Path(os.path.abspath(out))
+    around = next((folder for folder in path.parents if _is_node(folder)), None)
+    if around is not None:
+        raise InputError(
+            f"out={str(path)!r} lies inside the Zarr store {around}. Give the path of the store itself, with key=, or "
+            "a path beside it"
+        )
+    is_source = source is not None and not is_url(source) and os.path.realpath(source) == os.path.realpath(path)
+    if _is_node(path):
+        return InStore(path, key, is_source=is_source)
+    if path.suffix in (".h5ad", ".h5") or path.is_file():
+        if not in_place:
+            raise InputError(
+                f"{path} is a file, which is replaced as a whole: give in_place=True (--in-place), or out='emb.zarr' "
+                "for a store beside it"
+            )
+        if not path.exists():
+            raise MissingPathError(f"in_place=True adds to a file, and there is none at {path}")
+        return InFile(path, key, is_source=is_source)
+    if os.path.lexists(path):
+        raise InputError(f"{path} exists and is no Zarr store. Give another path")
+    if in_place:
+        raise MissingPathError(f"in_place=True adds to a file or store, and there is none at {path}")
+    return NewStore(path)
+
+
+def _is_node(path: Path) -> bool:
+    """Return True if a folder is a Zarr group or array."""
+    return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
+
+
+def _check_cells(where: Path, root: Any, n_obs: int, names: Names, *, is_source: bool) -> None:
+    obs = root["obs"]
+    index = obs[obs.attrs["_index"]]
+    if index.shape[0] != n_obs:
+        raise InputError(f"{where} has other cells than the {n_obs} of the atlas that is read; give another out=")
+    if is_source:
+        return
+    pieces, there = names(), names_digest_of(root, str(where))
+    if pieces is not None and there is not None and digest_names(pieces) != there:
+        raise InputError(
+            f"{where} has as many cells as the atlas that is read, but other names of them, or in another order. Read "
+            f"{where} itself, or give another out="
+        )
+
+
+class NewStore:
+    """A Zarr store of the predictions, with the names of the cells; AnnData reads it.
+
+    Parameters
+    ----------
+    path
+        Path of the directory to create.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def folder(self) -> Path:
+        """See `Target`."""
+        return self.path.with_name(self.path.name + ".partial")
+
+    def found(self, digest: str) -> dict[str, Found]:
+        """See `Target`."""
+        return found_in_store(self.path, digest)
+
+    def taken(self, keys: Iterable[str]) -> list[str]:
+        """See `Target`."""
+        return [str(self.path)] if os.path.lexists(self.path) else []
+
+    def index_key(self) -> str | None:
+        """See `Target`."""
+        return None
+
+    def publish_bytes(self, n_obs: int) -> int:
+        """See `Target`."""
+        return _METADATA_BYTES + _NAME_BYTES * n_obs
+
+    def check_cells(self, n_obs: int, names: Names) -> None:
+        """See `Target`."""
+
+    def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
+        """See `Target`."""
+        store = work.store
+        with as_anndata_writes():
+            for one in outputs:
+                write_metadata(work, one, nan)
+            columns = [one.name for one in outputs if one.width is None]
+            digest = write_obs(store, work.n_obs, names(), columns)
+            root = zarr.open_group(store, mode="a", zarr_format=3)
+            write_elem(root, "var", pd.DataFrame(index=pd.Index([], dtype=str)))
+            write_group(store / "obsm", {"encoding-type": "dict", "encoding-version": "0.1.0"})
+            encoding = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
+            write_group(store, {**encoding, NAMES_ATTRIBUTE: digest})
+            zarr.consolidate_metadata(str(store))
+        remove_partial(store)
+        os.rename(store, self.path)
+        sync_folder(self.path.parent)
+
+
+class InStore:
+    """A Zarr store that exists, which gets further keys of obsm and obs.
+
+    Parameters
+    ----------
+    path
+        Path of the store.
+    key
+        Name for the work folder.
+    is_source
+        Whether it is the atlas that is read.
+    """
+
+    def __init__(self, path: Path, key: str, *, is_source: bool) -> None:
+        self.path = path
+        self._key = key
+        self._is_source = is_source
+        if not (path / "zarr.json").exists():
+            raise InputError(f"{path} is a Zarr v2 store; give out='emb.zarr' for a store beside it")
+        if not (path / "obs").exists():
+            raise InputError(f"{path} is no AnnData store: it has no obs. Give another out=")
+
+    @property
+    def folder(self) -> Path:
+        """See `Target`."""
+        return self.path.with_name(f"{self.path.name}.{self._key}.partial")
+
+    def found(self, digest: str) -> dict[str, Found]:
+        """See `Target`."""
+        return found_in_store(self.path, digest)
+
+    def taken(self, keys: Iterable[str]) -> list[str]:
+        """See `Target`."""
+        return [key for key in keys if os.path.lexists(self.path / key)]
+
+    def publish_bytes(self, n_obs: int) -> int:
+        """See `Target`."""
+        return _METADATA_BYTES
+
+    def index_key(self) -> str | None:
+        """See `Target`."""
+        return f"obs/{metadata_in(self.path / 'obs' / 'zarr.json')['attributes']['_index']}"
+
+    def check_cells(self, n_obs: int, names: Names) -> None:
+        """See `Target`."""
+        _check_cells(self.path, zarr.open_group(self.path, mode="r"), n_obs, names, is_source=self._is_source)
+
+    def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
+        """See `Target`."""
+        remove_partial(work.store)
+        if not (self.path / "obsm").exists():
+            write_group(self.path / "obsm", {"encoding-type": "dict", "encoding-version": "0.1.0"})
+        with as_anndata_writes():
+            for one in outputs:
+                place = self.path / one.key
+                if metadata_in(place / "zarr.json").get("attributes", {}).get(ATTRIBUTE) == work.digest:
+                    continue  # put there before the process was killed
+                write_metadata(work, one, nan)
+                if os.path.lexists(place):
+                    replaced = work.folder / "replaced"
+                    discard(replaced)
+                    os.rename(place, replaced)
+                os.rename(work.store / one.key, place)
+            sync_folder(self.path / "obsm")
+            columns = [one.name for one in outputs if one.width is None]
+            if columns:
+                table = self.path / "obs" / "zarr.json"
+                metadata = json.loads(table.read_text())
+                order = metadata["attributes"]["column-order"]
+                metadata["attributes"]["column-order"] = [*order, *(name for name in columns if name not in order)]
+                replace_json(table, metadata)
+            if json.loads((self.path / "zarr.json").read_text()).get("consolidated_metadata") is not None:
+                zarr.consolidate_metadata(str(self.path))
+
+
+class InFile:
+    """An h5ad file, which is replaced by a copy with further keys.
+
+    Parameters
+    ----------
+    path
+        Path of the file.
+    key
+        Name for the work folder.
+    is_source
+        Whether it is the atlas that is read.
+    """
+
+    def __init__(self, path: Path, key: str, *, is_source: bool) -> None:
+        # A link stays one; what it leads to is replaced.
+        self.path = Path(os.path.realpath(path))
+        self._key = key
+        self._is_source = is_source
+        self._identity = FileIdentity.of(str(self.path))
+        if not h5py.is_hdf5(self.path):
+            raise InputError(f"{path} is no h5ad file; give out='emb.zarr' for a store beside it")
+        with h5py.File(self.path, "r") as file:
+            if "obs" not in file or not isinstance(file["obs"], h5py.Group):
+                raise InputError(
+                    f"{path} is no AnnData file, or of a version before 0.7; give out='emb.zarr' for a store beside it"
+                )
+
+    @property
+    def folder(self) -> Path:
+        """See `Target`."""
+        return self.path.with_name(f"{self.path.name}.{self._key}.partial")
+
+    def found(self, digest: str) -> dict[str, Found]:
+        """See `Target`."""
+        found = {}
+        with h5py.File(self.path, "r") as file:
+            for group in ("obsm", "obs"):
+                for name, item in file[group].items() if group in file else ():
+                    if item.attrs.get(ATTRIBUTE) == digest:
+                        array = item["codes"] if isinstance(item, h5py.Group) else item
+                        nan = NanRows(*json.loads(item.attrs[NAN]))
+                        found[f"{group}/{name}"] = Found(array.shape, str(array.dtype), nan)
+        return found
+
+    def taken(self, keys: Iterable[str]) -> list[str]:
+        """See `Target`."""
+        with h5py.File(self.path, "r") as file:
+            return [key for key in keys if key in file]
+
+    def publish_bytes(self, n_obs: int) -> int:
+        """See `Target`."""
+        return self.path.stat().st_size + _METADATA_BYTES
+
+    def index_key(self) -> str | None:
+        """See `Target`."""
+        with h5py.File(self.path, "r") as file:
+            return f"obs/{file['obs'].attrs['_index']}"
+
+    def check_cells(self, n_obs: int, names: Names) -> None:
+        """See `Target`."""
+        with h5py.File(self.path, "r") as file:
+            _check_cells(self.path, file, n_obs, names, is_source=self._is_source)
+
+    def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
+        """See `Target`."""
+        copy = work.folder / "copy.h5ad"
+        self._identity.check()
+        copy_file(self.path, copy)
+        with h5py.File(copy, "r+") as file, as_anndata_writes():
+            if "obsm" not in file:
+                file.create_group("obsm").attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
+            for one in outputs:
+                write_metadata(work, one, nan)
+                if one.key in file:
+                    del file[one.key]
+                self._write(file, one, work)
+                own = {ATTRIBUTE: work.digest, NAN: json.dumps(nan.get(one.name, NanRows()))}
+                file[one.key].attrs.update(own)
+            obs = file["obs"].attrs
+            order = [str(name) for name in obs["column-order"]]
+            order += [one.name for one in outputs if one.width is None and one.name not in order]
+            obs["column-order"] = np.array(order, dtype=h5py.string_dtype())
+        with copy.open("rb+") as written:
+            os.fsync(written.fileno())
+        self._identity.check()
+        os.replace(copy, self.path)
+        sync_folder(self.path.parent)
+
+    @staticmethod
+    def _write(file: h5py.File, one: Output, work: Work) -> None:
+        stored = zarr.open_array(work.folder_of(one), mode="r")
+        name = one.key
+        if one.labels is not None:
+            group = file.create_group(one.key)
+            group.attrs.update(CATEGORICAL)
+            write_elem(group, "categories", np.array(one.labels))
+            name = f"{one.key}/codes"
+        written = file.create_dataset(name, shape=stored.shape, dtype=stored.dtype)
+        written.attrs.update(ARRAY)
+        rows = max(1, _PIECE_BYTES // one.row_bytes)
+        for start in range(0, stored.shape[0], rows):
+            written[start : start + rows] = stored[start : start + rows]
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file with its permissions; share its blocks if the file system supports it (Btrfs, XFS)."""
+    with source.open("rb") as read, target.open("wb") as written, contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
+    if target.stat().st_size != source.stat().st_size:
+        shutil.copyfile(source, target)
+    shutil.copymode(source, target)
+
+
+# Linux's request to share the blocks of another file, of linux/fs.h.
+_FICLONE = 0x40049409

@@ -1,0 +1,384 @@
+"""Units of predictions, written one by one by any number of processes.
+
+The rows of an atlas are divided into *units* of whole batches. Their size depends only on the number of cells and the
+batch size, so a batch contains the same rows on any rank. A unit is one shard of every output, and a marker that is
+written after the shards. Units are kept in a folder named by the digest of the plan: the model, the data and the
+options, without rank and world size. Later runs on any number of ranks predict the units without a marker.
+
+A process claims its range of units by a locked file, so no two processes predict the same unit at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError, InputError, StorageError
+from dasksc.inference.outputs import Output, check_same
+from dasksc.output.shards import ShardedArray, ShardWriter
+from dasksc.output.work_folder import WorkFolder, appearing
+from dasksc.platforms import lock_file
+
+__all__ = ["Claim", "NanRows", "UnitWriter", "Work", "runs_of", "unit_rows_for"]
+
+_LEAST_ROWS = 2**10
+_MOST_ROWS = 2**16
+_UNITS = 64
+_CHUNK_BYTES = 2**18
+# Cells with NaN that are named.
+_NAMED = 5
+
+
+def unit_rows_for(n_obs: int, batch_size: int) -> int:
+    """Return the number of rows of a unit: whole batches, for about 64 units of 1,024 to 65,536 rows."""
+    wanted = min(max(-(-n_obs // _UNITS), _LEAST_ROWS), _MOST_ROWS)
+    return batch_size << max(0, math.floor(math.log2(max(1, wanted / batch_size))))
+
+
+def runs_of(units: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield ranges ``[first, last)`` of neighbouring numbers in an ascending list."""
+    first = None
+    for i, unit in enumerate(units):
+        first = unit if first is None else first
+        if i + 1 == len(units) or units[i + 1] != unit + 1:
+            yield first, unit + 1
+            first = None
+
+
+class NanRows(NamedTuple):
+    """Number of rows with NaN, and the first of them."""
+
+    n: int = 0
+    first: list[int] = []  # noqa: RUF012 - never changed
+
+    def with_more(self, n: int, rows: list[int]) -> NanRows:
+        """Return these and later rows."""
+        return NanRows(self.n + n, [*self.first, *rows][:_NAMED])
+
+
+class Claim:
+    """Exclusive use of a range of units by one process, until it is released or the process ends.
+
+    Parameters
+    ----------
+    path
+        Path of a file to create and lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(exist_ok=True)
+        self._file: IO[str] = path.open("w")
+        self._file.write(f"process {os.getpid()} on {platform.node()}")
+        self._file.flush()
+        lock_file(self._file, wait=False)
+
+    def release(self) -> None:
+        """Give the units free."""
+        if not self._file.closed:
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+
+
+class Work(WorkFolder):
+    """Work folder of predictions.
+
+    Parameters
+    ----------
+    target
+        Path of the file or store that gets the predictions.
+    folder
+        Path of the work folder, on the same file system.
+    plan
+        Model, data and options that determine the predictions, as plain types.
+    n_obs, batch_size
+        Number of cells, and rows of a batch.
+    """
+
+    def __init__(self, target: Path, folder: Path, plan: dict[str, Any], *, n_obs: int, batch_size: int) -> None:
+        super().__init__(target, folder, what="prediction")
+        self.plan = plan
+        self.digest = hashlib.blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=16).hexdigest()
+        self.n_obs = n_obs
+        self.batch_size = batch_size
+        self.unit_rows = unit_rows_for(n_obs, batch_size)
+        # A run that this one replaces may still be writing, to a folder of its own.
+        self._own = folder / self.digest
+        self.store = self._own / "store"
+
+    @property
+    def n_units(self) -> int:
+        """Number of units."""
+        return -(-self.n_obs // self.unit_rows)
+
+    def rows(self, k: int) -> tuple[int, int]:
+        """Return the range ``[start, stop)`` of the rows of unit `k`."""
+        return k * self.unit_rows, min((k + 1) * self.unit_rows, self.n_obs)
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Prepare the folder for the plan, or join the processes that work on it.
+
+        Raises
+        ------
+        InputError
+            If the folder holds complete units of another plan and `overwrite` is False.
+        StorageError
+            If another process works on another plan.
+        """
+        begun = self.begun()
+        if begun is not None and begun != self.plan and not overwrite and any(self.folder.glob("*/done/*.json")):
+            raise self.differing(begun, self.plan)
+        if begun != self.plan:
+            self._refuse_claimed(0, None)
+            self.clear()
+            self.write_plan(self.plan)
+
+    def is_begun(self) -> bool:
+        """Return True if the folder holds the plan of this work."""
+        return self.begun() == self.plan
+
+    # --- Claims ---------------------------------------------------------------------------------------
+
+    def claim(self, first: int, last: int) -> Claim:
+        """Claim the units ``[first, last)`` for this process; call it under the lock.
+
+        Raises
+        ------
+        StorageError
+            If another process works on any of them.
+        """
+        self._refuse_claimed(first, last)
+        return Claim(self.folder / "claims" / f"{first}-{last}-{os.urandom(4).hex()}")
+
+    def _refuse_claimed(self, first: int, last: int | None) -> None:
+        owner = next(self._owners(first, last), None)
+        if owner is not None:
+            raise StorageError(
+                f"{self.target} is being written by {owner}, which predicts the same cells. Wait for it or end it, or "
+                "give another out="
+            )
+
+    def is_claimed(self) -> bool:
+        """Return True if a process works on any unit."""
+        return any(True for _ in self._owners(0, None))
+
+    def _owners(self, first: int, last: int | None) -> Iterator[str]:
+        """Yield the processes with a claim on any unit of ``[first, last)``; remove claims of processes that ended."""
+        for path in sorted((self.folder / "claims").glob("*-*-*")):
+            start, stop = map(int, path.name.split("-")[:2])
+            if stop <= first or (last is not None and start >= last):
+                continue
+            try:
+                with path.open("r+") as file:
+                    owner = file.read()
+                    lock_file(file, wait=False)
+            except FileNotFoundError:  # released meanwhile
+                continue
+            except BlockingIOError:
+                yield owner or "another process"
+                continue
+            path.unlink(missing_ok=True)
+
+    # --- Units ----------------------------------------------------------------------------------------
+
+    def _marker(self, k: int) -> Path:
+        return self._own / "done" / f"{k}.json"
+
+    def is_done(self, k: int) -> bool:
+        """Return True if unit `k` is complete."""
+        try:
+            # A power failure may leave the name of a file without its contents.
+            return self._marker(k).stat().st_size > 0
+        except FileNotFoundError:
+            return False
+
+    def missing(self, first: int = 0, last: int | None = None) -> list[int]:
+        """Return the units of ``[first, last)`` that are not complete."""
+        return [k for k in range(first, self.n_units if last is None else last) if not self.is_done(k)]
+
+    def array(self, output: Output) -> ShardedArray:
+        """Return the array of an output, one shard for each unit."""
+        most = max(1, _CHUNK_BYTES // output.row_bytes)
+        chunk = next(n for n in range(min(most, self.unit_rows), 0, -1) if self.unit_rows % n == 0)
+        return ShardedArray(
+            shape=output.shape(self.n_obs),
+            dtype=np.dtype(output.dtype),
+            chunk_rows=chunk,
+            shard_rows=self.unit_rows,
+            codec="stored" if np.dtype(output.dtype).kind == "f" else "lz4hc",
+        )
+
+    def folder_of(self, output: Output) -> Path:
+        """Return the folder of an array while it is written."""
+        return self.store / output.key / ("codes" if output.labels is not None else "")
+
+    def mark(self, k: int, outputs: tuple[Output, ...], nan: Mapping[str, NanRows]) -> None:
+        """Record that unit `k` is complete.
+
+        Parameters
+        ----------
+        k
+            Number of the unit.
+        outputs
+            Its arrays.
+        nan
+            Rows with NaN, by output.
+        """
+        note = {"outputs": [[one.name, one.width, one.dtype] for one in outputs], "nan": dict(nan)}
+        with appearing(self._marker(k)) as path:
+            path.write_text(json.dumps(note))
+
+    def collected(self, categories: Mapping[str, Any]) -> tuple[tuple[Output, ...], dict[str, NanRows]]:
+        """Return the outputs of all units, and the rows with NaN of those that have any.
+
+        Raises
+        ------
+        InputError
+            If units have other outputs than the first: ranks ran different models.
+        CorruptDataError
+            If a file of a complete unit is gone.
+        """
+        expected: tuple[Output, ...] = ()
+        nan: dict[str, NanRows] = {}
+        for k in range(self.n_units):
+            note = json.loads(self._marker(k).read_text())
+            outputs = tuple(
+                Output(
+                    name=name,
+                    width=width,
+                    dtype=dtype,
+                    labels=tuple(categories[name]) if name in categories else None,
+                )
+                for name, width, dtype in note["outputs"]
+            )
+            expected = expected or outputs
+            start, stop = self.rows(k)
+            check_same(expected, outputs, f"cells {start} to {stop - 1}")
+            for one in outputs:
+                array = self.array(one)
+                if array.n_shards and not array.path(self.folder_of(one), k).exists():
+                    raise CorruptDataError(
+                        f"{array.path(self.folder_of(one), k)} was removed. Remove {self.folder} and predict again."
+                    )
+            for name, found in note["nan"].items():
+                nan[name] = NanRows(*found) if name not in nan else nan[name].with_more(*found)
+        return expected, nan
+
+
+class UnitWriter:
+    """Writer of successive batches of successive units.
+
+    A thread completes each unit, since flushing a file to the disk takes as long as several batches.
+
+    Parameters
+    ----------
+    work
+        Work that the units belong to.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._outputs: tuple[Output, ...] = ()
+        self._open: ExitStack | None = None
+        self._writers: dict[str, ShardWriter] = {}
+        self._nan: dict[str, NanRows] = {}
+        self._at = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._completing: Future[None] | None = None
+
+    def take(
+        self,
+        start: int,
+        arrays: Mapping[str, NDArray[Any]],
+        outputs: tuple[Output, ...],
+        nan: Mapping[str, NDArray[np.int64]],
+    ) -> None:
+        """Write the predictions of the batch that begins at row `start`; the previous one ended there, or its unit did.
+
+        Parameters
+        ----------
+        start
+            Row of the collection.
+        arrays
+            Arrays by name.
+        outputs
+            What they are.
+        nan
+            Rows of the batch with NaN, by name.
+        """
+        work = self._work
+        n_rows = len(next(iter(arrays.values())))
+        k = start // work.unit_rows
+        first, last = work.rows(k)
+        if self._outputs:
+            check_same(self._outputs, outputs, f"cells {start} to {start + n_rows - 1}")
+        self._outputs = outputs
+        if self._open is None:
+            if start != first:
+                raise InputError(f"cells {first} to {start - 1} were not predicted before those after them")
+            self._begin(k, outputs)
+        elif start != self._at:
+            raise InputError(f"cells {self._at} to {start - 1} were not predicted before those after them")
+        for name, array in arrays.items():
+            if name in self._writers:
+                self._writers[name].append(array)
+        for name, rows in nan.items():
+            self._nan[name] = self._nan.get(name, NanRows()).with_more(len(rows), (start + rows[:_NAMED]).tolist())
+        self._at = start + n_rows
+        if self._at == last:
+            self._finish(k)
+
+    def _begin(self, k: int, outputs: tuple[Output, ...]) -> None:
+        self._open = ExitStack()
+        for one in outputs:
+            array = self._work.array(one)
+            if array.n_shards:
+                self._writers[one.name] = self._open.enter_context(ShardWriter(array, self._work.folder_of(one), k))
+
+    def _finish(self, k: int) -> None:
+        assert self._open is not None
+        self.settle()
+        opened, self._open = self._open, None
+        outputs, nan = self._outputs, self._nan
+        self._writers, self._nan = {}, {}
+
+        def complete() -> None:
+            opened.close()
+            self._work.mark(k, outputs, nan)
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-unit")
+        self._completing = self._thread.submit(complete)
+
+    def settle(self) -> None:
+        """Wait until all units that were written are complete.
+
+        Raises
+        ------
+        OSError
+            If one cannot be completed, such as on a full disk.
+        """
+        completing, self._completing = self._completing, None
+        if completing is not None:
+            completing.result()
+
+    def abandon(self) -> None:
+        """Remove the files of an unfinished unit."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
+        opened, self._open = self._open, None
+        if opened is not None:
+            error = InterruptedError("the unit is left unfinished")
+            opened.__exit__(type(error), error, None)

@@ -1,0 +1,128 @@
+"""Callback that writes the predictions of a Lightning run, for either of Lightning's two packages.
+
+Lightning asks the data module for the data set of `predict` after it has loaded the parameters. The callback then
+replaces the data set by the batches of this rank's share, and writes the results of ``predict_step``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from dasksc import InputError, PredictionReport
+from dasksc.inference import Predictions
+from dasksc.inference.sharing import Notes, Share
+from dasksc.integrations.data_module import DataModule
+
+__all__ = ["Writer"]
+
+
+class Writer:
+    """Callback of a Trainer that writes the results of ``predict_step``, as `dasksc.predict` does.
+
+    ``trainer.predict(model, datamodule=data)`` needs a `scDataModule` with ``predict=dasksc.Streaming()``. All cells of
+    its collection are read in storage order, whatever the strategy. The Trainer keeps no predictions in memory.
+
+    Parameters
+    ----------
+    out, key, categories, in_place, overwrite, nan
+        As for `dasksc.predict`.
+
+    Attributes
+    ----------
+    report
+        Report of the last ``trainer.predict``; None before.
+    """
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        key: str = "X_emb",
+        categories: Mapping[str, Sequence[Any]] | None = None,
+        in_place: bool = False,
+        overwrite: bool = False,
+        nan: Literal["error", "report"] = "error",
+    ) -> None:
+        super().__init__()  # Initializes Lightning's base class.
+        self._out = out
+        self._options: dict[str, Any] = {
+            "key": key,
+            "categories": categories,
+            "in_place": in_place,
+            "overwrite": overwrite,
+            "nan": nan,
+        }
+        self.report: PredictionReport | None = None
+        self._run: Predictions | None = None
+        self._share: Share | None = None
+        self._notes: Notes | None = None
+        self._n_done = 0
+        self._begun = 0.0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Replace the data set for ``predict`` by the share of this rank."""
+        if stage != "predict":
+            return
+        data = trainer.datamodule
+        if not isinstance(data, DataModule):
+            raise InputError(
+                "Writer needs to know the row of every prediction: trainer.predict(model, datamodule=...) with a "
+                "scDataModule of dasksc.integrations"
+            )
+        # They would fill memory.
+        trainer.predict_loop.return_predictions = False
+        data.predict_by(lambda dataset: self._loader(pl_module, dataset))
+
+    def _loader(self, pl_module: Any, dataset: Any) -> Any:
+        """Begin the predictions; called when the parameters are loaded."""
+        self._run = run = Predictions(pl_module, dataset, self._out, **self._options)
+        self._notes = notes = Notes(run.world)
+        self._n_done, self._begun = 0, time.perf_counter()
+        with notes.of_failure(), run.explaining():
+            self._share = run.begin()
+        return _Batches(self._share)
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Write the predictions of a batch."""
+        if self._run is not None and self._share is not None:
+            with self._run.explaining():
+                self._n_done += self._run.take(self._share, outputs)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Make the predictions visible if all ranks have written theirs, and wait for those that have not."""
+        run, notes = self._run, self._notes
+        if stage != "predict" or run is None or notes is None:
+            return
+        trainer.datamodule.predict_by(None)
+        self._run = None
+        with notes.of_failure(), run.explaining():
+            if self._share is not None:
+                self._share.settle()
+                self._share.abandon()  # limit_predict_batches may end inside a unit
+                run.publish()
+            if trainer.limit_predict_batches == 1.0:
+                notes.await_others(run.work)
+        self.report = run.report(self._n_done, time.perf_counter() - self._begun)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave a note for the other ranks, and remove the files of an unfinished unit."""
+        if self._notes is not None and self._run is not None:
+            self._notes.fail(exception)
+            if self._share is not None:
+                self._share.abandon()
+            self._run = None
+
+
+class _Batches:
+    """Batches of a share. Without a length, since Lightning refuses ranks that have none."""
+
+    def __init__(self, share: Share | None) -> None:
+        self._share = share
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(()) if self._share is None else self._share.batches()

@@ -1,0 +1,83 @@
+"""Reading a range of rows by the request of a data set, in storage order and by this process alone."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from dasksc.executor.progress import EpochStats
+from dasksc.loader.dataset import scDataset
+from dasksc.loader.epoch_run import Placement
+from dasksc.loader.rank_session import RankSession
+from dasksc.planning.epochs import EpochCounter
+from dasksc.planning.ranks import World
+from dasksc.sampling.binding import bind
+from dasksc.sampling.strategies import Streaming
+from dasksc.transforms.composed import as_transform, at_batch, at_epoch, owning
+
+__all__ = ["over_range", "world_of"]
+
+
+def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None) -> scDataset:
+    """Return a data set that yields the rows ``[start, stop)`` once, in storage order, on this process alone.
+
+    Parameters
+    ----------
+    dataset
+        Data set whose request (genes, obs, layers, obsm, layout, dtype, hooks and transform) and sizes are used. Its
+        strategy, filter, rank and epochs are not. It is not changed, and shares its matrices with the result.
+    start, stop
+        Range of rows of the collection; `start` is a multiple of the batch size. Random transforms depend on the place
+        of a batch in the collection, not in the range.
+    device
+        Device of the batches. Default: that of `dataset`.
+    """
+    one = scDataset.__new__(scDataset)
+    one.__dict__.update(dataset.__dict__)
+    one.__dict__.pop("_identity", None)  # cached, of the other strategy
+    one.strategy = Streaming(indices=slice(start, stop))
+    one.drop_last = False
+    one.equal_ranks = False
+    one._sampler = bind(one.strategy, one.collection, one._source.n_obs, one._source.labels_of)
+    one._session = RankSession(0, 1, None, seed=0, is_random=False)
+    one._projection = copy.copy(dataset._projection)
+    one._projection.session = one._session
+    one._counter = EpochCounter()
+    one._iteration = 0
+    one._position = one._resume = one._ended = None
+    one._stats = EpochStats()
+    one._token = secrets.token_hex(4)
+    one._progress = False
+    transform = as_transform(dataset.transform)
+    if transform is not None and start:
+        one.transform = _Numbered(transform, start // dataset.batch_size)
+    if device is not None:
+        one._placement = Placement(device, dataset._placement.pin_memory)
+    return one
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """Transform of batches that are numbered from another number than 0."""
+
+    transform: Any
+    first: int
+
+    def at_epoch(self, epoch: int) -> _Numbered:
+        return _Numbered(at_epoch(self.transform, epoch), self.first)
+
+    def at_batch(self, number: int) -> Any:
+        return at_batch(self.transform, self.first + number)
+
+    def owning(self) -> _Numbered:
+        return _Numbered(owning(self.transform), self.first)
+
+    def __call__(self, batch: Any) -> Any:
+        return self.transform(batch)
+
+
+def world_of(dataset: scDataset) -> World:
+    """Return rank and world size of a data set as they are now."""
+    return dataset._session.here()

@@ -1,0 +1,41 @@
+"""Progress bars of work that writes files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dasksc.errors import InputError
+
+__all__ = ["check_progress", "progress_bar"]
+
+
+def check_progress() -> None:
+    """Check that a progress bar can be shown.
+
+    Raises
+    ------
+    InputError
+        If tqdm is not installed.
+    """
+    try:
+        import tqdm.auto  # noqa: F401
+    except ImportError as error:
+        raise InputError("progress=True needs tqdm: pip install tqdm") from error
+
+
+@contextmanager
+def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], None]]:
+    """Show a progress bar with the remaining time; yield a callback for finished cells and the name of the step."""
+    if not shown:
+        yield lambda n, what: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=total, unit="cell", unit_scale=True) as bar:
+
+        def advance(n: float, what: str) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(n)
+
+        yield advance

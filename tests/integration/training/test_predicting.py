@@ -1,0 +1,195 @@
+"""What a training leaves behind predicts: by its section, by the command, on any atlas that has its genes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import dasksc
+from dasksc import InputError
+from dasksc.cli import group
+from dasksc.train import load_model
+from tests.support.data import make_adata
+from tests.support.training import small, train
+
+pytestmark = pytest.mark.core
+
+N_OBS, N_VARS = 203, 17
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("atlas") / "atlas.h5ad"
+    make_adata(N_OBS, N_VARS).write_h5ad(path)
+    return path
+
+
+def configuration(atlas: Path, folder: Path, model: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    raw = small(atlas, folder, training__max_epochs=1, **changes)
+    if model is not None:
+        raw["model"] = model
+    return raw
+
+
+AUTOENCODER = {"name": "autoencoder", "latent_dim": 3, "hidden_dim": 8}
+TOKENS = {"strategy": "rank_value", "max_genes": 8, "masking": {"mask_ratio": 0.3}}
+TRANSFORMER = {"name": "transformer_encoder", "hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+
+
+def read(path: Path) -> ad.AnnData:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
+
+
+def by_hand(model: nn.Module, adata: Any, genes: list[str]) -> np.ndarray:
+    X = torch.from_numpy(np.asarray(adata[:, genes].X.todense()))
+    with torch.inference_mode():
+        return model.embed(X).numpy()
+
+
+def embed(*arguments: Any) -> str:
+    """Run ``dasksc embed`` to its end; return what it prints."""
+    done = CliRunner().invoke(group, ["embed", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_training_predicts_at_its_end_and_the_command_does_the_same(atlas, tmp_path):
+    raw = configuration(atlas, tmp_path / "run", AUTOENCODER)
+    raw["predict"] = {"out": str(tmp_path / "trained.zarr"), "batch_size": 32}
+    report = train(raw)
+    expected = by_hand(load_model(report.model), read(atlas), [f"gene{i}" for i in range(N_VARS)])
+    trained = read(tmp_path / "trained.zarr")
+    np.testing.assert_allclose(trained.obsm["X_emb"], expected, rtol=1e-5, atol=1e-6)
+    assert list(trained.obs_names) == [f"cell{i}" for i in range(N_OBS)]
+    printed = embed(atlas, "--model", report.model, "--out", tmp_path / "emb.zarr", "--batch-size", 32)
+    assert "obsm/X_emb (203, 3) float32; 203 of 203 cells predicted" in printed
+    assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], trained.obsm["X_emb"])
+
+
+def test_genes_are_matched_by_name(atlas, tmp_path):
+    genes = ["gene3", "gene11", "gene5"]
+    report = train(configuration(atlas, tmp_path / "run", AUTOENCODER, data__genes=genes))
+    model, adata = load_model(report.model), read(atlas)
+    other = tmp_path / "other.h5ad"
+    adata[:50, ["gene5", "gene1", "gene11", "gene3"]].copy().write_h5ad(other)
+    embed(other, "--model", report.model, "--in-place", "--key", "X_mine")
+    np.testing.assert_allclose(read(other).obsm["X_mine"], by_hand(model, adata[:50], genes), rtol=1e-5, atol=1e-6)
+    few = tmp_path / "few.h5ad"
+    adata[:50, ["gene5", "gene11"]].copy().write_h5ad(few)
+    with pytest.raises(InputError, match="gene3"):
+        embed(few, "--model", report.model, "--out", tmp_path / "few.zarr")
+    embed(few, "--model", report.model, "--out", tmp_path / "few.zarr", "--genes-missing", "zero")
+    X = np.asarray(adata[:50, genes].X.todense())
+    X[:, genes.index("gene3")] = 0
+    with torch.inference_mode():
+        expected = model.embed(torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(read(tmp_path / "few.zarr").obsm["X_emb"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_classifier_predicts_labels(atlas, tmp_path):
+    report = train(configuration(atlas, tmp_path / "run"))
+    model = load_model(report.model)
+    embed(atlas, "--model", report.model, "--out", tmp_path / "emb.zarr", "--method", "predict")
+    predicted = read(tmp_path / "emb.zarr").obs["predicted"]
+    saved = torch.load(report.model, weights_only=True)
+    X = torch.from_numpy(np.asarray(read(atlas).X.todense()))
+    codes = model.scores(X).argmax(1).numpy()
+    assert list(predicted) == [saved["categories"]["cell_type"][code] for code in codes]
+    assert list(predicted.cat.categories) == saved["categories"]["cell_type"]
+
+
+def test_tokens_are_those_of_the_training_without_masks(atlas, tmp_path):
+    raw = configuration(atlas, tmp_path / "run", TRANSFORMER)
+    raw["tokenizer"] = TOKENS
+    raw["predict"] = {"out": str(tmp_path / "trained.zarr")}
+    report = train(raw)
+    model = load_model(report.model)
+    adata = dasksc.open(atlas)
+    tokens = dasksc.tokens.RankTokens(adata.var_names, max_genes=8)
+    dataset = dasksc.scDataset(adata, dasksc.Streaming(), 16, layout="csr", transform=tokens)
+    with torch.inference_mode():
+        expected = np.concatenate([model.embed(batch).numpy() for batch in dataset])
+    np.testing.assert_allclose(read(tmp_path / "trained.zarr").obsm["X_emb"], expected, rtol=1e-4, atol=1e-5)
+    # Another order of genes is another order of columns, and the same tokens but for ties.
+    other = tmp_path / "other.h5ad"
+    read(atlas)[:, list(reversed(adata.var_names))].copy().write_h5ad(other)
+    embed(other, "--model", report.model, "--out", tmp_path / "emb.zarr", "--batch-size", 16)
+    np.testing.assert_allclose(read(tmp_path / "emb.zarr").obsm["X_emb"], expected, rtol=1e-4, atol=1e-5)
+
+
+def first_two(batch: Any) -> Any:
+    return batch[:, :2]
+
+
+def test_a_function_is_imported_and_ranks_that_have_no_group_end_alone(atlas, tmp_path, monkeypatch):
+    name = f"{__name__}:first_two"
+    arguments = [atlas, "--model", name, "--out", tmp_path / "emb.zarr", "--json", "--no-progress"]
+    told = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        told.append(json.loads(embed(*arguments, "--batch-size", 8)))
+    assert [one["is_complete"] for one in told] == [False, True] or told[0]["n_predicted"] == 0
+    assert sum(one["n_predicted"] for one in told) == N_OBS
+    assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], read(atlas).X[:, :2].todense())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("none.pt", (), "there is no model at"),
+        ("nowhere:function", (), "cannot be imported"),
+        ("torch.nn:Linear", (), "made already"),
+        ("MODEL", ("--method", "embedd"), "has no method 'embedd'"),
+        ("MODEL", ("--key", "a/b"), "without '/'"),
+    ],
+)
+def test_what_cannot_be_is_told(atlas, tmp_path, model, options, message):
+    if model == "MODEL":
+        model = train(configuration(atlas, tmp_path / "run", AUTOENCODER, training__max_steps=1)).model
+    with pytest.raises(dasksc.DaskscError, match=message):
+        embed(atlas, "--model", model, "--out", tmp_path / "emb.zarr", *options)
+    done = CliRunner().invoke(group, ["embed", str(atlas), "--model", model])
+    assert done.exit_code == 2
+    assert "--out" in done.output
+
+
+def test_the_section_is_checked(atlas, tmp_path):
+    raw = configuration(atlas, tmp_path / "run", AUTOENCODER)
+    with pytest.raises(InputError, match=r"predict\.outt"):
+        train(raw | {"predict": {"outt": "emb.zarr"}})
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["code", "function", "text", "tensor", "empty"])
+def test_a_file_that_is_no_model_is_refused_and_runs_nothing(atlas, tmp_path, kind):
+    path, touched = tmp_path / "model.pt", tmp_path / "touched"
+    if kind == "code":
+        torch.save({"name": "autoencoder", "arguments": {}, "parameters": Harmful(touched)}, path)
+    elif kind == "function":
+        torch.save({"name": "os:mkdir", "arguments": {"path": str(touched)}, "parameters": {}}, path)
+    elif kind == "tensor":
+        torch.save(torch.ones(2), path)
+    else:
+        path.write_text("hello" if kind == "text" else "")
+    with pytest.raises(InputError, match=r"is no model\.pt that dasksc train wrote|no torch\.nn\.Module class"):
+        embed(atlas, "--model", path, "--out", tmp_path / "emb.zarr")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model.pt"]

@@ -1,0 +1,127 @@
+"""Predict an atlas again and again, killed by SIGKILL on the way: ``predict_kills.py IN OUT key``.
+
+Ten times 1, 2 or 3 ranks predict, and all of them are killed at a random moment; what the ranks before left is done by
+the next ones. Meanwhile OUT is read over and over. Children are forked before any thread is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import h5py
+import numpy as np
+import torch
+import zarr
+
+import dasksc
+from dasksc.inference import work
+from dasksc.output import shards
+
+BATCH = 8
+SLEEP_S = 0.01
+
+
+def embed(batch: Any) -> torch.Tensor:
+    """Return what a batch determines, slowly."""
+    time.sleep(SLEEP_S)
+    return batch[:, :6] * 3 + batch.sum(dim=1, keepdim=True)
+
+
+def predict(source: str, out: str, key: str, rank: int, world_size: int) -> dasksc.PredictionReport:
+    with (
+        mock.patch.object(work, "_LEAST_ROWS", 2 * BATCH),
+        mock.patch.object(work, "_MOST_ROWS", 2 * BATCH),
+        mock.patch.object(shards, "sync"),
+    ):
+        return dasksc.predict(
+            *(embed, source, out),
+            key=key,
+            in_place=out.endswith(".h5ad"),
+            batch_size=BATCH,
+            rank=rank,
+            world_size=world_size,
+            scheduler="synchronous",
+        )
+
+
+def started(source: str, out: str, key: str, world_size: int) -> list[int]:
+    """Start ranks; return their process ids."""
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if not pid:
+            try:
+                predict(source, out, key, rank, world_size)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        pids.append(pid)
+    return pids
+
+
+def seen(out: Path, key: str) -> np.ndarray | None:
+    """Return what a reader finds, None for nothing."""
+    try:
+        if out.is_file():
+            with h5py.File(out, "r") as file:
+                return file[f"obsm/{key}"][:] if f"obsm/{key}" in file else None
+        # Both ways of knowing the keys: the list of the root, and the folders.
+        root = zarr.open_group(out, mode="r")
+        listed = f"obsm/{key}" in root
+        if (out / "obsm" / key).exists():
+            return zarr.open_group(out, mode="r", use_consolidated=False)[f"obsm/{key}"][:]
+        return root[f"obsm/{key}"][:] if listed else None
+    except FileNotFoundError:
+        return None
+
+
+def main(source: str, out: str, key: str) -> None:
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    adata = dasksc.open(source)
+    x = np.asarray(adata.X[:].compute().todense(), dtype=np.float32)
+    expected = (torch.from_numpy(x)[:, :6] * 3 + torch.from_numpy(x).sum(dim=1, keepdim=True)).numpy()
+    n_batches = -(-len(x) // BATCH)
+    n_kills = n_looks = 0
+    left = []
+    while n_kills < 10:
+        world_size = rng.choice([1, 2, 3])
+        pids = started(source, out, key, world_size)
+        until = time.monotonic() + rng.uniform(0.02, 0.6) * n_batches * SLEEP_S / world_size
+        while time.monotonic() < until:
+            found = seen(Path(out), key)
+            n_looks += 1
+            if found is not None and not np.array_equal(found, expected):
+                raise SystemExit("a reader saw predictions that are not all there")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            status = os.waitpid(pid, 0)[1]
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+                raise SystemExit("a rank failed")
+        n_kills += 1
+        markers = list(Path(out).parent.glob(f"{Path(out).name}*.partial/*/done/*.json"))
+        left.append(len(markers))
+        if seen(Path(out), key) is not None:
+            raise SystemExit(f"done after {n_kills} kills: nothing is left to kill")
+    for pid in started(source, out, key, 2):
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise SystemExit("a rank failed")
+    found = seen(Path(out), key)
+    if found is None or not np.array_equal(found, expected):
+        raise SystemExit("the predictions are not those of the plain loop")
+    print(json.dumps({"n_kills": n_kills, "n_looks": n_looks, "units_after_kills": left}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

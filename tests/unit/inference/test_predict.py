@@ -1,0 +1,531 @@
+"""Predictions equal the plain loop's, appear whole, and are resumed by any number of ranks."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import dasksc
+from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
+from dasksc.inference import Predictions
+from dasksc.inference.digests import digest_of
+from dasksc.inference.work import runs_of, unit_rows_for
+from dasksc.output import shards
+from tests.support.data import make_adata
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.core
+
+N_OBS, N_VARS, BATCH = 203, 17, 8
+LABELS = ["B cell", "T cell", "NK cell"]
+
+
+class Embedder(nn.Module):
+    def __init__(self, width: int = 5, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dropout = nn.Dropout(0.5)
+        self.linear = nn.Linear(N_VARS, width)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.linear(self.dropout(batch if isinstance(batch, torch.Tensor) else batch["X"]))
+
+    def both(self, batch: Any) -> dict[str, Any]:
+        scores = self(batch)
+        return {"X_emb": scores, "predicted": scores[:, :3].argmax(1), "score": scores.max(1).values}
+
+
+def plain(model: nn.Module, data: Any, **options: Any) -> np.ndarray:
+    """The same by a plain loop."""
+    model.eval()
+    with torch.no_grad():
+        dataset = dasksc.scDataset(data, dasksc.Streaming(), BATCH, rank=0, world_size=1, **options)
+        return np.concatenate([model(batch).numpy() for batch in dataset])
+
+
+def read(path: Path) -> ad.AnnData:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
+
+
+def predict(model: Any, data: Any, out: Path, **options: Any) -> dasksc.PredictionReport:
+    if not isinstance(data, dasksc.scDataset):
+        options = {"batch_size": BATCH, **options}
+    return dasksc.predict(model, data, out, **options)
+
+
+# --- What is written ------------------------------------------------------------------------------------
+
+
+def test_predictions_are_those_of_the_plain_loop(atlas, tmp_path):
+    model = Embedder()
+    report = predict(model, atlas, tmp_path / "emb.zarr")
+    expected = plain(model, atlas)
+    written = read(tmp_path / "emb.zarr")
+    assert np.array_equal(written.obsm["X_emb"], expected)
+    assert list(written.obs_names) == [f"cell{i}" for i in range(N_OBS)]
+    assert (report.n_predicted, report.is_complete) == (N_OBS, True)
+    assert report.keys == {"obsm/X_emb": f"({N_OBS}, 5) float32"}
+    assert not (tmp_path / "emb.zarr.partial").exists()
+
+
+def test_the_request_of_a_data_set_is_used_and_its_strategy_and_filter_are_not(atlas, tmp_path):
+    class Model(nn.Module):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return batch.X.to_dense()[:, :2] * 10 + batch.obs["cell_type"][:, None] + batch.index[:, None]
+
+    request = {"obs": ["cell_type"], "layout": "csr", "genes": ["gene5", "gene3"]}
+    shuffled = dasksc.scDataset(
+        atlas, dasksc.BlockShuffling(4), BATCH, filter="int64 > 0", drop_last=True, seed=0, **request
+    )
+    before = shuffled.state_dict()
+    predict(Model(), shuffled, tmp_path / "emb.zarr")
+    assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], plain(Model(), atlas, **request))
+    assert shuffled.state_dict() == before
+    assert len(shuffled) < N_OBS // BATCH
+
+
+def test_a_dict_becomes_matrices_columns_and_categories(atlas, tmp_path):
+    model = Embedder()
+    predict(model.both, atlas, tmp_path / "emb.zarr", categories={"predicted": LABELS})
+    written, expected = read(tmp_path / "emb.zarr"), plain(model, atlas)
+    assert np.array_equal(written.obsm["X_emb"], expected)
+    assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
+    assert list(written.obs["predicted"].cat.categories) == LABELS
+    assert np.array_equal(written.obs["score"], expected.max(1))
+
+
+@pytest.mark.parametrize("kind", ["array", "anndata", "nameless", "hooks"])
+def test_any_collection_is_read(kind, atlas, tmp_path):
+    adata = make_adata(N_OBS, N_VARS, layout="dense")
+    data = {
+        "array": adata.X,
+        "anndata": adata,
+        "nameless": dasksc.open(atlas, names=False),
+        "hooks": dasksc.scDataset(
+            adata, dasksc.Streaming(), BATCH, batch_transform=lambda part: torch.from_numpy(np.asarray(part.X))
+        ),
+    }[kind]
+
+    def first(batch: Any) -> Any:
+        return np.asarray(batch)[:, :2]
+
+    predict(first, data, tmp_path / "emb.zarr")
+    written = read(tmp_path / "emb.zarr")
+    expected = dasksc.open(atlas).X[:, :2].compute().toarray() if kind == "nameless" else adata.X[:, :2]
+    assert np.array_equal(written.obsm["X_emb"], expected)
+    assert written.obs_names[7] == ("cell7" if kind in ("anndata", "hooks") else "7")
+
+
+def test_the_mode_of_every_part_is_restored_and_no_gradients_are_kept(atlas, tmp_path):
+    model = Embedder().train()
+    model.linear.eval()
+    seen = []
+
+    def noting(part: nn.Module, *_: Any) -> None:
+        seen.append((part.training, torch.is_inference_mode_enabled()))
+
+    model.dropout.register_forward_hook(noting)
+    predict(model, atlas, tmp_path / "emb.zarr")
+    assert set(seen) == {(False, True)}
+    assert (model.training, model.dropout.training, model.linear.training) == (True, True, False)
+
+    def failing(batch: Any) -> None:
+        raise ZeroDivisionError
+
+    model.forward = failing
+    with pytest.raises(ZeroDivisionError):
+        predict(model, atlas, tmp_path / "other.zarr")
+    assert (model.training, model.linear.training) == (True, False)
+
+
+# --- Ranks and resuming -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 20])
+def test_ranks_write_what_one_process_does(atlas, tmp_path, world_size):
+    model, out = Embedder(), tmp_path / "emb.zarr"
+    reports = [predict(model, atlas, out, rank=r, world_size=world_size) for r in range(world_size)]
+    assert np.array_equal(read(out).obsm["X_emb"], plain(model, atlas))
+    assert [report.is_complete for report in reports][-1]
+    assert sum(report.n_predicted for report in reports) == N_OBS
+
+
+def test_the_last_of_ranks_at_work_together_publishes(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    # Opened once: AnnData's warnings cannot be suppressed in several threads at a time.
+    adata = dasksc.open(atlas)
+    reports = on_ranks(
+        3, lambda rank, store: predict(first_columns, adata, out, rank=rank, world_size=3, scheduler="synchronous")
+    )
+    assert all(isinstance(report, dasksc.PredictionReport) for report in reports), reports
+    assert sum(report.n_predicted for report in reports) == N_OBS
+    assert read(out).obsm["X_emb"].shape == (N_OBS, 2)
+
+
+def first_columns(batch: Any) -> Any:
+    return batch[:, :2] + 0.5
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("n_batches", [0, 1, 2, 3, 7, 24, 25])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_missing_is_done_by_any_number_of_ranks(atlas, tmp_path, n_batches, world_size):
+    model, out = Embedder(), tmp_path / "emb.zarr"
+    n_called = 0
+
+    def count(*_: Any) -> None:
+        nonlocal n_called
+        n_called += 1
+        if n_called > n_batches:
+            raise Killed
+
+    hook = model.register_forward_hook(count)
+    with pytest.raises(Killed):
+        predict(model, atlas, out)
+    hook.remove()
+    assert not out.exists()
+    reports = [predict(model, atlas, out, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert sum(report.n_predicted for report in reports) == N_OBS - 16 * (n_batches // 2)
+    assert np.array_equal(read(out).obsm["X_emb"], plain(model, atlas))
+
+
+def test_the_same_again_does_nothing(atlas, tmp_path):
+    model = Embedder()
+    first = predict(model, atlas, tmp_path / "emb.zarr")
+    again = predict(Embedder(), atlas, tmp_path / "emb.zarr")
+    assert (again.n_predicted, again.is_complete, again.keys) == (0, True, first.keys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "emb.zarr"]
+
+
+def unfinished(model: Any, atlas: Path, out: Path, n_batches: int = 4, **options: Any) -> None:
+    """Leave predictions unfinished."""
+    run = Predictions(model, atlas, out, options={"batch_size": BATCH, **options})
+    share = run.begin()
+    assert share is not None
+    for batch, _ in zip(share.batches(), range(n_batches), strict=False):
+        run.take(share, run.predictor.function(batch).detach())
+    share.abandon()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda: (Embedder(seed=1), {}), "model"),
+        (lambda: (Embedder(), {"genes": [f"gene{i}" for i in range(16, -1, -1)]}), "data"),
+        (lambda: (Embedder(), {"batch_size": 4}), "batch_size"),
+        (lambda: (Embedder(), {"key": "X_other"}), "key"),
+    ],
+)
+def test_unfinished_predictions_of_another_kind_are_refused_by_name_or_discarded(atlas, tmp_path, change, what):
+    out = tmp_path / "emb.zarr"
+    unfinished(Embedder().eval(), atlas, out)
+    model, options = change()
+    with pytest.raises(InputError, match=f"differs from this one in .*{what}.*overwrite=True"):
+        predict(model, atlas, out, **options)
+    report = predict(model, atlas, out, overwrite=True, **options)
+    assert report.n_predicted == N_OBS
+
+
+def test_a_changed_atlas_is_not_mixed_with_what_was_predicted_before(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    unfinished(Embedder().eval(), atlas, out)
+    adata = make_adata(N_OBS, N_VARS)
+    adata.X.data[:] += 1
+    adata.write_h5ad(atlas)
+    with pytest.raises(InputError, match="differs from this one in data"):
+        predict(Embedder(), atlas, out)
+
+
+def test_units_are_whole_batches_whatever_the_sizes():
+    for n_obs in (1, 7, 1000, 10**6, 10**9):
+        for batch in (1, 7, 1000, 2**16, 10**6):
+            rows = unit_rows_for(n_obs, batch)
+            assert rows % batch == 0
+            assert rows <= max(batch, 2**16)
+    assert list(runs_of([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)]
+    assert list(runs_of([])) == []
+
+
+# --- Targets ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(atlas, tmp_path) -> Path:
+    path = tmp_path / "store.zarr"
+    dasksc.convert(atlas, path)
+    return path
+
+
+def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
+    model = Embedder()
+    report = predict(model.both, store, store, categories={"predicted": LABELS})
+    assert set(report.keys) == {"obsm/X_emb", "obs/predicted", "obs/score"}
+    for written in (read(store), dasksc.open(store)):
+        expected = plain(model, store)
+        assert np.array_equal(np.asarray(written.obsm["X_emb"]), expected)
+        assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
+        assert list(written.obs.columns)[-2:] == ["predicted", "score"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "store.zarr"]
+    with pytest.raises(InputError, match="has 'obsm/X_emb' already"):
+        predict(Embedder(seed=1), store, store)
+    predict(Embedder(seed=1), store, store, overwrite=True)
+    assert np.array_equal(read(store).obsm["X_emb"], plain(Embedder(seed=1), store))
+
+
+def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
+    with pytest.raises(InputError, match="other names of them, or in another order"):
+        predict(Embedder(), atlas, store)
+    make_adata(50, N_VARS).write_h5ad(tmp_path / "few.h5ad")
+    with pytest.raises(InputError, match="other cells than the 50"):
+        predict(Embedder(), tmp_path / "few.h5ad", store)
+
+
+def test_a_store_of_predictions_gets_those_of_another_model(atlas, tmp_path):
+    predict(Embedder(), atlas, tmp_path / "emb.zarr")
+    predict(Embedder(seed=1), atlas, tmp_path / "emb.zarr", key="X_second")
+    assert set(read(tmp_path / "emb.zarr").obsm) == {"X_emb", "X_second"}
+
+
+def test_an_h5ad_is_replaced_by_a_copy_with_the_predictions(atlas):
+    model = Embedder()
+    expected, before = plain(model, atlas), read(atlas)
+    link = atlas.with_name("link.h5ad")
+    link.symlink_to(atlas)
+    predict(model.both, link, link, categories={"predicted": LABELS}, in_place=True)
+    written = read(link)
+    assert link.is_symlink()
+    assert np.array_equal(written.obsm["X_emb"], expected)
+    assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
+    pd.testing.assert_frame_equal(written.obs[list(before.obs)], before.obs)
+    assert (written.X != before.X).nnz == 0
+    with pytest.raises(InputError, match="has 'obsm/X_emb' already"):
+        predict(model, atlas, atlas, in_place=True)
+    predict(Embedder(seed=1), atlas, atlas, in_place=True, overwrite=True)
+    assert np.array_equal(read(atlas).obsm["X_emb"], plain(Embedder(seed=1), atlas))
+    assert sorted(path.name for path in atlas.parent.iterdir()) == ["atlas.h5ad", "link.h5ad"]
+
+
+def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
+    run = Predictions(Embedder(), atlas, atlas, in_place=True, options={"batch_size": BATCH})
+    share = run.begin()
+    for batch in share.batches():
+        run.take(share, run.predictor.function(batch).detach())
+    share.settle()
+    share.abandon()
+    with h5py.File(atlas, "r+") as file:
+        file.attrs["edited"] = "by somebody else"
+    with pytest.raises(StorageError, match="replaced or changed"):
+        run.publish()
+    assert "X_emb" not in read(atlas).obsm
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "error", "message"),
+    [
+        ("atlas.h5ad", {}, InputError, "in_place=True"),
+        ("text.h5ad", {"in_place": True}, InputError, "no h5ad file"),
+        ("none.h5ad", {"in_place": True}, MissingPathError, "there is none at"),
+        ("none.zarr", {"in_place": True}, MissingPathError, "there is none at"),
+        ("folder", {}, InputError, "is no Zarr store"),
+        ("s3://bucket/emb.zarr", {}, InputError, "no local path"),
+        ("emb.zarr", {"key": "a/b"}, InputError, "without '/'"),
+        ("emb.zarr", {"nan": "maybe"}, InputError, "neither 'error' nor 'report'"),
+        ("emb.zarr", {"categories": {"absent": LABELS}}, InputError, "names 'absent'"),
+    ],
+)
+def test_wrong_targets_and_arguments_are_refused(atlas, tmp_path, out, options, error, message):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.h5ad").write_text("no atlas")
+    with pytest.raises(error, match=message):
+        predict(Embedder(), atlas, out if "://" in out else tmp_path / out, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "folder", "text.h5ad"]
+
+
+# --- What models may not return ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (lambda x: x[:-1], InputError, r"shape \(7, 17\) for a batch of 8 cells"),
+        (lambda x: x.sum(), InputError, r"shape \(\)"),
+        (lambda x: x[:, :, None], InputError, r"shape \(8, 17, 1\)"),
+        (lambda x: x.to_sparse_csr(), InputError, "sparse"),
+        (lambda x: x.numpy().astype(str), InputError, "expected numbers"),
+        (lambda x: None, WrongTypeError, "NoneType"),
+        (lambda x: {}, InputError, "empty dict"),
+        (lambda x: {"a/b": x}, InputError, "without '/'"),
+        (lambda x: x[:, : 1 + int(len(x) == 3)], InputError, "same names, widths and types"),
+    ],
+)
+def test_what_a_model_may_not_return_is_named(atlas, tmp_path, returned, error, message):
+    with pytest.raises(error, match=message):
+        predict(returned, atlas, tmp_path / "emb.zarr")
+    assert not (tmp_path / "emb.zarr").exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [(lambda x: x, "one integer code a cell"), (lambda x: torch.full((len(x),), 3), r"expected codes in \[0, 3\)")],
+)
+def test_codes_without_a_label_are_refused(atlas, tmp_path, codes, message):
+    with pytest.raises(InputError, match=message):
+        predict(codes, atlas, tmp_path / "emb.zarr", key="predicted", categories={"predicted": LABELS})
+
+
+def test_nan_is_refused_by_the_name_of_the_cell_or_reported(atlas, tmp_path):
+    def some_nan(batch: Any) -> torch.Tensor:
+        result = batch.X[:, :2].clone()
+        result[(batch.index == 21) | (batch.index == 22) | (batch.index == 190), 1] = torch.nan
+        return result
+
+    dataset = dasksc.scDataset(atlas, dasksc.Streaming(), BATCH, obs=["int8"])
+    with pytest.raises(InputError, match=r"NaN in 'X_emb' for 2 of .* rows 21 \(cell21\), 22 \(cell22\)"):
+        predict(some_nan, dataset, tmp_path / "emb.zarr")
+    report = predict(some_nan, dataset, tmp_path / "emb.zarr", nan="report")
+    assert report.nan_cells == {"obsm/X_emb": (3, [(21, "cell21"), (22, "cell22"), (190, "cell190")])}
+    assert np.flatnonzero(np.isnan(read(tmp_path / "emb.zarr").obsm["X_emb"]).any(1)).tolist() == [21, 22, 190]
+
+
+def test_ranks_with_different_outputs_are_refused_at_the_end(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+
+    def columns(batch: Any) -> Any:
+        return batch[:, : WIDTH["of"]]
+
+    WIDTH["of"] = 2
+    predict(columns, atlas, out, rank=0, world_size=2)
+    WIDTH["of"] = 3
+    with pytest.raises(InputError, match="same names, widths and types"):
+        predict(columns, atlas, out, rank=1, world_size=2)
+    assert not out.exists()
+
+
+WIDTH: dict[str, int] = {}
+
+
+def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypatch):
+    n_written = 0
+    original = shards.ShardWriter._finish
+
+    def finish(self: Any, file: Any) -> None:
+        nonlocal n_written
+        n_written += 1
+        if n_written > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, file)
+
+    monkeypatch.setattr(shards.ShardWriter, "_finish", finish)
+    with pytest.raises(StorageError, match="no space is left for .*more will be needed"):
+        predict(Embedder(), atlas, tmp_path / "emb.zarr")
+    monkeypatch.setattr(shards.ShardWriter, "_finish", original)
+    assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
+
+
+# --- Attaching --------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_attached_lazily_and_read_with_the_atlas(atlas, tmp_path):
+    model = Embedder()
+    predict(model.both, atlas, tmp_path / "emb.zarr", categories={"predicted": LABELS})
+    attach = {"obsm/X_emb": tmp_path / "emb.zarr", "obs/predicted": str(tmp_path / "emb.zarr")}
+    adata = dasksc.open(atlas, attach=attach)
+    expected = plain(model, atlas)
+    assert type(adata.obsm["X_emb"]).__module__.startswith("dask")
+    assert np.array_equal(adata.obsm["X_emb"].compute(), expected)
+    assert list(adata.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
+    dataset = dasksc.scDataset(
+        adata, dasksc.BlockShuffling(4), BATCH, obsm=["X_emb"], filter="predicted == 'T cell'", seed=0
+    )
+    for batch in dataset:
+        assert np.array_equal(batch.obsm["X_emb"].numpy(), expected[batch.index])
+    nameless = dasksc.open(atlas, attach={"obsm/X_emb": tmp_path / "emb.zarr"}, names=False)
+    assert nameless.obsm["X_emb"].shape == (N_OBS, 5)
+
+
+def test_what_is_attached_must_be_of_the_same_cells(atlas, store, tmp_path):
+    out = tmp_path / "emb.zarr"
+    predict(Embedder(), atlas, out)
+    attach = {"obsm/X_emb": out}
+    with pytest.raises(InputError, match="other names of them, or in another order"):
+        dasksc.open(store, attach=attach)
+    make_adata(50, N_VARS).write_h5ad(tmp_path / "few.h5ad")
+    with pytest.raises(InputError, match="203 rows, and the atlas 50 cells"):
+        dasksc.open(tmp_path / "few.h5ad", attach=attach)
+    with pytest.raises(InputError, match="has already"):
+        dasksc.open(dasksc.open(atlas, attach=attach), attach=attach)
+    with pytest.raises(MissingKeyError, match="X_eme"):
+        dasksc.open(atlas, attach={"obsm/X_eme": out})
+    with pytest.raises(InputError, match="'obsm/NAME' or 'obs/NAME'"):
+        dasksc.open(atlas, attach={"X_emb": out})
+    with pytest.raises(MissingPathError):
+        dasksc.open(atlas, attach={"obsm/X_emb": tmp_path / "none.zarr"})
+    # Any AnnData store or file may be attached: the names of its cells are compared.
+    adata = dasksc.open(store, attach={"obs/other": _with_column(store, tmp_path)})
+    assert "other" in adata.obs
+
+
+def _with_column(store: Path, folder: Path) -> Path:
+    adata = read(store)
+    ad.AnnData(obs=adata.obs[[]].assign(other=np.arange(N_OBS))).write_h5ad(folder / "other.h5ad")
+    return folder / "other.h5ad"
+
+
+# --- Digests ----------------------------------------------------------------------------------------------
+
+
+def test_digests_tell_models_functions_and_what_they_hold_apart():
+    scale = 2.0
+
+    def scaled(batch: Any) -> Any:
+        return batch * scale
+
+    def others(batch: Any) -> Any:
+        return batch + scale
+
+    class Configured(Embedder):
+        def __init__(self, beta: float) -> None:
+            super().__init__()
+            self.beta = beta
+
+    model = Embedder()
+    same = [digest_of(Embedder()), digest_of(model), digest_of(model.train()), digest_of(model.eval())]
+    assert len(set(same)) == 1
+    different = [
+        model, model.both, Embedder(6), Embedder(seed=1), Configured(1.0), Configured(2.0), scaled, others,
+        lambda x: x + 1, lambda x: x + 2,
+        functools.partial(scaled, 1), functools.partial(scaled, 2), np.log1p, np.exp, torch.sum, torch.mean,
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.GELU()), {"a": 1}, {"a": 2}, None,
+    ]  # fmt: skip
+    digests = [digest_of(value) for value in different]
+    assert len(set(digests)) == len(different)
+    before = digest_of(scaled)
+    scale = 3.0
+    assert digest_of(scaled) != before
+
+
+def test_a_marker_holds_plain_json(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    unfinished(Embedder().eval(), atlas, out)
+    markers = sorted((tmp_path / "emb.zarr.partial").glob("*/done/*.json"))
+    assert [marker.name for marker in markers] == ["0.json", "1.json"]
+    assert json.loads(markers[0].read_text()) == {"outputs": [["X_emb", 5, "float32"]], "nan": {}}
+    shutil.rmtree(tmp_path / "emb.zarr.partial")

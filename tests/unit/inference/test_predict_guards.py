@@ -1,0 +1,233 @@
+"""What `dasksc.predict` refuses before it does harm, and what it survives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+
+import dasksc
+from dasksc import InputError, StorageError, WrongTypeError
+from tests.support.data import make_adata
+
+pytestmark = pytest.mark.core
+
+BATCH = 8
+
+
+def two(batch: Any) -> Any:
+    return (batch if isinstance(batch, torch.Tensor) else batch["X"])[:, :2]
+
+
+def coded(batch: Any) -> dict[str, Any]:
+    return {"predicted": torch.zeros(len(batch), dtype=torch.int64)}
+
+
+def read(path: Path) -> ad.AnnData:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
+
+
+def predict(model: Any, data: Any, out: Path, **options: Any) -> dasksc.PredictionReport:
+    return dasksc.predict(model, data, out, batch_size=BATCH, **options)
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- Names and labels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_column", [True, False])
+@pytest.mark.parametrize(
+    "name", ["_index", "zarr.json", ".hidden", "__private", "a/b", "a\\b", "a\0b", "a\nb", "..", "", "x" * 201, 3, None]
+)
+def test_a_name_that_a_store_cannot_hold_is_refused(atlas, tmp_path, name, as_column):
+    with pytest.raises(InputError, match="cannot be a key of obsm or obs"):
+        predict(lambda batch: {name: two(batch)[:, 0] if as_column else two(batch)}, atlas, tmp_path / "emb.zarr")
+    assert entries(tmp_path) == ["atlas.h5ad"]
+
+
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_the_names_of_the_cells_are_never_replaced(tmp_path, kind):
+    adata = make_adata(203, 17)
+    adata.obs.index.name = "barcode"
+    path = tmp_path / ("named.h5ad" if kind == "file" else "named.zarr")
+    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=3):
+        warnings.simplefilter("ignore")
+        adata.write_h5ad(path) if kind == "file" else adata.write_zarr(path)
+    with pytest.raises(InputError, match=r"'obs/barcode', which has the names of the cells"):
+        predict(lambda b: {"barcode": two(b)[:, 0]}, path, path, overwrite=True, in_place=kind == "file")
+    assert list(read(path).obs_names) == list(adata.obs_names)
+    assert entries(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "message"),
+    [
+        ("AB", WrongTypeError, "in the order of the codes"),
+        ({"A", "B"}, WrongTypeError, "in the order of the codes"),
+        (None, WrongTypeError, "in the order of the codes"),
+        ([], InputError, "has no labels"),
+        (["A", "B", "A"], InputError, "the label 'A' twice"),
+        (["A", 1], InputError, "all text or all numbers"),
+        (["A", None], InputError, "none missing"),
+        ([0.5, float("nan")], InputError, "none missing"),
+        ([object()], InputError, "all text or all numbers"),
+    ],
+)
+def test_labels_that_cannot_be_categories_are_refused(atlas, tmp_path, labels, error, message):
+    with pytest.raises(error, match=message):
+        predict(coded, atlas, tmp_path / "emb.zarr", categories={"predicted": labels})
+    with pytest.raises(WrongTypeError, match="is not a dict"):
+        predict(coded, atlas, tmp_path / "emb.zarr", categories=["A"])
+    assert entries(tmp_path) == ["atlas.h5ad"]
+
+
+@pytest.mark.parametrize("labels", [["A"], np.array(["A", "B"]), [7, 8], [True, False], [0.5, 1.5]])
+def test_labels_are_text_or_numbers(atlas, tmp_path, labels):
+    predict(coded, atlas, tmp_path / "emb.zarr", categories={"predicted": labels})
+    assert list(read(tmp_path / "emb.zarr").obs["predicted"].cat.categories) == list(labels)
+
+
+def test_a_dict_may_change_its_order_but_not_its_keys(atlas, tmp_path):
+    n_called = 0
+
+    def both(batch: Any) -> dict[str, Any]:
+        nonlocal n_called
+        n_called += 1
+        names = ("a", "b") if n_called % 2 else ("b", "a")
+        return {name: two(batch) + (name == "b") for name in names}
+
+    predict(both, atlas, tmp_path / "emb.zarr")
+    written = read(tmp_path / "emb.zarr")
+    assert np.array_equal(written.obsm["b"], written.obsm["a"] + 1)
+
+
+def test_numbers_of_more_than_64_bits_and_devices_that_are_none_are_refused(atlas, tmp_path):
+    with pytest.raises(InputError, match="at most 64 bits"):
+        predict(lambda batch: two(batch).numpy().astype(np.longdouble), atlas, tmp_path / "emb.zarr")
+    with pytest.raises(InputError, match="device='cud' is no device"):
+        predict(two, atlas, tmp_path / "emb.zarr", device="cud")
+
+
+# --- Places ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", ["emb.zarr", "obsm/X_emb", "X/deep/emb.zarr"])
+def test_a_path_inside_a_store_is_refused(atlas, tmp_path, inside):
+    store = tmp_path / "store.zarr"
+    dasksc.convert(atlas, store)
+    before = sorted(store.rglob("*"))
+    with pytest.raises(InputError, match=r"lies inside the Zarr store .*store\.zarr"):
+        predict(two, store, store / inside)
+    assert sorted(store.rglob("*")) == before
+
+
+# --- Two runs at once -----------------------------------------------------------------------------------
+
+
+def test_a_second_run_for_the_same_cells_is_refused_while_the_first_is_at_work(atlas, tmp_path):
+    out, is_inside, may_end = tmp_path / "emb.zarr", threading.Event(), threading.Event()
+
+    def slow(batch: Any) -> Any:
+        is_inside.set()
+        assert may_end.wait(60)
+        return two(batch)
+
+    adata = dasksc.open(atlas)
+    first = threading.Thread(target=predict, args=(slow, adata, out), kwargs={"scheduler": "synchronous"})
+    first.start()
+    try:
+        assert is_inside.wait(60)
+        again = {"rank": 1, "world_size": 2}
+        for options in ({}, again, {"overwrite": True}):
+            with pytest.raises(StorageError, match=f"written by process {os.getpid()} on .*Wait for it or end it"):
+                predict(slow, adata, out, **options)
+        for overwrite in (False, True):
+            with pytest.raises(StorageError, match="Wait for it or end it"):
+                predict(two, adata, out, overwrite=overwrite)
+    finally:
+        may_end.set()
+        first.join()
+    assert np.array_equal(read(out).obsm["X_emb"], read(atlas).X[:, :2].todense())
+    assert entries(tmp_path) == ["atlas.h5ad", "emb.zarr"]
+
+
+def test_work_without_a_complete_unit_is_in_nobodys_way(atlas, tmp_path):
+    model = torch.nn.Linear(17, 2)
+    model.register_forward_hook(stopped(1))
+    with pytest.raises(Stopped):
+        predict(model, atlas, tmp_path / "emb.zarr")
+    assert predict(two, atlas, tmp_path / "emb.zarr").n_predicted == 203
+
+
+# --- Damaged notes --------------------------------------------------------------------------------------
+
+
+class Stopped(BaseException):
+    pass
+
+
+def stopped(after: int) -> Any:
+    n_called = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal n_called
+        n_called += 1
+        if n_called > after:
+            raise Stopped
+
+    return hook
+
+
+@pytest.mark.parametrize(("note", "n_left"), [("plan.json", 203), ("*/done/1.json", 203 - 3 * 16)])
+def test_a_note_that_a_power_failure_emptied_counts_as_missing(atlas, tmp_path, note, n_left):
+    out = tmp_path / "emb.zarr"
+    torch.manual_seed(0)
+    model = torch.nn.Linear(17, 2)
+    hook = model.register_forward_hook(stopped(8))
+    with pytest.raises(Stopped):
+        predict(model, atlas, out)
+    hook.remove()
+    (emptied,) = (tmp_path / "emb.zarr.partial").glob(note)
+    emptied.write_text("")
+    assert predict(model, atlas, out).n_predicted == n_left
+    predict(model, atlas, tmp_path / "whole.zarr")
+    assert np.array_equal(read(out).obsm["X_emb"], read(tmp_path / "whole.zarr").obsm["X_emb"])
+
+
+def test_a_shard_that_is_gone_is_named(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    predict(two, atlas, out, rank=0, world_size=2)
+    shutil.rmtree(next((tmp_path / "emb.zarr.partial").glob("*/store/obsm/X_emb/c/3")))
+    with pytest.raises(dasksc.CorruptDataError, match=r"c/3/0 was removed\. Remove .* and predict again"):
+        predict(two, atlas, out, rank=1, world_size=2)
+    assert not out.exists()
+
+
+# --- Random transforms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_random_transforms_draw_what_the_plain_loop_draws(atlas, tmp_path, world_size):
+    transform = [dasksc.transforms.Downsample(0.5, seed=1), dasksc.transforms.MaskGenes(0.3, seed=2)]
+    plain = dasksc.scDataset(atlas, dasksc.Streaming(), BATCH, transform=transform, rank=0, world_size=1)
+    expected = np.concatenate([batch.X[:, :2].numpy() for batch in plain])
+    for rank in range(world_size):
+        shuffled = dasksc.scDataset(
+            *(atlas, dasksc.BlockShuffling(4), BATCH), transform=transform, seed=0, rank=rank, world_size=world_size
+        )
+        dasksc.predict(two, shuffled, tmp_path / "emb.zarr")
+    assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], expected)
+    assert not np.array_equal(expected, read(atlas).X[:, :2].todense())
