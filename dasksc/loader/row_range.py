@@ -10,6 +10,7 @@ from typing import Any
 from dasksc.executor.progress import EpochStats
 from dasksc.loader.dataset import scDataset
 from dasksc.loader.epoch_run import Placement
+from dasksc.loader.position import EpochTracker
 from dasksc.loader.rank_session import RankSession
 from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.ranks import World
@@ -46,7 +47,7 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     one._projection.session = one._session
     one._counter = EpochCounter()
     one._iteration = 0
-    one._position = one._resume = one._ended = None
+    one._tracker = EpochTracker()
     one._stats = EpochStats()
     one._token = secrets.token_hex(4)
     one._progress = False
