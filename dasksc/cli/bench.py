@@ -60,7 +60,7 @@ def command(
     seconds: float,
     rounds: int,
 ) -> None:
-    """Measure the loading speed of your own atlas, in cells per second.
+    """Measure the loading speed of an atlas in cells per second.
 
     Only loading is measured, after a first fetch. Files are not removed from the page cache before. To compare with
     other loaders, run benchmarks/compare.py of the source code with --atlas FILE.

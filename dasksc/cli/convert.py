@@ -39,7 +39,7 @@ Examples:
 @click.option("--group-by", metavar="COLUMNS", help="Keep cells of equal obs columns together.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Seed of the shuffle.")
 @click.option("--filter", metavar="EXPRESSION", help="Cells to write, such as 'n_genes > 500'.")
-@click.option("--genes", metavar="GENES", help="Genes to write, in this order: names or a file.")
+@click.option("--genes", metavar="GENES", help="Genes to write: names or a file.")
 @click.option(
     "--genes-missing",
     type=click.Choice(["error", "zero", "drop"]),
@@ -47,7 +47,7 @@ Examples:
     show_default=True,
     help="Absent genes.",
 )
-@click.option("--genes-key", metavar="COLUMN", help="var column of the names.  [default: var_names]")
+@click.option("--genes-key", metavar="COLUMN", help="Names in var.  [default: var_names]")
 @click.option(
     "--genes-repeated",
     type=click.Choice(["error", "sum"]),

@@ -20,9 +20,9 @@ Examples:
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 def command(folder: str, overwrite: bool) -> None:
-    """Write the files that the guides of the documentation read to FOLDER.
+    """Write the files that the guides read to FOLDER.
 
-    The files are small atlases of raw counts, about 5 MB together, the same on every call.
+    The guides are pages of the documentation. The files are small atlases of raw counts, about 5 MB together, the same on every call.
     """
     from dasksc.datasets import demo_data
 

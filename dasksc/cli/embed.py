@@ -18,9 +18,9 @@ _EXAMPLES = """
 \b
 Examples:
   dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
-  dasksc embed atlas.zarr --model run/model.pt --method predict --out atlas.zarr
-  dasksc embed atlas.h5ad --model mypackage.models:embed --key X_mine --in-place
-  torchrun --nproc-per-node 8 -m dasksc embed atlas.zarr --model run/model.pt --out emb.zarr
+  dasksc embed a.zarr --model run/model.pt --method predict --out a.zarr
+  dasksc embed atlas.h5ad --model mypackage.models:embed --in-place
+  torchrun --nproc-per-node 8 -m dasksc embed a.zarr --model m.pt --out e.zarr
 """
 
 
@@ -29,31 +29,29 @@ Examples:
 @click.option(
     "--model",
     required=True,
-    metavar="PATH|MODULE:NAME",
-    help="The model.pt of a training, or the import path of a function or module that is called with batches.",
+    metavar="MODEL",
+    help="model.pt, or an import path.",
 )
-@click.option("--out", metavar="OUT.zarr", help="A store to create or extend.  [default with --in-place: ATLAS]")
+@click.option("--out", metavar="OUT.zarr", help="Store to create or extend.")
 @click.option("--key", default="X_emb", show_default=True, help="Name in obsm.")
+@click.option("--method", metavar="NAME", help="Method of the model to call.")
 @click.option(
-    "--method", help="Method of the model to call.  [default: embed, if there is one; otherwise the model itself]"
+    "--batch-size", type=click.IntRange(1), default=1024, show_default=True, metavar="N", help="Cells in a batch."
 )
-@click.option("--batch-size", type=click.IntRange(1), default=1024, show_default=True, help="Cells of a batch.")
-@click.option("--device", help="Where the model runs: cpu, cuda, cuda:1.  [default: a GPU, if there is one]")
+@click.option("--device", metavar="DEVICE", help="Device of the model: cpu, cuda, cuda:1.")
 @click.option(
     "--genes-missing",
     type=click.Choice(["error", "zero"]),
     default="error",
     show_default=True,
-    help="What becomes of genes of the model that the atlas lacks.",
+    help="Absent genes.",
 )
 @click.option(
-    "--nan", type=click.Choice(["error", "report"]), default="error", show_default=True, help="What NaN does."
+    "--nan", type=click.Choice(["error", "report"]), default="error", show_default=True, help="NaN in results."
 )
-@click.option("--in-place", is_flag=True, help="Replace an .h5ad file by a copy with the predictions.")
-@click.option("--overwrite", is_flag=True, help="Replace the key, and drop other predictions begun there.")
-@click.option(
-    "--progress/--no-progress", default=None, help="Show a bar with cells per second.  [default: on a terminal]"
-)
+@click.option("--in-place", is_flag=True, help="Replace ATLAS, an .h5ad file.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing key.")
+@click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
 @url_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
@@ -75,8 +73,14 @@ def command(
 ) -> None:
     """Run a model on every cell of ATLAS, and write the results.
 
+    MODEL is the model.pt of a training or the import path of a function or module (package.module:name) that is called
+    with batches. --method defaults to `embed` if the model has it, and to the model itself otherwise. --device defaults
+    to a GPU if there is one.
+
     The key appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command resumes
-    the work, on any number of ranks.
+    the work, on any number of ranks. --in-place replaces an .h5ad file by a copy with the predictions. --overwrite also
+    drops other predictions begun at OUT.zarr. Genes of the model that the atlas lacks are refused or read as zeros
+    (--genes-missing). NaN in results is refused or reported (--nan).
     """
     if out is None and not in_place:
         raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")

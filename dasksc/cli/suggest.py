@@ -52,7 +52,7 @@ def command(
     label_key: str | None,
     memory_share: float,
 ) -> None:
-    """Suggest fetch_factor and block_size for an atlas on this machine.
+    """Suggest fetch_factor and block_size for an atlas.
 
     The suggestion ends with code to paste. With --label-key, the speed and the mix of classes of each block size are
     measured.
