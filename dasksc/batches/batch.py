@@ -97,9 +97,7 @@ class Batch(_Named):
     def __repr__(self) -> str:
         lines = list(_described(self))
         width = max((len(name) for name, _ in lines), default=0)
-        return "\n".join(
-            [type(self).__name__, *(f"  {name:<{width}}  {text}" for name, text in lines or [("", "empty")])]
-        )
+        return "\n".join([type(self).__name__, *(f"  {name:<{width}}  {text}" for name, text in lines)])
 
     def _repr_html_(self) -> str:
         return html_table(type(self).__name__, _described(self))

@@ -72,7 +72,7 @@ class Named(BaseModel):
 
 
 class Open(_Section):
-    """Options of `dasksc.open`: how several atlases are joined, and how remote ones are accessed."""
+    """Options of `dasksc.open`: joining several atlases, access to remote ones, and features of 10x files."""
 
     join: Literal["inner", "outer"] = "inner"
     label: str | None = None
@@ -83,6 +83,8 @@ class Open(_Section):
     raw: bool = False
     storage_options: dict[str, Any] | None = None
     cache: str | dict[str, Any] | None = None
+    feature_types: str | list[str] | None = None
+    genome: str | list[str] | None = None
 
 
 class Strategy(Named):

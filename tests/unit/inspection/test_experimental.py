@@ -158,7 +158,7 @@ def test_no_workers_are_suggested_unless_they_are_asked_for(bounds, expected):
 def test_verbose_recommends_no_workers_and_shows_what_it_returns(capsys):
     result = suggest_parameters(np.zeros((10, 2048)), 512)
     text = capsys.readouterr().out
-    assert "the rank's own threads read ahead" in text
+    assert "threads of the rank read ahead" in text
     assert f"fetch_factor     {result['fetch_factor']}\n" in text
     suggest_parameters(np.zeros((10, 2048)), 512, min_workers=2)
     assert "0 is recommended" in capsys.readouterr().out

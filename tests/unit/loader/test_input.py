@@ -158,7 +158,7 @@ def test_strategies_that_do_not_fit(path, strategy, match):
 
 def test_a_strategy_that_is_none(path):
     with pytest.raises(InputError, match="such as dasksc.BlockShuffling"):
-        scDataset(path, "shuffle", 8)
+        scDataset(path, None, 8)
 
 
 def test_an_anndata_without_x():

@@ -38,10 +38,12 @@ def test_data_takes_all_that_open_and_scdataset_take():
     fields = set(Data.model_fields) | set(Open.model_fields)
     # What a program gives: hooks, and what the run says.
     not_in_yaml = {"self", "data_collection", "rank", "world_size", "group", "device", "transform"}
-    not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform"}
+    not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "return_index"}
+    not_in_yaml |= {"label_key"}  # an argument of the strategy
     assert set(inspect.signature(dasksc.scDataset.__init__).parameters) - not_in_yaml <= fields
-    # Names of cells are read only where others are made of them.
-    assert set(inspect.signature(dasksc.open).parameters) - {"data", "names"} <= fields
+    # Names of cells are read only where others are made of them. What is attached fits one atlas, and a training may
+    # open others for validation and prediction.
+    assert set(inspect.signature(dasksc.open).parameters) - {"data", "names", "attach"} <= fields
 
 
 @pytest.mark.parametrize(
