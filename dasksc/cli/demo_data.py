@@ -22,7 +22,8 @@ Examples:
 def command(folder: str, overwrite: bool) -> None:
     """Write the files that the guides read to FOLDER.
 
-    The guides are pages of the documentation. The files are small atlases of raw counts, about 5 MB together, the same on every call.
+    The files are small atlases of raw counts, about 5 MB together, the same on every call. The guides are pages of the
+    documentation.
     """
     from dasksc.datasets import demo_data
 
