@@ -3,9 +3,10 @@
 
     python benchmarks/augmentation.py --cells 100000 --genes 2000 --out benchmarks/results/augmentation
 
-Cells a second that are handed to a loop by `Streaming` and `BlockShuffling`, CSR and dense, as they are and with each
-transform of `scDataset(transform=)`. Each rate is the median over rounds that go through all in turn; the round before
-them is not measured.
+Cells a second that are handed to a loop by `BlockShuffling`, and the CPU time that a cell takes on all threads: as they
+are, and with each transform of `scDataset(transform=)`. Batches are CSR, dense from a file of CSR rows, and dense from
+a file of dense ones. All go in turns, and a ratio is the median over rounds of that to the batches as they are in the
+same round; the round before them is not measured. Beside other programs only the ratios of CPU time mean much.
 """
 
 from __future__ import annotations
@@ -43,57 +44,73 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add_options(parser, cells=100_000)
     parser.set_defaults(genes=2_000)
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     add_out(parser)
     options = parser.parse_args(arguments)
 
-    paths = {"csr": atlas(options)}
-    paths["dense"] = paths["csr"].with_name(f"{paths['csr'].stem}-dense.h5ad")
-    if not paths["dense"].exists():
+    csr = atlas(options)
+    dense = csr.with_name(f"{csr.stem}-dense.h5ad")
+    if not dense.exists():
         size = ["--cells", str(options.cells), "--genes", str(options.genes)]
-        command = [sys.executable, str(_PROGRAM), "--dense", "--out", str(paths["dense"]), *size]
+        command = [sys.executable, str(_PROGRAM), "--dense", "--out", str(dense), *size]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    strategies = {"Streaming": dasksc.Streaming(), "BlockShuffling": dasksc.BlockShuffling(options.block)}
     found: dict[str, Any] = {}
-    for layout, path in paths.items():
+    for name, layout, path in (("CSR", "csr", csr), ("dense from CSR", "dense", csr), ("dense", "dense", dense)):
         read_through(path)
-        for strategy, draws in strategies.items():
-            epochs: dict[str, Callable[[], Iterator[Any]]] = {}
-            for name, transform in TRANSFORMS.items():
-                dataset = dasksc.scDataset(
-                    path,
-                    draws,
-                    batch_size=options.batch,
-                    fetch_factor=max(1, options.fetch // options.batch),
-                    layout=layout,
-                    transform=transform,
-                    rank=0,
-                    world_size=1,
-                    seed=0,
-                )
-                epochs[name] = lambda dataset=dataset: (batch.X for batch in dataset)
-            rates: dict[str, list[float]] = {name: [] for name in epochs}
-            for i in range(-1, options.rounds):
-                for name, epoch in epochs.items():
-                    measured = measure(epoch, seconds=options.seconds, fetch_rows=options.fetch, consume=None)
-                    if i >= 0:  # the round before fills caches and compiles
-                        rates[name].append(measured.rows_per_s)
-            found[f"{strategy}, {layout}"] = {name: statistics.median(rate) for name, rate in rates.items()}
-    print(f"| cells/s | {' | '.join(TRANSFORMS)} |\n| --- | {' | '.join(['---:'] * len(TRANSFORMS))} |")
-    for name, rates_of in found.items():
-        plain = rates_of["as they are"]
-        print(f"| {name} | {' | '.join(f'{rate:,.0f} ({rate / plain:.0%})' for rate in rates_of.values())} |")
+        for batch_size in options.batch:
+            found[f"{name}, batches of {batch_size}"] = _in_turns(options, path, layout, batch_size)
+    print(f"| cells/s; ratios of rate and of CPU time | {' | '.join(TRANSFORMS)} |")
+    print(f"| --- | {' | '.join(['---:'] * len(TRANSFORMS))} |")
+    for name, row in found.items():
+        cells = [f"{one['cells_per_s']:,.0f}; {one['rate']:.2f}; {one['cpu']:.2f}" for one in row.values()]
+        print(f"| {name} | {' | '.join(cells)} |")
     report = {
         **{name: getattr(options, name) for name in ("cells", "genes", "block", "batch", "fetch", "rounds")},
-        "cells_per_s": found,
+        "found": found,
         "load": os.getloadavg()[0],
     }
     write_report(options.out, report)
     print(json.dumps(report))
     return report
+
+
+def _in_turns(options: argparse.Namespace, path: Path, layout: str, batch_size: int) -> dict[str, dict[str, float]]:
+    """Return what each transform costs: medians of rates, of CPU time and of ratios to the batches as they are."""
+    epochs: dict[str, Callable[[], Iterator[Any]]] = {}
+    for name, transform in TRANSFORMS.items():
+        dataset = dasksc.scDataset(
+            path,
+            dasksc.BlockShuffling(options.block),
+            batch_size=batch_size,
+            fetch_factor=max(1, options.fetch // batch_size),
+            layout=layout,
+            transform=transform,
+            rank=0,
+            world_size=1,
+            seed=0,
+        )
+        epochs[name] = lambda dataset=dataset: (batch.X for batch in dataset)
+    rates: dict[str, list[float]] = {name: [] for name in epochs}
+    cpu_us: dict[str, list[float]] = {name: [] for name in epochs}
+    for i in range(-1, options.rounds):
+        for name, epoch in epochs.items():
+            measured = measure(epoch, seconds=options.seconds, fetch_rows=options.fetch, consume=None)
+            if i >= 0:  # the round before fills caches and compiles
+                rates[name].append(measured.rows_per_s)
+                cpu_us[name].append(measured.cpu_s / measured.n_rows * 1e6)
+    plain = next(iter(epochs))
+    return {
+        name: {
+            "cells_per_s": statistics.median(rates[name]),
+            "cpu_us": statistics.median(cpu_us[name]),
+            "rate": statistics.median(one / other for one, other in zip(rates[name], rates[plain], strict=True)),
+            "cpu": statistics.median(other / one for one, other in zip(cpu_us[name], cpu_us[plain], strict=True)),
+        }
+        for name in epochs
+    }
 
 
 if __name__ == "__main__":

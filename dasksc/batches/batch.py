@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from numpy.typing import DTypeLike, NDArray
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
+from dasksc.kernels import csr as kernels
 from dasksc.storage import Columns, Fetched, Layout, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories"]
+__all__ = ["Batch", "BatchMaker", "Categories", "Change"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that these are in beta. Where warnings
 # are errors, that would end an epoch, so the warning is triggered and ignored here.
@@ -183,6 +184,47 @@ def _csr_tensor(
     return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 
 
+class Change(Protocol):
+    """A change of the values of one matrix, made before they become a tensor."""
+
+    @property
+    def part(self) -> str:
+        """Key of the matrix: ``"X"`` or ``"layers/"`` and a name."""
+
+    def change(
+        self,
+        rows: NDArray[np.int64],
+        first_row: int,
+        indptr: NDArray[Any],
+        columns: NDArray[Any],
+        values: NDArray[Any],
+    ) -> None:
+        """Change values of CSR rows of a batch in place.
+
+        Parameters
+        ----------
+        rows
+            Row numbers of the whole batch, shape (n_rows,), int64.
+        first_row
+            Position in the batch of the first row whose values are given.
+        indptr, columns, values
+            CSR rows of the batch.
+        """
+
+    def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
+        """Change dense rows of a batch in place.
+
+        Parameters
+        ----------
+        rows
+            Row numbers of the whole batch, shape (n_rows,), int64.
+        first_row
+            Position in the batch of the first row of `dense`.
+        dense
+            C-contiguous rows, shape (n, n_vars).
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMaker:
     """Assembly of minibatches from fetched rows. Thread-safe.
@@ -218,11 +260,18 @@ class BatchMaker:
     modalities: tuple[str, ...] = ()
 
     def make(
-        self, fetched: FetchedMatrices, rows: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        fetched: FetchedMatrices,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        changes: Sequence[Change] = (),
     ) -> torch.Tensor | Batch:
-        """Gather the rows at `positions` of a fetch whose row numbers are `rows`."""
+        """Gather the rows at `positions` of a fetch whose row numbers are `rows`, and change their values.
+
+        `changes` are made in order. They are for a `Batch` of a single modality.
+        """
         if self.only_x:
-            return self._tensor("X", fetched.parts["X"], positions)
+            return self._tensor("X", fetched.parts["X"], positions, _UNCHANGED)
         index = rows[positions]
         obs = Parts(
             (name, torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False)))
@@ -231,36 +280,41 @@ class BatchMaker:
         obs.n_classes = self.codes
         batch = Batch()
         if self.modalities:
-            batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)
+            batch.update(
+                {name: self._grouped(fetched, positions, f"{name}:", _UNCHANGED) for name in self.modalities}, obs=obs
+            )
         else:
-            one = self._grouped(fetched, positions, "")
+            one = self._grouped(fetched, positions, "", _Changes(index, changes))
             batch.update(X=one.pop("X"), obs=obs, **one)
         batch["index"] = torch.from_numpy(index)
         return batch
 
-    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str) -> Batch:
+    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, changes: _Changes) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
         batch = Batch(X=None, layers=Parts(), obsm=Parts())
         for key, part in fetched.parts.items():
             if not key.startswith(prefix):
                 continue
             group, _, name = key.removeprefix(prefix).partition("/")
-            tensor = self._dense(key, part, positions) if group == "obsm" else self._tensor(key, part, positions)
+            gather = self._dense if group == "obsm" else self._tensor
+            tensor = gather(key, part, positions, changes)
             if name:
                 batch[group][name] = tensor
             else:
                 batch[group] = tensor
         return batch
 
-    def _tensor(self, key: str, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
+    def _tensor(self, key: str, part: Fetched, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
         if self.layout == "dense":
-            return self._dense(key, part, positions)
+            return self._dense(key, part, positions, changes)
         columns = self.columns.get(key)
         dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
         indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=columns)
         n_vars = part.shape[1] if columns is None else len(columns)
         if indptr[-1] > np.iinfo(np.int32).max:
             raise InputError(f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros; lower batch_size")
+        for one in changes.of(key):
+            one.change(changes.rows, 0, indptr, indices, data)
         return _csr_tensor(
             # Both index arrays of a CSR tensor must have the same type.
             torch.from_numpy(indptr.astype(np.int32)),
@@ -269,7 +323,7 @@ class BatchMaker:
             (len(positions), n_vars),
         )
 
-    def _dense(self, key: str, part: Fetched, positions: NDArray[np.int64]) -> torch.Tensor:
+    def _dense(self, key: str, part: Fetched, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
         columns = self.columns.get(key)
         dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
         n_vars = part.shape[1] if columns is None else len(columns)
@@ -278,8 +332,46 @@ class BatchMaker:
             out = torch.empty(shape, dtype=torch_dtype(dtype), pin_memory=True)
         else:
             out = torch.from_numpy(buffers.empty(shape, dtype))
-        part.gather(positions, out=out.numpy(), columns=columns)
+        wanted = changes.of(key)
+        if not wanted:
+            part.gather(positions, out=out.numpy(), columns=columns)
+            return out
+        # Rows are changed some at a time, so that they are still in the caches of a core.
+        n_at_once = max(1, _CHANGED_BYTES // max(1, n_vars * dtype.itemsize))
+        for first in range(0, len(positions), n_at_once):
+            some = slice(first, first + n_at_once)
+            rows = out.numpy()[some]
+            if part.layout == "csr":
+                indptr, indices, data = part.gather_csr(positions[some], dtype=dtype, columns=columns)
+                for one in wanted:
+                    one.change(changes.rows, first, indptr, indices, data)
+                kernels.spread(indptr, indices, _as_words(data), _as_words(rows))
+            else:
+                part.gather(positions[some], out=rows, columns=columns)
+                for one in wanted:
+                    one.change_dense(changes.rows, first, rows)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Changes of a batch, and its row numbers."""
+
+    rows: NDArray[np.int64]
+    changes: Sequence[Change]
+
+    def of(self, key: str) -> list[Change]:
+        """Return the changes of one matrix."""
+        return [one for one in self.changes if one.part == key] if self.changes else []
+
+
+_UNCHANGED = _Changes(np.empty(0, dtype=np.int64), ())
+_CHANGED_BYTES = 2**21
+
+
+def _as_words(values: NDArray[Any]) -> NDArray[Any]:
+    """Return float16 values as integers, since kernels do not support them, and others as they are."""
+    return values.view(np.int16) if values.dtype == np.float16 else values
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -1,27 +1,36 @@
 """Draw fewer counts of each row, and leave out values: what augments a batch.
 
-Everything random in a row is keyed by the row and the number of a column, so that rows are the same dense and CSR.
+All random numbers are keyed by the row and the number of a column, or by the row and the number of a count in it, so
+dense and CSR rows get the same values.
 
-Counts are drawn by binomial thinning. Few of them take a comparison with each step of a distribution function, or
-several such comparisons; more, the transformed rejection of Hörmann [1]_ or, where few are expected, a sequential
-search. A number of counts that is fixed is reached from there: given its size, a thinned sample is a uniform one
-without replacement, and the difference is drawn without replacement, too, from what was or was not taken. The result
-is multivariate hypergeometric.
+Counts are drawn by binomial thinning. A small count takes one comparison of a random word with each step of its
+distribution function, and a larger one several of them. The largest take the transformed rejection of Hörmann [1]_ or,
+where few are expected, a sequential search.
+
+A fixed number of counts is drawn without replacement in two steps. Counts are thinned with the same probability, which
+leaves about as many as wanted: given its size, such a sample is uniform, whatever the probability. The difference is
+then drawn without replacement, too, from the counts that were or were not kept. The result is multivariate
+hypergeometric.
+
+A random word has 53 bits. Its first 32 come from a hash of 32-bit operations, of which processors do many at a time.
+They decide all but one of 2**32 comparisons. The others are drawn only where those are equal.
 
 .. [1] Hörmann: The generation of binomial random variates, Journal of Statistical Computation and Simulation 46
    (1993), algorithm BTRS.
 
-Parameters that recur
----------------------
+Common parameters
+-----------------
 key, number
-    What everything random is keyed by, uint64, and which batch it is.
+    Key of all random numbers, uint64, and number of the batch.
 rows
     Row numbers of the batch, shape (n_rows,), int64.
+first_row
+    Position in the batch of the first row whose values are given.
 indptr, columns, values
-    A batch of CSR rows: shapes (n_rows + 1,), (nnz,) and (nnz,). Or dense ones, one after the other in `values`, with
-    two arrays without elements. Values are changed in place: of CSR rows zeros stay stored, so that nothing else is.
-n_vars
-    Number of columns.
+    CSR rows of the batch: shapes (n + 1,), (nnz,) and (nnz,). Values are changed in place, and zeros stay stored.
+dense
+    C-contiguous dense rows of the batch, shape (n, n_vars). Their nonzeros are changed in place, a few rows at a time,
+    so that scratch memory is small and rows stay in the L1 cache of a core.
 """
 
 from __future__ import annotations
@@ -31,25 +40,52 @@ import math
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
-from dasksc.kernels.csr import _BITS_AT_ONCE, _list_bits
+from dasksc.kernels.csr import _count_bits, _list_bits, put, squeeze
 from dasksc.kernels.permute import bits, stream, uniform
 from dasksc.kernels.tokens import row_keys
+from dasksc.kernels.vectors import N_STEPS, n_below, n_sums_below, nonzero_bits, sum_of
 
-__all__ = ["N_TABLE", "N_TABLES", "binomial", "binomial_table", "downsample", "mask"]
+__all__ = [
+    "N_TABLE",
+    "N_TABLES",
+    "binomial",
+    "binomial_table",
+    "downsample",
+    "downsample_dense",
+    "mask",
+    "mask_dense",
+    "sample",
+    "sample_dense",
+    "steps_of",
+    "word",
+]
 
-N_TABLE = 8
-"""Counts that are drawn by one comparison with a table, at most."""
+N_TABLE = N_STEPS
+"""Largest count that is drawn by one comparison with a table."""
 
 N_TABLES = 64
-"""Counts that are drawn by the table in parts, at most."""
+"""Largest count that is drawn in parts, each by the table or by single bits."""
 
-_N_STEPS = np.uint64(N_TABLE)
-_U11 = np.uint64(11)
+_U11, _U21, _U43 = np.uint64(11), np.uint64(21), np.uint64(43)
+_ONE, _ONE_32, _U32 = np.uint64(1), np.uint32(1), np.uint64(32)
 _ONE_AS_WORD = 9007199254740992.0  # 2**53
 _LARGEST = 2**53
-_NEVER = np.uint64(2**53)
+_HIGHEST = np.uint32(2**32 - 1)
 # Streams under the key of a row; other numbers are those of columns.
-_DIFFERENCE = np.uint64(2**64 - 1)
+_DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
+_TRIPLE_1, _TRIPLE_2, _TRIPLE_3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848BAB)
+_T17, _T11, _T15, _T14 = np.uint32(17), np.uint32(11), np.uint32(15), np.uint32(14)
+# Limits of a row whose counts are int32, and of one that is thinned by a probability of `_SHARE_BITS` bits.
+_MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
+_SHARE_BITS = 10
+_N_SHARES = 2**_SHARE_BITS
+# Largest difference that is drawn one by one.
+_FEW = 8
+# Number of values of a block, whose sum saves a look at each of them.
+_BLOCK, _BLOCKS = N_STEPS, np.uint64(N_STEPS)
+# Number of elements of dense rows that are changed at a time; more if a row has more.
+_DENSE_AT_ONCE = 2**14
+_WORD_BITS, _WORDS, _WORD_SHIFT, _WORD_MASK = 64, np.uint64(64), np.uint64(6), np.uint64(63)
 # Of each whole number below 10, by how much Stirling's formula for its factorial is too low; see `_stirling`.
 _STIRLING = np.array(
     [
@@ -65,6 +101,29 @@ _STIRLING = np.array(
         0.008330563433362871,
     ]
 )
+
+
+@kernel
+def word(row_key, column):
+    """Return 53 random bits of a column of a row."""
+    factor, offset = _affine(row_key)
+    head = np.uint64(_hashed(np.uint32(np.uint32(column) * factor + offset)))
+    return (head << _U21) | (bits(row_key, column) >> _U43)
+
+
+@kernel
+def _affine(row_key):
+    # The function of a column whose hash has the first 32 bits of a word: a factor, odd, and an offset.
+    return np.uint32(row_key) | _ONE_32, np.uint32(row_key >> _U32)
+
+
+@kernel
+def _hashed(x):
+    # The hash is triple32 of https://github.com/skeeto/hash-prospector.
+    x = np.uint32((x ^ (x >> _T17)) * _TRIPLE_1)
+    x = np.uint32((x ^ (x >> _T11)) * _TRIPLE_2)
+    x = np.uint32((x ^ (x >> _T15)) * _TRIPLE_3)
+    return np.uint32(x ^ (x >> _T14))
 
 
 @kernel
@@ -85,6 +144,17 @@ def binomial_table(p, table):
         for k in range(n):
             total += shares[k]
             table[n * N_TABLE + k] = np.uint64(min(total, 1.0) * _ONE_AS_WORD)
+
+
+@kernel
+def steps_of(p):
+    """Return the table of `binomial_table` and the first 32 bits of each step, uint32; 2**32 is made one less."""
+    table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
+    heads = np.empty(len(table), np.uint32)
+    binomial_table(p, table)
+    for j in range(len(table)):
+        heads[j] = min(table[j] >> _U21, np.uint64(_HIGHEST))
+    return table, heads
 
 
 @kernel
@@ -171,81 +241,268 @@ def _is_count(value):
 
 
 @kernel
-def _list_nonzeros(values, first, n, bitmap, listed):
-    # Write which of `n` values, from `first` on, are not zero into `listed`; return how many there are.
-    n_whole = n // 64
-    for i in range(n_whole):
-        at = first + np.uint64(64 * i)
-        word = np.uint64(0)
-        for k in range(64):
-            word |= np.uint64(values[at + np.uint64(k)] != 0) << np.uint64(k)
-        bitmap[i] = word
-    if n % 64:
-        word = np.uint64(0)
-        for k in range(n_whole * 64, n):
-            word |= np.uint64(values[first + np.uint64(k)] != 0) << np.uint64(k % 64)
-        bitmap[n_whole] = word
-    return _list_bits(bitmap, listed)
-
-
-@kernel
-def _sample(key, n, n_drawn, drawn):
-    # Write `n_drawn` different numbers below `n` into `drawn`, ascending; every subset is as likely as any other.
-    counter = 0
-    n_found = 0
-    while n_found < n_drawn:
-        for i in range(n_found, n_drawn):
-            drawn[i] = min(np.int64(uniform(key, counter) * n), n - 1)
-            counter += 1
-        drawn[:n_drawn] = np.sort(drawn[:n_drawn])
-        n_found = 1
-        for i in range(1, n_drawn):
-            if drawn[i] != drawn[n_found - 1]:
-                drawn[n_found] = drawn[i]
-                n_found += 1
-
-
-@kernel
-def _reach(key, counts, kept, n, total, target):
-    # Take a sample from what is kept, or from what is not, so that `target` of all counts, `total`, are kept.
-    n_kept = np.int64(0)
-    for k in range(n):
-        n_kept += kept[k]
-    n_drawn = abs(n_kept - target)
-    if n_drawn == 0:
-        return
-    adds = n_kept < target
-    drawn = np.empty(n_drawn, np.int64)
-    _sample(stream(key, _DIFFERENCE), total - n_kept if adds else n_kept, n_drawn, drawn)
-    passed = np.int64(0)
-    i = 0
-    for k in range(n):
-        passed += counts[k] - kept[k] if adds else kept[k]
-        while i < n_drawn and drawn[i] < passed:
-            kept[k] += 1 if adds else -1
-            # What was passed is by the numbers before.
-            i += 1
-        if i == n_drawn:
-            return
-
-
-@kernel
-def _stepped(table, count, word):
+def _stepped(table, count, drawn):
     # Without a branch in it, all steps are compared at once.
     steps = np.uint64(count) * np.uint64(N_TABLE)
     found = np.int64(0)
     for j in range(N_TABLE):
-        found += word >= table[steps + np.uint64(j)]
+        found += drawn >= table[steps + np.uint64(j)]
     return found
 
 
 @kernel
-def _by_parts(key, count, table):
+def _in_parts(key, count, table):
     # A binomial is the sum of those of its parts.
     found = np.int64(0)
     for i in range(count // N_TABLE):
         found += _stepped(table, N_TABLE, bits(key, i) >> _U11)
     return found + _stepped(table, count % N_TABLE, bits(key, count // N_TABLE) >> _U11)
+
+
+@kernel
+def _large(row_key, column, count, p, table):
+    # Keep each of more than N_TABLE counts with probability `p`.
+    key = stream(row_key, column)
+    return _in_parts(key, count, table) if count <= N_TABLES else binomial(key, count, p)
+
+
+@kernel
+def _thin(row_key, columns, counts, n, p, table, kept):
+    # Keep each of `n` counts, of any size, with probability `p`.
+    for i in range(n):
+        k = np.uint64(i)
+        if counts[k] <= N_TABLE:
+            kept[k] = _stepped(table, counts[k], word(row_key, columns[k]))
+        else:
+            kept[k] = _large(row_key, columns[k], counts[k], p, table)
+
+
+@kernel
+def _single_bits(key, number, n_shares):
+    # 64 bits, each of which is set with probability n_shares / _N_SHARES: by the digits of that, last one first.
+    found = np.uint64(0)
+    for i in range(_SHARE_BITS):
+        drawn = bits(key, number * _SHARE_BITS + i)
+        found = found | drawn if (n_shares >> i) & 1 else found & drawn
+    return found
+
+
+@kernel
+def _take(key, pool, n, n_taken, kept, step, ends, taken):
+    # Take `n_taken` of all counts, without replacement, and add `step` to what is kept of each of `n`. `pool`, uint32,
+    # has zeros after these, up to a multiple of the size of a block; a bit of `taken` is set for each that was taken.
+    n_blocks = np.uint64((n + _BLOCK - 1) // _BLOCK)
+    n_groups = (n_blocks + _BLOCKS - _ONE) // _BLOCKS
+    pool_at, ends_at = pool.ctypes.data, ends.ctypes.data
+    size = np.uint32(0)
+    for i in range(n_groups * _BLOCKS):
+        if i < n_blocks:
+            size = np.uint32(size + sum_of(pool_at, np.int64(i) * _BLOCK, pool))
+        ends[np.uint64(i)] = size
+    n_left, counter = n_taken, 0
+    # Each draw is on its own, so that several are under way at once.
+    while n_left:
+        place = min(np.int64(uniform(key, counter) * size), np.int64(size) - 1)
+        counter += 1
+        bit = _ONE << (np.uint64(place) & _WORD_MASK)
+        if taken[np.uint64(place) >> _WORD_SHIFT] & bit:
+            continue
+        taken[np.uint64(place) >> _WORD_SHIFT] |= bit
+        n_left -= 1
+        block = np.int64(0)
+        for j in range(n_groups):
+            block += n_below(ends_at, np.int64(j * _BLOCKS), ends, np.uint32(place + 1))
+        before = np.int64(0) if block == 0 else np.int64(ends[np.uint64(block - 1)])
+        k = block * _BLOCK + n_sums_below(pool_at, block * _BLOCK, pool, np.uint32(place - before + 1))
+        kept[np.uint64(k)] += step
+    for i in range(counter):
+        place = min(np.int64(uniform(key, i) * size), np.int64(size) - 1)
+        taken[np.uint64(place) >> _WORD_SHIFT] = 0
+
+
+@kernel
+def _reach(row_key, columns, counts, n, target, kept):
+    # Keep `target` of `n` counts of any size. Each round draws the difference by thinning, up to a smaller one.
+    pool, drawn = np.empty(n, np.int64), np.empty(n, np.int64)
+    table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
+    difference, number = np.int64(target), _ROUNDS
+    kept[:n] = 0
+    while difference != 0:
+        step = 1 if difference > 0 else -1
+        size = np.int64(0)
+        for k in range(n):
+            pool[k] = counts[k] - kept[k] if step > 0 else kept[k]
+            size += pool[k]
+        if abs(difference) <= _FEW:
+            place = min(np.int64(uniform(row_key, number) * size), size - 1)
+            k = 0
+            while place >= pool[k]:
+                place -= pool[k]
+                k += 1
+            kept[k] += step
+            difference -= step
+        else:
+            share = abs(difference) / size
+            binomial_table(share, table)
+            _thin(stream(row_key, number), columns, pool, n, share, table, drawn)
+            for k in range(n):
+                kept[k] += step * drawn[k]
+                difference -= step * drawn[k]
+        number += _ONE
+
+
+@kernel
+def _thin_small(values, words, is_left, n, steps):
+    # Keep each of counts of up to 3. `words` are functions of columns, not yet hashed; they become the first 32 bits of
+    # random words. Set `is_left` where the value is another one, or decided by the other bits. Without a branch in it,
+    # the loop is over vectors.
+    low, low_2, middle_2, low_3, middle_3, high_3 = steps
+    zero, one = values.dtype.type(0), values.dtype.type(1)
+    two, three = values.dtype.type(2), values.dtype.type(3)
+    for i in range(n):
+        k = np.uint64(i)
+        value = values[k]
+        drawn = _hashed(words[k])
+        words[k] = drawn
+        is_one, is_two, is_three = value == one, value == two, value == three
+        first_step = low_3 if is_three else low_2 if is_two else low if is_one else _HIGHEST
+        second_step = middle_3 if is_three else middle_2 if is_two else _HIGHEST
+        third_step = high_3 if is_three else _HIGHEST
+        kept = one if drawn >= first_step else zero
+        kept = two if drawn >= second_step else kept
+        kept = three if drawn >= third_step else kept
+        is_tied = (drawn == first_step) | (drawn == second_step) | (drawn == third_step)
+        left = is_tied | ~((value == zero) | is_one | is_two | is_three)
+        is_left[k] = left
+        values[k] = value if left else kept
+
+
+@kernel
+def _small(drawn, count, steps):
+    # Keep each of a count of up to 3, of which all steps have no more bits than `drawn`.
+    low, low_2, middle_2, low_3, middle_3, high_3 = steps
+    if count == 3:
+        return np.int32(drawn >= low_3) + np.int32(drawn >= middle_3) + np.int32(drawn >= high_3)
+    if count == 2:
+        return np.int32(drawn >= low_2) + np.int32(drawn >= middle_2)
+    return np.int32(count == 1 and drawn >= low)
+
+
+@kernel
+def _list_left(is_left, n, bitmap, listed):
+    # Write which of `n` elements are set into `listed`; return how many there are. Those after them are zero, up to a
+    # multiple of the bits of a word.
+    at = is_left.ctypes.data
+    n_words = (n + _WORD_BITS - 1) // _WORD_BITS
+    for i in range(n_words):
+        bitmap[np.uint64(i)] = nonzero_bits(at, _WORD_BITS * i, is_left)
+    return _list_bits(bitmap[:n_words], listed)
+
+
+@kernel
+def _keys_of(key, number, rows):
+    keys = np.empty(len(rows), np.uint64)
+    row_keys(stream(key, number), rows, keys)
+    return keys
+
+
+@kernel
+def _room(dense):
+    # How many dense rows are changed at a time, and room for their nonzeros as CSR.
+    n_at_once = max(1, _DENSE_AT_ONCE // max(1, dense.shape[1]))
+    size = n_at_once * dense.shape[1]
+    return n_at_once, np.empty(n_at_once + 1, np.int64), np.empty(size, np.int32), np.empty(size, dense.dtype)
+
+
+@kernel
+def _place(first, n_vars, indptr, columns, bad):
+    # Where in all elements of dense rows the CSR value `bad` of those from `first` on is.
+    row = 0
+    while indptr[row + 1] <= bad:
+        row += 1
+    return (first + row) * n_vars + columns[bad]
+
+
+@kernel
+def downsample(key, number, rows, first_row, indptr, columns, values, p, table, heads):
+    """Keep each count of CSR rows with probability `p`.
+
+    `table` and `heads` are those of `steps_of`. Return where in `values` the first is that is no whole
+    number from 0 to 2**53, or -1. Then rows before it are done.
+    """
+    return _downsample(_keys_of(key, number, rows), first_row, indptr, columns, values, p, table, heads)
+
+
+@kernel
+def downsample_dense(key, number, rows, first_row, dense, p, table, heads):
+    """Do what `downsample` does with dense rows; return where in all elements of `dense` the first bad value is."""
+    keys = _keys_of(key, number, rows)
+    n_at_once, indptr, columns, values = _room(dense)
+    for first in range(0, len(dense), n_at_once):
+        some = dense[first : first + n_at_once]
+        n = squeeze(some, indptr, columns, values)
+        starts = indptr[: len(some) + 1]
+        bad = _downsample(keys, first_row + first, starts, columns, values[:n], p, table, heads)
+        if bad >= 0:
+            return _place(first, dense.shape[1], indptr, columns, bad)
+        put(indptr, columns, values, some)
+    return np.int64(-1)
+
+
+@kernel
+def _downsample(keys, first_row, indptr, columns, values, p, table, heads):
+    n_rows, n = len(indptr) - 1, len(values)
+    words, is_left = np.empty(n, np.uint32), np.empty(n + _WORD_BITS, np.uint8)
+    bitmap, listed = np.empty(n // _WORD_BITS + 1, np.uint64), np.empty(n + _WORD_BITS, np.int32)
+    for i in range(n_rows):
+        row_key = keys[first_row + i]
+        factor, offset = _affine(row_key)
+        for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
+            words[k] = np.uint32(np.uint32(columns[k]) * factor + offset)
+    is_left[n:] = 0
+    two, three = 2 * N_TABLE, 3 * N_TABLE
+    steps = heads[N_TABLE], heads[two], heads[two + 1], heads[three], heads[three + 1], heads[three + 2]
+    _thin_small(values, words, is_left, n, steps)
+    heads_at = heads.ctypes.data
+    row, stop = np.int64(-1), np.int64(0)
+    row_key = np.uint64(0)
+    for i in range(_list_left(is_left, n, bitmap, listed)):
+        at = np.uint64(listed[i])
+        while stop <= at:
+            row += 1
+            stop, row_key = np.int64(indptr[row + 1]), keys[first_row + row]
+        value = values[at]
+        if not _is_count(value):
+            return np.int64(at)
+        count = np.int64(value)
+        if count > N_TABLE:
+            values[at] = _large(row_key, columns[at], count, p, table)
+            continue
+        steps_at = np.uint64(count) * np.uint64(N_TABLE)
+        found = n_below(heads_at, steps_at, heads, words[at])
+        if found < count and heads[steps_at + np.uint64(found)] == words[at]:
+            found = _stepped(table, count, word(row_key, columns[at]))
+        values[at] = found
+    return np.int64(-1)
+
+
+@kernel
+def _sample_slowly(row_key, columns, values, n, target, kept):
+    # What `sample` does, for any row. Return where the first is that cannot be treated, or -1.
+    counts = np.empty(n, np.int64)
+    total = np.int64(0)
+    for k in range(n):
+        if not _is_count(values[k]):
+            return k
+        counts[k] = np.int64(values[k])
+        total += counts[k]
+        if total > _LARGEST:
+            return k
+    if target < total:
+        _reach(row_key, columns, counts, n, target, kept)
+    else:
+        kept[:n] = counts
+    return -1
 
 
 @kernel
@@ -257,106 +514,134 @@ def _longest(indptr):
 
 
 @kernel
-def downsample(key, number, rows, indptr, columns, values, n_vars, p, target):
-    """Keep each count of rows with probability `p`, or, if `p` is 0, `target` of the counts of each row.
+def sample(key, number, rows, first_row, indptr, columns, values, target):
+    """Keep `target` of the counts of each CSR row.
 
-    Return where in `values` the first is that is no whole number from 0 to 2**53, or -1. Then rows before it are done.
+    Return where in `values` the first is that is no whole number from 0 to 2**53, or makes the counts of its row more
+    than that; or -1. Then rows before it are done.
     """
-    # Passes over one row, most without a branch, which are done on several values at a time. All are here since a call
-    # costs as much as such a pass.
-    is_dense = len(indptr) == 0
-    keys = np.empty(len(rows), np.uint64)
-    row_keys(stream(key, number), rows, keys)
-    table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
-    if p > 0:
-        binomial_table(p, table)
-    longest = np.int64(n_vars if is_dense else _longest(indptr))
-    row_columns = np.empty(longest + _BITS_AT_ONCE, np.int32)
-    row_values = np.empty(longest, values.dtype)
-    counts, more, kept = np.empty(longest, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64)
-    words, bitmap = np.empty(longest, np.uint64), np.zeros((longest + 63) // 64, np.uint64)
-    listed = np.empty(longest + _BITS_AT_ONCE, np.int32)
-    for i in range(len(rows)):
-        start = np.int64(i * n_vars if is_dense else indptr[i])
-        first = np.uint64(start)  # signed, it might count from the end
-        if is_dense:
-            n = np.int64(_list_nonzeros(values, first, n_vars, bitmap, row_columns))
-            for k in range(n):
-                row_values[k] = values[first + np.uint64(row_columns[k])]
-        else:
-            n = np.int64(indptr[i + 1]) - start
-            for k in range(n):
-                row_columns[k] = columns[first + np.uint64(k)]
-                row_values[k] = values[first + np.uint64(k)]
-
-        fine = True
-        total = np.int64(0)
-        for k in range(n):
-            value = row_values[k]
-            count = np.int64(value)
-            counts[k] = count
-            fine &= (value == count) & (count >= 0) & (count <= _LARGEST)
-            total += count
-        if not fine:
-            for k in range(n):
-                if not _is_count(row_values[k]):
-                    return start + row_columns[k] if is_dense else start + k
-
-        share = p
-        if p == 0:
-            share = min(target / max(total, 1), 1.0)
-            if share < 1:
-                binomial_table(share, table)
-        if share == 1:
-            continue
-        row_key = keys[i]
-        for k in range(n):
-            words[k] = bits(row_key, row_columns[k]) >> _U11
-        one, two, two_more = table[N_TABLE], table[2 * N_TABLE], table[2 * N_TABLE + 1]
-        three, three_more, three_most = table[3 * N_TABLE], table[3 * N_TABLE + 1], table[3 * N_TABLE + 2]
-        for k in range(n):
-            count, word = counts[k], words[k]
-            low = three if count == 3 else two if count == 2 else one if count == 1 else _NEVER
-            middle = three_more if count == 3 else two_more if count == 2 else _NEVER
-            high = three_most if count == 3 else _NEVER
-            kept[k] = np.int64(word >= low) + np.int64(word >= middle) + np.int64(word >= high)
-            more[k] = count >> 2
-        for i_listed in range(_list_nonzeros(more, np.uint64(0), n, bitmap, listed)):
-            at = np.uint64(listed[i_listed])
-            count = counts[at]
-            if count <= N_TABLE:
-                kept[at] = _stepped(table, count, words[at])
-            elif count <= N_TABLES:
-                kept[at] = _by_parts(stream(row_key, row_columns[at]), count, table)
-            else:
-                kept[at] = binomial(stream(row_key, row_columns[at]), count, share)
-        if p == 0:
-            _reach(row_key, counts, kept, n, total, target)
-
-        if is_dense:
-            for k in range(n):
-                values[first + np.uint64(row_columns[k])] = kept[k]
-        else:
-            for k in range(n):
-                values[first + np.uint64(k)] = kept[k]
-    return -1
+    return _sample(_keys_of(key, number, rows), first_row, indptr, columns, values, target)
 
 
 @kernel
-def mask(key, number, rows, indptr, columns, values, n_vars, p):
-    """Write 0 in place of values of rows, each with probability `p`."""
-    keys = np.empty(len(rows), np.uint64)
-    row_keys(stream(key, number), rows, keys)
+def sample_dense(key, number, rows, first_row, dense, target):
+    """Do what `sample` does with dense rows; return where in all elements of `dense` the first bad value is."""
+    keys = _keys_of(key, number, rows)
+    n_at_once, indptr, columns, values = _room(dense)
+    for first in range(0, len(dense), n_at_once):
+        some = dense[first : first + n_at_once]
+        squeeze(some, indptr, columns, values)
+        bad = _sample(keys, first_row + first, indptr[: len(some) + 1], columns, values, target)
+        if bad >= 0:
+            return _place(first, dense.shape[1], indptr, columns, bad)
+        put(indptr, columns, values, some)
+    return np.int64(-1)
+
+
+@kernel
+def _sample(keys, first_row, indptr, columns, values, target):
+    longest = np.int64(_longest(indptr)) + _WORD_BITS
+    counts, kept, pool = np.empty(longest, np.int32), np.empty(longest, np.int32), np.empty(longest, np.uint32)
+    words, is_left = np.zeros(longest, np.uint32), np.empty(longest, np.uint8)
+    ends, bitmap = np.empty(longest // _BLOCK + _BLOCK, np.uint32), np.zeros(longest // _WORD_BITS, np.uint64)
+    listed, taken = np.empty(longest, np.int32), np.zeros(_MOST_IN_ROW // _WORD_BITS, np.uint64)
+    for i in range(len(indptr) - 1):
+        start = np.int64(indptr[i])
+        first = np.uint64(start)  # signed, it might count from the end
+        n = np.int64(indptr[i + 1]) - start
+        row_key = keys[first_row + i]
+        factor, offset = _affine(row_key)
+        is_slow = False
+        total = np.int64(0)
+        for k in range(np.uint64(n)):
+            value = values[first + k]
+            count = np.int32(value)
+            counts[k] = count
+            kept[k] = count
+            is_slow |= (value != values.dtype.type(count)) | (np.uint32(count) > _MOST)
+            total += count
+            words[k] = np.uint32(np.uint32(columns[first + k]) * factor + offset)
+        if not is_slow and total <= target:
+            continue
+        if is_slow or total > _MOST_IN_ROW:
+            row_values, kept_slowly = values[start : start + n], np.empty(n, np.int64)
+            bad = _sample_slowly(row_key, columns[start : start + n], row_values, n, target, kept_slowly)
+            if bad >= 0:
+                return start + bad
+            for k in range(n):
+                row_values[k] = kept_slowly[k]
+            continue
+        # Passes are over whole words, so that none has a rest.
+        n_padded = (n + _WORD_BITS - 1) // _WORD_BITS * _WORD_BITS
+        for k in range(np.uint64(n), np.uint64(n_padded)):
+            counts[k] = kept[k] = 0
+
+        n_shares = min(max(np.int64(target * _N_SHARES / total + 0.5), 1), _N_SHARES - 1)
+        others = _N_SHARES - n_shares
+        # The third powers of both have 30 bits, so nothing is rounded.
+        steps = (
+            np.uint32(others << 22),
+            np.uint32(others**2 << 12),
+            np.uint32((2**20 - n_shares**2) << 12),
+            np.uint32(others**3 << 2),
+            np.uint32((others**3 + 3 * others**2 * n_shares) << 2),
+            np.uint32((2**30 - n_shares**3) << 2),
+        )
+        _thin_small(kept, words, is_left, n_padded, steps)
+        single, n_single, n_drawn = np.uint64(0), np.int32(0), 0
+        bits_key = stream(row_key, _SINGLE_BITS)
+        for i_listed in range(_list_left(is_left, n, bitmap, listed)):
+            at = np.uint64(listed[i_listed])
+            count = counts[at]
+            if count > N_TABLES:
+                kept[at] = binomial(stream(row_key, columns[first + at]), count, n_shares / _N_SHARES)
+                continue
+            if count <= 3:
+                kept[at] = _small(words[at], count, steps)
+                continue
+            if count > n_single:
+                single, n_single = _single_bits(bits_key, n_drawn, n_shares), np.int32(_WORD_BITS)
+                n_drawn += 1
+            kept[at] = np.int32(_count_bits(single << np.uint64(_WORD_BITS - count)))
+            single = (single >> np.uint64(count - 1)) >> _ONE
+            n_single -= count
+        n_kept = np.int32(0)
+        for k in range(np.uint64(n_padded)):
+            n_kept += kept[k]
+        if n_kept != target:
+            adds = n_kept < target
+            for k in range(np.uint64(n_padded)):
+                pool[k] = np.uint32(counts[k] - kept[k]) if adds else np.uint32(kept[k])
+            _take(stream(row_key, _DIFFERENCE), pool, n, abs(n_kept - target), kept, 1 if adds else -1, ends, taken)
+        for k in range(np.uint64(n)):
+            values[first + k] = kept[k]
+    return np.int64(-1)
+
+
+@kernel
+def mask(key, number, rows, first_row, indptr, columns, values, p):
+    """Write 0 in place of values of CSR rows, each with probability `p`."""
+    _mask(_keys_of(key, number, rows), first_row, indptr, columns, values, p)
+
+
+@kernel
+def mask_dense(key, number, rows, first_row, dense, p):
+    """Do what `mask` does with dense rows."""
+    keys = _keys_of(key, number, rows)
+    n_at_once, indptr, columns, values = _room(dense)
+    for first in range(0, len(dense), n_at_once):
+        some = dense[first : first + n_at_once]
+        squeeze(some, indptr, columns, values)
+        _mask(keys, first_row + first, indptr[: len(some) + 1], columns, values, p)
+        put(indptr, columns, values, some)
+
+
+@kernel
+def _mask(keys, first_row, indptr, columns, values, p):
     step = np.uint64(p * _ONE_AS_WORD)
     nothing = values.dtype.type(0)
-    for i in range(len(rows)):
-        row_key = keys[i]
-        if len(indptr) == 0:
-            first = np.uint64(i * n_vars)
-            for k in range(n_vars):
-                value = values[first + np.uint64(k)]
-                values[first + np.uint64(k)] = nothing if (bits(row_key, k) >> _U11) < step else value
-        else:
-            for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
-                value = values[k]
-                values[k] = nothing if (bits(row_key, columns[k]) >> _U11) < step else value
+    for i in range(len(indptr) - 1):
+        row_key = keys[first_row + i]
+        for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
+            value = values[k]
+            values[k] = nothing if (bits(row_key, columns[k]) >> _U11) < step else value

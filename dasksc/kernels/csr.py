@@ -37,6 +37,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from dasksc.kernels.compiled import kernel
+from dasksc.kernels.vectors import nonzero_bits
 
 __all__ = [
     "add_up",
@@ -54,8 +55,10 @@ __all__ = [
     "rows_ascend",
     "count_columns",
     "count_nonzeros",
+    "put",
     "scatter_columns",
     "scatter_rows",
+    "spread",
     "squeeze",
     "stitch",
 ]
@@ -75,6 +78,7 @@ _LINE_BYTES = 64
 _HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
 # Number of bits of a word that are listed at a time, so that few branches depend on the number of set bits.
 _BITS_AT_ONCE = 8
+_WORD_BITS = 64
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
 
 
@@ -647,14 +651,52 @@ def count_nonzeros(dense, counts):
 
 @kernel
 def squeeze(dense, indptr, indices, data):
-    """Write the nonzeros of `dense` into `indices` and `data`; row i begins at ``indptr[i]``."""
+    """Write the nonzeros of C-contiguous `dense` as CSR and return their number; NaN is a nonzero.
+
+    `indptr`, shape (n_rows + 1,) or larger, is written, too. `indices` and `data` have room for all nonzeros.
+    """
+    n_rows, n_vars = dense.shape
+    n_whole, rest = n_vars // _WORD_BITS, n_vars % _WORD_BITS
+    bits, listed = np.zeros(n_whole + 1, np.uint64), np.empty(n_vars + _BITS_AT_ONCE, np.int32)
+    n = np.int64(0)
+    indptr[0] = 0
+    for i in range(n_rows):
+        row = dense[i]
+        at = np.uint64(row.ctypes.data)
+        for w in range(n_whole):
+            bits[np.uint64(w)] = nonzero_bits(at, _WORD_BITS * w, row)
+        if rest and n_whole:
+            # A whole word up to the end of the row, without what is already listed.
+            bits[np.uint64(n_whole)] = nonzero_bits(at, n_vars - _WORD_BITS, row) >> np.uint64(_WORD_BITS - rest)
+        else:
+            for k in range(rest):
+                bits[np.uint64(0)] |= np.uint64(row[k] != 0) << np.uint64(k)
+        n_listed = _list_bits(bits, listed)
+        for j in range(np.uint64(n_listed)):
+            column = listed[j]
+            indices[np.uint64(n) + j] = column
+            data[np.uint64(n) + j] = row[np.uint64(column)]
+        n += n_listed
+        indptr[i + 1] = n
+    return n
+
+
+@kernel
+def put(indptr, indices, data, dense):
+    """Write the values of CSR rows without repeated columns into `dense`, shape (n_rows, n_vars), of the same type."""
     for i in range(dense.shape[0]):
-        to = indptr[i]
-        for k in range(dense.shape[1]):
-            if dense[i, k] != 0:
-                indices[to] = k
-                data[to] = dense[i, k]
-                to += 1
+        row = dense[i]
+        for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
+            row[np.uint64(indices[k])] = data[k]
+
+
+@kernel
+def spread(indptr, indices, data, dense):
+    """Write CSR rows as `put` does, and zeros elsewhere."""
+    for i in range(dense.shape[0]):
+        # Each row is cleared just before it is written, so that it is in the L1 cache.
+        dense[i, :] = 0
+        put(indptr[i : i + 2], indices, data, dense[i : i + 1])
 
 
 @kernel

@@ -34,7 +34,7 @@ from dasksc.multiindexable import take_rows
 from dasksc.planning.consumed_segments import Stretch
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
-from dasksc.transforms.composed import at_batch, at_epoch, owning
+from dasksc.transforms.composed import at_batch, at_epoch, early_and_late, owning
 
 __all__ = ["EpochRun", "Placement"]
 
@@ -238,16 +238,19 @@ class EpochRun:
         # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
         n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))
         left_in_fetch = 0
-        transform = owning(at_epoch(self._transform, plan.epoch))
+        has_transform = self._transform is not None
+        changes, transform = early_and_late(
+            owning(at_epoch(self._transform, plan.epoch)), () if source.maker.modalities else source.matrices
+        )
 
         def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
             start = perf_counter()
             made: list[Any] = []
             for i in numbers:
                 try:
-                    batch = _batch_of(source.maker, fetched, fetch, i)
+                    number = plan.batch_number(fetch.number * plan.fetch_factor + i) if has_transform else 0
+                    batch = _batch_of(source.maker, fetched, fetch, i, [at_batch(one, number) for one in changes])
                     if transform is not None:
-                        number = plan.batch_number(fetch.number * plan.fetch_factor + i)
                         batch = at_batch(transform, number)(cast(Batch, batch))
                     made.append(batch)
                 except Exception as error:
@@ -313,14 +316,18 @@ class EpochRun:
         }
 
 
-def _batch_of(maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: int) -> torch.Tensor | Batch:
-    """Gather batch `i` of a fetch, with sets and controls if the strategy has them."""
-    batch = maker.make(fetched, fetch.rows, fetch.batch(i))
+def _batch_of(
+    maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: int, changes: list[Any]
+) -> torch.Tensor | Batch:
+    """Gather batch `i` of a fetch, with sets and controls if the strategy has them, and change its values."""
+    batch = maker.make(fetched, fetch.rows, fetch.batch(i), changes)
     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
     if groups is not None:
         cast(Batch, batch)["sets"] = torch.from_numpy(groups)
     if controls is not None:
-        cast(Batch, batch)["control"] = maker.make(fetched, fetch.rows, controls)
+        cast(Batch, batch)["control"] = maker.make(
+            fetched, fetch.rows, controls, [one.of_controls() for one in changes]
+        )
     return batch
 
 

@@ -137,7 +137,7 @@ class DenseFetched(Rows):
         indices = buffers.empty(int(indptr[-1]), np.int32)
         data = buffers.empty(int(indptr[-1]), dtype)
         target = kernel_target(data, held)
-        kernels.squeeze(dense, indptr[:-1], indices, target)
+        kernels.squeeze(dense, indptr, indices, target)
         if target is not data:
             self._cast(target, data, lambda place: int(positions[np.searchsorted(indptr, place, side="right") - 1]))
         return indptr, indices, data

@@ -6,13 +6,13 @@ each batch, by its number in the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from dasksc.batches.batch import Batch
 from dasksc.errors import WrongTypeError
 
-__all__ = ["Composed", "Transform", "as_transform", "at_batch", "at_epoch", "owning"]
+__all__ = ["Composed", "Transform", "as_transform", "at_batch", "at_epoch", "early_and_late", "owning"]
 
 Transform = Callable[[Any], Any]
 
@@ -95,3 +95,26 @@ def owning(transform: Any) -> Any:
 def at_batch(transform: Any, number: int) -> Any:
     """Return the transform of the batch with a number in the epoch."""
     return transform.at_batch(number) if hasattr(transform, "at_batch") else transform
+
+
+def early_and_late(transform: Any, parts: Container[str]) -> tuple[list[Any], Any]:
+    """Split a transform into those that change values before there is a batch, and one of batches.
+
+    Parameters
+    ----------
+    transform
+        A transform, or None. One with a method ``change`` can be early, as long as all before it are.
+    parts
+        Keys of the matrices whose values can be changed.
+
+    Returns
+    -------
+    list
+        Transforms that can be early, in order.
+    Any
+        The others as one transform, or None.
+    """
+    given = list(transform.transforms) if isinstance(transform, Composed) else [transform]
+    n_early = next((i for i, one in enumerate(given) if getattr(one, "part", None) not in parts), len(given))
+    late = given[n_early:]
+    return given[:n_early], late[0] if len(late) == 1 else Composed(late) if late else None

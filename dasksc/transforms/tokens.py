@@ -422,11 +422,11 @@ def _nonzeros(batch: Batch, n_genes: int) -> tuple[NDArray[np.int64], NDArray[An
     if X.layout == torch.sparse_csr:
         indptr = X.crow_indices().numpy().astype(np.int64)
         return indptr, X.col_indices().numpy(), X.values().float().numpy()
-    dense = X.float().numpy()  # kernels do not support float16
+    dense = X.float().contiguous().numpy()  # kernels do not support float16
     indptr = np.zeros(len(dense) + 1, dtype=np.int64)
     csr.count_nonzeros(dense, indptr[1:])
     np.cumsum(indptr, out=indptr)
     columns = np.empty(indptr[-1], dtype=np.int32)
     values = np.empty(indptr[-1], dtype=np.float32)
-    csr.squeeze(dense, indptr[:-1], columns, values)
+    csr.squeeze(dense, indptr, columns, values)
     return indptr, columns, values

@@ -402,11 +402,11 @@ def test_augmentation_compares_transforms_with_none(work, tmp_path, capsys):
     sizes = ["--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), *SIZES]
     report = augmentation.main([*sizes, "--rounds", "1", "--seconds", "0.05", "--out", str(out)])
     assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
-    assert set(report["cells_per_s"]) == {
-        f"{s}, {layout}" for s in ("Streaming", "BlockShuffling") for layout in ("csr", "dense")
-    }
-    assert all(rate > 0 for rates in report["cells_per_s"].values() for rate in rates.values())
-    assert "| Streaming, dense |" in capsys.readouterr().out
+    rows = [f"{kind}, batches of {size}" for kind in ("CSR", "dense from CSR", "dense") for size in report["batch"]]
+    assert list(report["found"]) == rows
+    assert all(value > 0 for row in report["found"].values() for one in row.values() for value in one.values())
+    assert all(row["as they are"]["rate"] == row["as they are"]["cpu"] == 1 for row in report["found"].values())
+    assert f"| {rows[-1]} |" in capsys.readouterr().out
 
 
 def test_plain_tokens_are_the_genes_of_a_cell_by_descending_value():

@@ -184,24 +184,37 @@ def stirling(k: int) -> float:
     return (1 / 12 - (1 / 360 - 1 / 1260 / square) / square) / (k + 1.0)
 
 
-def stepped(word: int, n: int, p: float) -> int:
-    return sum(word >> 11 >= step for step in steps_of(n, p))
+def word(key: int, column: int) -> int:
+    """53 bits: triple32 of an affine function of the column, and the first bits of another word."""
+    x = (column * (key % 2**32 | 1) + (key >> 32)) % 2**32
+    for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
+        x = (x ^ x >> shift) * factor % 2**32
+    return (x ^ x >> 14) << 21 | bits(key, column) >> 43
+
+
+def stepped(drawn: int, n: int, p: float) -> int:
+    return sum(drawn >= step for step in steps_of(n, p))
 
 
 def thinned(key: int, columns: Sequence[int], counts: Sequence[int], p: float) -> list[int]:
-    if p == 1:
-        return list(counts)
     kept = []
     for column, count in zip(columns, counts, strict=True):
-        if count <= 8:
-            kept.append(stepped(bits(key, column), count, p))
+        own, (n_parts, rest) = stream(key, column), divmod(count, 16)
+        if count <= 16:
+            kept.append(stepped(word(key, column), count, p))
         elif count <= 64:
-            own, (n_parts, rest) = stream(key, column), divmod(count, 8)
-            parts = [stepped(bits(own, i), 8, p) for i in range(n_parts)]
-            kept.append(sum(parts) + stepped(bits(own, n_parts), rest, p))
+            parts = [stepped(bits(own, i) >> 11, 16, p) for i in range(n_parts)]
+            kept.append(sum(parts) + stepped(bits(own, n_parts) >> 11, rest, p))
         else:
-            kept.append(binomial(stream(key, column), count, p))
+            kept.append(binomial(own, count, p))
     return kept
+
+
+def single_bits(key: int, number: int, n_shares: int) -> list[bool]:
+    """64 bits, each set with probability n_shares / 1024: the number that ten random digits make is below n_shares."""
+    digits = [bits(key, number * 10 + i) for i in range(10)]
+    numbers = [sum((1 - (digit >> place & 1)) << i for i, digit in enumerate(digits)) for place in range(64)]
+    return [number < n_shares for number in numbers]
 
 
 def sampled(key: int, columns: Sequence[int], counts: Sequence[int], target: int) -> list[int]:
@@ -209,7 +222,22 @@ def sampled(key: int, columns: Sequence[int], counts: Sequence[int], target: int
     total = sum(counts)
     if total <= target:
         return list(counts)
-    kept = thinned(key, columns, counts, target / total)
+    if total > 2**17:
+        return reached(key, columns, counts, target)
+    n_shares = min(max(int(target * 1024 / total + 0.5), 1), 1023)
+    p = n_shares / 1024
+    kept, single, n_words = [], [], 0
+    for column, count in zip(columns, counts, strict=True):
+        if count <= 3:
+            kept.append(stepped(word(key, column), count, p))
+        elif count > 64:
+            kept.append(binomial(stream(key, column), count, p))
+        else:
+            if count > len(single):
+                single = single_bits(stream(key, WORD - 2), n_words, n_shares)
+                n_words += 1
+            kept.append(sum(single[:count]))
+            single = single[count:]
     change = 1 if sum(kept) < target else -1
     pool = [c - k for c, k in zip(counts, kept, strict=True)] if change > 0 else list(kept)
     units = [gene for gene, n in enumerate(pool) for _ in range(n)]
@@ -220,4 +248,22 @@ def sampled(key: int, columns: Sequence[int], counts: Sequence[int], target: int
         counter += 1
     for unit in drawn:
         kept[units[unit]] += change
+    return kept
+
+
+def reached(key: int, columns: Sequence[int], counts: Sequence[int], target: int) -> list[int]:
+    """What `sampled` is of many counts: thinned in rounds, the last few one by one."""
+    kept, number = [0] * len(counts), 2**63
+    while (difference := target - sum(kept)) != 0:
+        change = 1 if difference > 0 else -1
+        pool = [c - k for c, k in zip(counts, kept, strict=True)] if change > 0 else list(kept)
+        if abs(difference) <= 8:
+            place, gene = int(uniform(key, number) * sum(pool)), 0
+            while place >= pool[gene]:
+                place, gene = place - pool[gene], gene + 1
+            kept[gene] += change
+        else:
+            drawn = thinned(stream(key, number), columns, pool, abs(difference) / sum(pool))
+            kept = [k + change * d for k, d in zip(kept, drawn, strict=True)]
+        number += 1
     return kept

@@ -17,9 +17,8 @@ from tests.support import twins
 pytestmark = pytest.mark.core
 
 ERROR = 1e-4  # that a test of a distribution fails by chance; keys are fixed, so it does once or never
-NONE = np.empty(0, dtype=np.int32)
 N_VARS = 70  # more than a word of the bitmaps
-COUNTS = st.sampled_from([0, 0, 0, 1, 1, 1, 2, 3, 8, 9, 12, 64, 65, 100, 5000, 2**31, 2**40])
+COUNTS = st.sampled_from([0, 0, 0, 1, 1, 1, 2, 3, 8, 9, 16, 17, 64, 65, 100, 5000, 2**31, 2**40])
 ROWS = st.lists(st.lists(COUNTS, min_size=N_VARS, max_size=N_VARS), max_size=3)
 
 
@@ -44,15 +43,19 @@ def fits(found: np.ndarray[Any, Any], distribution: Any) -> bool:
     return bool(stats.chisquare(observed, expected).pvalue > ERROR)
 
 
+def change(key: int, number: int, rows: Any, csr: tuple[Any, Any, Any], p: float, target: int) -> int:
+    """Thin CSR rows or, if `p` is 0, sample them; return where the first bad value is."""
+    if p == 0:
+        return augment.sample(np.uint64(key), number, rows, 0, *csr, target)
+    return augment.downsample(np.uint64(key), number, rows, 0, *csr, p, *augment.steps_of(p))
+
+
 def downsampled(key: int, number: int, dense: np.ndarray[Any, Any], p: float, target: int) -> np.ndarray[Any, Any]:
-    """The rows by both ways, which agree."""
+    """Thinned or sampled rows."""
     rows = np.arange(len(dense), dtype=np.int64) * 3
-    out, n_vars = dense.copy(), dense.shape[1]
-    assert augment.downsample(np.uint64(key), number, rows, NONE, NONE, out.reshape(-1), n_vars, p, target) == -1
     indptr, columns, values = as_csr(dense)
-    assert augment.downsample(np.uint64(key), number, rows, indptr, columns, values, n_vars, p, target) == -1
-    np.testing.assert_array_equal(sp.csr_matrix((values, columns, indptr), dense.shape).toarray(), out)
-    return out
+    assert change(key, number, rows, (indptr, columns, values), p, target) == -1
+    return sp.csr_matrix((values, columns, indptr), dense.shape).toarray()
 
 
 @given(cells=ROWS, key=st.integers(0, 2**64 - 1), p=st.sampled_from([1e-12, 0.01, 0.3, 0.5, 0.77, 1 - 1e-9, 1.0]))
@@ -62,6 +65,63 @@ def test_thinned_counts_are_those_of_the_twin(cells, key, p):
     keys = twins.row_keys(twins.stream(key, 7), [3 * i for i in range(len(dense))])
     for cell, row_key, found in zip(dense.tolist(), keys, out.tolist(), strict=True):
         assert found == twins.thinned(row_key, range(N_VARS), cell, p)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
+def test_words_that_begin_like_a_step_are_compared_to_their_end(count):
+    row_key = twins.row_keys(twins.stream(1, 7), [0])[0]
+    n_ties = 0
+    for column in range(N_VARS):
+        drawn = twins.word(row_key, column)
+        for change in (-1, 0, 1):
+            p = 1 - (min(max(drawn + change, 1), 2**53 - 1) / 2**53) ** (1 / count)
+            dense = np.zeros((1, N_VARS), dtype=np.int64)
+            dense[0, column] = count
+            found = downsampled(1, 7, dense, p, 0)[0, column]
+            assert found == twins.stepped(drawn, count, p)
+            if count == 1:
+                assert found == (change <= 0)
+            n_ties += twins.steps_of(count, p)[0] >> 21 == drawn >> 21
+    assert n_ties > 2 * N_VARS
+
+
+@pytest.mark.parametrize("cell", [[2**20 + 1, 0, 5], [2**17, 1, 3], [3, 2**40, 2**30], [1] * 8 + [2**50] * 7])
+@pytest.mark.parametrize("target", [1, 100, 2**17])
+def test_samples_of_very_many_counts_are_those_of_the_twin(cell, target):
+    dense = np.array([cell], dtype=np.float64)
+    for key in range(3):
+        row_key = twins.row_keys(twins.stream(key, 7), [0])[0]
+        found = downsampled(key, 7, dense, 0.0, target)[0].astype(int).tolist()
+        assert found == twins.sampled(row_key, range(len(cell)), cell, target)
+        assert sum(found) == target
+
+
+def test_a_sample_of_half_of_very_many_counts_is_drawn_at_once():
+    cell = np.full((1, N_VARS), 2**46, dtype=np.int64)
+    found = downsampled(0, 0, cell, 0.0, N_VARS * 2**45)
+    assert found.sum() == N_VARS * 2**45
+    np.testing.assert_allclose(found, 2**45, rtol=1e-6)
+
+
+def test_a_row_of_more_counts_than_a_float_can_count_is_found():
+    dense = np.full((2, N_VARS), 1.0)
+    dense[1, 3:5] = 2**53
+    rows = np.arange(2)
+    assert change(1, 0, rows, as_csr(dense), 0.0, 60) == N_VARS + 3
+
+
+def test_neighbours_and_rows_are_drawn_apart():
+    kept = np.concatenate([downsampled(key, 0, np.ones((2000, N_VARS), np.int64), 0.5, 0) for key in range(2)]) - 0.5
+    n = len(kept)
+    for lag in (1, 2, 16, 32, 64):
+        assert abs((kept[:, lag:] * kept[:, :-lag]).sum()) < 4 * 0.25 * np.sqrt(n * (N_VARS - lag))
+    for lag in (1, 2, 64):
+        assert abs((kept[lag:] * kept[:-lag]).sum()) < 4 * 0.25 * np.sqrt((n - lag) * N_VARS)
+    # Numbers kept of each cell and of each gene vary as sums of independent draws do.
+    for axis, size in ((0, n), (1, N_VARS)):
+        squares = (kept.sum(axis=axis) ** 2 / (size * 0.25)).sum()
+        assert stats.chi2(kept.shape[1 - axis]).sf(squares) > ERROR
+        assert stats.chi2(kept.shape[1 - axis]).cdf(squares) > ERROR
 
 
 FEW = st.lists(st.lists(st.sampled_from([0, 0, 1, 2, 9, 40]), min_size=N_VARS, max_size=N_VARS), max_size=3)
@@ -124,11 +184,8 @@ def test_masked_values_are_those_of_the_twin(cells, key, p):
         [0.0 if (twins.bits(k, j) >> 11) < int(p * 2**53) else value for j, value in enumerate(cell)]
         for k, cell in zip(keys, dense.tolist(), strict=True)
     ]
-    out = dense.copy()
-    augment.mask(np.uint64(key), 5, rows, NONE, NONE, out.reshape(-1), N_VARS, p)
-    assert out.tolist() == expected
     indptr, columns, values = as_csr(dense)
-    augment.mask(np.uint64(key), 5, rows, indptr, columns, values, N_VARS, p)
+    augment.mask(np.uint64(key), 5, rows, 0, indptr, columns, values, p)
     assert sp.csr_matrix((values, columns, indptr), dense.shape).toarray().tolist() == expected
 
 
@@ -139,8 +196,38 @@ def test_the_first_value_that_is_no_count_is_found(dtype, bad):
         pytest.skip("no such integer of 32 bits")
     dense = np.zeros((3, N_VARS), dtype=dtype)
     dense[1, 5], dense[1, 66], dense[2, 0] = 2, bad, bad
-    rows = np.arange(3)
-    indptr, columns, values = as_csr(dense)
-    arguments = N_VARS, 0.5, 0
-    assert augment.downsample(np.uint64(1), 0, rows, NONE, NONE, dense.reshape(-1), *arguments) == N_VARS + 66
-    assert augment.downsample(np.uint64(1), 0, rows, indptr, columns, values, *arguments) == 1
+    assert change(1, 0, np.arange(3), as_csr(dense), 0.5, 0) == 1
+    assert change(1, 0, np.arange(3), as_csr(dense), 0.0, 1) == 1
+
+
+@pytest.mark.parametrize("n_vars", [1, 63, 64, 65, 700, 20_000])
+@pytest.mark.parametrize("dtype", ["u1", "i4", "f4", "f8"])
+def test_dense_rows_become_what_csr_ones_do(n_vars, dtype):
+    rng = np.random.default_rng(n_vars)
+    given = (rng.integers(0, 100, (40, n_vars)) * (rng.random((40, n_vars)) < 0.1)).astype(dtype)
+    rows, key = rng.integers(0, 30, 43), np.uint64(3)  # some rows twice, and three before those given
+    total = int(given.sum(axis=1).max())
+    steps = augment.steps_of(0.4)
+    for kernel, dense_kernel, arguments in (
+        (augment.downsample, augment.downsample_dense, (0.4, *steps)),
+        (augment.sample, augment.sample_dense, (total // 3 + 1,)),
+        (augment.mask, augment.mask_dense, (0.3,)),
+    ):
+        indptr, columns, values = as_csr(given)
+        kernel(key, 2, rows, 3, indptr, columns, values, *arguments)
+        dense = given.copy()
+        dense_kernel(key, 2, rows, 3, dense, *arguments)
+        np.testing.assert_array_equal(dense, sp.csr_matrix((values, columns, indptr), given.shape).toarray())
+        assert n_vars == 1 or (dense != given).any()
+
+
+@pytest.mark.parametrize("n_vars", [65, 1_000, 20_000])
+def test_the_first_bad_value_of_dense_rows_is_found_among_all_elements(n_vars):
+    for row, column in ((0, 0), (37, 64), (39, n_vars - 1)):
+        dense = np.ones((40, n_vars), "f4")
+        dense[row, column], dense[39, n_vars - 1] = 0.5, -1
+        expected = row * n_vars + column
+        steps = augment.steps_of(0.4)
+        rows, key = np.arange(40), np.uint64(3)
+        assert augment.downsample_dense(key, 0, rows, 0, dense.copy(), 0.4, *steps) == expected
+        assert augment.sample_dense(key, 0, rows, 0, dense.copy(), 9) == expected

@@ -428,10 +428,29 @@ def test_squeezing_keeps_what_is_not_zero_nan_included() -> None:
     counts = garbage((3,), "int64")
     kernels.count_nonzeros(dense, counts)
     np.testing.assert_array_equal(counts, [2, 0, 1])
-    indices, data = garbage((3,), "int32"), garbage((3,), "float32")
-    kernels.squeeze(dense, np.array([0, 2, 2]), indices, data)
+    indptr, indices, data = garbage((4,), "int64"), garbage((3,), "int32"), garbage((3,), "float32")
+    assert kernels.squeeze(dense, indptr, indices, data) == 3
+    np.testing.assert_array_equal(indptr, [0, 2, 2, 3])
     np.testing.assert_array_equal(indices, [1, 2, 0])
     np.testing.assert_array_equal(data, np.array([1, np.nan, 2], "f4"))
+
+
+@pytest.mark.parametrize("n_vars", [0, 1, 63, 64, 65, 127, 128, 200])
+@pytest.mark.parametrize("dtype", ["u1", "i2", "f4", "f8"])
+def test_rows_of_any_width_are_squeezed_put_back_and_spread(n_vars: int, dtype: str) -> None:
+    rng = np.random.default_rng(n_vars)
+    dense = rng.integers(0, 3, (3, n_vars)).astype(dtype)  # of odd widths rows are not aligned to vectors
+    expected = sp.csr_matrix(dense)
+    indptr, indices, data = garbage((4,), "int64"), garbage((expected.nnz,), "int32"), garbage((expected.nnz,), dtype)
+    assert kernels.squeeze(dense, indptr, indices, data) == expected.nnz
+    np.testing.assert_array_equal(indptr, expected.indptr)
+    np.testing.assert_array_equal(indices, expected.indices)
+    np.testing.assert_array_equal(data, expected.data)
+    spread = garbage((3, n_vars), dtype)
+    kernels.spread(indptr, indices, data, spread)
+    np.testing.assert_array_equal(spread, dense)
+    kernels.put(indptr, indices, data + data.dtype.type(1), spread)
+    np.testing.assert_array_equal(spread, dense + (dense != 0))
 
 
 def test_stitched_runs_equal_those_of_the_array_the_extents_stand_for() -> None:

@@ -185,6 +185,46 @@ def test_arguments_out_of_range_are_refused(make, said):
         make()
 
 
+@pytest.mark.parametrize("stored", ["csr", "dense"])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_a_loader_yields_what_a_transform_makes_of_its_batches(adata, stored, layout):
+    counts = adata.X if stored == "csr" else adata.X.toarray()
+    kept = ad.AnnData(counts, layers={"counts": counts * 2})
+    for dtype in ("float32", "float16", "int32"):
+        for transform in (*KINDS, Downsample(0.5, layer="counts"), MaskGenes(0.3, layer="counts")):
+            options: dict[str, Any] = {"layout": layout, "dtype": dtype, "layers": ["counts"]}
+            dataset = epoch_of(kept, transform, **options)
+            for i, (made, plain) in enumerate(zip(dataset, epoch_of(kept, None, **options), strict=True)):
+                expected = transform.at_epoch(0).at_batch(dataset.plan(0).batch_number(i))(plain)
+                assert (made.X.layout, made.X.dtype) == (plain.X.layout, plain.X.dtype)
+                assert dense(made.X).equal(dense(expected.X))
+                assert dense(made.layers["counts"]).equal(dense(expected.layers["counts"]))
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_a_loader_treats_controls_as_its_transform_does(adata, layout):
+    screen = ad.AnnData(adata.X, obs={"gene": np.resize(["control", "a", "b"], N_OBS)})
+    sets = dasksc.CellSets("gene", 4, control={"gene": "control"})
+    for transform in (*KINDS, [Downsample(0.5), MaskGenes(0.2)]):
+        dataset = epoch_of(screen, transform, sets, layout=layout)
+        for i, (made, plain) in enumerate(zip(dataset, epoch_of(screen, None, sets, layout=layout), strict=True)):
+            expected = plain
+            for one in transform if isinstance(transform, list) else [transform]:
+                expected = one.at_epoch(0).at_batch(dataset.plan(0).batch_number(i))(expected)
+            assert dense(made.X).equal(dense(expected.X))
+            assert dense(made.control.X).equal(dense(expected.control.X))
+
+
+def test_rows_made_dense_some_at_a_time_are_the_same(adata, monkeypatch):
+    expected = [listed(epoch_of(adata, transform)) for transform in KINDS]
+    monkeypatch.setattr("dasksc.batches.batch._CHANGED_BYTES", 3 * 8 * N_VARS)
+    assert [listed(epoch_of(adata, transform)) for transform in KINDS] == expected
+    counts = adata.X.copy()
+    counts.data[counts.indptr[13]] = 0.5
+    with pytest.raises(InputError, match="X has 0.5 in row 13"):
+        listed(epoch_of(ad.AnnData(counts), KINDS[0], dasksc.Streaming()))
+
+
 # --- Keys -----------------------------------------------------------------------------------------------
 
 
