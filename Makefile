@@ -5,7 +5,7 @@
 #   make test-programs  run every program, example, launcher, trainer and benchmark
 #   make test-faults    run the tests of faults, memory and hostile files, and the property tests in breadth
 #   make test-all       run all three
-#   make docs           build the site into .cache/site
+#   make docs           build the site into .cache/site, and execute its tutorials
 #   make lowest         run the core tests with the lowest versions of everything
 #   make rapids         run the core tests with the versions of RAPIDS 26.02
 #   make check          run all that CI does
@@ -81,7 +81,7 @@ fuzz: $(VENV)/.dev
 	fuzz="$(BIN)/python -W ignore tests/programs/fuzz.py --seconds $(FUZZ_SECONDS)"; \
 	    $$fuzz --seed 0 & first=$$!; $$fuzz --seed 1000000; second=$$?; wait $$first && exit $$second
 
-# The site; a warning is an error.
+# The site; a warning is an error, and so is a cell of a tutorial that raises.
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ copyright = author
 version = release = dasksc.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
@@ -35,6 +36,18 @@ exclude_patterns = ["_build"]
 # Pages are Markdown that reads well without Sphinx.
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
+
+# Tutorials are notebooks in Markdown. Each runs in a temporary folder, and a cell that raises fails the build.
+# Outputs are cached for the code of the package that made them.
+code = hashlib.blake2b(digest_size=8)
+for path in sorted(Path(dasksc.__file__).parent.rglob("*.py")):
+    code.update(path.read_bytes())
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(DOCS.parent / ".cache" / "notebooks" / code.hexdigest())
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 240
+nb_merge_streams = True
 
 # The reference comes from the docstrings; types live in annotations.
 default_role = "py:obj"

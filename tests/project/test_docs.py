@@ -9,6 +9,7 @@ import posixpath
 import re
 
 import pytest
+import yaml
 
 import dasksc.errors
 from tests.support.programs import ROOT
@@ -16,23 +17,25 @@ from tests.support.programs import ROOT
 pytestmark = pytest.mark.core
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
 
 def test_there_are_pages():
     assert ROOT / "docs" / "architecture.md" in PAGES
+    assert ROOT / "docs" / "tutorials" / "classifier.md" in TUTORIALS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
 def test_every_file_a_page_names_or_links_is_there(page):
     text = page.read_text()
     named = re.findall(r"`((?:dasksc|tests|benchmarks|examples)/[\w./]*)`", text)
-    linked = [ROOT / "docs" / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    linked = [page.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
     assert named or linked
     missing = [str(path) for path in [*(ROOT / name for name in named), *linked] if not path.exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
 def test_every_dotted_name_of_a_page_can_be_imported(page):
     for name in sorted(set(re.findall(r"`(dasksc(?:\.\w+)+)`", page.read_text()))):
         module, found = name, []
@@ -54,8 +57,18 @@ def test_the_reference_has_every_public_name():
 
 
 def test_every_page_is_in_the_table_of_contents_of_the_site():
-    listed = set(re.findall(r"^([a-z][\w-]*)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
-    assert {page.stem for page in PAGES} - {"index"} == listed, "give each a line in a toctree of docs/index.md"
+    listed = set(re.findall(r"^([a-z][\w/-]*)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+    pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in [*PAGES, *TUTORIALS]}
+    assert pages - {"index"} == listed, "give each a line in a toctree of docs/index.md"
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def test_every_tutorial_is_a_notebook_that_the_site_executes(page):
+    _, header, text = page.read_text().split("---\n", 2)
+    assert yaml.safe_load(header)["file_format"] == "mystnb"
+    languages = re.findall(r"^```(\S+)", text, re.MULTILINE)
+    assert "{code-cell}" in languages
+    assert "python" not in languages, "a block that is never run; make it a {code-cell}"
 
 
 def test_the_map_of_the_rooms_leaves_none_out():
