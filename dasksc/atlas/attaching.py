@@ -13,7 +13,7 @@ from anndata.io import read_elem
 
 from dasksc.atlas.cell_names import digest_names, names_in_pieces, stored_names
 from dasksc.atlas.elements import Unwrapped, lazy_element
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.options import OpenOptions
 from dasksc.atlas.stores import reading, root_of, where_of
 from dasksc.atlas.tables import column_names, read_table
@@ -74,7 +74,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
             if group not in root:
                 raise MissingKeyError(f"{where} has no {group}, and attach= asks for {key!r} of it")
             held = column_names(root["obs"]) if group == "obs" else list(root["obsm"])
-            stored = root[group][known(f"{group} of {where}", name, held)]
+            stored = root[group][require_key(f"{group} of {where}", name, held)]
             value = read_elem(stored) if group == "obs" else lazy_element(where, stored, options)
             if isinstance(value, Unwrapped):
                 value = to_dask(value.matrix, token=value.token)

@@ -22,7 +22,7 @@ from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.cell_names import is_nameless, nameless_index
 from dasksc.errors import InputError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
-from dasksc.storage import AbsentMatrix, ColumnMaps, Layout, Matrix, StackedMatrix
+from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout, Matrix
 
 __all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "noting_left_out"]
 
@@ -106,7 +106,7 @@ def concatenated(
             AbsentMatrix(n, layout, absent) if array is None else matrix_of(array)
             for array, n in zip(arrays, sizes, strict=True)
         ]
-        joined = StackedMatrix(label=f"{label} of {len(names)} atlases", parts=parts, maps=maps)
+        joined = ConcatenatedMatrix(label=f"{label} of {len(names)} atlases", parts=parts, maps=maps)
         if layout == "csr" and fill_value and maps is not None and maps.n_filled():
             raise InputError(
                 f"{label} is sparse, where what an atlas lacks is 0; fill_value={fill_value} would store a value for "

@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas.filtering import columns_of, holds
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
@@ -113,7 +113,7 @@ class Conditions:
             if name not in self.columns:
                 raise InputError(f"{option} names {name!r}, which is none of conditions={list(self.columns)!r}")
             i = self.columns.index(name)
-            codes = [self.values[i].index(known(name, value, self.values[i])) for value in _listed(wanted)]
+            codes = [self.values[i].index(require_key(name, value, self.values[i])) for value in _listed(wanted)]
             found &= np.isin(self.table[:, i], codes)
         return found
 
@@ -241,7 +241,7 @@ def is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> ND
     found = np.ones(len(obs), dtype=bool)
     for name, wanted in control.items():
         codes, labels = _coded(obs, name, slice(None))
-        found &= np.isin(codes, [labels.index(known(name, value, labels)) for value in _listed(wanted)])
+        found &= np.isin(codes, [labels.index(require_key(name, value, labels)) for value in _listed(wanted)])
     return found
 
 
@@ -290,7 +290,7 @@ def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32]
 
     Values are sorted by their text, so that a split depends neither on the order of categories nor on that of rows.
     """
-    column = obs[known("obs", name, obs.columns)]
+    column = obs[require_key("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes, values = np.asarray(column.array.codes)[rows], list(column.array.categories)
     else:

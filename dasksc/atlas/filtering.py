@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas import opening
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.options import Openable
 from dasksc.errors import InputError
@@ -107,7 +107,7 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
     safe, names = _parsed(expression)
     # The index is left out, since its name may equal that of a column.
     table = pd.DataFrame(
-        {safe_name: _values(obs[known("obs", name, obs.columns)]) for safe_name, name in names.items()},
+        {safe_name: _values(obs[require_key("obs", name, obs.columns)]) for safe_name, name in names.items()},
         copy=False,
     )
     found = np.empty(len(table), dtype=bool)

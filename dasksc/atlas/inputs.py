@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage import HDF5_ENDINGS, Place, is_of_content, is_url, shown
+from dasksc.storage import HDF5_ENDINGS, Place, is_of_content, is_url, redact_url
 from dasksc.storage.remote.urls import ZARR_MARKERS, is_recursive, matching
 from dasksc.storage.zarr.reader import ZarrFile
 
@@ -78,13 +78,13 @@ def is_anncollection(data: Any) -> bool:
 
 def quoted(data: Any) -> str:
     """Return the input as quoted in error messages."""
-    return f"{shown(data) if isinstance(data, str) and is_url(data) else data!r:.100}"
+    return f"{redact_url(data) if isinstance(data, str) and is_url(data) else data!r:.100}"
 
 
 def stem_of(path: str | os.PathLike[str]) -> str:
     """Return the name of an atlas from its path or URL, without suffix and query."""
     text = os.fspath(path)
-    return Path((shown(text) if is_url(text) else text).removesuffix(".zip")).stem
+    return Path((redact_url(text) if is_url(text) else text).removesuffix(".zip")).stem
 
 
 def _inside(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
@@ -167,9 +167,9 @@ def _named(parts: Sequence[Part]) -> list[Part]:
 def _told_apart(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the shortest unique end of each path; suffixes are included only if nothing else differs."""
     texts = [os.fspath(path) for path in paths]
-    folders = [(shown(text) if is_url(text) else os.path.abspath(text)).split("/")[:-1] for text in texts]
+    folders = [(redact_url(text) if is_url(text) else os.path.abspath(text)).split("/")[:-1] for text in texts]
     names = [stem_of(text) for text in texts]
-    whole = [(shown(text) if is_url(text) else text).rstrip("/").rpartition("/")[2] for text in texts]
+    whole = [(redact_url(text) if is_url(text) else text).rstrip("/").rpartition("/")[2] for text in texts]
     chosen: dict[int, str] = {}
     for last in (names, whole):
         for depth in range(max(map(len, folders)) + 1):

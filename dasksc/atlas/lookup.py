@@ -10,7 +10,7 @@ from typing import Any
 from dasksc.errors import MissingKeyError
 from dasksc.storage import Place
 
-__all__ = ["known", "known_columns", "nearest", "nothing_at"]
+__all__ = ["require_key", "known_columns", "nearest", "nothing_at"]
 
 
 def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
@@ -22,7 +22,7 @@ def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
     return f"known are {', '.join(sorted(names)[:20])}" if names else "there are none"
 
 
-def known(kind: str, name: str, held: Any) -> str:
+def require_key(kind: str, name: str, held: Any) -> str:
     """Return `name` if `held` has it; otherwise raise an error with similar names."""
     if name in held:
         return name

@@ -13,13 +13,13 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas import opening
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.stored_mudata import open_modalities, split_columns
 from dasksc.atlas.stores import holds_modalities
 from dasksc.errors import InputError
 from dasksc.pushdown import matrix_of, to_dask
 from dasksc.storage import UseMmap
-from dasksc.storage.reordered import TakenMatrix
+from dasksc.storage.reordered import ReorderedMatrix
 
 __all__ = ["Modalities", "is_modalities"]
 
@@ -106,7 +106,7 @@ class Modalities:
             tables.insert(0, own.obs[[name for name in own.obs if name not in copied]])
         self.obs = pd.concat(tables, axis=1)
         if obs is not None:
-            self.obs = self.obs[[known("obs", name, self.obs.columns) for name in obs]]
+            self.obs = self.obs[[require_key("obs", name, self.obs.columns) for name in obs]]
 
     @property
     def n_obs(self) -> int:
@@ -122,7 +122,7 @@ class Modalities:
         return len(self.obs)
 
     def __getitem__(self, name: str) -> AnnData:
-        return self.mod[known("modalities", name, self.mod)]
+        return self.mod[require_key("modalities", name, self.mod)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.mod)
@@ -186,5 +186,5 @@ def _aligned(adata: AnnData, names: pd.Index[Any]) -> AnnData:
 
 def _taken(array: Any, rows: NDArray[np.int64]) -> Any:
     if isinstance(array, da.Array) and array.ndim == 2:
-        return to_dask(TakenMatrix(matrix_of(array), rows))
+        return to_dask(ReorderedMatrix(matrix_of(array), rows))
     return array.iloc[rows] if isinstance(array, pd.DataFrame) else array[rows]

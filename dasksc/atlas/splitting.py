@@ -13,7 +13,7 @@ from scipy.sparse.csgraph import connected_components
 
 from dasksc.atlas.condition_splits import ConditionRequest, Conditions, Parts, is_control, table_of
 from dasksc.atlas.filtering import obs_of
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
 from dasksc.atlas.options import Openable
 from dasksc.config import whole_number
@@ -287,7 +287,7 @@ def _pieces(n: int) -> Iterator[slice]:
 
 def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tuple[NDArray[np.int32], str]:
     """Return codes of the values of a column, shape (n,), -1 if missing; and its name."""
-    column = obs[known("obs", name, obs.columns)]
+    column = obs[require_key("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes = np.asarray(column.array.codes)[rows]
     else:
@@ -297,7 +297,7 @@ def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tup
 
 def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.int32]:
     """Return codes of the labels of a column, shape (n,), -1 if there is none."""
-    codes, names = encode_labels(obs[known("obs", name, obs.columns)].iloc[rows])
+    codes, names = encode_labels(obs[require_key("obs", name, obs.columns)].iloc[rows])
     if len(names) > _FEW_CODES:  # integer labels are their own codes, possibly with gaps
         codes = np.where(codes < 0, -1, pd.factorize(codes)[0])
     return codes.astype(np.int32, copy=False)

@@ -20,7 +20,7 @@ from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices, read_cell_rang
 from dasksc.atlas.stores import holds_modalities, reading, root_of, where_of
 from dasksc.atlas.tables import read_table
 from dasksc.errors import InputError, StorageError
-from dasksc.storage import Place, is_url, shown
+from dasksc.storage import Place, is_url, redact_url
 
 __all__ = ["open_path", "read_root"]
 
@@ -48,8 +48,8 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
 
 def _refuse_modalities(path: str) -> NoReturn:
     raise InputError(
-        f"{shown(path) if is_url(path) else path} holds several modalities; open it by dasksc.Modalities(...), which "
-        "takes the same path and storage_options, and may be given to scDataset"
+        f"{redact_url(path) if is_url(path) else path} holds several modalities; open it by dasksc.Modalities(...), "
+        "which takes the same path and storage_options, and may be given to scDataset"
     )
 
 

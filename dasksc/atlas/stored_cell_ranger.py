@@ -18,10 +18,10 @@ from dasksc.atlas.assemble import assemble
 from dasksc.atlas.cell_names import nameless_index, read_names
 from dasksc.atlas.checks import check_before_reading
 from dasksc.atlas.elements import Unwrapped, stored_matrix
-from dasksc.atlas.lookup import known, known_columns
+from dasksc.atlas.lookup import known_columns, require_key
 from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, InputError
-from dasksc.storage import ColumnMaps, Place, StackedMatrix
+from dasksc.storage import ColumnMaps, ConcatenatedMatrix, Place
 from dasksc.storage.hdf5.cell_ranger import is_cell_ranger_matrix
 
 __all__ = ["cell_ranger_matrices", "read_cell_ranger"]
@@ -85,7 +85,7 @@ def read_cell_ranger(path: str | Place, root: h5py.File, obs: Sequence[str] | No
     if kept is not None:
         to = np.where(kept, np.cumsum(kept) - 1, -1)
         maps = ColumnMaps([to], int(kept.sum()))
-        x = Unwrapped(matrix=StackedMatrix(label=x.matrix.label, parts=[x.matrix], maps=maps))
+        x = Unwrapped(matrix=ConcatenatedMatrix(label=x.matrix.label, parts=[x.matrix], maps=maps))
         var = var[kept]
     return assemble(
         x=x,
@@ -112,7 +112,7 @@ def _genome_of(path: str | Place, names: Sequence[str], options: OpenOptions) ->
             f"{path} has {len(names)} genomes ({', '.join(names)}), each with cells of its own; choose one of them: "
             f"genome={names[0]!r}"
         )
-    return known(f"{path}", wanted[0], names)
+    return require_key(f"{path}", wanted[0], names)
 
 
 def _datasets(table: Any, *, is_v3: bool, where: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _kept(path: str | Place, var: pd.DataFrame, options: OpenOptions, *, is_v3: 
         # Of several files, some may have what others lack.
         if not (options.may_lack and there.intersection(names)):
             for name in names:
-                known(f"{column} of {path}", name, there)
+                require_key(f"{column} of {path}", name, there)
         kept &= np.isin(held.astype(str), names)
     if chosen and not kept.any():
         asked = " and ".join(f"{column}={list(names)}" for column, names in chosen.items())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.attaching import path_names
 from dasksc.atlas.cell_names import names_in_pieces
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import MatrixRows, gather_block, matrix_of
 from dasksc.storage import Matrix
@@ -72,7 +72,7 @@ class AnnDataView:
         """Return a column of obs, which is read now if it was left out."""
         if self._opening is not None and name not in self.table:
             return self._opening(obs=[name], names=False).obs[name]
-        return self.table[known("obs", name, self.table)]
+        return self.table[require_key("obs", name, self.table)]
 
     def name_pieces(self) -> Iterator[list[str]] | None:
         """Yield the names of cells, some at a time, without holding all of them if they are in one file or store.

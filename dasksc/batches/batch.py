@@ -16,7 +16,7 @@ from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.kernels import csr as kernels
-from dasksc.storage import Columns, Fetched, Layout, buffers
+from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
 __all__ = ["Batch", "BatchMaker", "Categories", "Change"]
 
@@ -304,7 +304,7 @@ class BatchMaker:
                 batch[group] = tensor
         return batch
 
-    def _tensor(self, key: str, part: Fetched, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
+    def _tensor(self, key: str, part: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
         if self.layout == "dense":
             return self._dense(key, part, positions, changes)
         columns = self.columns.get(key)
@@ -323,7 +323,7 @@ class BatchMaker:
             (len(positions), n_vars),
         )
 
-    def _dense(self, key: str, part: Fetched, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
+    def _dense(self, key: str, part: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
         columns = self.columns.get(key)
         dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
         n_vars = part.shape[1] if columns is None else len(columns)

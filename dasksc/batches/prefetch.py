@@ -21,7 +21,7 @@ T = TypeVar("T")
 _JOIN_S = 60.0  # Maximum time to wait for a job that is closed halfway; its thread then ends on its own.
 
 
-class _Promise(Generic[T]):
+class _Job(Generic[T]):
     """Future result of a job that runs at most once."""
 
     __slots__ = ("_claim", "_done", "_error", "_job", "_value")
@@ -92,20 +92,20 @@ def run_ahead(
         for job in jobs:
             yield job()
         return
-    pending: deque[_Promise[T]] = deque()
+    pending: deque[_Job[T]] = deque()
     failure: Exception | None = None
     more = True
     # Jobs are submitted several at a time, so that one wake-up of a thread covers several. With longer
     # runs, the loop would wait less for batches, but its own steps would wait more for the interpreter
     # lock.
     low = min(n_ahead - 1, max(n_threads, n_ahead // 2))
-    crew = _Crew(n_threads)
+    crew = _ThreadPool(n_threads)
 
     def fill() -> None:
         nonlocal more, failure
         while more and len(pending) < n_ahead and (not pending or is_ready()):
             try:
-                promise = _Promise(next(jobs))
+                promise = _Job(next(jobs))
             except StopIteration:
                 more = False
             except Exception as error:
@@ -139,7 +139,7 @@ def run_ahead(
                 promise.drop()
 
 
-class _Crew:
+class _ThreadPool:
     """Threads that run jobs until they are no longer needed or the interpreter begins to exit.
 
     Attributes
@@ -148,20 +148,20 @@ class _Crew:
         True if promises submitted from now on may be run by none of the threads.
     """
 
-    everyone: ClassVar[weakref.WeakSet[_Crew]] = weakref.WeakSet()
+    everyone: ClassVar[weakref.WeakSet[_ThreadPool]] = weakref.WeakSet()
     exiting: ClassVar[bool] = False
 
     def __init__(self, n_threads: int) -> None:
-        self.dismissed = _Crew.exiting
+        self.dismissed = _ThreadPool.exiting
         # Threads reference only the queue. They must not keep alive a crew that Ctrl-C has left unclosed;
         # collecting it ends them.
-        self._promises: queue.SimpleQueue[_Promise[Any] | None] = queue.SimpleQueue()
+        self._promises: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_keep_all, args=(self._promises,), name=f"dasksc-gather-{i}")
             for i in range(n_threads)
         ]
 
-    def give(self, promise: _Promise[Any]) -> None:
+    def give(self, promise: _Job[Any]) -> None:
         """Queue `promise` for the threads."""
         self._promises.put(promise)
 
@@ -172,8 +172,8 @@ class _Crew:
         self.dismissed = True
         self._promises.put(None)
 
-    def __enter__(self) -> _Crew:
-        _Crew.everyone.add(self)
+    def __enter__(self) -> _ThreadPool:
+        _ThreadPool.everyone.add(self)
         try:
             for thread in [] if self.dismissed else self._threads:
                 thread.start()
@@ -194,7 +194,7 @@ class _Crew:
         self._promises.put(None)
 
 
-def _keep_all(promises: queue.SimpleQueue[_Promise[Any] | None]) -> None:
+def _keep_all(promises: queue.SimpleQueue[_Job[Any] | None]) -> None:
     while (promise := promises.get()) is not None:
         promise.keep()
         # Hold no batch while waiting for the next promise.
@@ -205,8 +205,8 @@ def _keep_all(promises: queue.SimpleQueue[_Promise[Any] | None]) -> None:
 
 
 def _dismiss_all() -> None:
-    _Crew.exiting = True
-    for crew in list(_Crew.everyone):
+    _ThreadPool.exiting = True
+    for crew in list(_ThreadPool.everyone):
         crew.dismiss()
 
 

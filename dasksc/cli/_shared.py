@@ -17,7 +17,7 @@ from anndata import AnnData
 import dasksc
 from dasksc.atlas.modalities import is_modalities
 from dasksc.cli._messages import as_options, collected_warnings, print_warnings
-from dasksc.storage import is_url, shown
+from dasksc.storage import is_url, redact_url
 
 __all__ = [
     "StorageOptions",
@@ -105,7 +105,7 @@ def data_of(paths: Sequence[str]) -> str | list[str]:
 
 def title_of(paths: Sequence[str]) -> str:
     """Return the paths of a command line for display, without the secrets of URLs."""
-    return ", ".join(shown(path) if is_url(path) else path for path in paths)
+    return ", ".join(redact_url(path) if is_url(path) else path for path in paths)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def opened(
             atlas = dasksc.open(data_of(paths), names=False, join=how, storage_options=storage_options)
             print_warnings()
             return atlas
-        named = shown(of_several) if is_url(of_several) else of_several
+        named = redact_url(of_several) if is_url(of_several) else of_several
         if len(paths) > 1:
             raise dasksc.InputError(
                 f"{named} holds several modalities, which are not joined with other atlases. Give it by itself"

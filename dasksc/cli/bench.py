@@ -9,7 +9,7 @@ import click
 import dasksc
 from dasksc.cli._shared import StorageOptions, data_of, data_options, opened, print_json
 from dasksc.inspection.reading_rates import rate_of
-from dasksc.storage import Layout, is_url, shown
+from dasksc.storage import Layout, is_url, redact_url
 
 __all__ = ["command"]
 
@@ -83,7 +83,7 @@ def command(
     each = [rate.rows_per_s for rate in rates]
     report = {
         # Storage options are left out, since they may contain secrets.
-        "paths": data_of([shown(path) if is_url(path) else path for path in paths]),
+        "paths": data_of([redact_url(path) if is_url(path) else path for path in paths]),
         "join": join,
         "layout": layout,
         "block": block_size,

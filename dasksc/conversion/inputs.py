@@ -16,7 +16,7 @@ from dasksc.atlas.opening import several_of
 from dasksc.conversion.arguments import Recipe
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of
-from dasksc.storage import Matrix, Place, StackedMatrix, SummedMatrix, TakenMatrix, is_url
+from dasksc.storage import ConcatenatedMatrix, Matrix, Place, ReorderedMatrix, SummedMatrix, is_url
 
 if TYPE_CHECKING:
     pass
@@ -48,7 +48,7 @@ def _is_local(path: str | os.PathLike[str]) -> bool:
 
 def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
     """Yield the matrices, in files or in memory, that a matrix is read from."""
-    if isinstance(matrix, StackedMatrix | SummedMatrix | TakenMatrix):
+    if isinstance(matrix, ConcatenatedMatrix | SummedMatrix | ReorderedMatrix):
         parts: Sequence[Matrix] = matrix.parts
     elif isinstance(matrix, DaskMatrix):
         parts = leaves_of(matrix.array)

@@ -15,7 +15,7 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend
 from dasksc.output.work_folder import array_appearing, mapped_array
-from dasksc.storage import Fetched, Matrix, open_matrix
+from dasksc.storage import Matrix, RowBuffer, open_matrix
 from dasksc.storage.dtypes import holds_all, sum_dtype
 from dasksc.storage.fetched_csr import CSRFetched
 
@@ -25,7 +25,7 @@ ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64)
 """Description of a row: its number of stored values, their sum, digest (see `dasksc.kernels.digest`) and maximum."""
 
 
-def described(fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+def described(fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
     """Describe rows of a fetch.
 
     Parameters
@@ -59,7 +59,7 @@ def described(fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype
 
 
 def gather_canonical(
-    fetched: Fetched, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
+    fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
     """Return CSR rows as `Fetched.gather_csr` does, with repeated columns summed.
 

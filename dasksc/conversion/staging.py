@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.output.work_folder import appearing, mapped_array
-from dasksc.storage import Matrix, StackedMatrix, open_matrix
+from dasksc.storage import ConcatenatedMatrix, Matrix, open_matrix
 from dasksc.storage.fetched_csr import CSRFetched
 
 __all__ = ["Staging"]
@@ -81,10 +81,10 @@ class Staging:
             start, stop = self.rows(k)
             order[np.sort(places[start:stop])] = np.arange(start, stop)
 
-    def staged(self) -> StackedMatrix:
+    def staged(self) -> ConcatenatedMatrix:
         """Return the concatenated runs as one matrix."""
         runs = [open_matrix(self._path(k), "X") for k in range(self.n_tasks)]
-        return StackedMatrix(label=f"{self.matrix.label}, staged", parts=runs, maps=None)
+        return ConcatenatedMatrix(label=f"{self.matrix.label}, staged", parts=runs, maps=None)
 
 
 def write_csr(

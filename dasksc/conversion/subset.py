@@ -19,7 +19,7 @@ from dasksc.atlas.options import OpenOptions
 from dasksc.errors import InputError
 from dasksc.loader.genes import GeneMatch, GeneRequest
 from dasksc.pushdown import matrix_of
-from dasksc.storage import ColumnMaps, Columns, Matrix, StackedMatrix, SummedMatrix, TakenMatrix
+from dasksc.storage import ColumnMaps, Columns, ConcatenatedMatrix, Matrix, ReorderedMatrix, SummedMatrix
 
 __all__ = ["Subset", "subset_of"]
 
@@ -104,15 +104,15 @@ def _selected(matrix: Matrix, rows: NDArray[np.int64] | None, columns: Columns |
     elif columns is not None:
         # Missing genes are columns of the map that no column of the matrix goes to.
         maps = ColumnMaps([columns.lookup], len(columns), fill_value=0)
-        matrix = StackedMatrix(label=matrix.label, parts=[matrix], maps=maps)
-    return matrix if rows is None else TakenMatrix(matrix, rows)
+        matrix = ConcatenatedMatrix(label=matrix.label, parts=[matrix], maps=maps)
+    return matrix if rows is None else ReorderedMatrix(matrix, rows)
 
 
 def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
     if rows is None:
         return element
     if isinstance(element, da.Array):
-        return Unwrapped(matrix=TakenMatrix(matrix_of(element), rows))
+        return Unwrapped(matrix=ReorderedMatrix(matrix_of(element), rows))
     return element.iloc[rows] if isinstance(element, pd.DataFrame) else element[rows]
 
 

@@ -15,7 +15,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.output.elements import write_group
 from dasksc.output.shards import ShardedArray, ShardWriter, Shuffle
 from dasksc.output.work_folder import mapped_array
-from dasksc.storage import Fetched, Matrix
+from dasksc.storage import Matrix, RowBuffer
 
 __all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "wide_enough"]
 
@@ -233,7 +233,7 @@ class DenseCopy:
 Copy = CSRCopy | DenseCopy
 
 
-def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[Fetched, NDArray[np.int64]]:
+def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[RowBuffer, NDArray[np.int64]]:
     """Fetch rows in any order; return the fetch and the position of each row in it."""
     ascending, positions = np.unique(rows, return_inverse=True)
     return matrix.fetch(ascending), positions

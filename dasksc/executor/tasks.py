@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dasksc.executor import metrics
 from dasksc.memory.reading_mode import Reading
 from dasksc.planning.plan import EpochPlan
-from dasksc.storage import Fetched, Matrix, mapping
+from dasksc.storage import Matrix, RowBuffer, mapping
 from dasksc.storage.read_timing import Clock, Spent
 
 __all__ = ["FetchMatrices", "FetchedMatrices", "fetch_name"]
@@ -22,7 +22,7 @@ __all__ = ["FetchMatrices", "FetchedMatrices", "fetch_name"]
 class FetchedMatrices:
     """Fetched rows of every matrix, by name, and the time that the task spent reading and decoding."""
 
-    parts: Mapping[str, Fetched]
+    parts: Mapping[str, RowBuffer]
     spent: Spent | None = None
 
     @property
@@ -63,7 +63,7 @@ class FetchMatrices:
         metrics.count(n_rows=len(rows), n_bytes=fetched.nbytes, fetch_s=perf_counter() - start, spent=spent)
         return fetched
 
-    def _fetch(self, name: str, matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
+    def _fetch(self, name: str, matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
         with mapping(self.reading is None or name not in self.reading.unmapped):
             return matrix.fetch(rows)
 

@@ -18,7 +18,7 @@ from dasksc.errors import InputError
 from dasksc.inspection.description import Column, Description, Modality, Rate, StoredMatrix
 from dasksc.inspection.reading_rates import BLOCK_SIZES, read_rates
 from dasksc.inspection.stored_matrices import alike, stored_part
-from dasksc.storage import is_url, shown
+from dasksc.storage import is_url, redact_url
 
 __all__ = ["describe"]
 
@@ -83,7 +83,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
 
 def _shown(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
-    return shown(text) if is_url(text) else text
+    return redact_url(text) if is_url(text) else text
 
 
 def _names(parts: Sequence[Any]) -> str:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc import InputError, MissingPathError
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -141,14 +141,14 @@ def _sections(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{os.fspath(path)} is no TOML: {error}") from error
     for name, section in raw.items():
-        known("an experiment of cell-load", name, _SECTIONS)
+        require_key("an experiment of cell-load", name, _SECTIONS)
         if not isinstance(section, dict):
             raise InputError(f"{name} = {section!r} must be a section, [{name}]")
     sections: dict[str, dict[str, Any]] = {name: raw.get(name, {}) for name in _SECTIONS}
     if not sections["datasets"]:
         raise InputError(f"{os.fspath(path)} has no [datasets], which name the files")
     for name, part in sections["training"].items():
-        known("[datasets]", name, sections["datasets"])
+        require_key("[datasets]", name, sections["datasets"])
         if part != "train":
             raise InputError(f"[training] {name} = {part!r} must be 'train'; leave out what is not trained on")
     return sections
@@ -242,7 +242,7 @@ def _deal(
     """Return the rows of each part."""
     for dataset, cell_type in held:
         if (dataset, cell_type) not in names:
-            known(f"the dataset {dataset!r}", cell_type, [one for name, one in names if name == dataset])
+            require_key(f"the dataset {dataset!r}", cell_type, [one for name, one in names if name == dataset])
     codes, labels = perturbations.cat.codes.to_numpy(), perturbations.cat.categories
     is_in = {part: np.zeros(len(codes), dtype=bool) for part in _PARTS}
     absent: list[str] = []

@@ -4,7 +4,7 @@ A row is given by the address of its first element and its length. The same kern
 memory-mapped files, decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 stores
 chunks at any byte). Addresses also limit the number of compiled variants to the types of the values.
 
-The caller guarantees valid addresses (`dasksc.storage.row_pointers.Reached` computes and bounds them). The
+The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes and bounds them). The
 data at the addresses is not trusted: a column outside [0, n_vars) ends the kernel, which returns the
 position of the row among the fetched rows. Without such an error a kernel returns -1.
 

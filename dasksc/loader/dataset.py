@@ -40,7 +40,7 @@ from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
 from dasksc.loader.source import Hooks, MatrixSource, source_of
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
@@ -364,7 +364,7 @@ class scDataset(IterableDataset[Any]):
         self._counter.set(config.whole_number("epoch", epoch, 0, 2**32))
         self._tracker.forget()
 
-    def _plan_of(self, world: World, epoch: int, consumed: tuple[Stretch, ...] = ()) -> EpochPlan:
+    def _plan_of(self, world: World, epoch: int, consumed: tuple[ConsumedSegment, ...] = ()) -> EpochPlan:
         return EpochPlan(
             sampler=self._sampler,
             batch_size=self.batch_size,
@@ -403,8 +403,8 @@ class scDataset(IterableDataset[Any]):
             identity["left_out"] = "evenly"  # absent in versions that left out other rows
         return identity
 
-    def _sizes(self, world: World) -> Stretch:
-        return Stretch(
+    def _sizes(self, world: World) -> ConsumedSegment:
+        return ConsumedSegment(
             world_size=world.world_size, batch_size=self.batch_size, fetch_factor=self.fetch_factor, n_batches=0
         )
 

@@ -31,7 +31,7 @@ from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
 from dasksc.memory.reading_mode import Reading
 from dasksc.multiindexable import take_rows
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
 from dasksc.transforms.composed import at_batch, at_epoch, early_and_late, owning
@@ -128,7 +128,7 @@ class EpochRun:
     def position(self) -> EpochPosition:
         """Position of the process in the epoch, after the batches yielded so far."""
         plan = self._plan
-        read = Stretch(
+        read = ConsumedSegment(
             world_size=plan.world_size,
             batch_size=plan.batch_size,
             fetch_factor=plan.fetch_factor,

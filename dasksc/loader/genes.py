@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pandas as pd
 
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import Columns
@@ -216,7 +216,7 @@ class GeneRequest:
             return range(n_vars)
         if self.key is None:
             return list(var.index)
-        column = var[known("var", self.key, var.columns)]
+        column = var[require_key("var", self.key, var.columns)]
         return [None if is_missing else str(name) for name, is_missing in zip(column, column.isna(), strict=True)]
 
     def _refuse(self, missing: list[Any], n_wanted: int, matched_by: str, places: dict[Any, int]) -> None:
@@ -228,7 +228,7 @@ class GeneRequest:
                 "... . Are both symbols, or both Ensembl IDs? genes_key= compares a column of var instead"
             )
         try:
-            known(matched_by, missing[0], places)
+            require_key(matched_by, missing[0], places)
         except MissingKeyError as error:
             more = f". {len(missing):,} of {n_wanted:,} genes are missing" if len(missing) > 1 else ""
             raise MissingKeyError(

@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from dasksc import config
 from dasksc.errors import InputError
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "state_of"]
 
@@ -26,14 +26,14 @@ class EpochPosition:
     """Number of an epoch, and the segments that have been read, each with constant sizes."""
 
     epoch: int
-    consumed: tuple[Stretch, ...] = ()
+    consumed: tuple[ConsumedSegment, ...] = ()
 
     @property
     def consumed_numbers(self) -> list[tuple[int, ...]]:
         """Segments as tuples of integers."""
         return [dataclasses.astuple(stretch) for stretch in self.consumed]
 
-    def parted(self, sizes: Stretch) -> tuple[tuple[Stretch, ...], int]:
+    def parted(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
         """Return the segments read with other sizes than `sizes`, and the number of batches read with `sizes` since."""
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
             return self.consumed[:-1], self.consumed[-1].n_batches
@@ -202,7 +202,7 @@ def _whole(value: Any) -> int:
 
 
 def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
-    names = [field.name for field in dataclasses.fields(Stretch)]
+    names = [field.name for field in dataclasses.fields(ConsumedSegment)]
     part, expected = "", ""
     try:
         part, expected = "fingerprint", "a dict"
@@ -214,7 +214,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
         seed = config.whole_number(part, _whole(state[part]), 0, 2**64)
         part, expected = "consumed", f"a list of lists of whole numbers: {', '.join(names)}"
         stretches = tuple(
-            Stretch(
+            ConsumedSegment(
                 **{
                     name: config.whole_number(name, _whole(number), low=name != "n_batches")
                     for name, number in zip(names, stretch, strict=True)

@@ -20,7 +20,7 @@ from dasksc import pushdown as lazy
 from dasksc.atlas import filtering
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.inputs import stem_of
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import is_several, several_of
 from dasksc.atlas.opening import open as open_atlas
@@ -33,7 +33,7 @@ from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.sampling.binding import n_rows_named
 from dasksc.sampling.strategies import SamplingStrategy
-from dasksc.storage import Columns, FetchCost, Matrix, StackedMatrix, TakenMatrix, UseMmap, buffers, mapping
+from dasksc.storage import Columns, ConcatenatedMatrix, FetchCost, Matrix, ReorderedMatrix, UseMmap, buffers, mapping
 
 __all__ = ["Hooks", "IndexedSource", "MatrixSource", "Source", "source_of"]
 
@@ -74,7 +74,7 @@ class Source:
             )
         if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
-        return table[known("obs", key, table)]
+        return table[require_key("obs", key, table)]
 
     def rows_where(self, expression: str) -> NDArray[np.bool_]:
         """Return a boolean mask of the rows for which an expression over obs holds."""
@@ -123,7 +123,7 @@ class MatrixSource(Source):
         self.categories = categories
         for key, matrix in matrices.items():
             columns = maker.columns.get(key)
-            n_missing = matrix.n_missing(columns) if isinstance(matrix, StackedMatrix | TakenMatrix) else 0
+            n_missing = matrix.n_missing(columns) if isinstance(matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
             if n_missing:
                 logger.warning(
                     "batches have NaN in %d of %d columns of %s, for cells of atlases that lack them. Open them with "
@@ -371,7 +371,7 @@ def _of_atlas(name: str, collection: Any, adata: AnnData, request: BatchRequest)
     arrays = {"X": adata.X}
     for group in ("layers", "obsm"):
         held = getattr(adata, group)
-        arrays |= {f"{group}/{key}": held[known(group, key, held)] for key in getattr(request, group)}
+        arrays |= {f"{group}/{key}": held[require_key(group, key, held)] for key in getattr(request, group)}
     columns, match = request.genes.columns_of(adata.var, adata.n_vars)
     encoded, categories = _encoded(adata.obs, request.obs)
     matrices = _matrices(arrays)
@@ -397,7 +397,7 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
     if genes is not None and not isinstance(genes, Mapping):
         raise InputError(f"genes= of several modalities is a dict: {{{next(iter(data))!r}: [...]}}")
     for modality in genes or {}:
-        known("modalities", modality, data.mod)
+        require_key("modalities", modality, data.mod)
     arrays: dict[str, Any] = {}
     columns: dict[str, Columns] = {}
     matches: dict[str, GeneMatch] = {}
@@ -410,7 +410,7 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
                     raise InputError(f"{group}={key!r} must say of which modality it is: '{modality}:{key}'")
                 if of == modality:
                     held = getattr(adata, group)
-                    own[f"{modality}:{group}/{rest}"] = held[known(f"{group} of {of}", rest, held)]
+                    own[f"{modality}:{group}/{rest}"] = held[require_key(f"{group} of {of}", rest, held)]
         arrays |= own
         kept, match = request.genes.of(modality).columns_of(adata.var, adata.n_vars)
         columns |= _for_each(kept, own)
@@ -448,7 +448,7 @@ def _encoded(obs: Any, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], d
     encoded: dict[str, NDArray[Any]] = {}
     categories: dict[str, list[Any]] = Categories()
     for name in names:
-        column = obs[known("obs", name, obs)]
+        column = obs[require_key("obs", name, obs)]
         encoded[name], labels = encode_column(column, narrow=True)
         if labels is not None:
             categories[name] = labels

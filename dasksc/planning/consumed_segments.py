@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Deal", "Rounds", "Stretch"]
+__all__ = ["Deal", "Rounds", "ConsumedSegment"]
 
 _Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class ConsumedSegment:
     """Consumed segment of an epoch: world size, batch size, fetch factor, and number of batches per rank."""
 
     world_size: int

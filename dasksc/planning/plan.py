@@ -43,7 +43,7 @@ from dasksc.config import whole_number
 from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.planning.consumed_segments import Deal, Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment, Deal
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.label_entropy import Diversity, diversity_of
 from dasksc.planning.rank_sequence import RankSequence
@@ -100,7 +100,7 @@ class EpochPlan:
     epoch: int = 0
     rank: int = 0
     world_size: int = 1
-    consumed: tuple[Stretch, ...] = ()
+    consumed: tuple[ConsumedSegment, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "fetch_factor", "world_size"):

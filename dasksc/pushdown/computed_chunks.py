@@ -19,7 +19,7 @@ from dasksc._compat.dask import meta_of
 from dasksc.errors import InputError
 from dasksc.pushdown.computed_once import shared_keys, with_computed
 from dasksc.pushdown.elementwise import elementwise
-from dasksc.storage import FetchCost, Fetched, as_matrix
+from dasksc.storage import FetchCost, RowBuffer, as_matrix
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
@@ -103,7 +103,7 @@ class DaskMatrix:
         """Keys of the intermediate results that most row chunks use, such as a mean over the rows."""
         return shared_keys(self._array)
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Compute the row chunks that contain `rows` and return those rows.
 
         Parameters

@@ -17,7 +17,7 @@ from dasksc._compat.dask import MATRIX_KEY_PREFIX, chunk
 from dasksc._compat.scipy import mark_canonical
 from dasksc.errors import InputError
 from dasksc.pushdown.reductions import add_reductions
-from dasksc.storage import Columns, Fetched, Matrix
+from dasksc.storage import Columns, Matrix, RowBuffer
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.matrix import Layout
 
@@ -138,7 +138,7 @@ def leaves_of(array: da.Array) -> list[Matrix]:
 
 
 def gather_block(
-    fetched: Fetched, positions: NDArray[np.int64], *, columns: Columns | None = None
+    fetched: RowBuffer, positions: NDArray[np.int64], *, columns: Columns | None = None
 ) -> NDArray[Any] | sp.csr_matrix:
     """Copy rows of a fetch into a new block, in the data type used for computation.
 

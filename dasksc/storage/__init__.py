@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dasksc.storage.arrays import is_of_content
-from dasksc.storage.concatenated import AbsentMatrix, StackedMatrix
+from dasksc.storage.concatenated import AbsentMatrix, ConcatenatedMatrix
 from dasksc.storage.files import UseMmap, mapping
 from dasksc.storage.joining import join
-from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
+from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
 from dasksc.storage.opening import as_matrix, open_matrix, open_place
 from dasksc.storage.remote.cache import Cache
-from dasksc.storage.remote.client import shown
+from dasksc.storage.remote.client import redact_url
 from dasksc.storage.remote.urls import HDF5_ENDINGS, Place, is_url
-from dasksc.storage.reordered import TakenMatrix
+from dasksc.storage.reordered import ReorderedMatrix
 from dasksc.storage.summed import SummedMatrix
 
 __all__ = [
@@ -21,13 +21,13 @@ __all__ = [
     "ColumnMaps",
     "Columns",
     "FetchCost",
-    "Fetched",
+    "RowBuffer",
     "Layout",
     "Matrix",
     "Place",
-    "StackedMatrix",
+    "ConcatenatedMatrix",
     "SummedMatrix",
-    "TakenMatrix",
+    "ReorderedMatrix",
     "UseMmap",
     "as_matrix",
     "is_of_content",
@@ -36,5 +36,5 @@ __all__ = [
     "mapping",
     "open_matrix",
     "open_place",
-    "shown",
+    "redact_url",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.row_pointers import RowPointers
 
 __all__ = [
     "BrokenRunError",
@@ -88,7 +88,7 @@ class StoredArray(Protocol):
     def working_bytes(self) -> int:
         """Additional anonymous memory that a fetch needs while it reads, in bytes."""
 
-    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the memory addresses of the runs ``[starts[i], stops[i])`` along the first axis.
 
         Runs are in ascending order of start and may touch, overlap, repeat and be empty. Each is
@@ -146,10 +146,10 @@ class MemoryArray:
         """Return 0, since nothing is copied."""
         return 0.0
 
-    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the addresses of runs in the array, without copying."""
         stride = row_bytes(self)
-        return Reached.inside(
+        return RowPointers.inside(
             (self._array,),
             dtype=self._array.dtype,
             which=0,

@@ -21,7 +21,7 @@ from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, r
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile, UseMmap, maps
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import cut, locate, merge
 
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
@@ -215,13 +215,13 @@ class ChunkedArray:
         """Memory for a chunk as stored, decoded and twice in between, and for reading ahead, in bytes."""
         return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
 
-    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Decode the chunks that the runs touch, and keep the requested parts."""
         self._source.check()
         mapped = self._reach_mapped(starts, stops) if self._lies_mapped else None
         return self._reach_decoded(starts, stops) if mapped is None else mapped
 
-    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached | None:
+    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers | None:
         """Return the addresses of runs in mapped chunks, with runs that cross chunks copied; None if not possible."""
         length, stride = self._chunk_shape[0], row_bytes(self)
         first = starts // length
@@ -249,7 +249,7 @@ class ChunkedArray:
         if (which == 0).any():
             buffers[0] = fill = np.full(length * stride // self.dtype.itemsize, self._fill, dtype=self.dtype)
         crossing = self._reach_decoded(starts[~inside], stops[~inside])
-        lying = Reached.inside(
+        lying = RowPointers.inside(
             buffers,
             dtype=crossing.dtype,
             which=which[chunk_of],
@@ -259,14 +259,14 @@ class ChunkedArray:
         )
         at = np.empty(len(starts), dtype=np.uint64)
         at[inside], at[~inside] = lying.at, crossing.at
-        return Reached(
+        return RowPointers(
             at=at,
             dtype=crossing.dtype,
             held_bytes=lying.held_bytes + crossing.held_bytes,
             owners=lying.owners + crossing.owners,
         )
 
-    def _reach_decoded(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def _reach_decoded(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         length = self._chunk_shape[0]
         stride = row_bytes(self)
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
@@ -277,7 +277,7 @@ class ChunkedArray:
             pieces = cut(run_starts, run_stops, chunk=length)
             if not self._fill_mapped(block, *pieces, width=width):
                 self._fill_block(block, *pieces, width=width)
-        return Reached.inside(
+        return RowPointers.inside(
             (block,),
             dtype=block.dtype,
             which=0,

@@ -14,9 +14,9 @@ from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.fetched_rows import Origins
 from dasksc.storage.joining import stack
 from dasksc.storage.matrices import check_rows
-from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Fetched, Layout, Matrix
+from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
 
-__all__ = ["AbsentMatrix", "StackedMatrix"]
+__all__ = ["AbsentMatrix", "ConcatenatedMatrix"]
 
 
 class AbsentMatrix:
@@ -44,7 +44,7 @@ class AbsentMatrix:
         """Memory that a fetch takes, which is negligible."""
         return FetchCost(row=0.0, held=0.0, working=0.0)
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Return the rows without columns; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         if self.layout == "dense":
@@ -56,7 +56,7 @@ class AbsentMatrix:
         return f"<AbsentMatrix of {self.shape[0]} rows>"
 
 
-class StackedMatrix:
+class ConcatenatedMatrix:
     """Row-wise concatenation of matrices. No data is rewritten: columns are renumbered when rows are gathered.
 
     Parameters
@@ -128,7 +128,7 @@ class StackedMatrix:
             chunk_rows=max(cost.chunk_rows for cost in costs),
         )
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         ends = np.searchsorted(rows, self._ends)
@@ -149,4 +149,4 @@ class StackedMatrix:
         return stack(fetched, label=self.label, dtype=self.dtype, layout=self.layout, origins=origins)
 
     def __repr__(self) -> str:
-        return f"<StackedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self._parts)}>"
+        return f"<ConcatenatedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self._parts)}>"

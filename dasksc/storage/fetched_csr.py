@@ -15,7 +15,7 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import counts_dtype, kernel_target, narrowest
 from dasksc.storage.fetched_rows import Origins, Rows, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Layout, Lookups
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRFetched"]
 
@@ -54,8 +54,8 @@ class CSRFetched(Rows):
         n_vars: int,
         dtype: np.dtype[Any],
         lengths: NDArray[np.int64],
-        data: Reached,
-        indices: Reached,
+        data: RowPointers,
+        indices: RowPointers,
         origins: Origins | None = None,
     ) -> None:
         super().__init__(label, rows, n_vars, dtype, origins)
@@ -339,8 +339,8 @@ class CSRFetched(Rows):
             )
 
 
-def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> Reached:
-    return Reached.inside(
+def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> RowPointers:
+    return RowPointers.inside(
         (array,),
         dtype=array.dtype,
         which=0,

@@ -15,7 +15,7 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import kernel_target
 from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["DenseFetched"]
 
@@ -48,7 +48,7 @@ class DenseFetched(Rows):
         rows: NDArray[np.int64],
         n_vars: int,
         dtype: np.dtype[Any],
-        values: Reached,
+        values: RowPointers,
         origins: Origins | None = None,
     ) -> None:
         super().__init__(label, rows, n_vars, dtype, origins)
@@ -163,7 +163,7 @@ class DenseFetched(Rows):
     def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
         """Return all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
         size = block.shape[1] * block.itemsize
-        values = Reached.inside(
+        values = RowPointers.inside(
             (block,),
             dtype=block.dtype,
             which=0,

@@ -11,13 +11,13 @@ import numpy as np
 from dasksc.storage.fetched_csr import CSRFetched
 from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.fetched_rows import Origins
-from dasksc.storage.matrix import Fetched, Layout
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.matrix import Layout, RowBuffer
+from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["join", "stack"]
 
 
-def join(parts: Sequence[Fetched]) -> Fetched:
+def join(parts: Sequence[RowBuffer]) -> RowBuffer:
     """Concatenate fetches of one matrix, without copying if they hold the same data types."""
     if len(parts) == 1:
         return parts[0]
@@ -38,8 +38,8 @@ def join(parts: Sequence[Fetched]) -> Fetched:
 
 
 def stack(
-    parts: Sequence[Fetched], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
-) -> Fetched:
+    parts: Sequence[RowBuffer], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
+) -> RowBuffer:
     """Concatenate fetches of several matrices; only parts that differ in data type or layout are copied.
 
     Parameters
@@ -59,12 +59,12 @@ def stack(
 
 def _concatenated(
     parts: Sequence[CSRFetched | DenseFetched], *, label: str, dtype: np.dtype[Any], origins: Origins | None
-) -> Fetched:
+) -> RowBuffer:
     rows = np.concatenate([part.rows for part in parts])
     n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
     if isinstance(parts[0], DenseFetched):
         dense = cast(Sequence[DenseFetched], parts)
-        values = Reached.joined([part.values for part in dense])
+        values = RowPointers.joined([part.values for part in dense])
         return DenseFetched(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
     sparse = cast(Sequence[CSRFetched], parts)
     return CSRFetched(
@@ -73,8 +73,8 @@ def _concatenated(
         n_vars=n_vars,
         dtype=dtype,
         lengths=np.concatenate([part.lengths for part in sparse]),
-        data=Reached.joined([part.data for part in sparse]),
-        indices=Reached.joined([part.indices for part in sparse]),
+        data=RowPointers.joined([part.data for part in sparse]),
+        indices=RowPointers.joined([part.indices for part in sparse]),
         origins=origins,
     )
 

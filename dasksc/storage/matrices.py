@@ -98,8 +98,8 @@ class CSRMatrix:
         rows = check_rows(self.label, self.shape[0], rows)
         starts, stops = self._bounds(rows)
         try:
-            data = self._data.reach(starts, stops)
-            indices = self._indices.reach(starts, stops)
+            data = self._data.locate(starts, stops)
+            indices = self._indices.locate(starts, stops)
         except BrokenRunError as error:
             raise broken(error, rows[(stops > error.start) & (starts < error.stop)]) from error
         return CSRFetched(
@@ -129,7 +129,7 @@ class CSRMatrix:
             pairs = np.empty((len(rows), 2), dtype=np.int64)
             # The indptr has only eight bytes per row, so it is mapped even if the rows themselves are not.
             with mapping(True):
-                reached = indptr.reach(rows, rows + 2)
+                reached = indptr.locate(rows, rows + 2)
         except BrokenRunError as error:
             raise broken(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
         kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
@@ -195,7 +195,7 @@ class DenseMatrix:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         try:
-            values = self._values.reach(rows, rows + 1)
+            values = self._values.locate(rows, rows + 1)
         except BrokenRunError as error:
             raise broken(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
         return DenseFetched(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
@@ -360,7 +360,7 @@ def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
 
 def _read_whole(array: StoredArray) -> MemoryArray:
     n = array.shape[0]
-    reached = array.reach(np.array([0], dtype=np.int64), np.array([n], dtype=np.int64))
+    reached = array.locate(np.array([0], dtype=np.int64), np.array([n], dtype=np.int64))
     whole = np.empty((1, n), dtype=reached.dtype)
     kernels.copy_rows(np.zeros(1, dtype=np.int64), reached.at, whole, reached.like)
     return MemoryArray(whole[0], array.label)

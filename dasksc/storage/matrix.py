@@ -1,7 +1,7 @@
 """Protocols between the readers and all layers above them.
 
 A *matrix* is an array on disk or in memory whose rows are cells. `Matrix.fetch` maps or reads the
-requested rows and returns a `Fetched`, from which minibatches are gathered in any order. All higher
+requested rows and returns a `RowBuffer`, from which minibatches are gathered in any order. All higher
 layers (Dask tasks, batches) use only these two protocols.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 
-__all__ = ["ColumnMaps", "Columns", "FetchCost", "Fetched", "Layout", "Matrix"]
+__all__ = ["ColumnMaps", "Columns", "FetchCost", "RowBuffer", "Layout", "Matrix"]
 
 Layout = Literal["csr", "dense"]
 
@@ -280,7 +280,7 @@ def _sources(lookups: NDArray[np.int32], n_kept: int) -> NDArray[np.int64]:
 
 
 @runtime_checkable
-class Fetched(Protocol):
+class RowBuffer(Protocol):
     """Rows of one fetch, in memory or memory-mapped."""
 
     @property
@@ -338,7 +338,7 @@ class Fetched(Protocol):
             If `dtype` is an integer type or float16 that cannot represent one of the values.
         """
 
-    def compact(self) -> Fetched:
+    def compact(self) -> RowBuffer:
         """Copy the rows into a block of their own, which can be pickled and keeps no other memory alive."""
 
 
@@ -370,7 +370,7 @@ class Matrix(Protocol):
     def cost(self) -> FetchCost:
         """Memory that a fetch takes."""
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Fetch rows of the matrix.
 
         Parameters

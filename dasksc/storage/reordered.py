@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.storage.concatenated import StackedMatrix
+from dasksc.storage.concatenated import ConcatenatedMatrix
 from dasksc.storage.fetched_csr import CSRFetched
 from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.matrices import check_rows
-from dasksc.storage.matrix import Columns, FetchCost, Fetched, Layout, Matrix
+from dasksc.storage.matrix import Columns, FetchCost, Layout, Matrix, RowBuffer
 
-__all__ = ["TakenMatrix"]
+__all__ = ["ReorderedMatrix"]
 
 
-class TakenMatrix:
+class ReorderedMatrix:
     """Selected rows of a matrix in any order. Rows are read in stored order, and no data is rewritten.
 
     Parameters
@@ -45,15 +45,15 @@ class TakenMatrix:
         return (self._matrix,)
 
     def n_missing(self, columns: Columns | None = None) -> int:
-        """Return the number of columns that are NaN because a part lacks them; see `StackedMatrix.n_missing`."""
-        return self._matrix.n_missing(columns) if isinstance(self._matrix, StackedMatrix | TakenMatrix) else 0
+        """Return the number of columns that are NaN because a part lacks them; see `ConcatenatedMatrix.n_missing`."""
+        return self._matrix.n_missing(columns) if isinstance(self._matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
 
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes, equal to that of the underlying matrix."""
         return self._matrix.cost
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         wanted = self._rows[check_rows(self.label, self.shape[0], rows)]
         if not np.any(wanted[1:] < wanted[:-1]):
@@ -67,4 +67,4 @@ class TakenMatrix:
         return fetched.reordered(places)
 
     def __repr__(self) -> str:
-        return f"<TakenMatrix {self.shape[0]} rows of {self._matrix!r}>"
+        return f"<ReorderedMatrix {self.shape[0]} rows of {self._matrix!r}>"

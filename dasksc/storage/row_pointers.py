@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Reached"]
+__all__ = ["RowPointers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reached:
+class RowPointers:
     """Addresses of runs of an array, each contiguous in memory.
 
-    Use `Reached.inside`, which checks the bounds of every address; the kernels do not check them.
+    Use `RowPointers.inside`, which checks the bounds of every address; the kernels do not check them.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Reached:
         offsets: NDArray[np.int64],
         sizes: NDArray[np.int64],
         held_bytes: int,
-    ) -> Reached:
+    ) -> RowPointers:
         """Return the addresses of runs inside `buffers`.
 
         Parameters
@@ -78,7 +78,7 @@ class Reached:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Reached]) -> Reached:
+    def joined(cls, parts: Sequence[RowPointers]) -> RowPointers:
         """Concatenate the runs of several objects with the same data type."""
         return cls(
             at=np.concatenate([part.at for part in parts]),
@@ -87,7 +87,7 @@ class Reached:
             owners=tuple(owner for part in parts for owner in part.owners),
         )
 
-    def ordered(self, order: NDArray[np.int64]) -> Reached:
+    def ordered(self, order: NDArray[np.int64]) -> RowPointers:
         """Return the same runs in another order."""
         return replace(self, at=self.at[order])
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
 from dasksc.storage.read_timing import reading
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import locate, merge
 
 __all__ = ["SlicedArray"]
@@ -66,7 +66,7 @@ class SlicedArray:
         """Return the function that reads slices, after a check that the array has not changed since it was opened."""
         raise NotImplementedError
 
-    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Read the runs into one block, with one slice for neighbouring runs."""
         read = self.reader()
         stride = row_bytes(self)
@@ -77,7 +77,7 @@ class SlicedArray:
             n = sum(stop - start for start, stop in runs)
             self._read(read, runs, into=block[at : at + n])
             at += n
-        return Reached.inside(
+        return RowPointers.inside(
             (block,),
             dtype=block.dtype,
             which=0,

@@ -12,7 +12,7 @@ from dasksc.storage.dtypes import sum_dtype
 from dasksc.storage.fetched_csr import CSRFetched
 from dasksc.storage.fetched_dense import DenseFetched
 from dasksc.storage.matrices import check_rows
-from dasksc.storage.matrix import Columns, FetchCost, Fetched, Layout, Matrix
+from dasksc.storage.matrix import Columns, FetchCost, Layout, Matrix, RowBuffer
 
 __all__ = ["SummedMatrix"]
 
@@ -59,7 +59,7 @@ class SummedMatrix:
             chunk_rows=cost.chunk_rows,
         )
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         fetched = self._matrix.fetch(rows)

@@ -15,7 +15,7 @@ from dasksc.storage.arrays import BrokenRunError, row_bytes
 from dasksc.storage.files import LocalFile, UseMmap, maps
 from dasksc.storage.read_timing import reading
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import locate, merge
 
 __all__ = ["Extents", "PlainArray"]
@@ -133,13 +133,13 @@ class PlainArray:
         n_ends = max(len(self._extents.firsts) - 1, 0)
         return min(1.0, run * n_ends / max(1, self.shape[0])) if maps(self._use_mmap) else 1.0
 
-    def reach(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the addresses of runs in the map, after requesting their pages, or read the runs."""
         with reading():
             self._file.check()
             return self._reach_mapped(starts, stops) if maps(self._use_mmap) else self._reach_read(starts, stops)
 
-    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         assert isinstance(self._file, LocalFile)
         firsts = self._extents.firsts
         places = _Places(
@@ -151,7 +151,7 @@ class PlainArray:
         )
         return self._reach_in(places, starts, stops)
 
-    def _reach_in(self, places: _Places, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def _reach_in(self, places: _Places, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the addresses of runs in memory; runs that cross from one place to the next are copied."""
         sizes = (stops - starts) * self._row_bytes
         filled = sizes > 0
@@ -181,7 +181,7 @@ class PlainArray:
                 self._fill,
                 copies,
             )
-        return Reached.inside(
+        return RowPointers.inside(
             (places.source, copies),
             dtype=self.dtype,
             which=(filled & ~inside).astype(np.int64),
@@ -190,7 +190,7 @@ class PlainArray:
             held_bytes=copies.nbytes + (0 if places.is_mapped else places.source.nbytes),
         )
 
-    def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Reached:
+    def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         begins, offsets, sizes = self._pieces(run_starts, run_stops)
         if self._use_mmap == "auto" and len(sizes):
@@ -215,7 +215,7 @@ class PlainArray:
                     raise BrokenRunError(self.label, int(run_starts[run]), int(run_stops[run]), str(error)) from error
             else:
                 np.asarray(view)[:] = np.tile(self._fill, len(view) // len(self._fill))
-        return Reached.inside(
+        return RowPointers.inside(
             (block,),
             dtype=self.dtype,
             which=0,

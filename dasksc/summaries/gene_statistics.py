@@ -12,7 +12,7 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.options import Openable
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
@@ -207,7 +207,7 @@ class _Cells:
 def _of_var(adata: AnnData, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
     masks = {}
     for name in names:
-        column = adata.var[known("var", name, adata.var)]
+        column = adata.var[require_key("var", name, adata.var)]
         if column.dtype != bool:
             raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs true and false for each gene")
         masks[name] = column.to_numpy()

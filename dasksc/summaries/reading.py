@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dasksc import config
 from dasksc.atlas import filtering
-from dasksc.atlas.lookup import known
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
@@ -106,7 +106,7 @@ class Pass:
         wanted = [*columns, *([] if filter is None else filtering.columns_of(filter))]
         self.adata: AnnData = open_atlas(data, obs=list(dict.fromkeys(wanted)), names=names)
         self.label = "X" if layer is None else f"layer {layer!r}"
-        array = self.adata.X if layer is None else self.adata.layers[known("layers", layer, self.adata.layers)]
+        array = self.adata.X if layer is None else self.adata.layers[require_key("layers", layer, self.adata.layers)]
         if not isinstance(array, da.Array):
             raise InputError(f"{self.label} is a {type(array).__name__}, not a numeric matrix")
         self.array = array
@@ -265,7 +265,7 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
     """
     if not names:
         raise InputError("by=[] names no column of obs; leave it out for statistics over all cells")
-    columns = [pd.Categorical(table[known("obs", name, table)]).remove_unused_categories() for name in names]
+    columns = [pd.Categorical(table[require_key("obs", name, table)]).remove_unused_categories() for name in names]
     if len(columns) == 1:
         found = columns[0].codes
         there = np.arange(len(columns[0].categories))

@@ -25,8 +25,8 @@ from dasksc.train.metrics import Means, Pace
 from dasksc.train.models import BUILT_IN
 from dasksc.train.optim import LearningRate, make_optimizer
 from dasksc.train.parallel import (
+    DistributedModel,
     Place,
-    Spread,
     clip_gradient,
     count_rows,
     number_of,
@@ -102,7 +102,7 @@ class _Run:
         torch.manual_seed(training.seed)  # equal parameters on every rank
         model = build_model(config.model.name, self.model_arguments)
         self.n_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.spread: Spread = spread(model, training, place)
+        self.spread: DistributedModel = spread(model, training, place)
         scale = place.world_size if training.scale_lr else 1
         self.optimizer = make_optimizer(model.parameters(), training.optimizer, scale=scale)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=training.precision == "16-mixed")

@@ -29,7 +29,7 @@ from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
 
 __all__ = [
     "Place",
-    "Spread",
+    "DistributedModel",
     "clip_gradient",
     "count_rows",
     "number_of",
@@ -277,7 +277,7 @@ def places(training: Training) -> Iterator[Place]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class DistributedModel:
     """Model distributed for training.
 
     Parameters
@@ -350,7 +350,7 @@ def count_rows(batch: Any) -> int:
     return int(batch.shape[0]) if hasattr(batch, "shape") else 0
 
 
-def spread(model: nn.Module, training: Training, place: Place) -> Spread:
+def spread(model: nn.Module, training: Training, place: Place) -> DistributedModel:
     """Distribute a model over the ranks; its parameters must be equal on every rank.
 
     Parameters
@@ -380,7 +380,7 @@ def spread(model: nn.Module, training: Training, place: Place) -> Spread:
             whole = DistributedDataParallel(model, find_unused_parameters=training.find_unused_parameters)
         elif place.strategy == "dp":
             whole = DataParallel(model, device_ids=replicas_of(training, torch.cuda.device_count()))
-    return Spread(bare=model, whole=whole, dtype=dtype, device=place.device)
+    return DistributedModel(bare=model, whole=whole, dtype=dtype, device=place.device)
 
 
 def _shard(model: nn.Module, fsdp: Fsdp, place: Place, dtype: torch.dtype | None) -> None:

@@ -34,7 +34,7 @@ class Reads:
     Attributes
     ----------
     reached
-        Calls of ``reach`` on any array of `dasksc.storage`, in order, over all threads.
+        Calls of ``locate`` on any array of `dasksc.storage`, in order, over all threads.
     h5py_names
         Name of the dataset of each read through h5py, by anyone: ``"/X/data"``.
     zarr_keys
@@ -72,11 +72,11 @@ def recorded_reads() -> Iterator[Reads]:
     reads = Reads()
 
     def recording_reach(original: Any) -> Any:
-        def reach(self: Any, starts: Any, stops: Any) -> Any:
+        def locate(self: Any, starts: Any, stops: Any) -> Any:
             reads.reached.append(Reach(self.label, len(starts), int(np.sum(stops - starts))))
             return original(self, starts, stops)
 
-        return reach
+        return locate
 
     def recording_h5py(original: Any) -> Any:
         def read(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def recorded_reads() -> Iterator[Reads]:
 
     with mock.patch.object(LocalStore, "get", get):
         patches = [
-            mock.patch.object(cls, "reach", recording_reach(cls.reach))
+            mock.patch.object(cls, "locate", recording_reach(cls.locate))
             for cls in (arrays.MemoryArray, chunked.ChunkedArray, plain.PlainArray, sliced.SlicedArray)
         ] + [
             mock.patch.object(h5py.Dataset, name, recording_h5py(getattr(h5py.Dataset, name)))

@@ -22,10 +22,19 @@ from dasksc.executor.local import Timed
 from dasksc.executor.memory_admission import Headroom
 from dasksc.storage.buffers import Recycling
 
-__all__ = ["Carrier", "Envelope", "Janitor", "Stray", "carriers", "parcel", "run_fetch", "token_prefix"]
+__all__ = [
+    "TaskPlugin",
+    "TaskPayload",
+    "Janitor",
+    "CancelledFetch",
+    "task_plugins",
+    "portable_plugin",
+    "run_fetch",
+    "token_prefix",
+]
 
 
-class Carrier(WorkerPlugin):
+class TaskPlugin(WorkerPlugin):
     """Worker plugin that holds a window's task on every Dask worker, including workers that join later.
 
     A future that holds the task would not do: Dask sends tasks that depend on a future to the workers that
@@ -62,7 +71,7 @@ class Carrier(WorkerPlugin):
             await asyncio.sleep(0.005)
 
 
-class Envelope:
+class TaskPayload:
     """Pickled task that unpickles as a `RemoteCarrier`."""
 
     def __init__(self, pickled: bytes, files: tuple[file_visibility.Fingerprint, ...]) -> None:
@@ -73,8 +82,8 @@ class Envelope:
         return RemoteCarrier, (self._pickled, self._files)
 
 
-class RemoteCarrier(Carrier):
-    """Carrier in another process, which compacts results before they are sent."""
+class RemoteCarrier(TaskPlugin):
+    """TaskPlugin in another process, which compacts results before they are sent."""
 
     def __init__(self, pickled: bytes, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         super().__init__(cloudpickle.loads(pickled))
@@ -104,14 +113,14 @@ class RemoteCarrier(Carrier):
         room = Headroom.of(distributed.get_worker())
         result = room.run(fetch, size=self._largest, is_wanted=lambda: not self._closed)
         if not has_begun:  # `run` then returned None, which is also a valid result of a task.
-            return Stray()
+            return CancelledFetch()
         n_bytes = _n_bytes(result)
         if n_bytes is not None:
             self._largest = max(self._largest or 0, n_bytes)
         return result
 
     async def teardown(self, worker: object) -> None:
-        """Also end the fetches that wait for memory; see `Carrier.teardown`."""
+        """Also end the fetches that wait for memory; see `TaskPlugin.teardown`."""
         self._closed = True
         await super().teardown(worker)
 
@@ -133,12 +142,12 @@ def _n_bytes(result: Any) -> int | None:
     return None if n_bytes is None else int(n_bytes)
 
 
-def parcel(inside: bytes) -> WorkerPlugin:
+def portable_plugin(inside: bytes) -> WorkerPlugin:
     """Return a plugin that loads a pickled task on workers that can import dasksc and does nothing on others."""
 
     # A class defined in a function is pickled by value. Workers with other work may lack dasksc, and a
     # plugin that they cannot unpickle would keep them from starting.
-    class Parcel(WorkerPlugin):
+    class PortablePlugin(WorkerPlugin):
         """Plugin that unpickles its content on the worker."""
 
         def __init__(self) -> None:
@@ -161,7 +170,7 @@ def parcel(inside: bytes) -> WorkerPlugin:
             if self.carrier is not None:
                 await self.carrier.teardown(worker)
 
-    return Parcel()
+    return PortablePlugin()
 
 
 class Janitor(SchedulerPlugin):
@@ -187,16 +196,16 @@ def token_prefix(client_id: str) -> str:
 
 
 # Carriers of windows whose cluster runs in this process, by token; these are never pickled.
-carriers: dict[str, Carrier] = {}
+task_plugins: dict[str, TaskPlugin] = {}
 
 
-class Stray:
+class CancelledFetch:
     """Result of a fetch whose window was closed before the fetch began; it is discarded."""
 
 
 def run_fetch(token: str, argument: Any) -> Timed:
     """Run one fetch on a worker."""
-    carrier = carriers.get(token)
+    carrier = task_plugins.get(token)
     if carrier is None:
         carrier = carrier_of(distributed.get_worker(), token)
-    return (0.0, Stray()) if carrier is None else carrier.run(argument)
+    return (0.0, CancelledFetch()) if carrier is None else carrier.run(argument)

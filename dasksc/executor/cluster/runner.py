@@ -22,7 +22,15 @@ import distributed
 from dasksc._compat.distributed import event_loop
 from dasksc.errors import FetchError
 from dasksc.executor.cluster import file_visibility
-from dasksc.executor.cluster.plugin import Carrier, Envelope, Janitor, Stray, carriers, parcel, token_prefix
+from dasksc.executor.cluster.plugin import (
+    CancelledFetch,
+    Janitor,
+    TaskPayload,
+    TaskPlugin,
+    portable_plugin,
+    task_plugins,
+    token_prefix,
+)
 from dasksc.executor.cluster.resubmission import SentFetches
 from dasksc.executor.cluster.scheduler_connection import SchedulerConnection
 from dasksc.executor.cluster.watchdog import STUCK_S, Watchdog
@@ -71,11 +79,11 @@ class ClusterRunner:
         self._arriving: set[int] = set()
         self.transfer_s = 0.0
         if self._in_process:
-            carriers[self._token] = Carrier(task)
+            task_plugins[self._token] = TaskPlugin(task)
         else:
             pickled, files = file_visibility.pickle_with_files(task)
             try:
-                client.sync(self._connection.unless_lost, lambda: self._introduce(Envelope(pickled, files), files))
+                client.sync(self._connection.unless_lost, lambda: self._introduce(TaskPayload(pickled, files), files))
             except ConnectionError as error:
                 raise FetchError(str(error)) from error
 
@@ -92,7 +100,7 @@ class ClusterRunner:
 
     def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Release every future and remove the task from the workers."""
-        carrier = carriers.pop(self._token, None)
+        carrier = task_plugins.pop(self._token, None)
         loop = event_loop(self._client)
         if self._client.status == "closed" or not loop.is_running():
             return
@@ -106,7 +114,7 @@ class ClusterRunner:
                 address = self._client.scheduler.address
                 logger.warning("A fetch of a closed window still runs on the cluster of %s.", address)
 
-    async def _introduce(self, envelope: Envelope, files: tuple[file_visibility.Fingerprint, ...]) -> None:
+    async def _introduce(self, envelope: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         """Register the task on every worker, after checking that new workers see its files."""
         client = self._client
         await ask_workers(client, files)
@@ -118,11 +126,11 @@ class ClusterRunner:
             _tidied.add(client)
         inside = pickle.dumps(envelope)
         try:
-            await client.register_plugin(parcel(inside), name=self._token)
+            await client.register_plugin(portable_plugin(inside), name=self._token)
         except OSError as error:
             # The call fails if a worker leaves during it.
             logger.info("Sending the task again, as a worker has left: %s", error)
-            await client.register_plugin(parcel(inside), name=self._token)
+            await client.register_plugin(portable_plugin(inside), name=self._token)
 
     async def _bring(self, k: int, argument: Any) -> Timed:
         try:
@@ -143,14 +151,14 @@ class ClusterRunner:
                 self.transfer_s += perf_counter() - start
             finally:
                 self._arriving.discard(k)
-        if isinstance(timed[1], Stray) and not self._fetches.closed:
+        if isinstance(timed[1], CancelledFetch) and not self._fetches.closed:
             raise RuntimeError(f"a worker has lost the task of {self._name}")
         return timed
 
     async def _close(
         self,
         pending: Sequence[concurrent.futures.Future[Timed]],
-        carrier: Carrier | None,
+        carrier: TaskPlugin | None,
         *,
         exiting: bool,
     ) -> None:
@@ -170,7 +178,7 @@ class ClusterRunner:
         if not lost:
             await self._take_task_back(carrier)
 
-    async def _take_task_back(self, carrier: Carrier | None) -> None:
+    async def _take_task_back(self, carrier: TaskPlugin | None) -> None:
         if carrier is not None:
             await carrier.teardown(None)
         # Otherwise the Client is disconnected, and an attempt to reconnect fails after half a minute.

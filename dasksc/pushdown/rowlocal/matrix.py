@@ -22,7 +22,7 @@ from dasksc.pushdown.rowlocal.graph import NotRowLocalError
 from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Run, all_nodes, joined
 from dasksc.pushdown.rowlocal.trial import N_TRIED, are_equal, made_up_run, trial
 from dasksc.pushdown.trust import calls
-from dasksc.storage import FetchCost, Fetched, as_matrix, join
+from dasksc.storage import FetchCost, RowBuffer, as_matrix, join
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
@@ -125,7 +125,7 @@ class RowLocalMatrix(DaskMatrix):
             chunk_rows=max((cost.chunk_rows for cost in costs), default=0.0),
         )
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Read the rows that `rows` depend on, with one fetch per stored matrix, and compute on them.
 
         Parameters
@@ -231,7 +231,7 @@ def _arrays(block: Any) -> tuple[NDArray[Any], ...]:
     return (block.data, block.indices) if sp.issparse(block) else (block,)
 
 
-def _all_rows(block: NDArray[Any] | sp.csr_matrix, label: str) -> Fetched:
+def _all_rows(block: NDArray[Any] | sp.csr_matrix, label: str) -> RowBuffer:
     return as_matrix(block, label).fetch(np.arange(block.shape[0], dtype=np.int64))
 
 

@@ -20,7 +20,7 @@ from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, check_shape
 from dasksc.pushdown.csr_functions import owned
 from dasksc.pushdown.dask_leaf import gather_block
 from dasksc.pushdown.rowlocal.graph import Graph, Key
-from dasksc.storage import Columns, Fetched, Matrix
+from dasksc.storage import Columns, Matrix, RowBuffer
 
 __all__ = ["Apply", "Concat", "Needs", "Node", "Read", "Rows", "Run", "Take", "all_nodes", "chosen_rows", "joined"]
 
@@ -218,7 +218,7 @@ class Run:
     """State of one fetch: rows needed of each matrix, rows read from it, and computed values."""
 
     needs: dict[int, tuple[Matrix, list[NDArray[np.int64]]]] = field(default_factory=dict)
-    fetched: dict[int, tuple[NDArray[np.int64], Fetched]] = field(default_factory=dict)
+    fetched: dict[int, tuple[NDArray[np.int64], RowBuffer]] = field(default_factory=dict)
     memory: dict[Key, Any] = field(default_factory=dict)
     values: dict[Key, Any] = field(default_factory=dict)
 
@@ -231,7 +231,7 @@ class Run:
     def started(
         cls,
         wanted: list[tuple[list[Node], NDArray[np.int64]]],
-        fetch: Callable[[Matrix, NDArray[np.int64]], Fetched],
+        fetch: Callable[[Matrix, NDArray[np.int64]], RowBuffer],
     ) -> Run:
         """Start a run on the rows that `wanted` needs, and call `fetch` once per matrix to obtain them."""
         run = cls()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout
 from dasksc.pushdown.rowlocal.nodes import Node, Run, joined
-from dasksc.storage import Fetched, Matrix, as_matrix
+from dasksc.storage import Matrix, RowBuffer, as_matrix
 
 __all__ = ["N_TRIED", "are_equal", "made_up_run", "trial"]
 
@@ -59,7 +59,7 @@ def made_up_run(wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> Run:
     return Run.started(wanted, _made_up)
 
 
-def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> Fetched:
+def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
     """Return synthetic rows that differ in scale and sparsity, with values in the range of the data type."""
     generator = np.random.default_rng(len(rows))
     largest = np.iinfo(matrix.dtype).max if matrix.dtype.kind in "iu" else 10_000

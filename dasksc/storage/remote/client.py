@@ -17,13 +17,13 @@ __all__ = [
     "SCHEMES",
     "Client",
     "ObjectIdentity",
-    "cleaned",
+    "redact_error",
     "longer",
-    "patiently",
+    "retry",
     "replaced",
     "secrets_of",
     "shortened",
-    "shown",
+    "redact_url",
     "span_of",
     "url_of",
 ]
@@ -114,7 +114,7 @@ def shortened(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError
     )
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return a URL without user, password and query, for display."""
     scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
     host, slash, path = rest.partition("/")
@@ -126,7 +126,7 @@ def url_of(root: str, key: str) -> str:
     return f"{root}{'' if root.endswith('/') else '/'}{key}"
 
 
-def patiently(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
+def retry(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
     """Call a function, and retry it with growing pauses for up to ``retry-timeout``.
 
     The last error is raised. Errors of this package and programming errors are raised at once.
@@ -152,7 +152,7 @@ def patiently(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def cleaned(error: Exception, secrets: Sequence[str]) -> str:
+def redact_error(error: Exception, secrets: Sequence[str]) -> str:
     """Return the message of a library's error without quoted requests and responses, and without secrets."""
     text = str(error) or type(error).__name__
     code = re.search(r"<Code>(\w+)</Code>", text)

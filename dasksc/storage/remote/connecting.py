@@ -81,6 +81,6 @@ def _made(root: str, options: Mapping[str, Any]) -> Client:
         from dasksc.storage.remote.obstore_client import ObstoreClient
 
         return ObstoreClient(root, options)
-    from dasksc.storage.remote.fork_proxy import OrphanClient
+    from dasksc.storage.remote.fork_proxy import ForkProxyClient
 
-    return OrphanClient(root, options)
+    return ForkProxyClient(root, options)

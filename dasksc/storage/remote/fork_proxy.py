@@ -25,14 +25,14 @@ from typing import Any
 from dasksc import config
 from dasksc.errors import StorageError
 from dasksc.platforms import after_fork
-from dasksc.storage.remote.client import WHOLE_BYTES, ObjectIdentity, shown
+from dasksc.storage.remote.client import WHOLE_BYTES, ObjectIdentity, redact_url
 
-__all__ = ["OrphanClient", "received", "send"]
+__all__ = ["ForkProxyClient", "received", "send"]
 
 _SIZE = struct.Struct("<Q")
 
 
-class OrphanClient:
+class ForkProxyClient:
     """Client of a store whose requests another process makes; see `dasksc.storage.remote.client.Client`.
 
     Parameters
@@ -80,7 +80,7 @@ class OrphanClient:
             answer = received(connection)
         except (OSError, EOFError) as error:
             raise StorageError(
-                f"{shown(self._root)}: the process that makes requests for this forked one has ended ({error!r}). "
+                f"{redact_url(self._root)}: the process that makes requests for this forked one has ended ({error!r}). "
                 "Start DataLoader workers with multiprocessing_context='spawn', or use num_workers=0."
             ) from error
         if isinstance(answer, Exception):

@@ -21,12 +21,12 @@ from dasksc.storage.remote.client import (
     SCHEMES,
     WHOLE_BYTES,
     ObjectIdentity,
-    cleaned,
     longer,
-    patiently,
+    redact_error,
+    redact_url,
+    retry,
     secrets_of,
     shortened,
-    shown,
     span_of,
     url_of,
 )
@@ -75,14 +75,14 @@ def _class_of(url: str) -> Any:
     scheme = urlsplit(url).scheme
     if "::" in url:
         raise InputError(
-            f"{shown(url)!r} is a chain of URLs, which is not read. Give the URL of an atlas, and what its file system "
-            "needs as storage_options"
+            f"{redact_url(url)!r} is a chain of URLs, which is not read. Give the URL of an atlas, and what its file "
+            "system needs as storage_options"
         )
     known = {*known_implementations, *registry}
     if scheme not in known:
         others = sorted(known.difference(SCHEMES))
         raise InputError(
-            f"{shown(url)!r} begins with {scheme}://; known are {', '.join(SCHEMES)}, and through fsspec "
+            f"{redact_url(url)!r} begins with {scheme}://; known are {', '.join(SCHEMES)}, and through fsspec "
             f"{', '.join(others)}"
         )
     try:
@@ -100,7 +100,7 @@ def split_url(url: str) -> tuple[str, str]:
     path = path_in(_class_of(url), url).strip("/")
     url = url.rstrip("/") if path else url
     if not url.endswith(path):
-        raise InputError(f"{shown(url)!r} is not the URL of a file or directory")
+        raise InputError(f"{redact_url(url)!r} is not the URL of a file or directory")
     return url[: len(url) - len(path)], path
 
 
@@ -191,7 +191,7 @@ class FsspecClient:
         return path_in(self._class, url_of(self._root, key))
 
     def _shown(self, key: str) -> str:
-        return url_of(shown(self._root), key)
+        return url_of(redact_url(self._root), key)
 
     def _listed(self, look: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
         """Return a listing, which is empty for a missing folder, as in object stores."""
@@ -226,7 +226,7 @@ class FsspecClient:
                 raise
 
         try:
-            return patiently(attempt, _is_final)
+            return retry(attempt, _is_final)
         except DaskscError:
             raise
         except Exception as error:
@@ -259,8 +259,8 @@ class FsspecClient:
                 self._mine.system = self._class(**self._options, skip_instance_cache=True)
             except (TypeError, ValueError) as error:
                 raise InputError(
-                    f"{shown(self._root)} cannot be opened with these storage_options: {cleaned(error, self._secrets)}."
-                    f" They are those of fsspec's {self._class.__name__}."
+                    f"{redact_url(self._root)} cannot be opened with these storage_options: "
+                    f"{redact_error(error, self._secrets)}. They are those of fsspec's {self._class.__name__}."
                 ) from None
         return self._mine.system
 
@@ -268,7 +268,7 @@ class FsspecClient:
         path = self._shown(key)
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return MissingPathError(f"there is nothing at {path}")
-        what = f"{path}{', ' + span if span else ''} cannot be read: {cleaned(error, self._secrets)}."
+        what = f"{path}{', ' + span if span else ''} cannot be read: {redact_error(error, self._secrets)}."
         return StorageError(
             f"{what} Check that it can be reached, and the storage_options, those of {self._class.__name__}."
         )

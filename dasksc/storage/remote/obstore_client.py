@@ -18,13 +18,13 @@ from dasksc.storage.arrays import is_of_content
 from dasksc.storage.remote.client import (
     WHOLE_BYTES,
     ObjectIdentity,
-    cleaned,
     longer,
-    patiently,
+    redact_error,
+    redact_url,
     replaced,
+    retry,
     secrets_of,
     shortened,
-    shown,
     span_of,
     url_of,
 )
@@ -53,9 +53,9 @@ class ObstoreClient:
             import obstore
         except ImportError as error:
             raise InputError(
-                f"{shown(root)} is read through obstore, which is not installed: pip install 'dasksc[remote]'"
+                f"{redact_url(root)} is read through obstore, which is not installed: pip install 'dasksc[remote]'"
             ) from error
-        self._shown = shown(root)
+        self._shown = redact_url(root)
         self._secrets = secrets_of(root, options)
         self._library = obstore
         try:
@@ -65,8 +65,8 @@ class ObstoreClient:
                 raise
             # The original error is dropped, since its text contains the options.
             raise InputError(
-                f"{self._shown} cannot be opened with these storage_options: {cleaned(error, self._secrets)}. They are "
-                "those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
+                f"{self._shown} cannot be opened with these storage_options: {redact_error(error, self._secrets)}. They "
+                "are those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
             ) from None
 
     def stat(self, key: str) -> ObjectIdentity:
@@ -125,7 +125,7 @@ class ObstoreClient:
 
     def _asked(self, ask: Callable[[], T], key: str, span: str = "") -> T:
         try:
-            return patiently(ask, lambda error: _BROKEN_OFF not in str(error))
+            return retry(ask, lambda error: _BROKEN_OFF not in str(error))
         except CorruptDataError:
             raise
         except self._library.exceptions.PreconditionError:
@@ -152,7 +152,7 @@ class ObstoreClient:
             )
 
     def _translated(self, error: Exception, key: str, span: str) -> StorageError:
-        path, reason = self._path(key), cleaned(error, self._secrets)
+        path, reason = self._path(key), redact_error(error, self._secrets)
         exceptions = self._library.exceptions
         if isinstance(error, FileNotFoundError):
             return MissingPathError(f"there is nothing at {path}")

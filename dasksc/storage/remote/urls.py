@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage.remote.client import Client, shown, url_of
+from dasksc.storage.remote.client import Client, redact_url, url_of
 from dasksc.storage.remote.connecting import client_of, split_url
 
 __all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "Place", "is_recursive", "is_url", "matching"]
@@ -55,13 +55,13 @@ class Place:
         """
         root, key = split_url(url)
         if not key:
-            raise InputError(f"{shown(url)!r} names a whole store; add the path of an atlas in it")
+            raise InputError(f"{redact_url(url)!r} names a whole store; add the path of an atlas in it")
         if ".." in key.split("/"):
-            raise InputError(f"{shown(url)!r} has '..' in its path; write where it leads")
+            raise InputError(f"{redact_url(url)!r} has '..' in its path; write where it leads")
         return cls(root=root, key=key, options=dict(options or {}))
 
     def __str__(self) -> str:
-        return self.local or url_of(shown(self.root), self.key)
+        return self.local or url_of(redact_url(self.root), self.key)
 
     def __fspath__(self) -> str:
         return str(self)

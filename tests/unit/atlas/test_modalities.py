@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import as_matrix
-from dasksc.storage.reordered import TakenMatrix
+from dasksc.storage.reordered import ReorderedMatrix
 from tests.support.servers import serving
 
 pytestmark = pytest.mark.core
@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_rows_in_another_order_are_not_copied(layout):
     values = np.arange(600, dtype=np.float32).reshape(60, 10)
     matrix = as_matrix(sp.csr_matrix(values) if layout == "csr" else values, "x")
-    in_order, reordered = matrix.fetch(np.arange(60)), TakenMatrix(matrix, np.arange(60)[::-1]).fetch(np.arange(60))
+    in_order, reordered = matrix.fetch(np.arange(60)), ReorderedMatrix(matrix, np.arange(60)[::-1]).fetch(np.arange(60))
     assert reordered.nbytes == in_order.nbytes
     out = np.empty((60, 10), dtype=np.float32)
     reordered.gather(np.arange(60), out=out)
@@ -236,7 +236,7 @@ def test_rows_in_another_order_are_not_copied(layout):
 )
 def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[int], layout: str, compact: bool) -> None:
     values = np.random.default_rng(0).integers(0, 3, (20, 7)).astype(np.float32)
-    matrix = TakenMatrix(as_matrix(sp.csr_matrix(values) if layout == "csr" else values, "x"), np.array(rows, int))
+    matrix = ReorderedMatrix(as_matrix(sp.csr_matrix(values) if layout == "csr" else values, "x"), np.array(rows, int))
     numbers = np.sort(np.array([i for i in wanted if i < len(rows)], dtype=np.int64))
     fetched = matrix.fetch(numbers)
     if compact:

@@ -21,7 +21,7 @@ from dasksc.atlas import filtering, splitting
 from dasksc.conversion import converting, tables, writing
 from dasksc.conversion import rows as order_of_rows
 from dasksc.planning import plan
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.plan import EpochPlan
 from dasksc.sampling.binding import bind, restricted
 from dasksc.storage import matrices
@@ -221,8 +221,8 @@ def continued(*, drop_last: bool) -> str:
     found = []
     for strategy in (dasksc.Streaming(), dasksc.Streaming(shuffle=True), dasksc.BlockShuffling(16)):
         sampler = bind(strategy, None, 5003, {}.__getitem__)
-        consumed = (Stretch(world_size=2, batch_size=32, fetch_factor=4, n_batches=11),)
-        consumed += (Stretch(world_size=3, batch_size=10, fetch_factor=5, n_batches=7),)
+        consumed = (ConsumedSegment(world_size=2, batch_size=32, fetch_factor=4, n_batches=11),)
+        consumed += (ConsumedSegment(world_size=3, batch_size=10, fetch_factor=5, n_batches=7),)
         for rank in range(4):
             epoch = EpochPlan(
                 sampler=sampler,

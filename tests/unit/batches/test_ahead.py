@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dasksc.batches.prefetch import _Crew, _dismiss_all, run_ahead
+from dasksc.batches.prefetch import _dismiss_all, _ThreadPool, run_ahead
 
 pytestmark = pytest.mark.core
 
@@ -111,7 +111,7 @@ def test_jobs_are_run_by_the_threads_alone(n_threads: int) -> None:
 
 
 def test_without_its_threads_the_consumer_runs_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Crew, "exiting", False)
+    monkeypatch.setattr(_ThreadPool, "exiting", False)
     names: list[str] = []
 
     def job() -> None:
@@ -192,7 +192,7 @@ def test_an_error_that_nobody_takes_holds_nothing() -> None:
 def test_the_interpreter_can_exit_while_jobs_run(where: str) -> None:
     script = f"""
 import threading, time
-from dasksc.batches.prefetch import _Crew, run_ahead
+from dasksc.batches.prefetch import _ThreadPool, run_ahead
 
 begun = threading.Event()
 def job():
@@ -204,7 +204,7 @@ if {where!r} == "main":
     next(results)
 else:
     def consume():
-        while {where!r} == "late" and not _Crew.exiting:
+        while {where!r} == "late" and not _ThreadPool.exiting:
             time.sleep(0.001)
         print(len(list(results)), flush=True)
     threading.Thread(target=consume).start()

@@ -67,7 +67,7 @@ def our_threads() -> list[threading.Thread]:
 
 def nothing_is_left(scheduler: Any) -> bool:
     """Whether no thread, task, future or key is left behind."""
-    if our_threads() or plugin.carriers:
+    if our_threads() or plugin.task_plugins:
         return False
     if not isinstance(scheduler, distributed.Client):
         return True

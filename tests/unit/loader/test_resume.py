@@ -24,7 +24,7 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.plan import EpochPlan
 from dasksc.sampling import weighted
 from dasksc.sampling.binding import bind
@@ -150,7 +150,7 @@ def test_stretches_of_an_epoch_cover_it_exactly(data):
     sampler = bind(strategy, range(n), n, lambda key: None)
     one_by_one = EpochPlan(sampler=sampler, batch_size=1, seed=3)
     whole = Counter(np.concatenate([one_by_one.fetch(k).rows for k in range(one_by_one.n_fetches)] or [[]]).tolist())
-    consumed: list[Stretch] = []
+    consumed: list[ConsumedSegment] = []
     seen: Counter[int] = Counter()
     n_padded = 0
     for stretch in range(3):
@@ -174,7 +174,7 @@ def test_stretches_of_an_epoch_cover_it_exactly(data):
                 seen.update(plan.batch_rows(i).tolist())
         n_padded += first.n_padded
         consumed.append(
-            Stretch(
+            ConsumedSegment(
                 world_size=world_size,
                 batch_size=first.batch_size,
                 fetch_factor=first.fetch_factor,

@@ -212,7 +212,7 @@ def test_direct_reads_gather_what_lies_in_several_places(
         mock.patch.multiple(files, _SHORT_BYTES=0, _PART_RANGES=2, _seem_cached=lambda *_: False),
         files.mapping(is_allowed=False),
     ):
-        reached = array.reach(starts, stops)
+        reached = array.locate(starts, stops)
     for at, start, stop in zip(reached.at.tolist(), cuts, cuts[1:], strict=False):
         found = np.frombuffer((ctypes.c_char * (4 * (stop - start))).from_address(at), dtype=np.int32)
         assert np.array_equal(found, values[start:stop])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc import ClassBalancedSampling, EpochPlan
 from dasksc.errors import InputError
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.sampling.class_shares import largest_remainders, shares_of
 
 pytestmark = pytest.mark.core
@@ -113,7 +113,7 @@ def test_every_batch_of_every_rank_has_its_share_of_each_class_and_the_epoch_exa
 def test_an_epoch_left_and_resumed_anywhere_by_other_ranks_yields_the_same_batches(
     worlds: list[int], factors: list[int], shares: list[float], batch_size: int, equal_ranks: bool, seed: int
 ) -> None:
-    consumed: tuple[Stretch, ...] = ()
+    consumed: tuple[ConsumedSegment, ...] = ()
     found: Counter[tuple[int, ...]] = Counter()
     for i, world_size in enumerate(worlds):
         sizes = {"batch_size": batch_size, "fetch_factor": factors[i], "world_size": world_size}
@@ -123,7 +123,7 @@ def test_an_epoch_left_and_resumed_anywhere_by_other_ranks_yields_the_same_batch
         for rank in ranks:
             found += as_set(batches_of(rank, n))
         if n is not None:
-            consumed = (*consumed, Stretch(n_batches=n, **sizes))
+            consumed = (*consumed, ConsumedSegment(n_batches=n, **sizes))
     units = units_of(plan_of(seed=seed, batch_size=batch_size))
     assert not units - found
     # Ranks that stop in the middle may have repeated a batch, too: at most one each and stretch.

@@ -20,7 +20,7 @@ from scipy import stats
 
 import dasksc
 from dasksc import EpochPlan
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.sampling.binding import bind
 from dasksc.sampling.block_order import BlockOrder
 
@@ -521,7 +521,7 @@ def test_an_epoch_that_ranks_leave_anywhere_is_completed_by_one(world_size: int,
     for n, n_batches in itertools.product(range(5, 24), range(4)):
         sizes = {"batch_size": 2, "fetch_factor": 2}
         before = plan_of(dasksc.BlockShuffling(block_size), n, world_size=world_size, seed=n, **sizes)
-        segment = Stretch(world_size=world_size, n_batches=n_batches, **sizes)
+        segment = ConsumedSegment(world_size=world_size, n_batches=n_batches, **sizes)
         after = dataclasses.replace(before, rank=0, world_size=1, consumed=(segment,))
         read = [batch for rank in ranks_of(before) for batch in batches_of(rank)[:n_batches]]
         completed = yielded_by(after)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, chunk_rows_for, gather_block, matrix_of, to_dask
-from dasksc.storage import Fetched, Matrix, as_matrix, open_matrix
+from dasksc.storage import Matrix, RowBuffer, as_matrix, open_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 
 pytestmark = pytest.mark.core
@@ -42,7 +42,7 @@ class Recorded:
             return getattr(self.inner, name)
         raise AttributeError(name)
 
-    def fetch(self, rows: NDArray[np.int64]) -> Fetched:
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         self.fetches.append(rows.tolist())
         return self.inner.fetch(rows)
 

@@ -18,7 +18,7 @@ from scipy import stats
 
 from dasksc import CellSets, EpochPlan
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.sampling.set_sampler import SetSampler
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
@@ -232,7 +232,7 @@ def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
     plan = plan_of(sampler, drop_last=drop_last, equal_ranks=equal_ranks, world_size=world_size)
     n_done = data.draw(st.integers(0, min(plan.of_rank(rank).n_batches for rank in range(world_size))))
     done = [list(sets_of(plan.of_rank(rank)))[: n_done * 2] for rank in range(world_size)]
-    stretch = Stretch(world_size=world_size, batch_size=plan.batch_size, fetch_factor=3, n_batches=n_done)
+    stretch = ConsumedSegment(world_size=world_size, batch_size=plan.batch_size, fetch_factor=3, n_batches=n_done)
     n_ranks, sets_of_batch = then
     rest = plan_of(
         sampler, sets_of_batch, equal_ranks=False, drop_last=drop_last, world_size=n_ranks, consumed=(stretch,)

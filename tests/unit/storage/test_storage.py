@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
-from dasksc.storage import Columns, Fetched, Matrix, as_matrix, open_matrix
+from dasksc.storage import Columns, Matrix, RowBuffer, as_matrix, open_matrix
 from dasksc.storage.arrays import logical_dtype
 from tests.support.recorders import recorded_reads
 
@@ -148,12 +148,12 @@ def store(tmp_path: Path) -> Path:
     return write_zarr(atlas(), tmp_path / "atlas", zarr_format=3)
 
 
-def check_fetched(fetched: Fetched, expected: NDArray[Any]) -> None:
+def check_fetched(fetched: RowBuffer, expected: NDArray[Any]) -> None:
     """Check every way of gathering from `fetched`, whose rows are those of `expected`."""
     n_rows, n_vars = expected.shape
     rng = np.random.default_rng(3)
     assert fetched.shape == expected.shape
-    assert isinstance(fetched, Fetched)
+    assert isinstance(fetched, RowBuffer)
     every_other = Columns(positions=rng.permutation(n_vars)[::2], n_vars=n_vars)
     for positions in (rng.permutation(n_rows), rng.integers(0, max(n_rows, 1), min(n_rows, 9))):
         for columns in (None, every_other):

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage import Fetched, open_matrix
+from dasksc.storage import RowBuffer, open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, can_map
@@ -139,7 +139,7 @@ def rows_of(n_obs: int, seed: int) -> NDArray[np.int64]:
     return np.sort(rng.integers(0, n_obs, min(2 * n_obs, 50))) if n_obs else np.empty(0, np.int64)
 
 
-def gathered(fetched: Fetched, dtype: np.dtype[Any]) -> NDArray[Any]:
+def gathered(fetched: RowBuffer, dtype: np.dtype[Any]) -> NDArray[Any]:
     out = np.full(fetched.shape, 3).astype(dtype)
     fetched.gather(np.arange(fetched.shape[0]), out=out)
     return out

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dasksc.storage.row_pointers import Reached
+from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import locate, merge
 
 pytestmark = pytest.mark.core
@@ -49,7 +49,7 @@ def test_runs_are_located_in_the_concatenation_of_those_that_cover_them(runs, ga
 def test_no_address_outside_a_buffer_is_given_out(offset: int, size: int) -> None:
     buffer = np.zeros(10, dtype=np.float32)
     with pytest.raises(ValueError, match="outside its buffer"):
-        Reached.inside(
+        RowPointers.inside(
             (buffer,),
             dtype=buffer.dtype,
             which=0,

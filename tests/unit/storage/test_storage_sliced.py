@@ -43,7 +43,7 @@ def array(request: pytest.FixtureRequest, values: np.ndarray, tmp_path_factory: 
 def read(array: SlicedArray, starts: Any, stops: Any) -> tuple[list[np.ndarray], int]:
     """Return what was reached, run by run, and the bytes that it holds."""
     starts, stops = np.asarray(starts, dtype=np.int64), np.asarray(stops, dtype=np.int64)
-    reached = array.reach(starts, stops)
+    reached = array.locate(starts, stops)
     (block,) = reached.owners
     firsts = (reached.at - np.uint64(block.ctypes.data)).astype(np.int64) // (4 * N_COLUMNS)
     return [block[a : a + n] for a, n in zip(firsts, stops - starts, strict=True)], reached.held_bytes

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import Batch, InputError, WrongTypeError
-from dasksc.planning.consumed_segments import Stretch
+from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.tokens import RankTokens
 from dasksc.transforms import Downsample, MaskGenes
 
@@ -268,7 +268,7 @@ def test_stretches_and_ranks_number_batches_apart(adata):
     plans = [epoch_of(adata, None, rank=rank, world_size=3).plan(0) for rank in range(3)]
     numbers = [plan.batch_number(i) for plan in plans for i in range(plan.n_batches)]
     assert sorted(numbers) == list(range(len(numbers)))
-    consumed = (Stretch(world_size=1, batch_size=8, fetch_factor=2, n_batches=3),)
+    consumed = (ConsumedSegment(world_size=1, batch_size=8, fetch_factor=2, n_batches=3),)
     rest = dataclasses.replace(plans[0], consumed=consumed)
     assert rest.batch_number(0) > plans[2].batch_number(10**9)
 
