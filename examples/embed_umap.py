@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train an autoencoder on an atlas, write the embedding of every cell, and draw a UMAP of a sample of cells.
+"""Train a classifier on an atlas, write the embedding of every cell, and draw a UMAP of a sample of cells.
 
     pip install 'dasksc[train,demo]'                    # scanpy draws
     python embed_umap.py atlas.h5ad --color cell_type
@@ -23,24 +23,25 @@ import torch
 from make_atlas import make_atlas
 
 import dasksc
-from dasksc.train.models import Autoencoder
+from dasksc.train.models import MLPClassifier
 
 
-def train(path: Path, *, latent: int, n_epochs: int, device: torch.device) -> Autoencoder:
-    """Train on blocks of 64 neighbouring cells, shuffled."""
-    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(64), batch_size=256, seed=0, device=device)
+def train(path: Path, *, label: str, width: int, n_epochs: int, device: torch.device) -> MLPClassifier:
+    """Train on shuffled blocks of 16 neighboring cells; the last hidden layer is the embedding."""
+    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(16), batch_size=256, seed=0, obs=[label], device=device)
     torch.manual_seed(0)
-    model = Autoencoder(dasksc.open(path, obs=[], names=False).n_vars, latent_dim=latent, hidden_dim=128).to(device)
+    n_genes, n_labels = dasksc.open(path, obs=[], names=False).n_vars, len(dataset.categories[label])
+    model = MLPClassifier(label, n_genes, n_labels, hidden_dim=width).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for epoch in range(n_epochs):
-        losses = []
+        accuracies = []
         for batch in dataset:
-            loss = model(batch)["loss"]
+            found = model(batch)
             optimizer.zero_grad()
-            loss.backward()
+            found["loss"].backward()
             optimizer.step()
-            losses.append(loss.detach())
-        print(f"epoch {epoch}: loss {torch.stack(losses).mean():.4f}")
+            accuracies.append(found["accuracy"].detach())
+        print(f"epoch {epoch}: accuracy {torch.stack(accuracies).mean():.0%}")
     return model
 
 
@@ -76,13 +77,13 @@ def main() -> None:
     """Train, embed and draw according to the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("atlas", nargs="?", type=Path, help="an h5ad file or a Zarr store; without one, one is made")
-    parser.add_argument("--color", default="cell_type", help="obs column to draw")
+    parser.add_argument("--color", default="cell_type", help="obs column to learn and to draw")
     parser.add_argument("--figure", type=Path, default=Path("umap.png"))
     parser.add_argument("--cells", type=int, default=20_000, help="cells of an atlas that is made")
     parser.add_argument("--genes", type=int, default=2_000, help="genes of an atlas that is made")
     parser.add_argument("--drawn", type=int, default=3_000, help="cells of the figure")
-    parser.add_argument("--latent", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--width", type=int, default=64, help="dimensions of the embedding")
+    parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +91,7 @@ def main() -> None:
         if path is None:
             path = Path(folder) / "atlas.h5ad"
             make_atlas(path, options.cells, options.genes)
-        model = train(path, latent=options.latent, n_epochs=options.epochs, device=device)
+        model = train(path, label=options.color, width=options.width, n_epochs=options.epochs, device=device)
         emb = options.figure.with_name("emb.zarr")
         begun = time.perf_counter()
         report = dasksc.predict(model.embed, path, emb, batch_size=1024, overwrite=True)

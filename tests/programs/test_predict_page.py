@@ -44,9 +44,9 @@ def test_the_commands_of_the_page_run(tmp_path):
 
 def test_the_example_trains_embeds_and_draws(tmp_path):
     program = ROOT / "examples" / "embed_umap.py"
-    sizes = ["--cells", "2000", "--genes", "300", "--drawn", "600", "--epochs", "2"]
+    sizes = ["--cells", "8000", "--genes", "2000", "--drawn", "600", "--epochs", "5"]
     printed = run([sys.executable, program, *sizes, "--figure", "umap.png"], cwd=tmp_path, TMPDIR=str(tmp_path))
-    assert "embedded 2,000 cells" in printed
+    assert "embedded 8,000 cells" in printed
     shared, chance = map(int, re.search(r"share cell_type: (\d+)%, by chance (\d+)%", printed).groups())
     assert shared > 2 * chance
     assert (tmp_path / "umap.png").read_bytes().startswith(b"\x89PNG")
