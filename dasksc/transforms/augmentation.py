@@ -256,7 +256,7 @@ class Downsample(_Augmentation):
     Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so
     dense and CSR batches have the same values. CSR batches keep their structure: a count of which nothing is kept is
     a stored zero. CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Nonzeros of dense
-    batches from a dense file must be found first, which takes another 0.15 ns for each value.
+    batches from a dense file must be found first, which takes another 0.17 ns for each value.
 
     The values of a cell, given how many are kept of its counts in all, are those of a draw without replacement. So
     with `target_counts` values are thinned to about the target, and the difference is drawn without replacement from
@@ -339,7 +339,7 @@ class MaskGenes(_Augmentation):
     Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so
     dense and CSR batches have the same values. CSR batches keep their structure: what is masked is a stored zero. CSR
     batches take about 0.4 ns for each nonzero. Nonzeros of dense batches from a dense file must be found first, which
-    takes another 0.15 ns for each value.
+    takes another 0.17 ns for each value.
     """
 
     purpose = Purpose.MASK_GENES
