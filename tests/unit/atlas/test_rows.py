@@ -20,7 +20,7 @@ import dasksc
 from dasksc.atlas import filtering, splitting
 from dasksc.conversion import converting, tables, writing
 from dasksc.conversion import rows as order_of_rows
-from dasksc.planning import plan
+from dasksc.planning import rank_sequence
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.plan import EpochPlan
 from dasksc.sampling.binding import bind, restricted
@@ -34,7 +34,7 @@ NAME_BYTES = sys.getsizeof("AAACCTGAG000000000-1") + 8
 PIECES = [
     (splitting, "_PIECE_ROWS"),
     (filtering, "_PIECE_ROWS"),
-    (plan, "_COMPUTED_AT_ONCE"),
+    (rank_sequence, "_COMPUTED_AT_ONCE"),
     (converting, "_PIECE_ROWS"),
 ]
 PIECES += [(order_of_rows, "_PART"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
