@@ -83,6 +83,7 @@ fuzz: $(VENV)/.dev
 
 # The site; a warning is an error, and so is a cell of a tutorial that raises.
 docs: $(VENV)/.dev
+	$(BIN)/python docs/prose.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
 
 # The core tests with the lowest versions that pyproject.toml allows, but for torch, whose other builds are of gigabytes.
