@@ -104,8 +104,9 @@ def read_elsewhere(app: Any, page: str, source: list[str]) -> None:
         text = re.sub(
             r"(?<=\]\()(?![a-z]+:)[^)#]+", lambda link: os.path.relpath(file.parent / link[0], DOCS), file.read_text()
         )
+    folder = Path(page).parent
     for name, path in ELSEWHERE.items():
-        text = text.replace(f"](../{path}", f"]({name}.md")
+        text = text.replace(f"]({os.path.relpath(f'../{path}', folder)}", f"]({os.path.relpath(f'{name}.md', folder)}")
     source[0] = text
 
 

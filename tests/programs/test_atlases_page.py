@@ -1,4 +1,4 @@
-"""The programs of docs/atlases.md run."""
+"""The programs of docs/guides/atlases.md run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.programs
 
-TEXT = (ROOT / "docs" / "atlases.md").read_text()
+TEXT = (ROOT / "docs" / "guides" / "atlases.md").read_text()
 
 
 def made(seed: int, n_vars: int, donors: list[str]) -> AnnData:

@@ -1,4 +1,4 @@
-"""Every row of docs/migrate.md, run: what is on its right does what is on its left."""
+"""Every row of docs/guides/migrate.md, run: what is on its right does what is on its left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.programs
 
-PAGE = ROOT / "docs" / "migrate.md"
+PAGE = ROOT / "docs" / "guides" / "migrate.md"
 N_OBS, BATCH = 240, 8
 
 # (heading, what is on the left) of a row, and what runs it.

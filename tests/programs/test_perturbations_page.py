@@ -23,7 +23,7 @@ def named_screen(folder, n_cells=4_000):
 
 def test_the_page_runs(tmp_path):
     path = named_screen(tmp_path)
-    run_page(ROOT / "docs" / "perturbations.md", tmp_path, path)
+    run_page(ROOT / "docs" / "guides" / "perturbations.md", tmp_path, path)
 
 
 def test_a_screen_sorted_by_the_command_of_the_page_is_read_in_runs(tmp_path):

@@ -1,4 +1,4 @@
-"""The programs of docs/places.md run, against an S3 endpoint on loopback."""
+"""The programs of docs/guides/remote.md run, against an S3 endpoint on loopback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_its_programs_run_from_top_to_bottom(atlas_of, s3, tmp_path, monkeypatch
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.options["endpoint"])
     # The endpoint refuses nobody who has no key only if the object is public.
     bucket.client.put_object_acl(Bucket=bucket.name, Key="atlas.h5ad", ACL="public-read")
-    done = run_page(ROOT / "docs" / "places.md", tmp_path, atlas)
+    done = run_page(ROOT / "docs" / "guides" / "remote.md", tmp_path, atlas)
     assert "torch.Size([64, 300])" in done.stdout
     assert "['atlas']" in done.stdout
     assert "True" in done.stdout

@@ -16,7 +16,7 @@ from tests.support.training import small, train
 
 pytestmark = pytest.mark.programs
 
-PAGE = ROOT / "docs" / "predict.md"
+PAGE = ROOT / "docs" / "guides" / "predict.md"
 
 
 def test_the_page_runs(tmp_path):

@@ -34,14 +34,14 @@ def test_its_programs_run_from_top_to_bottom(tmp_path, atlas):
 
 
 def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
-    done = run_page(ROOT / "docs" / "cluster.md", tmp_path, atlas)
+    done = run_page(ROOT / "docs" / "guides" / "cluster.md", tmp_path, atlas)
     assert "scheduler at tcp://127.0.0.1:" in done.stdout
     assert "2000 rows\n31 batches left" in done.stdout
     assert "<html" in (tmp_path / "epoch.html").read_text()
 
 
-# What docs/trainers.md needs is not always there: tests/programs/test_trainers_page.py runs it library by library. What
-# docs/atlases.md, docs/places.md and docs/perturbations.md read is made by tests of their own.
+# What docs/guides/trainers.md needs is not always there: tests/programs/test_trainers_page.py runs it library by library. What
+# docs/guides/atlases.md, docs/guides/remote.md and docs/guides/perturbations.md read is made by tests of their own.
 ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "places", "perturbations")
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
@@ -52,7 +52,7 @@ def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
 
 
 def test_the_programs_on_watching_run_and_show_figures(tmp_path, atlas):
-    done = run_page(ROOT / "docs" / "watching.md", tmp_path, atlas)
+    done = run_page(ROOT / "docs" / "guides" / "watching.md", tmp_path, atlas)
     assert "cells/s, waited" in done.stderr  # the progress bar
     assert re.search(r"^4 fetches took", done.stdout, re.MULTILINE)
     assert re.search(r"watch at http://\S+/loader$", done.stdout, re.MULTILINE)

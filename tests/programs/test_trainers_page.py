@@ -1,4 +1,4 @@
-"""The programs of docs/trainers.md run from top to bottom, those of each library where it is installed."""
+"""The programs of docs/guides/trainers.md run from top to bottom, those of each library where it is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.programs import ROOT, blocks, run
 
 pytestmark = pytest.mark.programs
 
-PAGE = ROOT / "docs" / "trainers.md"
+PAGE = ROOT / "docs" / "guides" / "trainers.md"
 LIBRARIES = ("torch", "torchdata", "lightning", "accelerate", "transformers", "scvi")
 
 

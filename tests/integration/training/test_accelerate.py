@@ -41,5 +41,5 @@ def test_preparing_the_data_set_itself_leaves_it_as_it_is(found):
 
 
 def test_a_prepared_loader_loses_cells_as_the_documentation_warns(found):
-    # If this fails, Accelerate has learnt better: take the warning out of docs/trainers.md.
+    # If this fails, Accelerate has learnt better: take the warning out of docs/guides/trainers.md.
     assert set(rows([rank["dispatched"] for rank in found])) < set(range(N_OBS))

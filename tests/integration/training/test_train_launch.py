@@ -163,7 +163,7 @@ def fragile(atlas: Path, folder: Path, *, how: str) -> Path:
 
 def configurations() -> dict[str, str]:
     """Every configuration in examples/ and on the page, by name."""
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "guides" / "training.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert blocks
     return {path.stem: path.read_text() for path in CONFIGS} | {f"page-{i}": text for i, text in enumerate(blocks)}

@@ -1,6 +1,6 @@
-"""Draw docs/sets.png: the rows of one batch of sets and matched controls, in a small screen sorted by condition.
+"""Draw docs/guides/sets.png: the rows of one batch of sets and matched controls, in a small screen sorted by condition.
 
-python docs/draw_sets.py
+python docs/guides/draw_sets.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Draw docs/sampling.png: which rows of a small data set land in which rank, fetch and batch.
+"""Draw docs/guides/sampling.png: which rows of a small data set land in which rank, fetch and batch.
 
-python docs/draw_sampling.py
+python docs/guides/draw_sampling.py
 """
 
 from __future__ import annotations
