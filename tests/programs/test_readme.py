@@ -40,9 +40,9 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
     assert "<html" in (tmp_path / "epoch.html").read_text()
 
 
-# What docs/guides/trainers.md needs is not always there: tests/programs/test_trainers_page.py runs it library by library. What
-# docs/guides/atlases.md, docs/guides/remote.md and docs/guides/perturbations.md read is made by tests of their own.
-ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "places", "perturbations")
+# Pages with tests of their own: trainers.md runs library by library where each is installed, and the others read files
+# that their tests make.
+ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "remote", "perturbations")
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
 
