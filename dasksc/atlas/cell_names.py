@@ -14,7 +14,7 @@ from anndata import AnnData
 from anndata.io import read_elem
 
 from dasksc.atlas.options import OpenOptions
-from dasksc.storage import Place
+from dasksc.storage import RemoteLocation
 from dasksc.storage.hdf5.strings import read_strings
 
 __all__ = [
@@ -32,10 +32,10 @@ _FEW_NAMES = 100_000
 _PIECE = 2**16
 
 
-def read_names(stored: Any, path: str | Place, options: OpenOptions) -> Any:
+def read_names(stored: Any, path: str | RemoteLocation, options: OpenOptions) -> Any:
     """Read the names of rows; those of a local HDF5 file are read from its bytes if possible."""
     names = None
-    if isinstance(stored, h5py.Dataset) and not isinstance(path, Place) and options.mmap is not False:
+    if isinstance(stored, h5py.Dataset) and not isinstance(path, RemoteLocation) and options.mmap is not False:
         names = read_strings(stored, path)
     # The data type is derived from one name: pandas would need 40 bytes per name to find the same type.
     return read_elem(stored) if names is None else pd.Index(names, dtype=pd.Index(names[:1]).dtype)

@@ -16,7 +16,7 @@ from dasksc.atlas.legacy import old_raw
 from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.memory.limits import memory_limit
-from dasksc.storage import Place
+from dasksc.storage import RemoteLocation
 from dasksc.storage.safety import hdf5_chunks as hdf5_guard
 from dasksc.storage.safety import zarr_metadata as zarr_guard
 from dasksc.storage.safety.decompression_limits import DEFLATE_RATIO
@@ -55,7 +55,7 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
     return [stored[name] for name in stored if name in wanted]
 
 
-def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]]) -> None:
+def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
     """Raise an error for elements in other files, or larger than memory, before any of them is read."""
     arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
     sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
@@ -79,7 +79,7 @@ def check_before_reading(path: str | Place, groups: Mapping[str, Sequence[Any]])
             )
 
 
-def check_table(stored: Any, path: str | Place) -> None:
+def check_table(stored: Any, path: str | RemoteLocation) -> None:
     """Raise an error for a table with columns of different lengths, before memory for the longest is allocated."""
     lengths = lengths_of(stored)
     if len(set(lengths.values())) > 1:
@@ -102,19 +102,19 @@ def lengths_of(stored: Any) -> dict[str, int]:
     return lengths
 
 
-def _stored_bytes(path: str | Place, arrays: Sequence[Any], *, enough: int) -> int:
+def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: int) -> int:
     """Return the stored bytes of arrays; `enough` as soon as they reach it, or if counting is expensive."""
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
-    if not isinstance(path, Place) and is_zip(path):
+    if not isinstance(path, RemoteLocation) and is_zip(path):
         return ZipArchive.of(path).stored_bytes(array.path for array in arrays)
     # Behind a URL, each chunk would need a request.
-    return enough if isinstance(path, Place) else zarr_guard.stored_bytes(path, arrays, enough=enough)
+    return enough if isinstance(path, RemoteLocation) else zarr_guard.stored_bytes(path, arrays, enough=enough)
 
 
-def _arrays_in(stored: Any, path: str | Place) -> Iterator[Any]:
+def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:
     """Yield the arrays of a stored element, including those behind permitted links of HDF5."""
-    if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, Place):
+    if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, RemoteLocation):
         check_item(stored, path, folder=os.path.dirname(path))
     if not is_group(stored):
         if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _ROOM_BYTES:

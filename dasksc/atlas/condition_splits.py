@@ -18,7 +18,7 @@ from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_INTS
 
-__all__ = ["ConditionRequest", "Conditions", "Parts", "is_control", "table_of"]
+__all__ = ["ConditionRequest", "Conditions", "SplitRows", "is_control", "table_of"]
 
 _Int64s = NDArray[np.int64]
 _Rows = slice | _Int64s
@@ -28,7 +28,7 @@ _MAX_COMBINATIONS = 2**28
 _PIECE_ROWS = 2**20
 
 
-class Parts(dict[str, _Int64s]):
+class SplitRows(dict[str, _Int64s]):
     """Rows of each part of a split by condition, with a summary.
 
     Attributes

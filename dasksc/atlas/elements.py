@@ -18,7 +18,7 @@ from anndata.io import read_elem
 from dasksc.atlas.legacy import entries_of_records, is_record_array
 from dasksc.atlas.options import OpenOptions
 from dasksc.errors import InputError
-from dasksc.storage import Matrix, Place, as_matrix, open_matrix
+from dasksc.storage import Matrix, RemoteLocation, as_matrix, open_matrix
 from dasksc.storage.safety.hdf5_links import check_item
 
 __all__ = [
@@ -63,7 +63,7 @@ def _is_numeric_matrix(array: Any) -> bool:
     return len(array.shape) == 2 and np.dtype(array.dtype).kind in "biuf"
 
 
-def lazy_element(path: str | Place, stored: Any, options: OpenOptions) -> Any:
+def lazy_element(path: str | RemoteLocation, stored: Any, options: OpenOptions) -> Any:
     """Return a stored matrix lazily; read an element that is not a numeric matrix."""
     if is_null(stored):
         return None
@@ -100,15 +100,15 @@ def lazy_matrix(array: Any, label: str, options: OpenOptions) -> Any:
     return array
 
 
-def stored_matrix(path: str | Place, key: str, options: OpenOptions) -> Unwrapped:
+def stored_matrix(path: str | RemoteLocation, key: str, options: OpenOptions) -> Unwrapped:
     """Return a matrix of a file or store lazily."""
-    cache = options.cache_of_places() if isinstance(path, Place) else None
+    cache = options.cache_of_places() if isinstance(path, RemoteLocation) else None
     return Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=options.mmap, cache=cache))
 
 
-def _path_of(stored: Any, path: str | Place) -> str | Place:
+def _path_of(stored: Any, path: str | RemoteLocation) -> str | RemoteLocation:
     """Return the file of an element, which may differ from `path` if a link of HDF5 leads to another file."""
-    if isinstance(path, Place) or isinstance(stored, zarr.Group | zarr.Array):
+    if isinstance(path, RemoteLocation) or isinstance(stored, zarr.Group | zarr.Array):
         return path
     check_item(stored, path, folder=os.path.dirname(path))
     return os.path.abspath(str(stored.file.filename))

@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage import HDF5_ENDINGS, Place, is_of_content, is_url, redact_url
+from dasksc.storage import HDF5_ENDINGS, RemoteLocation, is_of_content, is_url, redact_url
 from dasksc.storage.remote.urls import ZARR_MARKERS, is_recursive, matching
 from dasksc.storage.zarr.reader import ZarrFile
 
-__all__ = ["Part", "is_anncollection", "parts_of", "quoted", "stem_of"]
+__all__ = ["AtlasInput", "is_anncollection", "parts_of", "quoted", "stem_of"]
 
 logger = logging.getLogger("dasksc.parts")
 
@@ -28,7 +28,7 @@ ATLAS_ENDINGS = (".h5ad", ".zarr", ".zarr.zip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class AtlasInput:
     """One of several atlases.
 
     Parameters
@@ -46,7 +46,7 @@ class Part:
     obs: pd.DataFrame | None = None
 
 
-def parts_of(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
+def parts_of(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
     """Return the atlases that `data` represents; None if it is a single one.
 
     Parameters
@@ -66,7 +66,7 @@ def parts_of(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
     if isinstance(data, Mapping):
         return [replace(_one_of(key, given, options), name=str(key)) for key, given in data.items()]
     if isinstance(data, list | tuple):
-        return _named([part for given in data for part in _inside(given, options) or [Part(data=given)]])
+        return _named([part for given in data for part in _inside(given, options) or [AtlasInput(data=given)]])
     found = _inside(data, options)
     return None if found is None else _named(found)
 
@@ -87,7 +87,7 @@ def stem_of(path: str | os.PathLike[str]) -> str:
     return Path((redact_url(text) if is_url(text) else text).removesuffix(".zip")).stem
 
 
-def _inside(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
+def _inside(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
     if is_anncollection(data):
         return list(_of_collection(data))
     if type(data).__name__ == "AnnCollectionView":
@@ -98,12 +98,12 @@ def _inside(data: Any, options: Mapping[str, Any]) -> list[Part] | None:
     if not isinstance(data, str | os.PathLike):
         return None
     paths = _paths_at(os.fspath(data), options)
-    return None if paths is None else [Part(data=path) for path in paths]
+    return None if paths is None else [AtlasInput(data=path) for path in paths]
 
 
-def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Part:
+def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> AtlasInput:
     """Return the atlas that a value of a dict represents."""
-    parts = _inside(data, options) or [Part(data=data)]
+    parts = _inside(data, options) or [AtlasInput(data=data)]
     if len(parts) > 1:
         raise InputError(
             f"{key!r}: {quoted(data)} is {len(parts)} atlases, but a dict has one atlas per key. Give a list, or a key "
@@ -115,7 +115,7 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Part:
 # --- AnnCollection ------------------------------------------------------------------------------------
 
 
-def _of_collection(collection: Any) -> Iterator[Part]:
+def _of_collection(collection: Any) -> Iterator[AtlasInput]:
     if collection.convert is not None:
         logger.warning("convert= of the AnnCollection is ignored; apply the function with adata.X.map_blocks instead")
     own = collection.obs
@@ -129,7 +129,7 @@ def _of_collection(collection: Any) -> Iterator[Part]:
             table[name] = _categories_again(table[name], adata.obs[name])
         if viewed:
             table = pd.concat([adata.obs[viewed].set_axis(table.index), table], axis=1)
-        yield Part(data=adata, name=keys[number] if keys else "", obs=table)
+        yield AtlasInput(data=adata, name=keys[number] if keys else "", obs=table)
 
 
 def _categories_again(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Series[Any]:
@@ -153,7 +153,7 @@ def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
 # --- Names --------------------------------------------------------------------------------------------
 
 
-def _named(parts: Sequence[Part]) -> list[Part]:
+def _named(parts: Sequence[AtlasInput]) -> list[AtlasInput]:
     """Name the parts: paths by their stems, preceded by as many folders as make them unique."""
     paths = {i: part.data for i, part in enumerate(parts) if isinstance(part.data, str | os.PathLike)}
     stems = [stem_of(path) for path in paths.values()]
@@ -188,10 +188,10 @@ def _told_apart(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
     """Return the atlases that a pattern or directory represents, sorted by name; None for a single atlas."""
     if is_url(path):
-        place = Place.of(path, options)
-        if place.local is None:
-            return _urls_at(place)
-        path = place.local
+        location = RemoteLocation.of(path, options)
+        if location.local is None:
+            return _urls_at(location)
+        path = location.local
     if os.path.exists(path):
         return _paths_in(path) or None
     if not glob.has_magic(path):
@@ -210,41 +210,41 @@ def _paths_in(path: str) -> list[str] | None:
     return sorted(entry.path for entry in os.scandir(path) if _is_atlas(entry.name))
 
 
-def _urls_at(place: Place) -> list[str] | None:
+def _urls_at(location: RemoteLocation) -> list[str] | None:
     """Return the atlases at a URL, as `_paths_at` does for paths."""
-    is_pattern = glob.has_magic(place.key)
-    if place.key.endswith(HDF5_ENDINGS) and not is_pattern:
+    is_pattern = glob.has_magic(location.key)
+    if location.key.endswith(HDF5_ENDINGS) and not is_pattern:
         return None
-    if place.is_zarr():
-        return _groups_of(place)
-    if place.exists():
+    if location.is_zarr():
+        return _groups_of(location)
+    if location.exists():
         return None
     if is_pattern:
-        found = [(one.url, _urls_in(one)) for one in place.matching()]
-        return _joined(place.key, found) or _nothing_fits(str(place))
-    if place.is_on_web:
+        found = [(one.url, _urls_in(one)) for one in location.matching()]
+        return _joined(location.key, found) or _nothing_fits(str(location))
+    if location.is_on_web:
         raise MissingPathError(
-            f"there is nothing at {place}. If it is a folder: web servers do not list folders, so give the URLs of the "
-            "atlases as a list"
+            f"there is nothing at {location}. If it is a folder: web servers do not list folders, so give the URLs of "
+            "the atlases as a list"
         )
-    return _urls_in(place) or None
+    return _urls_in(location) or None
 
 
-def _urls_in(place: Place) -> list[str] | None:
+def _urls_in(location: RemoteLocation) -> list[str] | None:
     """Return the atlases in a folder behind a URL, as `_paths_in` does for paths."""
-    if place.key.endswith(HDF5_ENDINGS):
+    if location.key.endswith(HDF5_ENDINGS):
         return None
-    if place.is_zarr():
-        return _groups_of(place)
-    children = place.children()
-    if not children and place.exists():
+    if location.is_zarr():
+        return _groups_of(location)
+    children = location.children()
+    if not children and location.exists():
         return None
     return [one.url for one in children if _is_atlas(one.name)]
 
 
-def _groups_of(place: Place) -> list[str] | None:
+def _groups_of(location: RemoteLocation) -> list[str] | None:
     try:
-        root = ZarrFile(place).root()
+        root = ZarrFile(location).root()
         names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
     except StorageError:
         raise
@@ -252,8 +252,8 @@ def _groups_of(place: Place) -> list[str] | None:
     except Exception as error:
         if not is_of_content(error):
             raise
-        raise StorageError(f"{place} cannot be read as a Zarr store: {error}") from error
-    return [place.below(name).url for name in sorted(names, key=_by_number)] or None
+        raise StorageError(f"{location} cannot be read as a Zarr store: {error}") from error
+    return [location.below(name).url for name in sorted(names, key=_by_number)] or None
 
 
 def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dasksc.errors import MissingKeyError
-from dasksc.storage import Place
+from dasksc.storage import RemoteLocation
 
 __all__ = ["require_key", "known_columns", "nearest", "nothing_at"]
 
@@ -29,7 +29,9 @@ def require_key(kind: str, name: str, held: Any) -> str:
     raise MissingKeyError(f"{kind} has no {name!r}; {nearest(name, held, n=3)}")
 
 
-def known_columns(wanted: Sequence[str], known: Iterable[str], where: str | Place, *, may_lack: bool) -> list[str]:
+def known_columns(
+    wanted: Sequence[str], known: Iterable[str], where: str | RemoteLocation, *, may_lack: bool
+) -> list[str]:
     """Return the distinct `wanted` columns of an obs. Missing ones are skipped if `may_lack`, else an error."""
     known = list(known)
     missing = [name for name in wanted if name not in known]

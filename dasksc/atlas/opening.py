@@ -21,7 +21,7 @@ from dasksc.atlas.assemble import raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
 from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
-from dasksc.atlas.inputs import Part, is_anncollection, parts_of, quoted
+from dasksc.atlas.inputs import AtlasInput, is_anncollection, parts_of, quoted
 from dasksc.atlas.options import (
     ACCEPTED,
     Openable,
@@ -217,7 +217,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
     )
 
 
-def _open_part(part: Part, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+def _open_part(part: AtlasInput, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if part.obs is None:
         return _open_one(part.data, obs, options)
     refuse_feature_choice(options, "an AnnCollection")
@@ -225,7 +225,7 @@ def _open_part(part: Part, obs: Sequence[str] | None, options: OpenOptions) -> A
 
 
 def _open_several(
-    parts: Sequence[Part],
+    parts: Sequence[AtlasInput],
     obs: Sequence[str] | None,
     options: OpenOptions,
     *,
@@ -252,7 +252,7 @@ def _open_several(
     return result
 
 
-def _refuse_column(column: str, parts: Sequence[Part], without: Sequence[str], options: OpenOptions) -> NoReturn:
+def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:
     """Raise an error for a column of obs missing in the atlases `without`: in all, or in some joined by ``"inner"``."""
     if len(without) == len(parts):
         _open_part(parts[0], [column], options)  # raises an error with the available columns

@@ -53,7 +53,7 @@ class OpenOptions:
     genomes: tuple[str, ...] | None = None
 
     def cache_of_places(self) -> Cache | None:
-        """Return the cache for reading through a `Place`: the given one, or that of the configuration."""
+        """Return the cache for reading through a `RemoteLocation`: the given one, or that of the configuration."""
         return self.cache or Cache.of(config.get("cache"))
 
 

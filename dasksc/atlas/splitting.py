@@ -11,7 +11,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
-from dasksc.atlas.condition_splits import ConditionRequest, Conditions, Parts, is_control, table_of
+from dasksc.atlas.condition_splits import ConditionRequest, Conditions, SplitRows, is_control, table_of
 from dasksc.atlas.filtering import obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
@@ -189,7 +189,7 @@ def _to_rows(found: dict[str, NDArray[np.int64]], candidates: Candidates) -> dic
     return found
 
 
-def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indices: Any, seed: int) -> Parts:
+def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indices: Any, seed: int) -> SplitRows:
     """Assign held-out conditions to ``test``, others by `fractions`, and control cells to the first part."""
     if not request.hold_out:
         names, shares = _fractions(fractions)
@@ -238,7 +238,7 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
         )
     index_name = ", ".join(request.context_columns) or "conditions"
     table = table_of(conditions, contexts, context_names, found, control, index_name)
-    return Parts(_to_rows(found, candidates), table)
+    return SplitRows(_to_rows(found, candidates), table)
 
 
 def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:

@@ -20,7 +20,7 @@ from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices, read_cell_rang
 from dasksc.atlas.stores import holds_modalities, reading, root_of, where_of
 from dasksc.atlas.tables import read_table
 from dasksc.errors import InputError, StorageError
-from dasksc.storage import Place, is_url, redact_url
+from dasksc.storage import RemoteLocation, is_url, redact_url
 
 __all__ = ["open_path", "read_root"]
 
@@ -53,7 +53,7 @@ def _refuse_modalities(path: str) -> NoReturn:
     )
 
 
-def read_root(path: str | Place, root: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+def read_root(path: str | RemoteLocation, root: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     """Open the AnnData in a group, which may be a modality; `path` is that of the file or store."""
 
     def lazily(stored: Any) -> Any:
@@ -86,12 +86,12 @@ def read_root(path: str | Place, root: Any, obs: Sequence[str] | None, options: 
     )
 
 
-def _read_genes(path: str | Place, stored: Any, options: OpenOptions) -> pd.DataFrame:
+def _read_genes(path: str | RemoteLocation, stored: Any, options: OpenOptions) -> pd.DataFrame:
     """Read var, including its names even if those of cells are not read."""
     return read_table(stored, None, path, replace(options, has_names=True))
 
 
-def _read_raw(path: str | Place, root: Any, options: OpenOptions) -> dict[str, Any] | None:
+def _read_raw(path: str | RemoteLocation, root: Any, options: OpenOptions) -> dict[str, Any] | None:
     if "raw" in root:
         raw = root["raw"]
         if is_null(raw):

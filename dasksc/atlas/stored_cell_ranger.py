@@ -21,7 +21,7 @@ from dasksc.atlas.elements import Unwrapped, stored_matrix
 from dasksc.atlas.lookup import known_columns, require_key
 from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, InputError
-from dasksc.storage import ColumnMaps, ConcatenatedMatrix, Place
+from dasksc.storage import ColumnMaps, ConcatenatedMatrix, RemoteLocation
 from dasksc.storage.hdf5.cell_ranger import is_cell_ranger_matrix
 
 __all__ = ["cell_ranger_matrices", "read_cell_ranger"]
@@ -43,7 +43,9 @@ def cell_ranger_matrices(root: Any) -> list[str]:
     return ["matrix"] if "matrix" in names else names
 
 
-def read_cell_ranger(path: str | Place, root: h5py.File, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+def read_cell_ranger(
+    path: str | RemoteLocation, root: h5py.File, obs: Sequence[str] | None, options: OpenOptions
+) -> AnnData:
     """Open a 10x ``.h5`` file; `path` is where it is, `root` the file.
 
     Raises
@@ -102,7 +104,7 @@ def read_cell_ranger(path: str | Place, root: h5py.File, obs: Sequence[str] | No
     )
 
 
-def _genome_of(path: str | Place, names: Sequence[str], options: OpenOptions) -> str:
+def _genome_of(path: str | RemoteLocation, names: Sequence[str], options: OpenOptions) -> str:
     """Return which matrix of a file of version 2 is meant."""
     wanted = options.genomes
     if wanted is None and len(names) == 1:
@@ -135,7 +137,7 @@ def _datasets(table: Any, *, is_v3: bool, where: str) -> dict[str, Any]:
     return found
 
 
-def _check_lengths(path: str | Place, name: str, features: dict[str, Any]) -> None:
+def _check_lengths(path: str | RemoteLocation, name: str, features: dict[str, Any]) -> None:
     lengths = {column: len(stored) for column, stored in features.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{column} {n}" for column, n in lengths.items())
@@ -143,7 +145,7 @@ def _check_lengths(path: str | Place, name: str, features: dict[str, Any]) -> No
 
 
 def _cells(
-    path: str | Place, group: h5py.Group, held: dict[str, Any], obs: Sequence[str] | None, options: OpenOptions
+    path: str | RemoteLocation, group: h5py.Group, held: dict[str, Any], obs: Sequence[str] | None, options: OpenOptions
 ) -> pd.DataFrame:
     columns = [column for column in held if column != "barcodes"]
     if obs is not None:
@@ -153,7 +155,9 @@ def _cells(
     return pd.DataFrame({column: held[column][()].astype(bool) for column in columns}, index=index, columns=columns)
 
 
-def _kept(path: str | Place, var: pd.DataFrame, options: OpenOptions, *, is_v3: bool) -> NDArray[np.bool_] | None:
+def _kept(
+    path: str | RemoteLocation, var: pd.DataFrame, options: OpenOptions, *, is_v3: bool
+) -> NDArray[np.bool_] | None:
     """Return for each feature whether it is kept; None if all are."""
     kept = np.ones(len(var), dtype=bool)
     chosen: dict[str, tuple[str, ...]] = {}
@@ -178,7 +182,7 @@ def _kept(path: str | Place, var: pd.DataFrame, options: OpenOptions, *, is_v3: 
     return None if kept.all() else kept
 
 
-def _values(stored: h5py.Dataset, path: str | Place, options: OpenOptions) -> NDArray[Any]:
+def _values(stored: h5py.Dataset, path: str | RemoteLocation, options: OpenOptions) -> NDArray[Any]:
     """Return booleans as such, and anything else as strings."""
     if stored.dtype.kind == "b":
         return np.asarray(stored[()])

@@ -14,7 +14,7 @@ from anndata import OldFormatWarning
 from dasksc.atlas.lookup import nothing_at
 from dasksc.atlas.options import ACCEPTED, OpenOptions
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
-from dasksc.storage import Place, is_of_content, is_url, open_place
+from dasksc.storage import RemoteLocation, is_of_content, is_url, open_location
 from dasksc.storage.remote.urls import ZARR_MARKERS
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
@@ -23,18 +23,18 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 __all__ = ["holds_modalities", "reading", "root_of", "where_of"]
 
 
-def where_of(path: str, options: OpenOptions) -> str | Place:
-    """Return the absolute path of a local file; a `Place` for a URL, or for a path that is read through a cache."""
-    place = Place.of(path, options.storage_options) if is_url(path) else None
+def where_of(path: str, options: OpenOptions) -> str | RemoteLocation:
+    """Return the absolute path of a local file; a `RemoteLocation` for a URL or a path read through a cache."""
+    location = RemoteLocation.of(path, options.storage_options) if is_url(path) else None
     # Absolute, since tasks may run in processes with another working directory.
-    local = os.path.abspath(path) if place is None else place.local
+    local = os.path.abspath(path) if location is None else location.local
     if local is None:
-        assert place is not None
-        return place
+        assert location is not None
+        return location
     if not os.path.exists(local):
         raise MissingPathError(nothing_at(local))
     # Byte ranges of an archive are read from the file itself.
-    return local if options.cache is None or is_zip(local) else Place.of_local(local)
+    return local if options.cache is None or is_zip(local) else RemoteLocation.of_local(local)
 
 
 def holds_modalities(path: str) -> bool:
@@ -42,10 +42,10 @@ def holds_modalities(path: str) -> bool:
 
     The store may be zipped. A URL is recognized by its suffix only; a store behind a URL is checked when it is opened.
     """
-    place = Place.of(path) if is_url(path) else None
-    if place is not None and place.local is None:
-        return place.key.endswith(".h5mu")
-    local = path if place is None or place.local is None else place.local
+    location = RemoteLocation.of(path) if is_url(path) else None
+    if location is not None and location.local is None:
+        return location.key.endswith(".h5mu")
+    local = path if location is None or location.local is None else location.local
     if is_zip(local):
         return "mod" in ZipArchive.of(local).folders.get("", ())
     return local.endswith(".h5mu") or (
@@ -54,10 +54,10 @@ def holds_modalities(path: str) -> bool:
 
 
 @contextmanager
-def root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
-    """Open the file or store at a path or place, and yield its root group."""
-    if isinstance(path, Place):
-        with open_place(path, cache=options.cache_of_places()) as root:
+def root_of(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Any]:
+    """Open the file or store at a path or location, and yield its root group."""
+    if isinstance(path, RemoteLocation):
+        with open_location(path, cache=options.cache_of_places()) as root:
             yield root
         return
     if os.path.isdir(path):
@@ -82,7 +82,7 @@ def root_of(path: str | Place, options: OpenOptions) -> Iterator[Any]:
 
 
 @contextmanager
-def reading(path: str | Place) -> Iterator[None]:
+def reading(path: str | RemoteLocation) -> Iterator[None]:
     """Add the file to errors of the libraries, and suppress the warnings about old formats for each element."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
@@ -94,7 +94,7 @@ def reading(path: str | Place) -> Iterator[None]:
         except (StorageError, InputError):
             raise
         except OSError as error:
-            if "truncated" in str(error) and not isinstance(path, Place):
+            if "truncated" in str(error) and not isinstance(path, RemoteLocation):
                 raise CorruptDataError(
                     f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
                 ) from error

@@ -13,12 +13,14 @@ from dasksc.atlas.checks import check_table, lengths_of
 from dasksc.atlas.legacy import is_record_array, table_of_records
 from dasksc.atlas.lookup import known_columns
 from dasksc.atlas.options import OpenOptions
-from dasksc.storage import Place
+from dasksc.storage import RemoteLocation
 
 __all__ = ["column_names", "read_table"]
 
 
-def read_table(stored: Any, columns: Sequence[str] | None, path: str | Place, options: OpenOptions) -> pd.DataFrame:
+def read_table(
+    stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, options: OpenOptions
+) -> pd.DataFrame:
     """Read obs or var; only `columns`, if the encoding stores columns separately."""
     if is_record_array(stored):
         table = table_of_records(stored)
@@ -31,7 +33,9 @@ def read_table(stored: Any, columns: Sequence[str] | None, path: str | Place, op
     return table if options.has_names else table.set_axis(nameless_index(len(table)))
 
 
-def _read_columns(stored: Any, columns: Sequence[str] | None, path: str | Place, options: OpenOptions) -> pd.DataFrame:
+def _read_columns(
+    stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, options: OpenOptions
+) -> pd.DataFrame:
     """Read the requested columns of a table one by one."""
     order = _column_order(stored)
     kept = order if columns is None else known_columns(columns, order, path, may_lack=options.may_lack)

@@ -44,7 +44,7 @@ class _Named(dict[str, Any]):
         return f"{self._kind} has no {key!r}; {similar}{end} {self._advice.format(key=key)}"
 
 
-class Parts(_Named):
+class NamedTensors(_Named):
     """Tensors of a batch, by the requested names.
 
     Attributes
@@ -160,7 +160,7 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 def _described(entries: Mapping[Any, Any], prefix: str = "", *, is_batch: bool = True) -> Iterator[tuple[str, str]]:
     """Yield the name of each entry as it is written in code, with a description of its value."""
-    n_classes = entries.n_classes if isinstance(entries, Parts) else {}
+    n_classes = entries.n_classes if isinstance(entries, NamedTensors) else {}
     for key, value in entries.items():
         is_attribute = is_batch and isinstance(key, str) and key.isidentifier()
         name = f"{prefix}.{key}".lstrip(".") if is_attribute else f"{prefix}[{key!r}]"
@@ -187,7 +187,7 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
         return function(value)
     if isinstance(value, Mapping):
         mapped = type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
-        if isinstance(value, Parts):
+        if isinstance(value, NamedTensors):
             mapped.n_classes = value.n_classes  # type: ignore[attr-defined]
         return mapped
     return value
@@ -289,7 +289,7 @@ class BatchMaker:
         if self.only_x:
             return self._tensor("X", fetched.parts["X"], positions, _UNCHANGED)
         index = rows[positions]
-        obs = Parts(
+        obs = NamedTensors(
             (name, torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False)))
             for name, column in self.obs.items()
         )
@@ -307,7 +307,7 @@ class BatchMaker:
 
     def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, changes: _Changes) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
-        batch = Batch(X=None, layers=Parts(), obsm=Parts())
+        batch = Batch(X=None, layers=NamedTensors(), obsm=NamedTensors())
         for key, part in fetched.parts.items():
             if not key.startswith(prefix):
                 continue

@@ -18,10 +18,10 @@ from dasksc.conversion.rows import row_order
 from dasksc.conversion.scanning import ROW, Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
 from dasksc.conversion.tables import check_obs, write_tables
-from dasksc.conversion.task_runner import Runner
+from dasksc.conversion.task_runner import TaskRunner
 from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count, wide_enough
 from dasksc.errors import CorruptDataError
-from dasksc.executor.schedulers import Scheduler
+from dasksc.executor.schedulers import FetchScheduler
 from dasksc.memory.limits import memory_limit
 from dasksc.output.progress import progress_bar
 from dasksc.output.work_folder import Workplace, array_appearing, mapped_array
@@ -71,7 +71,7 @@ class Conversion:
         recipe: Recipe,
         *,
         limit: int,
-        scheduler: Scheduler,
+        scheduler: FetchScheduler,
     ) -> None:
         self._recipe = recipe
         self._adata = adata
@@ -93,7 +93,7 @@ class Conversion:
                 row_order(self._adata.obs, order=recipe.order, group_by=recipe.grouped_by, seed=recipe.seed, out=out)
         n_passes = len(self._matrices) * (2 + verify) + len(self._staged)
         with progress_bar(total=n_obs * n_passes, shown=shown) as advance:
-            runner = Runner(self._scheduler, advance)
+            runner = TaskRunner(self._scheduler, advance)
             budget = max(1, self._limit // runner.n_threads)
             rows = {}
             for key, matrix in self._matrices.items():
@@ -113,7 +113,7 @@ class Conversion:
                     place.clear()
                     raise
 
-    def _scanned(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Path:
+    def _scanned(self, runner: TaskRunner, key: str, matrix: Matrix, budget: int) -> Path:
         """Read a matrix in order; return the file with the descriptions of its rows."""
         scan = Scan(
             matrix=matrix,
@@ -162,7 +162,7 @@ class Conversion:
             piece_values=max(1, min(_PIECE_VALUES, budget // _VALUE_BYTES)),
         )
 
-    def _written(self, runner: Runner, key: str, copy: Copy, budget: int, *, in_runs: bool) -> None:
+    def _written(self, runner: TaskRunner, key: str, copy: Copy, budget: int, *, in_runs: bool) -> None:
         """Write a matrix, through sorted runs if `in_runs`."""
         runs = None
         if in_runs and all(map(copy.is_done, range(copy.n_tasks))):
@@ -181,7 +181,7 @@ class Conversion:
         if runs is not None:
             shutil.rmtree(runs.folder)
 
-    def _runs(self, runner: Runner, key: str, matrix: Matrix, budget: int) -> Staging:
+    def _runs(self, runner: TaskRunner, key: str, matrix: Matrix, budget: int) -> Staging:
         if not self._places.exists():
             order = mapped_array(self._order)
             with array_appearing(self._places, np.int64, len(order)) as out:
@@ -198,7 +198,7 @@ class Conversion:
         runner.run(staging, what=f"sorting {key}", n_cells=matrix.shape[0])
         return staging
 
-    def _verify(self, runner: Runner, key: str, matrix: Matrix, rows: Path, budget: int) -> None:
+    def _verify(self, runner: TaskRunner, key: str, matrix: Matrix, rows: Path, budget: int) -> None:
         check = Verification(
             store=self._place.store,
             key=key,

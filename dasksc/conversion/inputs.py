@@ -16,7 +16,7 @@ from dasksc.atlas.opening import several_of
 from dasksc.conversion.arguments import Recipe
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of
-from dasksc.storage import ConcatenatedMatrix, Matrix, Place, ReorderedMatrix, SummedMatrix, is_url
+from dasksc.storage import ConcatenatedMatrix, Matrix, RemoteLocation, ReorderedMatrix, SummedMatrix, is_url
 
 if TYPE_CHECKING:
     pass
@@ -38,7 +38,7 @@ def paths_of(data: Any) -> Iterator[str]:
     for one in [data] if several is None else several[0]:
         if isinstance(one, str | os.PathLike) and _is_local(one):
             text = os.fspath(one)
-            yield str(Place.of(text)) if is_url(text) else text
+            yield str(RemoteLocation.of(text)) if is_url(text) else text
 
 
 def _is_local(path: str | os.PathLike[str]) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from dasksc.errors import DaskscError, FetchError
-from dasksc.executor.schedulers import Scheduler, default_threads
+from dasksc.executor.schedulers import FetchScheduler, default_threads
 from dasksc.executor.window import Window
 
-__all__ = ["Runner", "Tasks"]
+__all__ = ["TaskRunner", "Tasks"]
 
 
 class Tasks(Protocol):
@@ -26,7 +26,7 @@ class Tasks(Protocol):
         """Run task `k`."""
 
 
-class Runner:
+class TaskRunner:
     """Runner of tasks, a few at a time, which reports progress.
 
     Parameters
@@ -37,7 +37,7 @@ class Runner:
         Callback for progress. Called with a number of finished cells and the name of the current step.
     """
 
-    def __init__(self, scheduler: Scheduler, advance: Callable[[float, str], None]) -> None:
+    def __init__(self, scheduler: FetchScheduler, advance: Callable[[float, str], None]) -> None:
         self._scheduler = scheduler
         self._advance = advance
         self.n_threads = default_threads() if self._scheduler.kind == "threads" else self._scheduler.n_threads or 1

@@ -13,11 +13,11 @@ from typing import Any
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dasksc._compat.distributed import RequestHandler, add_operation, announce
-from dasksc.dashboard import metrics
+from dasksc.dashboard import prometheus
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.executor.reporting import ASKED_FOR, OPERATION
 
-__all__ = ["FiguresHandler", "Loader", "LoaderPage", "PageHandler", "page_of"]
+__all__ = ["FiguresHandler", "LoaderReports", "LoaderPage", "PageHandler", "page_of"]
 
 _NAME = "dasksc-loader-page"
 _N_KEPT = 90  # reports of each loader, for the plots
@@ -27,7 +27,7 @@ _N_LOADERS = 32  # loaders of each Client, beyond which the oldest is dropped
 
 
 @dataclass(slots=True, kw_only=True)
-class Loader:
+class LoaderReports:
     """Reports of one data set of one rank.
 
     Parameters
@@ -84,13 +84,13 @@ class LoaderPage(SchedulerPlugin):
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._loaders: dict[tuple[str, str, Any], Loader] = {}
+        self._loaders: dict[tuple[str, str, Any], LoaderReports] = {}
         add_operation(scheduler, OPERATION, self.report)
         announce(scheduler, ASKED_FOR)
-        metrics.show(self)
+        prometheus.show(self)
 
     @property
-    def loaders(self) -> list[Loader]:
+    def loaders(self) -> list[LoaderReports]:
         """Known loaders, sorted by name, rank and worker."""
         return sorted(self._loaders.values(), key=lambda loader: _order(loader.figures))
 
@@ -104,7 +104,7 @@ class LoaderPage(SchedulerPlugin):
             of_client = [known for known in self._loaders if known[0] == client]
             if len(of_client) >= _N_LOADERS:
                 del self._loaders[min(of_client, key=lambda known: self._loaders[known].at)]
-            loader = self._loaders[key] = Loader(figures=dict.fromkeys(figures, 0), at=monotonic())
+            loader = self._loaders[key] = LoaderReports(figures=dict.fromkeys(figures, 0), at=monotonic())
         loader.update(figures, monotonic())
         return True
 

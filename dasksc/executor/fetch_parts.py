@@ -52,7 +52,7 @@ def part_of(rows: NDArray[np.int64], part: int, n_parts: int) -> NDArray[np.int6
     return rows[len(rows) * part // n_parts : len(rows) * (part + 1) // n_parts]
 
 
-class Parts(Protocol):
+class FetchParts(Protocol):
     """Interface of a `Window` whose results are parts of fetches."""
 
     def next_is_done(self) -> bool:
@@ -72,7 +72,7 @@ class Assembled:
         Number of parts of each fetch.
     """
 
-    def __init__(self, window: Parts, n_parts: int) -> None:
+    def __init__(self, window: FetchParts, n_parts: int) -> None:
         self._window = window
         self._results = iter(window)
         self._n_parts = n_parts

@@ -12,7 +12,7 @@ from dasksc.errors import InputError
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.planning.plan import EpochPlan
 
-__all__ = ["Bar", "EpochStats", "FetchFigures", "line_of", "merged", "progress_bar"]
+__all__ = ["Bar", "EpochStats", "FetchFigures", "line_of", "merged", "epoch_progress"]
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ class _NoBar:
 
 
 @contextmanager
-def progress_bar(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Bar]:
+def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Bar]:
     """Show the progress of an epoch, cells per second, and the fraction of time that training waited.
 
     Parameters

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 __all__ = [
-    "Scheduler",
+    "FetchScheduler",
     "address_of",
     "cpu_count",
     "default_threads",
@@ -46,7 +46,7 @@ _ADDRESS = re.compile(r"^[a-z+]+://\S+$|^[\w.\-]+:\d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scheduler:
+class FetchScheduler:
     """Scheduler that runs the fetches.
 
     Parameters
@@ -92,7 +92,7 @@ class Scheduler:
         return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
 
 
-def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Scheduler:
+def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) -> FetchScheduler:
     """Return the scheduler to use in the calling process.
 
     Call this again in every process: a Client created before a fork is replaced by a new one with the same
@@ -116,19 +116,19 @@ def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Sche
         If `scheduler` is none of these, or is an asynchronous or closed Client, an address that does not answer,
         or a file that does not exist or contains no address.
     """
-    if isinstance(scheduler, Scheduler):
+    if isinstance(scheduler, FetchScheduler):
         return scheduler if scheduler.client is None else _with_client(scheduler.client)
     if scheduler is None:
         return _active_scheduler()
     if isinstance(scheduler, str):
         if scheduler in _THREADS:
-            return Scheduler(kind="threads")
+            return FetchScheduler(kind="threads")
         if scheduler in _SYNCHRONOUS:
-            return Scheduler(kind="synchronous")
+            return FetchScheduler(kind="synchronous")
         if _ADDRESS.match(scheduler):
-            return Scheduler(kind="client", client=_connect(scheduler))
+            return FetchScheduler(kind="client", client=_connect(scheduler))
         if scheduler.endswith(".json"):
-            return Scheduler(kind="client", client=_connect(_address_in(scheduler)))
+            return FetchScheduler(kind="client", client=_connect(_address_in(scheduler)))
     elif _is_client(scheduler):
         return _with_client(scheduler)
     raise InputError(
@@ -138,17 +138,17 @@ def resolve_scheduler(scheduler: Scheduler | Client | str | None = None) -> Sche
     )
 
 
-def portable_scheduler(scheduler: Scheduler | Client | str | None) -> str | None:
+def portable_scheduler(scheduler: FetchScheduler | Client | str | None) -> str | None:
     """Return a description of `scheduler` that is valid in another process: the address of a Client, or the name.
 
     Return None for a Client whose cluster runs in this process, because no other process can reach it.
     """
-    client: Any = scheduler.client if isinstance(scheduler, Scheduler) else scheduler
+    client: Any = scheduler.client if isinstance(scheduler, FetchScheduler) else scheduler
     if client is not None and _is_client(client):
         address = address_of(client)
         remember_security(address, client.security)
         return None if _is_inproc(address) else address
-    if isinstance(scheduler, Scheduler):
+    if isinstance(scheduler, FetchScheduler):
         return scheduler.kind
     return scheduler if isinstance(scheduler, str) else None
 
@@ -167,23 +167,23 @@ class SchedulerChoice:
         As for `resolve_scheduler`.
     """
 
-    def __init__(self, given: Scheduler | Client | str | None) -> None:
+    def __init__(self, given: FetchScheduler | Client | str | None) -> None:
         self._given = given
         resolve_scheduler(given)  # raise an error for an invalid one
 
-    def __call__(self) -> Scheduler:
+    def __call__(self) -> FetchScheduler:
         return resolve_scheduler(self._given)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_given": portable_scheduler(self._given)}
 
 
-def _active_scheduler() -> Scheduler:
+def _active_scheduler() -> FetchScheduler:
     configured = dask.config.get("scheduler", None)
     if configured in _SYNCHRONOUS:
-        return Scheduler(kind="synchronous")
+        return FetchScheduler(kind="synchronous")
     if configured in _THREADS:
-        return Scheduler(kind="threads")
+        return FetchScheduler(kind="threads")
     # A Client exists only if distributed has been imported, and importing it takes half a second.
     distributed = sys.modules.get("distributed")
     if distributed is None or not hasattr(distributed, "Client"):
@@ -193,7 +193,7 @@ def _active_scheduler() -> Scheduler:
     except ValueError:
         pass
     else:
-        return Scheduler(kind="threads")
+        return FetchScheduler(kind="threads")
     try:
         client = distributed.Client.current()
     except ValueError:
@@ -202,24 +202,24 @@ def _active_scheduler() -> Scheduler:
         if client not in _said_asynchronous:
             _said_asynchronous.add(client)
             logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
-        return Scheduler(kind="threads")
+        return FetchScheduler(kind="threads")
     if client in _before_fork and _is_inproc(address_of(client)):
         if client not in _said_of_parent:
             _said_of_parent.add(client)
             logger.warning("The active Dask Client belongs to the parent process; fetches run on threads instead.")
-        return Scheduler(kind="threads")
+        return FetchScheduler(kind="threads")
     return _with_client(client)
 
 
-def _configured_scheduler() -> Scheduler:
+def _configured_scheduler() -> FetchScheduler:
     """Return the scheduler set in Dask's configuration or environment, or else threads."""
     address = dask.config.get("scheduler-address", None)
     file = dask.config.get("scheduler-file", None)
     if address:
-        return Scheduler(kind="client", client=_connect(str(address)))
+        return FetchScheduler(kind="client", client=_connect(str(address)))
     if file:
-        return Scheduler(kind="client", client=_connect(_address_in(str(file))))
-    return Scheduler(kind="threads")
+        return FetchScheduler(kind="client", client=_connect(_address_in(str(file))))
+    return FetchScheduler(kind="threads")
 
 
 def _address_in(file: str) -> str:
@@ -235,7 +235,7 @@ def _address_in(file: str) -> str:
         raise InputError(f"{file!r} is not a scheduler file: it contains no address ({error!r})") from error
 
 
-def _with_client(client: Any) -> Scheduler:
+def _with_client(client: Any) -> FetchScheduler:
     if _which_is_unknown is not None:
         raise _which_is_unknown
     address = address_of(client)
@@ -246,12 +246,12 @@ def _with_client(client: Any) -> Scheduler:
                 "used after a fork. Use scheduler=None or 'threads' in worker processes."
             )
         remember_security(address, client.security)
-        return Scheduler(kind="client", client=_connect(address))
+        return FetchScheduler(kind="client", client=_connect(address))
     if client.asynchronous:
         raise InputError("The Client is asynchronous. Give a Client made with asynchronous=False.")
     if client.status == "closed":
         raise InputError(f"The Client at {address} is closed. Give an open one, or its address.")
-    return Scheduler(kind="client", client=client)
+    return FetchScheduler(kind="client", client=client)
 
 
 def _is_client(scheduler: object) -> bool:

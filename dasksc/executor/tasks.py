@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.executor import metrics
+from dasksc.executor import fetch_totals
 from dasksc.memory.reading_mode import Reading
 from dasksc.planning.plan import EpochPlan
 from dasksc.storage import Matrix, RowBuffer, mapping
@@ -60,7 +60,7 @@ class FetchMatrices:
         with Clock() as spent:
             parts = {name: self._fetch(name, matrix, rows) for name, matrix in self.matrices.items()}
         fetched = FetchedMatrices(parts, spent)
-        metrics.count(n_rows=len(rows), n_bytes=fetched.nbytes, fetch_s=perf_counter() - start, spent=spent)
+        fetch_totals.count(n_rows=len(rows), n_bytes=fetched.nbytes, fetch_s=perf_counter() - start, spent=spent)
         return fetched
 
     def _fetch(self, name: str, matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:

@@ -7,7 +7,7 @@ consumer, and returns the results in order. It holds results only until they are
 However the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the
 window leaves no thread, task, future or key behind.
 
-Fetches run behind a single interface, the `Runner`: on threads of this process or in the calling
+Fetches run behind a single interface, the `FetchRunner`: on threads of this process or in the calling
 thread (`dasksc.executor.local`), or on the workers of a distributed cluster
 (`dasksc.executor.cluster.runner`, imported only if a Client is used).
 """
@@ -34,7 +34,7 @@ from dasksc.errors import FetchError, InputError
 from dasksc.executor.local import OnDemandRunner, ThreadRunner, Timed
 from dasksc.executor.progress import FetchFigures
 from dasksc.executor.schedulers import (
-    Scheduler,
+    FetchScheduler,
     default_threads,
     resolve_scheduler,
 )
@@ -59,7 +59,7 @@ class Promise(Protocol):
         """Return True if `result` would return or raise immediately."""
 
 
-class Runner(Protocol):
+class FetchRunner(Protocol):
     """Interface of everything that runs fetches."""
 
     @property
@@ -114,7 +114,7 @@ class _Flight:
     A separate object, so that a window can be garbage-collected while its fetches are in flight.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: FetchRunner) -> None:
         self.runner = runner
         self.promises: deque[tuple[int, Promise]] = deque()
         self.closed = False
@@ -223,7 +223,7 @@ class Window(Generic[T]):
         *,
         name: str,
         depth: int | Callable[[], int],
-        scheduler: Scheduler | Client | str | None = None,
+        scheduler: FetchScheduler | Client | str | None = None,
         argument: Callable[[int], Any] | None = None,
         max_bytes: int | None = None,
         describe: Callable[[int], str] | None = None,
@@ -243,7 +243,7 @@ class Window(Generic[T]):
         self._ks = iter(ks)
         self._next_k = next(self._ks, None)
 
-        runner: Runner
+        runner: FetchRunner
         if self._scheduler.client is not None:
             from dasksc.executor.cluster.runner import ClusterRunner
 
@@ -267,7 +267,7 @@ class Window(Generic[T]):
             raise
 
     @property
-    def scheduler(self) -> Scheduler:
+    def scheduler(self) -> FetchScheduler:
         """Scheduler that runs the fetches."""
         return self._scheduler
 

@@ -16,7 +16,7 @@ import zarr
 from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices
 from dasksc.errors import StorageError
 from dasksc.inspection.description import StoredMatrix
-from dasksc.storage import Cache, Place, is_url, open_place
+from dasksc.storage import Cache, RemoteLocation, is_url, open_location
 from dasksc.storage.safety.zarr_codecs import codecs_within
 from dasksc.storage.zarr.reader import ZarrFile
 from dasksc.storage.zarr.zipped import is_zip
@@ -49,11 +49,11 @@ def _root_of(part: Any) -> Iterator[Any]:
     if not isinstance(part, str | os.PathLike):
         yield None
         return
-    place = Place.of(os.fspath(part)) if is_url(os.fspath(part)) else None
-    path = os.fspath(part) if place is None else place.local
+    location = RemoteLocation.of(os.fspath(part)) if is_url(os.fspath(part)) else None
+    path = os.fspath(part) if location is None else location.local
     if path is None:
-        assert place is not None
-        with open_place(place, cache=Cache.of(None)) as root:
+        assert location is not None
+        with open_location(location, cache=Cache.of(None)) as root:
             yield root
     elif os.path.isdir(path):
         yield zarr.open_group(path, mode="r")

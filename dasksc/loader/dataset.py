@@ -24,7 +24,7 @@ from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EpochStats, line_of, merged
 from dasksc.executor.schedulers import (
-    Scheduler,
+    FetchScheduler,
     SchedulerChoice,
     remember_security,
     securities_for_child,
@@ -32,7 +32,7 @@ from dasksc.executor.schedulers import (
 from dasksc.executor.tasks import fetch_name
 from dasksc.loader.binding import bound, columns_of_expressions
 from dasksc.loader.display import display_rows
-from dasksc.loader.epoch_run import EpochRun, Placement
+from dasksc.loader.epoch_run import DeviceTransfer, EpochRun
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.loader.parts import LoaderParts
 from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, state_of
@@ -223,7 +223,7 @@ class scDataset(IterableDataset[Any]):
         layout: Layout = "dense",
         dtype: Any = "float32",
         equal_ranks: bool = True,
-        scheduler: Scheduler | Client | str | None = None,
+        scheduler: FetchScheduler | Client | str | None = None,
         prefetch: int | None = None,
         memory_limit: int | str | None = None,
         mmap: UseMmap = "auto",
@@ -254,7 +254,7 @@ class scDataset(IterableDataset[Any]):
         prefetch = config.get("prefetch") if prefetch is None else prefetch
         prefetch = None if prefetch is None else config.whole_number("prefetch", prefetch)
         limit = config.memory_limit(memory_limit)
-        self._placement = Placement(device, pin_memory)
+        self._placement = DeviceTransfer(device, pin_memory)
         self._progress = progress
         self._scheduler = SchedulerChoice(scheduler)
         chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)

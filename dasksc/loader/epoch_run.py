@@ -21,9 +21,9 @@ from dasksc import config
 from dasksc.batches.batch import Batch, BatchMaker
 from dasksc.batches.prefetch import run_ahead
 from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
-from dasksc.executor.progress import EpochStats, progress_bar
+from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
-from dasksc.executor.schedulers import Scheduler, resolve_scheduler
+from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
 from dasksc.executor.tasks import FetchedMatrices, FetchMatrices, fetch_name
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
@@ -36,7 +36,7 @@ from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
 from dasksc.transforms.composed import at_batch, at_epoch, early_and_late, owning
 
-__all__ = ["EpochRun", "Placement"]
+__all__ = ["EpochRun", "DeviceTransfer"]
 
 _TOGETHER_BYTES = 2**23
 
@@ -51,7 +51,7 @@ class _Made(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeviceTransfer:
     """Device and pinning of batches."""
 
     device: torch.device | str | int | None = None
@@ -96,11 +96,11 @@ class EpochRun:
         fetches: range,
         n_done: int,
         *,
-        scheduler: Scheduler,
+        scheduler: FetchScheduler,
         projection: MemoryProjection,
         hooks: Hooks,
         transform: Callable[[Batch], Any] | None,
-        placement: Placement,
+        placement: DeviceTransfer,
         key: str,
     ) -> None:
         self._source = source
@@ -157,7 +157,7 @@ class EpochRun:
         stats = self.stats
         made = self._gathered() if isinstance(self._source, MatrixSource) else self._indexed()
         try:
-            with progress_bar(stats, n_batches=self.n_batches, shown=shown) as bar:
+            with epoch_progress(stats, n_batches=self.n_batches, shown=shown) as bar:
                 for batch in stats.timed(made):
                     bar.update()
                     moved(self)

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from dasksc import config
 from dasksc.errors import InputError
-from dasksc.executor.schedulers import Scheduler, default_threads
+from dasksc.executor.schedulers import FetchScheduler, default_threads
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.memory import limits as process_memory
@@ -55,7 +55,7 @@ class MemoryProjection:
         self,
         source: MatrixSource | IndexedSource,
         session: RankSession,
-        scheduler: Callable[[], Scheduler],
+        scheduler: Callable[[], FetchScheduler],
         *,
         batch_size: int,
         fetch_factor: int | None,
@@ -151,7 +151,7 @@ class MemoryProjection:
             return self.way(n_threads).depth
         return self._prefetch if self._prefetch is not None else 2 * (n_threads or self.n_threads)
 
-    def depth_on(self, scheduler: Scheduler) -> Callable[[], int]:
+    def depth_on(self, scheduler: FetchScheduler) -> Callable[[], int]:
         """Return a function that returns the depth on a cluster, where the number of workers changes."""
         world = self.session.settle()
         depths: dict[int, int] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from dasksc.executor.progress import EpochStats
 from dasksc.loader.dataset import scDataset
-from dasksc.loader.epoch_run import Placement
+from dasksc.loader.epoch_run import DeviceTransfer
 from dasksc.loader.position import EpochTracker
 from dasksc.loader.rank_session import RankSession
 from dasksc.planning.epochs import EpochCounter
@@ -55,7 +55,7 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     if transform is not None and start:
         one.transform = _Numbered(transform, start // dataset.batch_size)
     if device is not None:
-        one._placement = Placement(device, dataset._placement.pin_memory)
+        one._placement = DeviceTransfer(device, dataset._placement.pin_memory)
     return one
 
 

@@ -7,10 +7,10 @@ from dasksc.storage.concatenated import AbsentMatrix, ConcatenatedMatrix
 from dasksc.storage.files import UseMmap, mapping
 from dasksc.storage.joining import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
-from dasksc.storage.opening import as_matrix, open_matrix, open_place
+from dasksc.storage.opening import as_matrix, open_location, open_matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import redact_url
-from dasksc.storage.remote.urls import HDF5_ENDINGS, Place, is_url
+from dasksc.storage.remote.urls import HDF5_ENDINGS, RemoteLocation, is_url
 from dasksc.storage.reordered import ReorderedMatrix
 from dasksc.storage.summed import SummedMatrix
 
@@ -24,7 +24,7 @@ __all__ = [
     "RowBuffer",
     "Layout",
     "Matrix",
-    "Place",
+    "RemoteLocation",
     "ConcatenatedMatrix",
     "SummedMatrix",
     "ReorderedMatrix",
@@ -35,6 +35,6 @@ __all__ = [
     "join",
     "mapping",
     "open_matrix",
-    "open_place",
+    "open_location",
     "redact_url",
 ]

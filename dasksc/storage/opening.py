@@ -24,7 +24,7 @@ from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_me
 from dasksc.storage.matrix import Matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.remote.urls import Place
+from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.safety.hdf5_links import check_item, check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
@@ -32,13 +32,13 @@ from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
 from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 from dasksc.storage.zarr.zipped import direct_array as zipped_array
 
-__all__ = ["as_matrix", "open_matrix", "open_place"]
+__all__ = ["as_matrix", "open_matrix", "open_location"]
 
 logger = logging.getLogger("dasksc.storage")
 
 
 def open_matrix(
-    path: str | os.PathLike[str] | Place, key: str, *, use_mmap: UseMmap = "auto", cache: Cache | None = None
+    path: str | os.PathLike[str] | RemoteLocation, key: str, *, use_mmap: UseMmap = "auto", cache: Cache | None = None
 ) -> Matrix:
     """Open one matrix of an AnnData file without reading its values.
 
@@ -46,7 +46,7 @@ def open_matrix(
     ----------
     path
         Path of an ``.h5ad`` file, an ``.h5`` file of CellRanger, a Zarr directory or a zipped Zarr directory, or a
-        place behind a URL.
+        location behind a URL.
     key
         Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``, or the group of a
         matrix in an ``.h5`` file of CellRanger.
@@ -75,12 +75,12 @@ def open_matrix(
     InputError
         If the element at `key` is not a matrix of numbers.
     """
-    if not isinstance(path, Place):
+    if not isinstance(path, RemoteLocation):
         path = os.path.abspath(os.fspath(path))
         if not os.path.exists(path):
             raise MissingPathError(f"there is nothing at {path}")
     try:
-        if path.is_zarr() if isinstance(path, Place) else os.path.isdir(path) or is_zip(path):
+        if path.is_zarr() if isinstance(path, RemoteLocation) else os.path.isdir(path) or is_zip(path):
             return _open_zarr(path, key.strip("/"), use_mmap=use_mmap, cache=cache)
         return _open_hdf5(_hdf5_bytes(path, cache), key.strip("/"), use_mmap=use_mmap)
     except DaskscError:
@@ -99,13 +99,13 @@ def open_matrix(
 
 
 @contextmanager
-def open_place(place: Place, *, cache: Cache | None) -> Iterator[Any]:
+def open_location(location: RemoteLocation, *, cache: Cache | None) -> Iterator[Any]:
     """Open the root of a remote file, for reading the tables of cells and genes.
 
     Parameters
     ----------
-    place
-        Place of an ``.h5ad`` file or a Zarr store.
+    location
+        Location of an ``.h5ad`` file or a Zarr store.
     cache
         Local cache for blocks of the file.
 
@@ -117,12 +117,12 @@ def open_place(place: Place, *, cache: Cache | None) -> Iterator[Any]:
     Raises
     ------
     StorageError
-        If `place` is neither HDF5 nor Zarr, or cannot be read; see `open_matrix`.
+        If `location` is neither HDF5 nor Zarr, or cannot be read; see `open_matrix`.
     """
-    if place.is_zarr():
-        yield ZarrFile(place).root()
+    if location.is_zarr():
+        yield ZarrFile(location).root()
         return
-    file = H5File(RemoteFile.of(place, cache=cache))
+    file = H5File(RemoteFile.of(location, cache=cache))
     yield file.open()
 
 
@@ -160,8 +160,8 @@ def as_matrix(array: Any, label: str) -> Matrix:
     return csr_in_memory(array, label)
 
 
-def _hdf5_bytes(path: str | Place, cache: Cache | None) -> LocalFile | RemoteFile:
-    if isinstance(path, Place):
+def _hdf5_bytes(path: str | RemoteLocation, cache: Cache | None) -> LocalFile | RemoteFile:
+    if isinstance(path, RemoteLocation):
         return RemoteFile.of(path, cache=cache)
     if not h5py.is_hdf5(path):
         raise StorageError(
@@ -205,7 +205,7 @@ def _hdf5_array(file: H5File, name: str, *, use_mmap: UseMmap) -> StoredArray:
         return array
 
 
-def _open_zarr(path: str | Place, key: str, *, use_mmap: UseMmap, cache: Cache | None) -> Matrix:
+def _open_zarr(path: str | RemoteLocation, key: str, *, use_mmap: UseMmap, cache: Cache | None) -> Matrix:
     file = ZarrFile(path)
     root = file.root()
     if key not in root:
@@ -224,7 +224,7 @@ def _zarr_array(file: ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | 
     """Return an array that is read directly if its layout is supported, otherwise through zarr-python."""
     array = ZarrArray(file, name)
     try:
-        if isinstance(file.path, Place):
+        if isinstance(file.path, RemoteLocation):
             return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
         if is_zip(file.path):
             return zipped_array(ZipArchive.of(file.path), name, label=array.label, use_mmap=use_mmap)
@@ -305,5 +305,5 @@ def _keys(root: Any) -> list[str]:
     return [key.replace("raw.X", "raw/X") for key in keys]
 
 
-def _missing(path: str | Place, key: str, keys: list[str]) -> MissingKeyError:
+def _missing(path: str | RemoteLocation, key: str, keys: list[str]) -> MissingKeyError:
     return MissingKeyError(f"{path} has no {key!r}; it has {', '.join(keys) or 'no matrix at all'}")

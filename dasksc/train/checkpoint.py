@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dasksc import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
 from dasksc.train.optim import hyperparameters_of
-from dasksc.train.parallel import Place
+from dasksc.train.parallel import RankContext
 
 __all__ = ["Checkpoints", "read_state", "read_tensors"]
 
@@ -58,14 +58,14 @@ class Checkpoints:
         Number of best checkpoints to keep in addition to the latest; -1 keeps all.
     mode
         ``min`` if the smallest value is best, ``max`` if the largest is.
-    place
+    context
         Rank and device of this process.
     """
 
     folder: Path
     keep: int
     mode: str
-    place: Place
+    context: RankContext
 
     def save(
         self,
@@ -122,11 +122,11 @@ class Checkpoints:
             self._take_place(partial, path, branched_at)
             self._prune(path)
 
-        self.place.by_first(begin, unwritten)
-        tensors = _tensors_of(model, optimizer) | _random_state(self.place)
+        self.context.by_first(begin, unwritten)
+        tensors = _tensors_of(model, optimizer) | _random_state(self.context)
         with _quiet(), _failing_as(StorageError, f"{partial} cannot be written", "Is there space left?"):
             save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
-        self.place.by_first(complete, unwritten)
+        self.context.by_first(complete, unwritten)
         return path
 
     def _take_place(self, complete: Path, path: Path, branched_at: int | None) -> None:
@@ -176,7 +176,7 @@ class Checkpoints:
     def has(self, path: Path) -> bool:
         """Return True if a checkpoint is in `folder`. All ranks must call this method."""
         is_here = _NAME.fullmatch(path.name) is not None and path.resolve().parent == self.folder.resolve()
-        return bool(self.place.agreed(is_here))
+        return bool(self.context.agreed(is_here))
 
     def find(self, resume_from: str | None) -> Path | None:
         """Return the checkpoint to resume from, or None to start a new run. All ranks must call this method.
@@ -188,7 +188,7 @@ class Checkpoints:
         MissingPathError
             If there is no such checkpoint.
         """
-        there = self.place.agreed([str(path) for path in self.all()])
+        there = self.context.agreed([str(path) for path in self.all()])
         if resume_from is None:
             if there:
                 raise InputError(
@@ -236,7 +236,7 @@ class Checkpoints:
         known = _known_tensors(path)
         tensors = _tensors_of(model, optimizer)
         _check_fits(path, state, made, tensors, known)
-        random = {name: value for name, value in _random_state(self.place).items() if name in known}
+        random = {name: value for name, value in _random_state(self.context).items() if name in known}
         groups = tensors["optimizer"]["param_groups"]
         learned = _learned_in(groups, hyperparameters_of(optimizer), known)
         filled = {**tensors, "optimizer": {**tensors["optimizer"], "param_groups": learned}}
@@ -245,7 +245,7 @@ class Checkpoints:
             group.update(values)
         set_model_state_dict(model, tensors["model"])
         set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
-        _set_random_state(random, self.place)
+        _set_random_state(random, self.context)
         return state
 
 
@@ -428,16 +428,16 @@ def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, 
     return told
 
 
-def _random_state(place: Place) -> dict[str, torch.Tensor]:
-    state = {f"random-cpu-{place.rank}": torch.get_rng_state()}
-    if place.device.type == "cuda":
-        state[f"random-cuda-{place.rank}"] = torch.cuda.get_rng_state(place.device)
+def _random_state(context: RankContext) -> dict[str, torch.Tensor]:
+    state = {f"random-cpu-{context.rank}": torch.get_rng_state()}
+    if context.device.type == "cuda":
+        state[f"random-cuda-{context.rank}"] = torch.cuda.get_rng_state(context.device)
     return state
 
 
-def _set_random_state(state: Mapping[str, torch.Tensor], place: Place) -> None:
+def _set_random_state(state: Mapping[str, torch.Tensor], context: RankContext) -> None:
     for name, value in state.items():
         if name.startswith("random-cuda"):
-            torch.cuda.set_rng_state(value, place.device)
+            torch.cuda.set_rng_state(value, context.device)
         else:
             torch.set_rng_state(value)

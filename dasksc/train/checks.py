@@ -24,7 +24,7 @@ from dasksc.train.optim import make_optimizer
 from dasksc.train.yaml_trees import changed, copied, read_file
 from dasksc.transforms.tokenizer_config import from_config
 
-__all__ = ["check", "load", "why_not_finite"]
+__all__ = ["check_config", "load", "why_not_finite"]
 
 # Placeholders for the values that models receive from the data (`dasksc.train.models`).
 _FACTS = {"n_genes": 2, "n_labels": 2, "n_tokens": 5, "pad_id": 0, "n_bins": 5, "max_seq_len": 2**20}
@@ -37,7 +37,7 @@ _N_LOOKED_AT = 1024
 _LOWER = "lower training.optimizer.lr, or set a training.gradient_clip"
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Raise an error for names, arguments and values that are invalid for any data.
 
     Parameters
@@ -58,13 +58,12 @@ def check(config: Config) -> None:
 
 
 def load(path: str, *, changes: Iterable[str] = ()) -> Config:
-    """Read and check a YAML file; see `Config.load` and `check`.
+    """Read and check a YAML file; see `Config.load` and `check_config`.
 
     Raises
     ------
     DaskscError
-        If there are problems. The message lists those of the schema together with those that `check` finds in the
-        remaining keys.
+        If there are problems. The message lists those of the schema, and those of `check_config` in the remaining keys.
     """
     raw, changes = read_file(path), list(changes)
     try:
@@ -84,7 +83,7 @@ def load(path: str, *, changes: Iterable[str] = ()) -> Config:
             raise
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise InputError(f"{path} has {len(problems)} mistakes:{lines}") from found
-    check(config)
+    check_config(config)
     return config
 
 

@@ -17,13 +17,13 @@ def problems_in(root: type[BaseModel], found: ValidationError) -> list[str]:
     """Return the problems that pydantic found, one message per key."""
     problems: dict[str, str] = {}
     for error in found.errors():
-        where = _place(root, error["loc"])
+        where = _keys_of(root, error["loc"])
         # If a key has alternative types, each one reports an error; the first is informative enough.
         problems.setdefault(".".join(where), _problem(root, where, error))
     return list(problems.values())
 
 
-def _place(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+def _keys_of(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
     """Return the keys that lead to a problem, without the names that pydantic gives to alternatives."""
     where: list[str] = []
     model: type[BaseModel] | None = root

@@ -26,7 +26,7 @@ from dasksc.train.import_paths import check_arguments, find
 from dasksc.train.validation_config import Validation
 from dasksc.transforms.vocabulary import PICKLES
 
-__all__ = ["Loader", "Loaders", "make_loaders", "on_device"]
+__all__ = ["EpochLoader", "EpochLoaders", "make_loaders", "on_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _SCDATASET_ARGUMENTS = [
 ]
 
 
-class Loader:
+class EpochLoader:
     """Data set as read by the training loop, directly or through the workers of a DataLoader.
 
     Parameters
@@ -127,7 +127,7 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaders:
+class EpochLoaders:
     """Data sets of a training.
 
     Parameters
@@ -140,13 +140,13 @@ class Loaders:
         Numbers of training and held-out conditions and cells per context; None if conditions were not split.
     """
 
-    training: Loader
-    validation: Loader | None
+    training: EpochLoader
+    validation: EpochLoader | None
     facts: dict[str, Any]
     split_table: pd.DataFrame | None = None
 
 
-def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Loaders:
+def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> EpochLoaders:
     """Open the atlas and create the data sets of this rank.
 
     Parameters
@@ -256,9 +256,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
                 f"{n_rows} rows are held out for {validation.world_size} ranks; raise data.validation.share to at "
                 "least one row for each"
             )
-    return Loaders(
-        training=Loader(training, data, pin_memory=pinned),
-        validation=None if validation is None else Loader(validation, data, pin_memory=pinned),
+    return EpochLoaders(
+        training=EpochLoader(training, data, pin_memory=pinned),
+        validation=None if validation is None else EpochLoader(validation, data, pin_memory=pinned),
         facts=facts,
         split_table=split_table,
     )

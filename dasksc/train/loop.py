@@ -16,21 +16,20 @@ from torch import nn
 
 from dasksc import InputError, TrainingError
 from dasksc.train.checkpoint import Checkpoints
-from dasksc.train.checks import check, why_not_finite
+from dasksc.train.checks import check_config, why_not_finite
 from dasksc.train.config import Config
-from dasksc.train.data import Loader, Loaders, make_loaders, on_device
+from dasksc.train.data import EpochLoader, EpochLoaders, make_loaders, on_device
 from dasksc.train.import_paths import arguments_of, check_arguments, find
 from dasksc.train.loggers import CSVLog, Log, check_loggers, make_logs
-from dasksc.train.metrics import Means, Pace
 from dasksc.train.models import BUILT_IN
 from dasksc.train.optim import LearningRate, make_optimizer
 from dasksc.train.parallel import (
     DistributedModel,
-    Place,
+    RankContext,
     clip_gradient,
     count_rows,
+    joined_ranks,
     number_of,
-    places,
     scale_gradient,
     spread,
     unused_of,
@@ -38,6 +37,7 @@ from dasksc.train.parallel import (
 from dasksc.train.predicting import noted_reading, predict_trained
 from dasksc.train.profiling import profiling
 from dasksc.train.report import Report, plot, shown
+from dasksc.train.running_means import Means, Pace
 from dasksc.train.saved_models import build_model, save_model
 
 __all__ = ["fit"]
@@ -71,9 +71,9 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     StorageError
         If a checkpoint, the model or the metrics cannot be written; raised on every rank.
     """
-    check(config)
-    with places(config.training) as place:
-        run = _Run(config, place, say)
+    check_config(config)
+    with joined_ranks(config.training) as context:
+        run = _Run(config, context, say)
         run.go()
         report = run.finish()
         run.predict()
@@ -83,36 +83,36 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
 class _Run:
     """State of a training and its progress."""
 
-    def __init__(self, config: Config, place: Place, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, context: RankContext, say: Callable[[str], None]) -> None:
         training = config.training
         check_loggers(training.loggers)
-        if place.rank == 0:
-            for line in unused_of(config, place):
+        if context.rank == 0:
+            for line in unused_of(config, context):
                 logger.warning(line)
         self.config = config
-        self.place = place
+        self.context = context
         self.say = say
         self.folder = Path(training.checkpoint_dir)
-        if place.rank == 0:
+        if context.rank == 0:
             say(f"writing checkpoints, metrics.csv, training.png and model.pt to {self.folder.absolute()}")
-        self.loaders: Loaders = make_loaders(config, device=place.device, rank=place.rank)
-        if place.rank == 0 and self.loaders.split_table is not None:
+        self.loaders: EpochLoaders = make_loaders(config, device=context.device, rank=context.rank)
+        if context.rank == 0 and self.loaders.split_table is not None:
             say(f"what is trained on and held out:\n{shown(self.loaders.split_table)}")
         self.model_arguments = _model_arguments(config, self.loaders.facts)
         torch.manual_seed(training.seed)  # equal parameters on every rank
         model = build_model(config.model.name, self.model_arguments)
         self.n_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.spread: DistributedModel = spread(model, training, place)
-        scale = place.world_size if training.scale_lr else 1
+        self.spread: DistributedModel = spread(model, training, context)
+        scale = context.world_size if training.scale_lr else 1
         self.optimizer = make_optimizer(model.parameters(), training.optimizer, scale=scale)
-        self.scaler = torch.amp.GradScaler(place.device.type, enabled=training.precision == "16-mixed")
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=training.precision == "16-mixed")
         self.max_epochs = training.max_epochs or (None if training.max_steps else 1)
         self.step = 0
         self.learning_rate = LearningRate(self.optimizer, training.scheduler, self._total_steps())
         self.monitor, mode = _monitored(config)
         self.monitors_validation = self.monitor.startswith("validation_")
         self.monitored: float | None = None
-        self.checkpoints = Checkpoints(folder=self.folder, keep=training.save_top_k, mode=mode, place=place)
+        self.checkpoints = Checkpoints(folder=self.folder, keep=training.save_top_k, mode=mode, context=context)
 
         self.step_saved: int | None = None
         self.branched_at: int | None = None
@@ -121,10 +121,10 @@ class _Run:
         self.figures: dict[str, Any] = {}
         self.latest: Path | None = None
         # Dropout must differ between ranks.
-        torch.manual_seed(training.seed + 1 + place.rank)
+        torch.manual_seed(training.seed + 1 + context.rank)
         self._resume()
         self.learning_rate.total_steps = self._total_steps()
-        self.pace = Pace(place)
+        self.pace = Pace(context)
         self.table: CSVLog | None = None
         self.logs: list[Log] = []
         self._unwritten = f"the figures of the run in {self.folder} cannot be written"
@@ -133,10 +133,10 @@ class _Run:
             self.table = CSVLog(self.folder / "metrics.csv", resumed_at=self.step if self.step else None)
             self.logs = [self.table, *make_logs(config, say=say)]
 
-        place.by_first(begin_logs, self._unwritten)
+        context.by_first(begin_logs, self._unwritten)
 
     @property
-    def _loader(self) -> Loader:
+    def _loader(self) -> EpochLoader:
         return self.loaders.training
 
     def _total_steps(self) -> int:
@@ -188,7 +188,7 @@ class _Run:
         """Train until the end of the run."""
         training = self.config.training
         window, folder = self.config.training.profile, self.folder / "profile"
-        with profiling(window, folder, self.place, lambda: self.step) as profiler:
+        with profiling(window, folder, self.context, lambda: self.step) as profiler:
             while not self._is_over():
                 epoch = self._loader.epoch
                 self._train_epoch(epoch, profiler)
@@ -206,7 +206,7 @@ class _Run:
     def _train_epoch(self, epoch: int, profiler: Any) -> None:
         training = self.config.training
         self.spread.whole.train()
-        means = Means(self.place)
+        means = Means(self.context)
         rate = norm = None
         batches = self.pace.timed(self._loader)
         with contextlib.closing(batches):
@@ -236,7 +236,7 @@ class _Run:
         n_counted: torch.Tensor | None = None
         for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):
             with self.spread.accumulating(is_last=i == len(group) - 1):
-                outputs = self.spread(on_device(batch, self.place.device))
+                outputs = self.spread(on_device(batch, self.context.device))
                 n = outputs.get("n")
                 if n is None:
                     weight: torch.Tensor | float = n_rows / sum(sizes)
@@ -247,8 +247,8 @@ class _Run:
             means.add(outputs, n_rows)
         if n_counted is not None:
             # DDP and FSDP have averaged the gradients over ranks.
-            total = self.place.reduced(n_counted).clamp(min=1)
-            scale_gradient(self.spread.bare.parameters(), self.place.world_size * n_expected / total)
+            total = self.context.reduced(n_counted).clamp(min=1)
+            scale_gradient(self.spread.bare.parameters(), self.context.world_size * n_expected / total)
         rate = self.learning_rate.set(self.step)
         norm = None
         if training.gradient_clip is not None:
@@ -289,7 +289,7 @@ class _Run:
             for log in self.logs:
                 log.write({"step": self.step, "epoch": epoch, **figures})
 
-        self.place.by_first(write, self._unwritten)
+        self.context.by_first(write, self._unwritten)
 
     def _validate(self, epoch: int) -> None:
         loader = self.loaders.validation
@@ -298,16 +298,16 @@ class _Run:
         self.step_validated = self.step
         paused = self.pace.pause()
         self.spread.bare.eval()
-        means = Means(self.place)
+        means = Means(self.context)
         n_calls = n_batches = len(loader.dataset)
         if self.spread.is_sharded:
             # Ranks may differ by one batch, and all ranks must gather parameters together. No other reduction may take
             # place before the last gather.
-            most = self.place.reduced(torch.tensor(n_batches, device=self.place.device), dist.ReduceOp.MAX)
+            most = self.context.reduced(torch.tensor(n_batches, device=self.context.device), dist.ReduceOp.MAX)
             n_calls = int(most)
         last = None
         for batch in loader:
-            last = on_device(batch, self.place.device)
+            last = on_device(batch, self.context.device)
             means.add(self.spread.evaluate(last), count_rows(last))
         for _ in range(n_calls - n_batches):
             self.spread.evaluate(last)
@@ -319,7 +319,7 @@ class _Run:
             self._follow(figures, is_counted=bool(figures))
         if figures:
             self._log(epoch, figures)
-        elif self.place.rank == 0:
+        elif self.context.rank == 0:
             logger.warning(
                 "the model uses none of the held-out rows (they may have no label), so there are no validation metrics"
             )
@@ -338,7 +338,7 @@ class _Run:
             "figures": self.figures,
             "validated_at": self.step_validated,
             **self._made(),
-            "world_size": self.place.world_size,
+            "world_size": self.context.world_size,
             "config": self.config.written(),
         }
         self.latest = self.checkpoints.save(
@@ -356,7 +356,7 @@ class _Run:
             self.spread.bare,
             name=self.config.model.name,
             arguments=self.model_arguments,
-            place=self.place,
+            context=self.context,
             more={
                 "step": self.step,
                 "categories": dict(self._loader.dataset.categories),
@@ -365,9 +365,9 @@ class _Run:
         )
         hidden = {"cells_per_s", "wait_share", "lr"}
         report = Report(
-            strategy=self.place.strategy,
-            world_size=self.place.world_size,
-            device=self.place.device.type,
+            strategy=self.context.strategy,
+            world_size=self.context.world_size,
+            device=self.context.device.type,
             n_parameters=self.n_parameters,
             n_steps=self.step,
             n_epochs=self._loader.epoch,
@@ -379,7 +379,7 @@ class _Run:
             checkpoint=None if self.latest is None else str(self.latest),
             model=str(path),
         )
-        step_cells = self.config.data.batch_size * self.place.world_size * self.config.training.gradient_accumulation
+        step_cells = self.config.data.batch_size * self.context.world_size * self.config.training.gradient_accumulation
         title = f"{self.config.model.name}, {report.ranks}: {report.n_steps:,} steps of {step_cells:,} cells"
 
         def end_logs() -> None:
@@ -388,19 +388,19 @@ class _Run:
             if self.table is not None:
                 plot(self.table.rows, self.folder / "training.png", title=title)
 
-        self.place.by_first(end_logs, self._unwritten)
+        self.context.by_first(end_logs, self._unwritten)
         return report
 
     def predict(self) -> None:
         """Predict what the section ``predict`` asks for."""
         if self.config.predict is None:
             return
-        is_shown = self.config.data.progress and self.place.rank == 0
+        is_shown = self.config.data.progress and self.context.rank == 0
         with self.spread.autocast():
             report = predict_trained(
-                self.config, self.spread.bare, self._loader.dataset, device=self.place.device, progress=is_shown
+                self.config, self.spread.bare, self._loader.dataset, device=self.context.device, progress=is_shown
             )
-        if self.place.rank == 0:
+        if self.context.rank == 0:
             keys = ", ".join(f"{key} {what}" for key, what in report.keys.items())
             self.say(f"predictions of {report.n_obs:,} cells in {report.path}: {keys}")
 

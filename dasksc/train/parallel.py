@@ -28,12 +28,12 @@ from dasksc.train.config import Config, Fsdp, Training
 from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
 
 __all__ = [
-    "Place",
+    "RankContext",
     "DistributedModel",
     "clip_gradient",
     "count_rows",
     "number_of",
-    "places",
+    "joined_ranks",
     "scale_gradient",
     "spread",
     "strategy_of",
@@ -46,7 +46,7 @@ _DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.floa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankContext:
     """Rank, device and strategy of this process.
 
     Parameters
@@ -165,14 +165,14 @@ def _check_shard_size(fsdp: Fsdp, world_size: int) -> None:
         raise InputError(f"training.fsdp.shard_size={size} must divide the number of ranks, {world_size}")
 
 
-def unused_of(config: Config, place: Place) -> list[str]:
+def unused_of(config: Config, context: RankContext) -> list[str]:
     """Return a message for each key of the configuration that has no effect in this run.
 
     Parameters
     ----------
     config
         Configuration of the training.
-    place
+    context
         Rank and device of this process.
     """
     data, training, fsdp = config.data, config.training, config.training.fsdp
@@ -185,7 +185,7 @@ def unused_of(config: Config, place: Place) -> list[str]:
     if training.wandb_project is not None and "wandb" not in training.loggers:
         loggers = ", ".join(training.loggers)
         lines.append(f"training.wandb_project={training.wandb_project} is not used: training.logger is {loggers}")
-    if place.strategy == "dp" and place.device.type == "cpu" and (training.num_gpus or 1) > 1:
+    if context.strategy == "dp" and context.device.type == "cpu" and (training.num_gpus or 1) > 1:
         lines.append(
             f"training.num_gpus={training.num_gpus} is not used: this process sees no GPU, and training.strategy=dp "
             "has one copy of the model on the CPU"
@@ -197,10 +197,10 @@ def unused_of(config: Config, place: Place) -> list[str]:
         lines += [
             f"training.fsdp.{name}={value} is not used: NO_SHARD is DDP" for name, value in given.items() if value
         ]
-    is_one_copy = fsdp.shard_size is None and place.world_size == place.local_world_size > 1
+    is_one_copy = fsdp.shard_size is None and context.world_size == context.local_world_size > 1
     if fsdp.sharding_strategy == "HYBRID_SHARD" and is_one_copy:
         lines.append(
-            f"HYBRID_SHARD is FULL_SHARD here: all {place.world_size} ranks are on one node, and share one copy. For "
+            f"HYBRID_SHARD is FULL_SHARD here: all {context.world_size} ranks are on one node, and share one copy. For "
             "more copies give training.fsdp.shard_size"
         )
     return lines
@@ -224,7 +224,7 @@ def replicas_of(training: Training, n_gpus: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def places(training: Training) -> Iterator[Place]:
+def joined_ranks(training: Training) -> Iterator[RankContext]:
     """Join the process group of the run, and leave it at the end.
 
     Parameters
@@ -234,7 +234,7 @@ def places(training: Training) -> Iterator[Place]:
 
     Yields
     ------
-    Place
+    RankContext
         Rank and device of this process.
 
     Raises
@@ -262,7 +262,7 @@ def places(training: Training) -> Iterator[Place]:
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     try:
-        yield Place(
+        yield RankContext(
             rank=world.rank,
             world_size=world.world_size,
             local_world_size=world.local_world_size,
@@ -348,7 +348,7 @@ def count_rows(batch: Any) -> int:
     return int(batch.shape[0]) if hasattr(batch, "shape") else 0
 
 
-def spread(model: nn.Module, training: Training, place: Place) -> DistributedModel:
+def spread(model: nn.Module, training: Training, context: RankContext) -> DistributedModel:
     """Distribute a model over the ranks; its parameters must be equal on every rank.
 
     Parameters
@@ -357,7 +357,7 @@ def spread(model: nn.Module, training: Training, place: Place) -> DistributedMod
         Model on the CPU. It is modified in place, and moved to the device of the rank.
     training
         ``training`` section of the configuration.
-    place
+    context
         Rank and device of this process.
 
     Returns
@@ -368,20 +368,20 @@ def spread(model: nn.Module, training: Training, place: Place) -> DistributedMod
     dtype = _DTYPES[training.precision]
     if training.checkpoints_activations:
         checkpoint_activations(model)
-    if place.strategy == "fsdp":
-        _shard(model, training.fsdp or Fsdp(), place, dtype)
+    if context.strategy == "fsdp":
+        _shard(model, training.fsdp or Fsdp(), context, dtype)
         whole: nn.Module = model
     else:
-        model.to(place.device)
+        model.to(context.device)
         whole = model
-        if place.strategy == "ddp":
+        if context.strategy == "ddp":
             whole = DistributedDataParallel(model, find_unused_parameters=training.find_unused_parameters)
-        elif place.strategy == "dp":
+        elif context.strategy == "dp":
             whole = DataParallel(model, device_ids=replicas_of(training, torch.cuda.device_count()))
-    return DistributedModel(bare=model, whole=whole, dtype=dtype, device=place.device)
+    return DistributedModel(bare=model, whole=whole, dtype=dtype, device=context.device)
 
 
-def _shard(model: nn.Module, fsdp: Fsdp, place: Place, dtype: torch.dtype | None) -> None:
+def _shard(model: nn.Module, fsdp: Fsdp, context: RankContext, dtype: torch.dtype | None) -> None:
     """Shard every sufficiently large module, inner modules first."""
     # Combined with autocast, which casts the inputs of each operation: parameters are gathered in low precision and
     # gradients reduced in float32. Inputs are not cast, since float16 rounds counts above 2,048 and overflows above
@@ -389,9 +389,9 @@ def _shard(model: nn.Module, fsdp: Fsdp, place: Place, dtype: torch.dtype | None
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {
-        "mesh": _mesh(fsdp, place),
+        "mesh": _mesh(fsdp, context),
         "reshard_after_forward": fsdp.sharding_strategy != "SHARD_GRAD_OP",
         "mp_policy": precision,
         "offload_policy": offload,
@@ -427,18 +427,18 @@ def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     return found
 
 
-def _mesh(fsdp: Fsdp, place: Place) -> DeviceMesh:
-    _check_shard_size(fsdp, place.world_size)
+def _mesh(fsdp: Fsdp, context: RankContext) -> DeviceMesh:
+    _check_shard_size(fsdp, context.world_size)
     if fsdp.sharding_strategy != "HYBRID_SHARD":
-        return init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",))
-    size = fsdp.shard_size or place.local_world_size
-    if place.world_size % size:
+        return init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("dp",))
+    size = fsdp.shard_size or context.local_world_size
+    if context.world_size % size:
         raise InputError(
             f"HYBRID_SHARD shards inside a node, and the {size} ranks of this one do not divide the "
-            f"{place.world_size} of the run; give a training.fsdp.shard_size that does"
+            f"{context.world_size} of the run; give a training.fsdp.shard_size that does"
         )
     names = ("dp_replicate", "dp_shard")
-    return init_device_mesh(place.device.type, (place.world_size // size, size), mesh_dim_names=names)
+    return init_device_mesh(context.device.type, (context.world_size // size, size), mesh_dim_names=names)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

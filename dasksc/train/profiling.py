@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dasksc.train.config import Profile
-from dasksc.train.parallel import Place
+from dasksc.train.parallel import RankContext
 
 __all__ = ["profiling"]
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("dasksc.train.loop")
 
 @contextlib.contextmanager
 def profiling(
-    window: Profile | None, folder: Path, place: Place, step: Callable[[], int]
+    window: Profile | None, folder: Path, context: RankContext, step: Callable[[], int]
 ) -> Iterator[torch.profiler.profile | None]:
     """Record the steps of a window, and write a trace file per rank.
 
@@ -29,7 +29,7 @@ def profiling(
         Window of steps; None records nothing.
     folder
         Directory of the trace files, created when there is something to write.
-    place
+    context
         Rank and device of this process.
     step
         Function that returns the number of steps taken so far.
@@ -48,16 +48,16 @@ def profiling(
     def export(profiler: torch.profiler.profile) -> None:
         if step() - before > n_skipped:  # otherwise the run ended before a step of the window was recorded
             folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"rank-{place.rank}.json"))
+            profiler.export_chrome_trace(str(folder / f"rank-{context.rank}.json"))
 
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if place.device.type == "cuda":
+    if context.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1)
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=export) as profiler:
         yield profiler
     n_steps = step() - before
-    if n_steps < n_skipped + window.active and place.rank == 0:
+    if n_steps < n_skipped + window.active and context.rank == 0:
         logger.warning(
             "training.profile takes %d steps (wait %d + warmup %d + active %d), and this run had %d: %d of %d are "
             "recorded. Train for more, or lower training.profile.wait",

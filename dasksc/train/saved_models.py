@@ -15,13 +15,19 @@ from dasksc import InputError, MissingPathError
 from dasksc.train.checkpoint import read_state, read_tensors
 from dasksc.train.import_paths import find
 from dasksc.train.models import BUILT_IN
-from dasksc.train.parallel import Place
+from dasksc.train.parallel import RankContext
 
 __all__ = ["build_model", "load_model", "read_saved", "save_model"]
 
 
 def save_model(
-    path: Path, model: nn.Module, *, name: str, arguments: Mapping[str, Any], place: Place, more: Mapping[str, Any]
+    path: Path,
+    model: nn.Module,
+    *,
+    name: str,
+    arguments: Mapping[str, Any],
+    context: RankContext,
+    more: Mapping[str, Any],
 ) -> None:
     """Write a model to one file for `load_model`.
 
@@ -35,7 +41,7 @@ def save_model(
         Model, sharded or not.
     name, arguments
         Name and constructor arguments of its class.
-    place
+    context
         Rank and device of this process.
     more
         Additional content of the file: plain numbers, texts, lists and dicts.
@@ -47,7 +53,7 @@ def save_model(
         torch.save({"name": name, "arguments": dict(arguments), "parameters": parameters, **more}, partial)
         partial.rename(path)
 
-    place.by_first(write, f"the model {path} cannot be written")
+    context.by_first(write, f"the model {path} cannot be written")
 
 
 def load_model(path: str | os.PathLike[str]) -> nn.Module:

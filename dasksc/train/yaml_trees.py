@@ -14,18 +14,18 @@ from dasksc import InputError, MissingPathError
 __all__ = ["changed", "copied", "read_file", "read_yaml", "set_value"]
 
 
-class _Loader(yaml.SafeLoader):
+class _NumericYamlLoader(yaml.SafeLoader):
     """YAML loader that parses numbers such as 1e-4, which YAML 1.1 treats as text."""
 
 
-_Loader.add_implicit_resolver(
+_NumericYamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 
 def read_yaml(text: str) -> Any:
     """Parse YAML with a safe loader."""
-    return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+    return yaml.load(text, Loader=_NumericYamlLoader)  # a subclass of SafeLoader
 
 
 def read_file(path: str | Path) -> Any:

@@ -15,7 +15,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
 
 from dasksc._compat.distributed import carrier_of, take_back_plugin, worker_plugin_names
 from dasksc.errors import StorageError
-from dasksc.executor import metrics
+from dasksc.executor import fetch_totals
 from dasksc.executor.cluster import file_visibility
 from dasksc.executor.cluster import transport as transport  # registers the serializers of results
 from dasksc.executor.local import Timed
@@ -48,7 +48,7 @@ class TaskPlugin(WorkerPlugin):
 
     def setup(self, worker: object) -> None:
         """Export the totals of the worker's fetches at its ``/metrics``."""
-        metrics.export()
+        fetch_totals.export()
 
     def run(self, argument: Any) -> Timed:
         """Run one fetch; return its duration in seconds and its result."""

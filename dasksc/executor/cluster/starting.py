@@ -113,7 +113,7 @@ def start_cluster(
             "find each other. Call torch.distributed.init_process_group first"
         )
 
-    def check() -> None:
+    def check_arguments() -> None:
         _check(
             host=host,
             port=port,
@@ -126,12 +126,12 @@ def start_cluster(
         )
 
     if world.rank != 0:
-        check()
+        check_arguments()
         return join(store, security=secured(security), timeout_s=timeout_s)
     token = uuid.uuid4().hex
     with contextlib.ExitStack() as started:
         try:
-            check()
+            check_arguments()
             _check_resolved(host, is_spread=world.local_world_size < world.world_size)
             certificates = secured(security)
             if certificates is None and host not in LOOPBACK:

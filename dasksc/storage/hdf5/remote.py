@@ -56,7 +56,7 @@ class BlockReader(io.RawIOBase):
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
         self._at = 0
-        self._blocks = _blocks_of.setdefault((os.getpid(), file.place.root, file.identity), _Blocks())
+        self._blocks = _blocks_of.setdefault((os.getpid(), file.location.root, file.identity), _Blocks())
         self._following = (-1, 1)
         self._missed: Counter[int] = Counter()
         self._whole: set[int] = set()

@@ -21,7 +21,7 @@ from dasksc.storage.files import UseMmap
 from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.remote.cache import BLOCK_BYTES, Cache
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.urls import Place
+from dasksc.storage.remote.urls import RemoteLocation
 
 __all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
 
@@ -37,7 +37,7 @@ AHEAD_BYTES = 2**25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RangeRequest:
     """Byte ranges of one request: bytes [start, stop) cover the ranges with numbers [first, after)."""
 
     start: int
@@ -46,7 +46,7 @@ class Part:
     after: int
 
 
-def parts_of(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[Part]:
+def parts_of(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[RangeRequest]:
     """Merge ranges into few parts, preserving their order.
 
     Parameters
@@ -61,15 +61,15 @@ def parts_of(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block
         Block size in bytes, or 0. Ranges in the same block are merged regardless of `gap` and `longest`, so that no
         block is fetched twice.
     """
-    parts: list[Part] = []
+    parts: list[RangeRequest] = []
     for number, (start, stop) in enumerate(ranges):
         if parts:
             last = parts[-1]
             is_near = last.stop <= start <= last.stop + gap and stop - last.start <= longest
             if is_near or (block and last.stop <= start and start // block == max(last.stop - 1, 0) // block):
-                parts[-1] = Part(start=last.start, stop=stop, first=last.first, after=number + 1)
+                parts[-1] = RangeRequest(start=last.start, stop=stop, first=last.first, after=number + 1)
                 continue
-        parts.append(Part(start=start, stop=stop, first=number, after=number + 1))
+        parts.append(RangeRequest(start=start, stop=stop, first=number, after=number + 1))
     return parts
 
 
@@ -109,8 +109,8 @@ class RemoteFile:
 
     Parameters
     ----------
-    place
-        Place of the object.
+    location
+        Location of the object.
     identity
         Identity of the object when its layout was read. Reads raise an error if the object has changed since.
     cache
@@ -120,19 +120,19 @@ class RemoteFile:
     can_map = False
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
 
-    def __init__(self, place: Place, identity: ObjectIdentity, *, cache: Cache | None = None) -> None:
-        self.place = place
+    def __init__(self, location: RemoteLocation, identity: ObjectIdentity, *, cache: Cache | None = None) -> None:
+        self.location = location
         self.identity = identity
         self._cache = cache
 
     @classmethod
-    def of(cls, place: Place, *, cache: Cache | None = None) -> RemoteFile:
-        """Return the object that exists at a place now; takes one request."""
-        return cls(place, place.client.stat(place.key), cache=cache)
+    def of(cls, location: RemoteLocation, *, cache: Cache | None = None) -> RemoteFile:
+        """Return the object that exists at a location now; takes one request."""
+        return cls(location, location.client.stat(location.key), cache=cache)
 
     def uncached(self) -> RemoteFile:
         """Return the object without its cache, which would fetch a whole block for each scattered piece."""
-        return RemoteFile(self.place, self.identity)
+        return RemoteFile(self.location, self.identity)
 
     @property
     def path(self) -> str:
@@ -178,17 +178,17 @@ class RemoteFile:
                 next(places)[1][:] = next(filled)
             yield
 
-    def parts(self, ranges: Sequence[tuple[int, int]]) -> list[Part]:
+    def parts(self, ranges: Sequence[tuple[int, int]]) -> list[RangeRequest]:
         """Return the requests needed for ranges."""
         if self._cache is None:
             return parts_of(ranges, gap=GAP_BYTES, longest=REQUEST_BYTES)
         return parts_of(ranges, gap=0, longest=REQUEST_BYTES, block=BLOCK_BYTES)
 
     def _verify(self) -> None:
-        self.identity.compare(self.place.client.stat(self.place.key))
+        self.identity.compare(self.location.client.stat(self.location.key))
 
     def _request(self, start: int, stop: int) -> memoryview:
-        return self.place.client.get(self.place.key, start, stop, expected=self.identity)[0]
+        return self.location.client.get(self.location.key, start, stop, expected=self.identity)[0]
 
     def __repr__(self) -> str:
         return f"<RemoteFile {self.path}>"

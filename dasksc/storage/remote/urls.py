@@ -13,7 +13,7 @@ from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.storage.remote.client import Client, redact_url, url_of
 from dasksc.storage.remote.connecting import client_of, split_url
 
-__all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "Place", "is_recursive", "is_url", "matching"]
+__all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "RemoteLocation", "is_recursive", "is_url", "matching"]
 
 HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
@@ -27,8 +27,8 @@ def is_url(path: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Place of an atlas behind a URL. Pickles with its options; its string form has no credentials.
+class RemoteLocation:
+    """Location of an atlas behind a URL. Pickles with its options; its string form has no credentials.
 
     Parameters
     ----------
@@ -45,8 +45,8 @@ class Place:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, url: str, options: Mapping[str, Any] | None = None) -> Place:
-        """Return the place of a URL.
+    def of(cls, url: str, options: Mapping[str, Any] | None = None) -> RemoteLocation:
+        """Return the location of a URL.
 
         Raises
         ------
@@ -73,12 +73,12 @@ class Place:
 
     @property
     def is_on_web(self) -> bool:
-        """True if the place is on a web server, which cannot list its files."""
+        """True if the location is on a web server, which cannot list its files."""
         return self.root.startswith("http")
 
     @property
     def url(self) -> str:
-        """URL of the place, including any credentials in it; not valid for web servers."""
+        """URL of the location, including any credentials in it; not valid for web servers."""
         return url_of(self.root, self.key)
 
     @property
@@ -86,32 +86,32 @@ class Place:
         """Client of the store in this process."""
         return client_of(self.root, self.options)
 
-    def below(self, name: str) -> Place:
-        """Return the place `name` below this one; raise `InputError` if `name` contains '.' or '..' as a part."""
+    def below(self, name: str) -> RemoteLocation:
+        """Return the location `name` below this one; raise `InputError` if `name` contains '.' or '..' as a part."""
         parts = [part for part in name.split("/") if part]
         if ".." in parts or "." in parts:
             raise InputError(f"{self}: the name {name!r} leads elsewhere")
-        return Place(root=self.root, key="/".join(filter(None, [self.key, *parts])), options=self.options)
+        return RemoteLocation(root=self.root, key="/".join(filter(None, [self.key, *parts])), options=self.options)
 
     def exists(self) -> bool:
-        """Return True if an object exists at the place; takes one request."""
+        """Return True if an object exists at the location; takes one request."""
         try:
             self.client.stat(self.key)
         except MissingPathError:
             return False
         return True
 
-    def children(self) -> list[Place]:
+    def children(self) -> list[RemoteLocation]:
         """Return the places directly below this one, sorted by name.
 
         Raises
         ------
         StorageError
-            If the place is on a web server, which cannot list its files.
+            If the location is on a web server, which cannot list its files.
         """
         return [self.below(name) for name in self.client.children(self.key)]
 
-    def matching(self) -> list[Place]:
+    def matching(self) -> list[RemoteLocation]:
         """Return the places that match this one as a pattern, sorted by name; takes one listing per folder.
 
         Patterns are those of `matching`. Stores do not distinguish files from folders, so ``**`` also takes a listing
@@ -119,29 +119,29 @@ class Place:
         """
         names = _parts(self.key)
         n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
-        found = [Place(root=self.root, key="/".join(names[:n_plain]), options=self.options)]
-        listed: dict[str, list[Place]] = {}
+        found = [RemoteLocation(root=self.root, key="/".join(names[:n_plain]), options=self.options)]
+        listed: dict[str, list[RemoteLocation]] = {}
 
-        def children(place: Place) -> list[Place]:
-            if place.key not in listed:
-                listed[place.key] = place.children()
-            return listed[place.key]
+        def children(location: RemoteLocation) -> list[RemoteLocation]:
+            if location.key not in listed:
+                listed[location.key] = location.children()
+            return listed[location.key]
 
-        def folders(place: Place) -> Iterator[Place]:
-            inside = [] if place.name.endswith((".zarr", *HDF5_ENDINGS)) else children(place)
+        def folders(location: RemoteLocation) -> Iterator[RemoteLocation]:
+            inside = [] if location.name.endswith((".zarr", *HDF5_ENDINGS)) else children(location)
             if not inside or any(one.name in ZARR_MARKERS for one in inside):
                 return
-            yield place
+            yield location
             for one in inside:
                 if not one.name.startswith("."):
                     yield from folders(one)
 
         for pattern in names[n_plain:]:
             if pattern == _STARS:
-                found = [folder for place in found for folder in folders(place)]
+                found = [folder for location in found for folder in folders(location)]
             else:
-                found = [one for place in found for one in children(place) if _fits(one.name, pattern)]
-        return sorted({place.key: place for place in found}.values(), key=lambda place: place.key)
+                found = [one for location in found for one in children(location) if _fits(one.name, pattern)]
+        return sorted({location.key: location for location in found}.values(), key=lambda location: location.key)
 
     @property
     def name(self) -> str:
@@ -149,14 +149,14 @@ class Place:
         return self.key.rpartition("/")[2]
 
     def is_zarr(self) -> bool:
-        """Return True if the place is a Zarr group; takes up to three requests."""
+        """Return True if the location is a Zarr group; takes up to three requests."""
         if self.key.endswith(HDF5_ENDINGS):
             return False
         return any(self.below(marker).exists() for marker in ZARR_MARKERS)
 
     @classmethod
-    def of_local(cls, path: str) -> Place:
-        """Return the place of a local path."""
+    def of_local(cls, path: str) -> RemoteLocation:
+        """Return the location of a local path."""
         return cls(root="file:///", key=os.path.abspath(path).strip("/"))
 
 

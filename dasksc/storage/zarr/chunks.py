@@ -17,7 +17,7 @@ from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.known_objects import Seen
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.zarr.layout import Layout
+from dasksc.storage.zarr.layout import ZarrLayout
 from dasksc.storage.zarr.shard_index import index_bytes, index_places
 
 __all__ = ["At", "File", "Objects", "chunked_array"]
@@ -62,7 +62,7 @@ class Objects(Protocol):
         """Yield the bytes of ranges, valid until the next one is requested; a group is a file, offsets and sizes."""
 
 
-def chunked_array(objects: Objects, *, layout: Layout, label: str) -> ChunkedArray:
+def chunked_array(objects: Objects, *, layout: ZarrLayout, label: str) -> ChunkedArray:
     """Return the array with chunks in stored objects, laid out according to its metadata."""
     source: ChunkSource = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
     return ChunkedArray(
@@ -78,7 +78,7 @@ def chunked_array(objects: Objects, *, layout: Layout, label: str) -> ChunkedArr
 class _Chunks:
     """Chunks stored as one object each; a `ChunkSource`."""
 
-    def __init__(self, objects: Objects, layout: Layout) -> None:
+    def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
         self._objects = objects
         self._grid = layout.grid
         self._n_bytes = math.prod(layout.chunk_shape) * layout.chain.dtype.itemsize
@@ -114,7 +114,7 @@ class _Shard:
 class _Shards:
     """Chunks stored in shards, objects with several chunks and an index; a `ChunkSource`."""
 
-    def __init__(self, objects: Objects, layout: Layout) -> None:
+    def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
         self._objects = objects
         self._layout = layout
         # State of each shard when this process first read it; (None,) if it did not exist.

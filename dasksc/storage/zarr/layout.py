@@ -11,7 +11,7 @@ import numpy as np
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.codecs import Chain, Codec, codec_of_config
 
-__all__ = ["METADATA", "Layout", "layout_of"]
+__all__ = ["METADATA", "ZarrLayout", "layout_of"]
 
 _NUMBERS = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
@@ -22,7 +22,7 @@ METADATA = ("zarr.json", ".zarray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
+class ZarrLayout:
     """Layout of a Zarr array.
 
     Parameters
@@ -73,7 +73,7 @@ class Layout:
         return f"{self.prefix}{self.separator.join(map(str, at))}"
 
 
-def layout_of(name: str, content: bytes) -> Layout:
+def layout_of(name: str, content: bytes) -> ZarrLayout:
     """Parse the metadata of an array, stored in an object named `name`, one of `METADATA`.
 
     Raises
@@ -87,7 +87,7 @@ def layout_of(name: str, content: bytes) -> Layout:
         raise UnknownLayoutError(f"its metadata is not understood ({error!r})") from error
 
 
-def _layout_v3(metadata: dict[str, Any]) -> Layout:
+def _layout_v3(metadata: dict[str, Any]) -> ZarrLayout:
     if metadata["node_type"] != "array" or metadata.get("storage_transformers"):
         raise UnknownLayoutError("it is no plain array")
     if metadata["data_type"] not in _NUMBERS:
@@ -114,7 +114,7 @@ def _layout_v3(metadata: dict[str, Any]) -> Layout:
         index_first = sharding.get("index_location", "end") == "start"
         shard_shape, chunk_shape = chunk_shape, tuple(sharding["chunk_shape"])
         codecs = sharding["codecs"]
-    return Layout(
+    return ZarrLayout(
         shape=shape,
         chunk_shape=chunk_shape,
         shard_shape=shard_shape,
@@ -127,7 +127,7 @@ def _layout_v3(metadata: dict[str, Any]) -> Layout:
     )
 
 
-def _layout_v2(metadata: dict[str, Any]) -> Layout:
+def _layout_v2(metadata: dict[str, Any]) -> ZarrLayout:
     if not isinstance(metadata["dtype"], str):
         raise UnknownLayoutError("its type is compound")
     dtype = np.dtype(metadata["dtype"])
@@ -136,7 +136,7 @@ def _layout_v2(metadata: dict[str, Any]) -> Layout:
     if metadata.get("order", "C") != "C" and len(metadata["shape"]) > 1:
         raise UnknownLayoutError("it is stored column by column")
     configs = [*(metadata.get("filters") or ()), *filter(None, (metadata.get("compressor"),))]
-    return Layout(
+    return ZarrLayout(
         shape=tuple(metadata["shape"]),
         chunk_shape=tuple(metadata["chunks"]),
         shard_shape=None,

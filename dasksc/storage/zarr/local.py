@@ -18,7 +18,7 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap, can_map, maps, read_at
 from dasksc.storage.remote.known_objects import Seen
 from dasksc.storage.zarr.chunks import At, File, chunked_array
-from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
+from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
 __all__ = ["direct_array"]
 
@@ -75,7 +75,7 @@ class Files:
     # The buffer for one file, which is negligible.
     working_bytes = 0
 
-    def __init__(self, directory: str, *, layout: Layout, metadata: FileIdentity, use_mmap: UseMmap) -> None:
+    def __init__(self, directory: str, *, layout: ZarrLayout, metadata: FileIdentity, use_mmap: UseMmap) -> None:
         is_local = can_map(directory)
         self._directory = directory
         self._layout = layout

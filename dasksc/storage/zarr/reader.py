@@ -12,10 +12,10 @@ from zarr.abc.store import Store
 
 from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.remote.urls import ZARR_MARKERS, Place
+from dasksc.storage.remote.urls import ZARR_MARKERS, RemoteLocation
 from dasksc.storage.safety.zarr_metadata import GuardedLocalStore
 from dasksc.storage.sliced import ReadSlice, SlicedArray
-from dasksc.storage.zarr.remote import PlaceStore, RemoteMetadata
+from dasksc.storage.zarr.remote import RemoteMetadata, RemoteStore
 from dasksc.storage.zarr.zipped import ZipArchive, ZipMembers
 
 __all__ = ["ZarrArray", "ZarrFile"]
@@ -30,10 +30,10 @@ class ZarrFile:
     Parameters
     ----------
     path
-        Directory, zip file, or `Place` of a URL.
+        Directory, zip file, or `RemoteLocation` of a URL.
     """
 
-    def __init__(self, path: str | Place) -> None:
+    def __init__(self, path: str | RemoteLocation) -> None:
         self.path = path
         self._opened: tuple[int, Store] | None = None
 
@@ -42,8 +42,8 @@ class ZarrFile:
 
     def store(self) -> Store:
         """Return the store, opened in this process."""
-        if isinstance(self.path, Place):
-            return PlaceStore(self.path)
+        if isinstance(self.path, RemoteLocation):
+            return RemoteStore(self.path)
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # Reopened after a fork. Threads in a race open it twice, which is harmless.
@@ -69,7 +69,7 @@ class ZarrFile:
 
     def identity(self, name: str) -> FileIdentity | RemoteMetadata:
         """Return the identity of the array `name`, which changes if the array is replaced."""
-        if isinstance(self.path, Place):
+        if isinstance(self.path, RemoteLocation):
             return RemoteMetadata.of(self.path.below(name))[0]
         if os.path.isfile(self.path):
             return FileIdentity.of(self.path)
@@ -80,9 +80,9 @@ class ZarrFile:
         raise StorageError(f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray)")
 
 
-def _inside(path: str | Place) -> str | None:
+def _inside(path: str | RemoteLocation) -> str | None:
     """Return what to do with a zip file that has its store in a folder; None of anything else."""
-    if isinstance(path, Place) or not os.path.isfile(path):
+    if isinstance(path, RemoteLocation) or not os.path.isfile(path):
         return None
     folders = (name.rpartition("/") for name in ZipArchive.of(path).members)
     found = min((folder for folder, _, name in folders if folder and name in ZARR_MARKERS), key=len, default=None)

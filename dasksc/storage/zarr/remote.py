@@ -19,12 +19,12 @@ from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.known_objects import Seen
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
-from dasksc.storage.remote.urls import Place
+from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.safety.zarr_metadata import safe_content
 from dasksc.storage.zarr.chunks import At, File, chunked_array
-from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
+from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
-__all__ = ["PlaceStore", "RemoteMetadata", "direct_array"]
+__all__ = ["RemoteStore", "RemoteMetadata", "direct_array"]
 
 T = TypeVar("T")
 
@@ -35,18 +35,18 @@ class RemoteMetadata:
 
     Parameters
     ----------
-    place
+    location
         Location of the object.
     identity
         Identity of the object.
     """
 
-    place: Place
+    location: RemoteLocation
     identity: ObjectIdentity
 
     @classmethod
-    def of(cls, array: Place) -> tuple[RemoteMetadata, bytes]:
-        """Return the metadata object of the array at a place, and its content.
+    def of(cls, array: RemoteLocation) -> tuple[RemoteMetadata, bytes]:
+        """Return the metadata object of the array at a location, and its content.
 
         Raises
         ------
@@ -54,20 +54,20 @@ class RemoteMetadata:
             If there is none.
         """
         for name in METADATA:
-            place = array.below(name)
+            location = array.below(name)
             try:
-                content, identity = place.client.get(place.key)
+                content, identity = location.client.get(location.key)
             except MissingPathError:
                 continue
-            return cls(place=place, identity=identity), bytes(content)
+            return cls(location=location, identity=identity), bytes(content)
         raise UnknownLayoutError("it has no metadata of its own")
 
     def check(self) -> None:
         """Raise an error if the array was replaced since it was opened; makes one request."""
-        self.identity.compare(self.place.client.stat(self.place.key))
+        self.identity.compare(self.location.client.stat(self.location.key))
 
 
-def direct_array(array: Place, *, label: str, cache: Cache | None) -> StoredArray:
+def direct_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> StoredArray:
     """Open a Zarr array for reading without zarr-python.
 
     Parameters
@@ -85,7 +85,7 @@ def direct_array(array: Place, *, label: str, cache: Cache | None) -> StoredArra
         If the array can only be read with zarr-python.
     """
     metadata, content = RemoteMetadata.of(array)
-    layout = layout_of(os.path.basename(metadata.place.key), content)
+    layout = layout_of(os.path.basename(metadata.location.key), content)
     objects = StoreObjects(array, layout=layout, metadata=metadata, cache=cache)
     return chunked_array(objects, layout=layout, label=label)
 
@@ -108,7 +108,9 @@ class StoreObjects:
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
     can_map = False
 
-    def __init__(self, array: Place, *, layout: Layout, metadata: RemoteMetadata, cache: Cache | None) -> None:
+    def __init__(
+        self, array: RemoteLocation, *, layout: ZarrLayout, metadata: RemoteMetadata, cache: Cache | None
+    ) -> None:
         self._array = array
         self._layout = layout
         self._metadata = metadata
@@ -134,7 +136,7 @@ class StoreObjects:
 
         def indexed(at: At) -> T | None:
             try:
-                file = RemoteFile.of(self._place(at), cache=self._cache)
+                file = RemoteFile.of(self._location(at), cache=self._cache)
             except MissingPathError:
                 return None
             return index_of(file)
@@ -143,7 +145,7 @@ class StoreObjects:
 
     def file(self, at: At, identity: ObjectIdentity) -> RemoteFile:
         """Return an object that `indexed` has read before."""
-        return RemoteFile(self._place(at), identity, cache=self._cache)
+        return RemoteFile(self._location(at), identity, cache=self._cache)
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
         """Yield ranges; those of the next objects are requested ahead. See `ranges_of`."""
@@ -156,33 +158,33 @@ class StoreObjects:
         next(answers)
         return answers
 
-    def _place(self, at: At) -> Place:
+    def _location(self, at: At) -> RemoteLocation:
         return self._array.below(self._layout.key(at))
 
     def _content(self, at: At, *, longest: int) -> memoryview | None:
-        place, seen = self._place(at), self._seen.get(at)
+        location, seen = self._location(at), self._seen.get(at)
         try:
             if self._cache is not None:
                 if seen is None:  # the cached content must be that of the current object
-                    seen = self._seen.keep(at, place.client.stat(place.key))
+                    seen = self._seen.keep(at, location.client.stat(location.key))
                 if seen.size > longest:
-                    raise CorruptDataError(f"{place} has {seen.size} bytes, where at most {longest} belong")
-                return RemoteFile(place, seen, cache=self._cache).fetch(0, seen.size)
-            data, identity = place.client.get(place.key, expected=seen, longest=longest)
+                    raise CorruptDataError(f"{location} has {seen.size} bytes, where at most {longest} belong")
+                return RemoteFile(location, seen, cache=self._cache).fetch(0, seen.size)
+            data, identity = location.client.get(location.key, expected=seen, longest=longest)
         except MissingPathError:
             if seen is not None:
-                raise CorruptDataError(f"{place} was removed since it was opened") from None
+                raise CorruptDataError(f"{location} was removed since it was opened") from None
             return None
         self._seen.keep(at, identity).compare(identity)
         return data
 
 
-class PlaceStore(Store):
+class RemoteStore(Store):
     """Store for zarr-python on a client of dasksc, with its retries and error messages.
 
     Parameters
     ----------
-    place
+    location
         Location of the root of the hierarchy.
     """
 
@@ -191,18 +193,18 @@ class PlaceStore(Store):
     supports_listing = True
     supports_partial_writes = False
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, location: RemoteLocation) -> None:
         super().__init__(read_only=True)
-        self._place = place
+        self._location = location
 
     def __eq__(self, value: object) -> bool:
-        return isinstance(value, PlaceStore) and value._place == self._place
+        return isinstance(value, RemoteStore) and value._location == self._location
 
     def __str__(self) -> str:
-        return str(self._place)
+        return str(self._location)
 
     def __repr__(self) -> str:
-        return f"PlaceStore({self._place})"
+        return f"RemoteStore({self._location})"
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """Return an object or a range of it; None if it does not exist."""
@@ -213,9 +215,9 @@ class PlaceStore(Store):
         return prototype.buffer.from_bytes(data)
 
     def _get(self, key: str, byte_range: ByteRequest | None) -> bytes:
-        client, name = self._place.client, self._place.below(key).key
+        client, name = self._location.client, self._location.below(key).key
         if byte_range is None:
-            return safe_content(str(self._place), key, bytes(client.get(name)[0]))
+            return safe_content(str(self._location), key, bytes(client.get(name)[0]))
         if isinstance(byte_range, RangeByteRequest):
             start, stop = byte_range.start, byte_range.end
         else:
@@ -233,18 +235,18 @@ class PlaceStore(Store):
     async def exists(self, key: str) -> bool:
         """Return True if an object exists."""
         try:
-            await asyncio.to_thread(self._place.client.stat, self._place.below(key).key)
+            await asyncio.to_thread(self._location.client.stat, self._location.below(key).key)
         except MissingPathError:
             return False
         return True
 
     async def set(self, key: str, value: Buffer) -> None:
         """Raise an error, since the store is read-only."""
-        raise InputError(f"{self._place} is read only")
+        raise InputError(f"{self._location} is read only")
 
     async def delete(self, key: str) -> None:
         """Raise an error, since the store is read-only."""
-        raise InputError(f"{self._place} is read only")
+        raise InputError(f"{self._location} is read only")
 
     async def list(self) -> AsyncIterator[str]:
         """Yield all keys."""
@@ -253,11 +255,11 @@ class PlaceStore(Store):
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         """Yield all keys below a prefix."""
-        root = self._place.key
-        for key in await asyncio.to_thread(self._place.client.listed, self._place.below(prefix).key):
+        root = self._location.key
+        for key in await asyncio.to_thread(self._location.client.listed, self._location.below(prefix).key):
             yield key.removeprefix(f"{root}/")
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """Yield the names directly below a prefix."""
-        for name in await asyncio.to_thread(self._place.client.children, self._place.below(prefix).key):
+        for name in await asyncio.to_thread(self._location.client.children, self._location.below(prefix).key):
             yield name

@@ -12,7 +12,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.storage.codecs import Crc32c
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.zarr.layout import Layout
+from dasksc.storage.zarr.layout import ZarrLayout
 
 __all__ = ["index_bytes", "index_places"]
 
@@ -20,7 +20,7 @@ __all__ = ["index_bytes", "index_places"]
 _NEVER = 2**64 - 1
 
 
-def index_bytes(layout: Layout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
+def index_bytes(layout: ZarrLayout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
     """Return the byte range [start, stop) of the index in a shard."""
     n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
     if identity.size < n_bytes:
@@ -29,7 +29,7 @@ def index_bytes(layout: Layout, identity: FileIdentity | ObjectIdentity) -> tupl
 
 
 def index_places(
-    layout: Layout, identity: FileIdentity | ObjectIdentity, data: Any
+    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, data: Any
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
     if layout.index_checksum:

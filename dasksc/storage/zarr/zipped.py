@@ -28,7 +28,7 @@ from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.safety.zarr_metadata import check_zip, safe_content
-from dasksc.storage.zarr.layout import METADATA, Layout, layout_of
+from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 from dasksc.storage.zarr.shard_index import index_bytes, index_places
 
 __all__ = ["ZipArchive", "ZipMembers", "direct_array", "is_zip"]
@@ -247,7 +247,7 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     )
 
 
-def _chunk_places(archive: ZipArchive, name: str, layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offset in the file (-1 if it was never written) and the size of each chunk."""
     grid = layout.grid
     objects = tuple(-(-n // per_shard) for n, per_shard in zip(grid, layout.per_shard, strict=True))
@@ -281,7 +281,7 @@ def _chunk_places(archive: ZipArchive, name: str, layout: Layout) -> tuple[NDArr
 
 
 def _shard_places(
-    archive: ZipArchive, key: str, begin: int, member: _Member, layout: Layout
+    archive: ZipArchive, key: str, begin: int, member: _Member, layout: ZarrLayout
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where the chunks of a shard lie in it."""
     identity = FileIdentity(path=f"{archive.path}/{key}", size=member.n_bytes, mtime_ns=0)
@@ -296,7 +296,7 @@ def _shard_places(
     return starts, lengths
 
 
-def _check_sizes(archive: ZipArchive, layout: Layout, keys: Iterable[str]) -> None:
+def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -> None:
     """Refuse members that unpack to more than any codec makes of their chunks."""
     n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
     at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)

@@ -28,7 +28,7 @@ import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.storage.remote import fsspec_client
 from dasksc.storage.remote.connecting import client_of
-from dasksc.storage.remote.urls import Place
+from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import batches, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, azure_container, google_options, serving
 
@@ -128,8 +128,8 @@ def test_patterns_folders_and_collections_are_those_of_local_paths(
 def test_batches_of_several_atlases_are_those_of_local_paths(folder: Path, places: dict[str, Any], kind: str) -> None:
     root, options = places[kind]
     several = [
-        dasksc.open(f"{place}/parts", storage_options=more, index_unique="-")
-        for place, more in ((root, options), (str(folder), None))
+        dasksc.open(f"{location}/parts", storage_options=more, index_unique="-")
+        for location, more in ((root, options), (str(folder), None))
     ]
     for one, other in zip(*map(batches, several), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -338,7 +338,7 @@ def test_no_more_is_read_than_is_asked_for(faulty: type[Faulty]) -> None:
 
 
 def test_lists_are_those_of_stores(folder: Path, memory: str, bucket: Bucket) -> None:
-    client, expected = Place.of(memory + "/x").client, client_of(f"s3://{bucket.name}", bucket.options)
+    client, expected = RemoteLocation.of(memory + "/x").client, client_of(f"s3://{bucket.name}", bucket.options)
     assert client.children("places/parts") == expected.children("parts")
     assert client.children("places/no") == expected.children("no") == []
     keys = expected.listed("parts")

@@ -22,7 +22,7 @@ from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
 from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, RemoteFile, in_order, parts_of
-from dasksc.storage.remote.urls import Place
+from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving
 
@@ -175,11 +175,11 @@ def test_blocks_are_asked_for_together_where_many_are_wanted(tmp_path: Path, pla
     content = np.random.default_rng(0).bytes(64 * 2**18 - 100)
     (tmp_path / "object").write_bytes(content)
     with serving(tmp_path) as server:
-        reader = BlockReader(RemoteFile.of(Place.of(f"{server.url}/object", {})))
+        reader = BlockReader(RemoteFile.of(RemoteLocation.of(f"{server.url}/object", {})))
         server.faults.requests.clear()
-        for place in places.tolist():
-            reader.seek(place * 2**18 + 500)
-            assert reader.read(1000) == content[place * 2**18 + 500 :][:1000]
+        for location in places.tolist():
+            reader.seek(location * 2**18 + 500)
+            assert reader.read(1000) == content[location * 2**18 + 500 :][:1000]
         assert len(server.faults.requests) <= most
         # What is scattered is not worth the bytes around it.
         wanted = len(places) * 2**18

@@ -26,7 +26,7 @@ from dasksc.train import Config, fit, load_model
 from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Validation
 from dasksc.train.data import split_rows
-from dasksc.train.parallel import Place
+from dasksc.train.parallel import RankContext
 from dasksc.train.saved_models import save_model
 from tests.support.programs import torchrun
 from tests.support.training import (
@@ -299,9 +299,9 @@ def test_where_rank_0_cannot_write_no_rank_waits_for_it(moment, atlas, tmp_path)
 def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told: Any, done: Any) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-    place = Place(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
+    context = RankContext(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
     model = torch.nn.Linear(2, 2)
-    checkpoints = Checkpoints(folder=folder / "checkpoints", keep=1, mode="min", place=place)
+    checkpoints = Checkpoints(folder=folder / "checkpoints", keep=1, mode="min", context=context)
     failing = {
         "begin": "pathlib.Path.mkdir",
         "complete": "json.dump",
@@ -315,7 +315,7 @@ def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told:
             folder.joinpath("checkpoints").mkdir(exist_ok=True)
         with patch(failing, side_effect=OSError(28, "No space left on device")) if rank == 0 else nullcontext():
             if moment == "model":
-                save_model(folder / "model.pt", model, name="linear", arguments={}, place=place, more={})
+                save_model(folder / "model.pt", model, name="linear", arguments={}, context=context, more={})
             elif moment in ("table", "figures", "plot"):
                 fit(Config.of(training(atlas, folder / "run", training__max_steps=3)), say=lambda line: None)
             else:

@@ -17,7 +17,7 @@ from dasksc import InputError
 from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Optimizer
 from dasksc.train.optim import hyperparameters_of, make_optimizer
-from dasksc.train.parallel import Place
+from dasksc.train.parallel import RankContext
 from tests.support.programs import torchrun
 from tests.support.training import (
     RTOL,
@@ -31,7 +31,7 @@ from tests.support.training import (
     training,
 )
 
-ALONE = Place(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), strategy="single")
+ALONE = RankContext(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), strategy="single")
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
@@ -92,8 +92,8 @@ def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_the_best_are_chosen_without_those_of_the_abandoned_branch(tmp_path):
-    kept = Checkpoints(folder=tmp_path, keep=1, mode="min", place=ALONE)
-    everything = Checkpoints(folder=tmp_path, keep=-1, mode="min", place=ALONE)
+    kept = Checkpoints(folder=tmp_path, keep=1, mode="min", context=ALONE)
+    everything = Checkpoints(folder=tmp_path, keep=-1, mode="min", context=ALONE)
     for step, value in [(1, 5.0), (2, 0.1), (4, 0.2)]:
         everything.save(step, *linear(), {}, value)
     kept.save(3, *linear(), {}, 3.0, branched_at=1)
@@ -104,7 +104,7 @@ def test_the_best_are_chosen_without_those_of_the_abandoned_branch(tmp_path):
 
 
 def test_copies_under_other_names_are_neither_taken_nor_removed(tmp_path):
-    kept = Checkpoints(folder=tmp_path, keep=0, mode="min", place=ALONE)
+    kept = Checkpoints(folder=tmp_path, keep=0, mode="min", context=ALONE)
     shutil.copytree(kept.save(9, *linear(), {}, 0.1), tmp_path / "copy-of-step-00000009")
     kept.save(10, *linear(), {}, None)
     assert [path.name for path in kept.all()] == ["step-00000010"]

@@ -11,7 +11,7 @@ from torch.nn.parallel.scatter_gather import scatter
 from torch.utils.data import default_collate, default_convert
 
 from dasksc import InputError, MissingKeyError
-from dasksc.batches.batch import Batch, Categories, Parts
+from dasksc.batches.batch import Batch, Categories, NamedTensors
 
 pytestmark = pytest.mark.core
 
@@ -80,7 +80,7 @@ def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_batch_prints_names_shapes_types_and_classes_without_values() -> None:
     X = torch.eye(4)
-    obs = Parts(cell_type=torch.arange(4), n_counts=torch.zeros(4, dtype=torch.float64))
+    obs = NamedTensors(cell_type=torch.arange(4), n_counts=torch.zeros(4, dtype=torch.float64))
     obs.n_classes = {"cell_type": 12}
     batch = Batch(X=X.to_sparse_csr(), obs=obs, layers={"raw counts": X}, obsm={}, index=torch.arange(4), sets="s")
     expected = """\
@@ -97,7 +97,7 @@ Batch
     html = batch._repr_html_()
     for text in ("obs[&#x27;cell_type&#x27;]", "(4,) int64, 12 classes", "sparse CSR with 4 values"):
         assert text in html
-    nested = Batch(rna=Batch(X=X, obsm={"X_pca": X}), obs=Parts())
+    nested = Batch(rna=Batch(X=X, obsm={"X_pca": X}), obs=NamedTensors())
     assert repr(nested) == "Batch\n  rna.X              (4, 4) float32\n  rna.obsm['X_pca']  (4, 4) float32"
     assert repr(Batch(X=X.to("meta"), coo=X.to_sparse())) == (
         "Batch\n  X    (4, 4) float32, on meta\n  coo  (4, 4) float32, sparse_coo"

@@ -443,7 +443,7 @@ def test_workers_serve_what_their_fetches_do_to_prometheus(atlas, two_process_cl
 
 
 def test_without_prometheus_nothing_is_exported(monkeypatch):
-    from dasksc.executor import metrics as figures
+    from dasksc.executor import fetch_totals as figures
 
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     figures.export("never", object())

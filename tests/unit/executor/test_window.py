@@ -30,7 +30,7 @@ from dasksc.errors import FetchError, InputError
 from dasksc.executor import local as window_local
 from dasksc.executor import schedulers as window_schedulers
 from dasksc.executor.cluster import plugin, worker_checks, worker_connections
-from dasksc.executor.schedulers import Scheduler, cpu_count, default_threads, portable_scheduler, resolve_scheduler
+from dasksc.executor.schedulers import FetchScheduler, cpu_count, default_threads, portable_scheduler, resolve_scheduler
 from dasksc.executor.window import Window
 
 pytestmark = pytest.mark.core
@@ -1015,10 +1015,10 @@ def test_a_client_is_given_to_another_process_as_its_address(
 ) -> None:
     address = two_process_client.scheduler.address
     assert portable_scheduler(two_process_client) == address
-    assert portable_scheduler(Scheduler(kind="client", client=two_process_client)) == address
+    assert portable_scheduler(FetchScheduler(kind="client", client=two_process_client)) == address
     assert portable_scheduler(in_process_client) is None
     assert portable_scheduler("synchronous") == "synchronous"
-    assert portable_scheduler(Scheduler(kind="threads")) == "threads"
+    assert portable_scheduler(FetchScheduler(kind="threads")) == "threads"
     assert portable_scheduler(None) is None
 
 

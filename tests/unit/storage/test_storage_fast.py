@@ -35,7 +35,7 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, can_map
 from dasksc.storage.hdf5 import layout as hdf5_layout
 from dasksc.storage.remote import known_objects as seen
-from dasksc.storage.remote.urls import Place
+from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from tests.support.recorders import recorded_reads
@@ -598,7 +598,7 @@ def test_what_is_remembered_of_many_objects_stays_within_its_limit(
     array[:1596] = values.ravel()[:1596]  # the last chunk, or half of the last shard, is never written
     opened: Any
     if is_remote:
-        opened = remote_zarr.direct_array(Place.of_local(str(tmp_path / "array")), label="x", cache=None)
+        opened = remote_zarr.direct_array(RemoteLocation.of_local(str(tmp_path / "array")), label="x", cache=None)
     else:
         opened = local_zarr.direct_array(str(tmp_path / "array"), label="x", use_mmap=False)
     for numbers in (np.arange(200), np.arange(200, 400), np.arange(3, 7), np.arange(396, 400)):

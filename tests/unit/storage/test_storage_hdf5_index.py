@@ -36,7 +36,7 @@ from dasksc.storage.hdf5.remote import open_remote
 from dasksc.storage.remote import remote_file as remote
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.remote.urls import Place
+from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.uncompressed import PlainArray
 from tests.support.servers import serving
 
@@ -72,9 +72,9 @@ def theirs(path: Path, name: str = "X") -> ChunkTable:
         skipped = np.zeros(n_chunks, dtype=np.uint32)
 
         def note(chunk: Any) -> None:
-            place = [at // length for at, length in zip(chunk.chunk_offset, dataset.chunks, strict=True)]
-            if all(at < n for at, n in zip(place, grid, strict=True)):
-                number = int(np.ravel_multi_index(place, grid))
+            location = [at // length for at, length in zip(chunk.chunk_offset, dataset.chunks, strict=True)]
+            if all(at < n for at, n in zip(location, grid, strict=True)):
+                number = int(np.ravel_multi_index(location, grid))
                 offsets[number], sizes[number] = chunk.byte_offset, chunk.size
                 skipped[number] = chunk.filter_mask
 
@@ -467,7 +467,7 @@ def test_a_tree_that_says_it_is_larger_than_the_file_is_not_walked(deep: Path, t
 def remotely(path: Path) -> Iterator[tuple[Any, RemoteFile, h5py.Dataset]]:
     pytest.importorskip("obstore")
     with serving(path.parent) as server:
-        file = RemoteFile.of(Place.of(f"{server.url}/{path.name}", {}))
+        file = RemoteFile.of(RemoteLocation.of(f"{server.url}/{path.name}", {}))
         with open_remote(file) as root:
             dataset = root["X"]
             server.faults.requests.clear()
@@ -540,7 +540,7 @@ def test_an_index_is_read_past_the_cache(tmp_path: Path) -> None:
             dataset.id.write_direct_chunk((number * 2**11,), bytes(2**13), filter_mask=1)
     with serving(tmp_path) as server:
         cache = Cache.of(str(tmp_path / "cache"))
-        remote_file = RemoteFile.of(Place.of(f"{server.url}/scattered.h5", {}), cache=cache)
+        remote_file = RemoteFile.of(RemoteLocation.of(f"{server.url}/scattered.h5", {}), cache=cache)
         with open_remote(remote_file) as root:
             same(chunk_table(root["X"], remote_file), theirs(path))
     kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())

@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 from dasksc import DaskscError, InputError
-from dasksc.train.checks import check, load, why_not_finite
+from dasksc.train.checks import check_config, load, why_not_finite
 from dasksc.train.config import Config
 from dasksc.train.loggers import line_of
 
@@ -33,7 +33,7 @@ def test_memory_that_is_short_is_no_error_of_the_configuration(tmp_path):
         patch("torch.optim.AdamW.__init__", side_effect=MemoryError("no room")),
         pytest.raises(MemoryError, match="no room"),
     ):
-        check(config(tmp_path))
+        check_config(config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_memory_that_is_short_is_no_error_of_the_configuration(tmp_path):
     ],
 )
 def test_what_can_be_right_passes(tmp_path, sections):
-    check(config(tmp_path, **sections))
+    check_config(config(tmp_path, **sections))
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_what_can_be_right_passes(tmp_path, sections):
 )
 def test_what_no_data_could_make_right_is_refused(tmp_path, sections, told):
     with pytest.raises(DaskscError, match=told):
-        check(config(tmp_path, **sections))
+        check_config(config(tmp_path, **sections))
 
 
 def test_everything_is_told_at_once_and_nothing_is_written(tmp_path):
     wrong = config(tmp_path, model="vea", training={"optimizer": "adan"}, tokenizer={"strategy": "x"})
     with pytest.raises(InputError, match="tokenizer.strategy.*; model.name='vea'.*; training.optimizer.name='adan'"):
-        check(wrong)
-    check(config(tmp_path))
+        check_config(wrong)
+    check_config(config(tmp_path))
     assert not list(tmp_path.iterdir())
 
 

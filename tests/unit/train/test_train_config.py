@@ -20,7 +20,7 @@ from dasksc.train.config import Data, Fsdp, Open, Optimizer, Profile, Scheduler,
 from dasksc.train.launch import first_node, launch, local_rank_of, n_nodes_of, node_of, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
-from dasksc.train.parallel import Place, modules_to_shard, replicas_of, strategy_of, unused_of
+from dasksc.train.parallel import RankContext, modules_to_shard, replicas_of, strategy_of, unused_of
 from tests.support.training import GUIDE
 
 pytestmark = pytest.mark.core
@@ -361,8 +361,8 @@ def test_what_has_no_effect_is_told(sections, told):
     assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told
 
 
-def place_of(config: Config, world_size: int, local_world_size: int, device: str = "cpu") -> Place:
-    return Place(
+def place_of(config: Config, world_size: int, local_world_size: int, device: str = "cpu") -> RankContext:
+    return RankContext(
         rank=0,
         world_size=world_size,
         local_world_size=local_world_size,

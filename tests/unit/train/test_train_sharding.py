@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dasksc.train.config import Fsdp, Training
-from dasksc.train.parallel import Place, spread, strategy_of
+from dasksc.train.parallel import RankContext, spread, strategy_of
 
 pytestmark = pytest.mark.core
 
-PLACE = Place(rank=0, world_size=4, local_world_size=4, device=torch.device("cpu"), strategy="fsdp")
+PLACE = RankContext(rank=0, world_size=4, local_world_size=4, device=torch.device("cpu"), strategy="fsdp")
 
 
 class Model(nn.Module):
@@ -45,8 +45,8 @@ def spread_out(sharding_strategy: str, **options: object) -> tuple[Model, nn.Mod
     """Return the model with its layers sharded from 1,000 parameters on, and what is called in training."""
     training = Training(fsdp=Fsdp(sharding_strategy=sharding_strategy, min_num_params=1000, **options))
     model = Model()
-    place = dataclasses.replace(PLACE, strategy=strategy_of(training, 4))
-    return model, spread(model, training, place).whole
+    context = dataclasses.replace(PLACE, strategy=strategy_of(training, 4))
+    return model, spread(model, training, context).whole
 
 
 @pytest.mark.parametrize(

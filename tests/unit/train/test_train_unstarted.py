@@ -21,7 +21,7 @@ from dasksc import DaskscError, InputError, cli
 from dasksc.train import Config
 from dasksc.train.launch import as_rank, launch, node_rank_of
 from dasksc.train.loop import _Run
-from dasksc.train.parallel import Place
+from dasksc.train.parallel import RankContext
 
 pytestmark = pytest.mark.core
 
@@ -234,6 +234,6 @@ def test_nodes_that_are_started_alike_are_not_all_the_first(environment):
 def test_every_rank_looks_for_its_loggers_before_anything_is_read(rank, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = Config.load(write(tmp_path, logger="wandb"))
-    place = Place(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
+    context = RankContext(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
     with pytest.raises(InputError, match="training.logger=wandb needs it: pip install wandb"):
-        _Run(config, place, print)
+        _Run(config, context, print)

@@ -6,19 +6,19 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from dasksc.executor.metrics import export
+from dasksc.executor.fetch_totals import export
 
 __all__ = ["show"]
 
 # Name and description of each gauge, and the figure that it exports.
 _GAUGES = (
-    ("epoch", "Epoch that is read", "epoch"),
-    ("rows_per_second", "Cells a second, mean over the epoch", "rows_per_s"),
-    ("wait_share", "Share of the epoch's time that training waited for batches", "wait_share"),
+    ("epoch", "Number of the epoch being read", "epoch"),
+    ("rows_per_second", "Cells per second, mean over the epoch", "rows_per_s"),
+    ("wait_share", "Fraction of the epoch that training waited for batches", "wait_share"),
     ("batches", "Batches yielded in this epoch", "n_batches"),
-    ("batches_left", "Batches to come in this epoch", "n_batches_left"),
-    ("in_flight_bytes", "Size of fetches that are ready or under way", "in_flight_bytes"),
-    ("limit_bytes", "What bounds it", "limit_bytes"),
+    ("batches_left", "Batches remaining in this epoch", "n_batches_left"),
+    ("in_flight_bytes", "Size of the fetches in flight, ready or being read", "in_flight_bytes"),
+    ("limit_bytes", "Limit of the size of fetches in flight", "limit_bytes"),
 )
 _FETCHES = {"fetching": "n_fetching", "ready": "n_ready", "taken": "n_fetched"}
 _PARTS = {part: f"{part}_s" for part in ("fetch", "read", "decode", "transfer", "gather")}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dasksc.train.parallel import Place
+from dasksc.train.parallel import RankContext
 
 __all__ = ["Means", "Pace"]
 
@@ -22,12 +22,12 @@ class Means:
 
     Parameters
     ----------
-    place
+    context
         Rank and device of this process.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
         self._names: list[str] = []
         self._sums: Tensor | None = None
 
@@ -47,7 +47,7 @@ class Means:
         """
         if self._sums is None:
             return {}, 0
-        *totals, n, n_rows = self._place.reduced(self._sums).tolist()
+        *totals, n, n_rows = self._context.reduced(self._sums).tolist()
         self._sums = None
         means = {name: total / n for name, total in zip(self._names, totals, strict=True)} if n else {}
         return means, int(n_rows)
@@ -58,12 +58,12 @@ class Pace:
 
     Parameters
     ----------
-    place
+    context
         Rank and device of this process.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
         self._since = perf_counter()
         self._wait_s = 0.0
         self.total_s = 0.0
@@ -102,10 +102,10 @@ class Pace:
         now = perf_counter()
         elapsed, waited = now - self._since, self._wait_s
         self._since, self._wait_s = now, 0.0
-        device = self._place.device
+        device = self._context.device
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         values = torch.tensor([elapsed, waited, waited / max(elapsed, 1e-9), memory], dtype=torch.float64)
-        elapsed, waited, share, memory = self._place.reduced(values.to(device), dist.ReduceOp.MAX).tolist()
+        elapsed, waited, share, memory = self._context.reduced(values.to(device), dist.ReduceOp.MAX).tolist()
         self.total_s += elapsed
         self.total_wait_s += waited
         figures = {"cells_per_s": n_rows / max(elapsed, 1e-9), "wait_share": share}
