@@ -339,9 +339,7 @@ def test_a_file_that_is_no_hdf5_is_refused(tmp_path: Path) -> None:
 def test_a_zip_file_that_holds_no_store_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "atlas.zarr.zip", "w") as archive:
         archive.writestr("zarr.json", "{}")
-    with pytest.raises(
-        StorageError, match=r"atlas\.zarr\.zip is not an AnnData: it has no obs and no var, and contains n"
-    ):
+    with pytest.raises(StorageError, match=r"zip is not an AnnData: it has no obs and no var, and contains nothing"):
         dasksc.open(tmp_path / "atlas.zarr.zip")
     (tmp_path / "text.zarr.zip").write_text("gene1,gene2\n1,2\n")
     with pytest.raises(CorruptDataError, match=r"text\.zarr\.zip \(16 bytes\) is not a zip file"):
