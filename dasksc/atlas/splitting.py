@@ -395,8 +395,8 @@ def _parts_of_groups(
     units = np.flatnonzero(is_there)
     if len(units) < len(shares):
         raise InputError(
-            f"{what} form {len(units)} separate groups, too few for {len(shares)} non-empty parts. Give fewer parts, "
-            "or smaller groups"
+            f"grouping by {what} gives too few separate groups ({len(units)}) for {len(shares)} non-empty parts. Give "
+            "fewer parts, or smaller groups"
         )
     best, parts = np.inf, np.zeros(len(counts), dtype=np.int8)
     n_tries = int(np.clip(_TRIED_COUNTS // (counts.size * len(shares)), 1, _N_TRIES))

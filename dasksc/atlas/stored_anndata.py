@@ -39,7 +39,7 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
         missing = [name for name in ("obs", "var") if name not in root]
         if missing:
             raise StorageError(
-                f"{where} is not an AnnData: it has no {' and no '.join(missing)}, only "
+                f"{where} is not an AnnData: it has no {' and no '.join(missing)}, and contains "
                 f"{', '.join(sorted(root)) or 'nothing'}. Give a file that AnnData wrote, or a 10x file of counts, "
                 "such as filtered_feature_bc_matrix.h5"
             )

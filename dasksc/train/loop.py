@@ -416,7 +416,7 @@ def _model_arguments(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the model: those of the configuration, and facts from the data that it accepts."""
     model_class = find(config.model.name, BUILT_IN, what="model.name")
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)) and not callable(model_class):
-        raise InputError(f"model.name={config.model.name!r} is no torch.nn.Module; got {model_class!r}")
+        raise InputError(f"model.name={config.model.name!r} is not a torch.nn.Module; got {model_class!r}")
     wanted = arguments_of(model_class)
     arguments = {name: value for name, value in facts.items() if name in wanted} | config.model.arguments
     check_arguments(model_class, arguments, what="model")

@@ -77,7 +77,7 @@ def test_a_training_from_a_yaml_file_is_one_of_the_ranks_and_a_requeued_job_goes
     assert (tmp_path / "run" / "step-00000005").is_dir()
     again = submit(slurm, "train_yaml.sbatch", tmp_path, config, *options, tasks=2)[len(first) :]
     # 900 cells to train on: 15 batches of either rank.
-    assert re.search(r"going on from \S+/run/step-00000005\b.*steps +30 in 2 epochs", again, re.DOTALL)
+    assert re.search(r"resuming from \S+/run/step-00000005\b.*steps +30 in 2 epochs", again, re.DOTALL)
 
 
 def test_job_scripts_ask_for_what_their_command_uses():

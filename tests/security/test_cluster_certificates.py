@@ -171,7 +171,7 @@ def test_a_rank_does_not_go_where_a_forged_address_leads(
 def test_a_file_that_others_have_access_to_is_no_secret(tmp_path: Path, mode: int) -> None:
     path = secret_of("a file", tmp_path)
     path.chmod(mode)
-    with pytest.raises(dasksc.InputError, match=rf"is no secret: other users have access to it \(mode {mode:03o}\)"):
+    with pytest.raises(dasksc.InputError, match=rf"is not secret: other users have access to it \(mode {mode:03o}\)"):
         dasksc.start_cluster(security=path)
 
 

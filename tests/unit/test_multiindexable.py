@@ -78,7 +78,7 @@ def test_members_without_names_have_positions_for_keys():
     assert multi.names is None
     assert multi.keys() == [0, 1]
     assert dict(multi.items())[1] is KINDS["list"]
-    with pytest.raises(MissingKeyError, match="no member is called 'X'"):
+    with pytest.raises(MissingKeyError, match="there is no member 'X'; the members are .0, 1."):
         multi["X"]
 
 

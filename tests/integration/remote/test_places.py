@@ -162,7 +162,7 @@ def test_a_name_that_looks_like_a_pattern_is_a_name(folder: Path, bucket: Bucket
 
 
 def test_a_pattern_that_nothing_fits_says_so(bucket: Bucket) -> None:
-    with pytest.raises(MissingPathError, match=r"nothing fits the pattern 's3://places/parts/none\*.h5ad'"):
+    with pytest.raises(MissingPathError, match=r"no file matches the pattern 's3://places/parts/none\*.h5ad'"):
         dasksc.open(f"s3://{bucket.name}/parts/none*.h5ad", storage_options=bucket.options)
 
 

@@ -197,12 +197,12 @@ def test_checkpoints_have_the_figures_of_training_of_their_moment(raw, tmp_path)
 
 
 def test_a_monitor_that_is_no_figure_is_told_early(raw, tmp_path):
-    with pytest.raises(InputError, match="monitor='acuracy' is no figure of the run; give one of accuracy, cells_per"):
+    with pytest.raises(InputError, match="monitor='acuracy' is not a metric of this run; give one of accuracy, cells"):
         train(raw, training__monitor="acuracy")
     assert not (tmp_path / "run" / "step-00000013").exists()
-    with pytest.raises(InputError, match="'validation_los' is no .* of validation_accuracy, validation_loss$"):
+    with pytest.raises(InputError, match="'validation_los' is not .* of .*validation_accuracy, validation_loss$"):
         train(raw, training__monitor="validation_los", data__validation=0.2)
-    with pytest.raises(InputError, match="'validation_loss' is a figure of validation, and there is none"):
+    with pytest.raises(InputError, match="'validation_loss' is a validation metric, but data.validation is not set"):
         train(raw, training__monitor="validation_loss")
 
 

@@ -215,7 +215,7 @@ def test_sharded_ranks_validate_unequally_many_batches(two_ranks, atlas):
 
 
 def test_runs_that_do_not_fit_their_ranks_are_refused(two_ranks):
-    assert "strategy='single' is of one process, and this run has 2" in (two_ranks / "whole_copies.error").read_text()
+    assert "strategy='single' runs in one process, but this run has 2" in (two_ranks / "whole_copies.error").read_text()
     assert "num_gpus=8 is the total over all nodes" in (two_ranks / "too_few.error").read_text()
     assert "shard_size=3 must divide the number of ranks, 2" in (two_ranks / "uneven.error").read_text()
     assert {path.stem for path in two_ranks.glob("*.error")} == {

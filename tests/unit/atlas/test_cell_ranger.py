@@ -100,7 +100,7 @@ def test_version_2_has_a_matrix_for_each_genome(tmp_path: Path, genome: str) -> 
     opened = dasksc.open(path, genome=genome)
     same(opened, scanpys(path, genome=genome))
     assert opened.shape == counts[genome].shape
-    with pytest.raises(InputError, match=r"one of them"):
+    with pytest.raises(InputError, match=r"has 2 genomes \(hg19, mm10\), .*; choose one: genome='hg19'"):
         dasksc.open(path, genome=["hg19", "mm10"])
 
 

@@ -749,7 +749,7 @@ def test_a_column_that_joining_drops_is_refused_with_who_lacks_it(tmp_path: Path
     paths = [
         write(atlas(i, 4, columns=columns), tmp_path / name, "plain") for i, (name, columns) in enumerate(parts.items())
     ]
-    with pytest.raises(MissingKeyError, match=r"joined by 'inner' has no column 'n': B lacks it.*join='outer'"):
+    with pytest.raises(MissingKeyError, match=r"joined by 'inner' has no column 'n': B does not have it.*join='outer'"):
         dasksc.open(paths, obs=["n"])
     with pytest.raises(MissingKeyError, match=r"'cell_typ', near 'cell_type'"):
         dasksc.open(paths, obs=["cell_typ"])

@@ -174,14 +174,17 @@ HOLD = {"line": ["K562"]}
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"conditions": BY, "by": "line"}, r"by= cannot be used beside conditions="),
-        ({"conditions": BY, "groups": "plate", "stratify": "line"}, r"groups=, stratify= cannot be used beside"),
+        ({"conditions": BY, "by": "line"}, r"by= cannot be combined with conditions="),
+        (
+            {"conditions": BY, "groups": "plate", "stratify": "line"},
+            r"groups=, stratify= cannot be combined with cond",
+        ),
         ({"hold_out": HOLD}, "hold_out= needs conditions="),
         ({"few_shot": 0.1, "control": CONTROL}, "few_shot=, control= needs conditions="),
         ({"conditions": [], "hold_out": HOLD}, r"conditions=\[\] must be a column"),
         ({"conditions": BY, "hold_out": ["K562"]}, "must be values by column, such as {'line': "),
         ({"conditions": BY, "hold_out": []}, "must be values by column"),
-        ({"conditions": BY, "hold_out": {"plate": "p0"}}, "hold_out names 'plate', which is none of conditions="),
+        ({"conditions": BY, "hold_out": {"plate": "p0"}}, "hold_out names 'plate', which is not one of conditions="),
         ({"conditions": BY, "hold_out": {"line": ["K652"]}}, "line has no 'K652'; did you mean 'K562'"),
         (
             {"conditions": BY, "hold_out": {"line": "none"}},
@@ -189,13 +192,16 @@ HOLD = {"line": ["K562"]}
         ),
         ({"conditions": BY, "hold_out": HOLD, "few_shot": 1.0}, r"few_shot must lie in \[0, 1\); got 1.0"),
         ({"conditions": BY, "few_shot": 0.1}, "few_shot=0.1 is a share of the conditions in hold_out="),
-        ({"conditions": BY, "hold_out": HOLD, "fractions": {"train": 0.5, "test": 0.5}}, "name a part 'test'"),
+        (
+            {"conditions": BY, "hold_out": HOLD, "fractions": {"train": 0.5, "test": 0.5}},
+            "contain the part 'test', which hold_out= defines",
+        ),
         ({"conditions": BY, "hold_out": HOLD, "fractions": (0.9, 0.2)}, "sum to 1"),
         (
             {"conditions": BY, "control": {"gene": "nontargeting"}},
             "gene has no 'nontargeting'; did you mean 'non-target",
         ),
-        ({"conditions": BY, "control": "gene == 'x'"}, "control=\"gene == 'x'\" holds for none of the 3063 rows"),
+        ({"conditions": BY, "control": "gene == 'x'"}, "control=\"gene == 'x'\" matches none of the 3063 rows"),
         (
             {"conditions": BY, "control": ["non-targeting"]},
             "must be values by column, such as {'gene': 'non-targeting'}",

@@ -331,7 +331,7 @@ def test_a_mudata_behind_a_url_is_known_and_opens(tmp_path: Path, kind: str, sch
 
 def test_a_file_that_is_no_mudata_is_refused_by_modalities(tmp_path: Path) -> None:
     parts()["rna"].write_h5ad(tmp_path / "rna.h5ad")
-    with pytest.raises(StorageError, match=r"rna\.h5ad holds no MuData"):
+    with pytest.raises(StorageError, match=r"rna\.h5ad is not a MuData"):
         dasksc.Modalities(tmp_path / "rna.h5ad")
     with pytest.raises(InputError, match=r"obs=\['site'\]"):
         dasksc.Modalities(tmp_path / "rna.h5ad", obs="site")

@@ -356,10 +356,10 @@ def test_what_a_joined_atlas_lacks_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        (["a", 1, "b"], "holds what pandas calls 'mixed-integer'"),
-        ([b"a", b"b", b"c"], "holds what pandas calls 'bytes'"),
+        (["a", 1, "b"], "contains values of pandas type 'mixed-integer'"),
+        ([b"a", b"b", b"c"], "contains values of pandas type 'bytes'"),
         ([2**70, 1, None], "cannot be stored"),
-        (pd.Categorical(["a", 1, "b"]), "holds what pandas calls 'mixed-integer'"),
+        (pd.Categorical(["a", 1, "b"]), "contains values of pandas type 'mixed-integer'"),
         (pd.to_datetime(["2020-01-01"] * 3), "cannot be written by AnnData"),
         (pd.to_timedelta([1, 2, 3]), "cannot be written by AnnData"),
     ],

@@ -192,7 +192,7 @@ def test_several_atlases_become_an_aligned_subset(tmp_path: Path) -> None:
 
 def test_a_filter_that_holds_nowhere_is_refused(tmp_path: Path, adata: ad.AnnData) -> None:
     path = write_store(adata, tmp_path, "h5ad")
-    with pytest.raises(InputError, match=r"filter='int64 > 1000' holds for none of the 60 cells"):
+    with pytest.raises(InputError, match=r"filter='int64 > 1000' matches none of the 60 cells"):
         dasksc.convert(path, tmp_path / "a.zarr", filter="int64 > 1000")
     with pytest.raises(MissingKeyError, match="int65"):
         dasksc.convert(path, tmp_path / "a.zarr", filter="int65 > 0")

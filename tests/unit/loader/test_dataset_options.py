@@ -170,10 +170,10 @@ def test_genes_of_any_type_keep_their_columns(genes: Any) -> None:
 @pytest.mark.parametrize(
     ("genes", "message"),
     [
-        (np.array([0, 1], "m8[s]"), "genes holds timedelta64"),
+        (np.array([0, 1], "m8[s]"), "genes has dtype timedelta64"),
         (np.array([2**64 - 1], "u8"), "genes contains position 18446744073709551615"),
         (np.ma.masked_array([0, 1], mask=[False, True]), "genes has 1 masked entries"),
-        ([[0], [1, 2]], "genes cannot be made an array"),
+        ([[0], [1, 2]], "genes cannot be converted to an array"),
     ],
 )
 def test_genes_that_say_no_columns_are_refused_by_name(genes: Any, message: str) -> None:

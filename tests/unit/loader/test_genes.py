@@ -215,10 +215,10 @@ def test_pickles_of_anything_else_are_refused_and_run_nothing(
         ({"genes": ["x", "y"], "genes_missing": "zero"}, "none of the 2 genes is in var_names, which has 'a', 'b'"),
         ({"genes": ["E2"], "genes_key": "key"}, r"var\['key'\] repeats \['E2'\]"),
         ({"genes": ["E2"], "genes_key": "kez"}, "var has no 'kez'; did you mean 'key'"),
-        ({"genes": ["c", "d", "c"]}, "genes= repeats 'c'; ask for each gene once"),
+        ({"genes": ["c", "d", "c"]}, "genes= repeats 'c'; list each gene once"),
         ({"genes": ["c"], "genes_missing": "zeros"}, "genes_missing must be 'error' or 'zero' or 'drop'; got 'zeros'"),
         ({"genes": ["c"], "genes_repeated": "mean"}, "genes_repeated must be 'error' or 'sum'; got 'mean'"),
-        ({"genes": [0, 1], "genes_key": "key"}, "genes_key= cannot be used here: genes= holds positions"),
+        ({"genes": [0, 1], "genes_key": "key"}, "genes_key= cannot be used here: genes= contains positions"),
         ({"genes_missing": "zero"}, "genes_missing= cannot be used without genes="),
         ({"genes": [-1]}, r"genes contains position -1; positions must lie in \[0, 7\)"),
         ({"genes": Path("nowhere.json")}, "there is no vocabulary file"),
@@ -242,7 +242,7 @@ def test_few_matches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         batch(atlas("csr"), genes=["c", "d"])
     said = [record.levelname for record in caplog.records if "matched" in record.message]
     assert said == ["WARNING", "INFO"]
-    assert "1 of 3 genes matched by var_names (33.3%); 2 missing are left out: x, y. Are both" in caplog.text
+    assert "1 of 3 genes matched by var_names (33.3%); 2 missing are left out: x, y. Use the same kind" in caplog.text
 
 
 def test_missing_genes_of_a_dense_atlas_are_no_nan_where_parts_lack_others(caplog: pytest.LogCaptureFixture) -> None:

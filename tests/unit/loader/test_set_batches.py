@@ -188,7 +188,7 @@ def test_a_batch_of_one_class(path: Path) -> None:
 def test_transforms_hooks_and_devices(path: Path) -> None:
     data = dataset(path, transform=lambda batch: (batch.sets, batch.control.to("cpu").X.sum()), device="cpu")
     assert all(len(one) == 2 for one in data)
-    with pytest.raises(InputError, match="CellSets.control=. needs matrices of an atlas"):
+    with pytest.raises(InputError, match="CellSets.control=. needs an atlas without fetch and batch hooks"):
         dataset(path, batch_transform=lambda adata: adata)
     rows = [
         batch.obs["gene"].tolist()

@@ -423,7 +423,7 @@ def test_many_combinations_are_numbered_without_gaps() -> None:
         ({"control": "gene == 'ctrl'"}, "is an expression, which only scDataset can evaluate"),
         ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, "none of the 1 rows"),
         ({"weights": {"A": 1.0}}, "weights contain 1 of 5 groups"),
-        ({"weights": {"Z": 1.0}}, "weights name 'Z', which is no group"),
+        ({"weights": {"Z": 1.0}}, "weights contain 'Z', which is not a group of gene"),
         ({"weights": {"A": -1.0}}, "finite and not negative"),
         ({"weights": dict.fromkeys(["A", "B", "C", "D", "ctrl"], 0)}, "nothing to draw"),
         ({"set_size": 1500, "incomplete": "drop"}, "no set can be drawn"),

@@ -495,7 +495,7 @@ def hidden(values: Any) -> Any:
     [
         (lambda: Streaming(hidden([1, 2])), "indices has 1 masked entries"),
         (lambda: Streaming(np.array([1, 2], dtype="m8[s]")), "indices must be row numbers"),
-        (lambda: Streaming([[1], [2, 3]]), "indices cannot be made an array"),
+        (lambda: Streaming([[1], [2, 3]]), "indices cannot be converted to an array"),
         (lambda: Streaming(slice("a", "b")), "is not a valid slice"),
         (lambda: BlockWeightedSampling(weights=hidden(np.ones(10))), "weights has 1 masked entries"),
         (lambda: BlockWeightedSampling(weights=np.ones(10, "m8[s]")), "weights must be one number per row"),
@@ -503,7 +503,7 @@ def hidden(values: Any) -> Any:
         (lambda: BlockWeightedSampling(weights=np.ones(3), indices=range(7)), "weights has 3 entries, and indices"),
         (lambda: ClassBalancedSampling(3), "labels must be one per row; got 3"),
         (lambda: ClassBalancedSampling(np.array(3)), "labels must be one per row"),
-        (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels cannot be made an array"),
+        (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels cannot be converted to an array"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing="0"), "smoothing must lie"),
         (lambda: ClassBalancedSampling([1] * 10, temperature="2"), "temperature must be a positive number"),
         (lambda: ClassBalancedSampling([1] * 10, temperature=0), "temperature must be a positive number"),
@@ -693,9 +693,9 @@ def test_strategies_can_be_asked_directly() -> None:
     assert Streaming().get_indices(data).tolist() == list(range(100))
     adata = ad.AnnData(data, obs=pd.DataFrame({"kind": ["a", "b"] * 50}, index=[str(i) for i in range(100)]))
     assert len(ClassBalancedSampling(label_key="kind").get_indices(adata, seed=0)) == 100
-    with pytest.raises(MissingKeyError, match="^'sort' is not a column of obs; it has \\['kind'\\]"):
+    with pytest.raises(MissingKeyError, match="^'sort' is not a column of obs, which has \\['kind'\\]"):
         ClassBalancedSampling(label_key="sort").get_len(adata)
-    with pytest.raises(InputError, match="a ndarray has no obs; give an AnnData, or labels="):
+    with pytest.raises(InputError, match="'sort' names an obs column, but a ndarray has no obs. Give an AnnData, or labels="):
         ClassBalancedSampling(label_key="sort").get_len(data)
 
 
@@ -732,9 +732,9 @@ def test_strategies_can_be_asked_directly() -> None:
             lambda: BlockWeightedSampling(weights=[1, np.nan], indices=[7, 5]),
             "weights must be finite and not negative; the weight of row 5",
         ),
-        (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "that of row 9"),
+        (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "not negative; the weight of row 9 is not"),
         (lambda: BlockWeightedSampling(weights=np.zeros(10)), "weights must have a positive, finite sum; the sum is 0"),
-        (lambda: BlockWeightedSampling(weights=np.full(10, 1e308)), "finite sum; it is inf"),
+        (lambda: BlockWeightedSampling(weights=np.full(10, 1e308)), "finite sum; the sum is inf"),
         (lambda: BlockWeightedSampling(weights=np.ones((10, 1))), "weights must be one number per row"),
         (lambda: BlockWeightedSampling(weights=["a"] * 10), "weights must be one number per row"),
         (lambda: BlockWeightedSampling(weights=np.ones(10) * 1j), "weights must be real numbers"),
@@ -759,14 +759,17 @@ def test_strategies_can_be_asked_directly() -> None:
         (lambda: ClassBalancedSampling([1] * 10, smoothing=1.5), r"smoothing must lie in \[0, 1\]; got 1.5"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=-0.1), "smoothing"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=float("nan")), "smoothing"),
-        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"b": 1}), "class_weights names 'b'"),
+        (
+            lambda: ClassBalancedSampling(["a"] * 10, class_weights={"b": 1}),
+            "class_weights contains 'b', which is not a label; labels are",
+        ),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights=[1]), "a dict of factors by label; got"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": "1"}), "not negative; got '1'"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": -1}), "must be finite and not negative; got -1"),
         (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": 0}), "are 0 for all classes in the data"),
         (
             lambda: ClassBalancedSampling([0] * 9 + [1], replace=False, total_size=4),
-            "total_size=4 takes 2 rows of class 1, which has 1",
+            "total_size=4 needs 2 rows of class 1, which has 1",
         ),
     ],
 )

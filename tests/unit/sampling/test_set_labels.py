@@ -135,7 +135,10 @@ def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogC
         MissingKeyError, match=r"weights contain \('RPE1', 'Z'\), which is not a group of line, gene: .*'gene'"
     ):
         bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "Z"): 1.0}, **options)
-    with pytest.raises(MissingKeyError, match=r"weights name 'RPE1', which is no group of line, gene: .* tuples of 2"):
+    with pytest.raises(
+        MissingKeyError,
+        match=r"weights contain 'RPE1', which is not a group of line, gene: each key must be a tuple of 2 labels",
+    ):
         bound(obs, ["line", "gene"], size, weights=every | {"RPE1": 1.0}, **options)
     with pytest.raises(InputError, match="finite and not negative"):
         bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "A"): -1.0}, **options)
@@ -169,8 +172,8 @@ def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogC
             WrongTypeError,
             "control= has .* for column 'gene'.* label or a list of labels",
         ),
-        ({"control": {"gene": []}}, InputError, "control names no label of 'gene'"),
-        ({"control": {3: "ctrl"}}, WrongTypeError, "control holds 3; give names of obs columns"),
+        ({"control": {"gene": []}}, InputError, "control= has no label for column 'gene'"),
+        ({"control": {3: "ctrl"}}, WrongTypeError, "control contains 3; give names of obs columns"),
         ({"control": 3, "match": []}, InputError, "control must be a dict"),
         ({"control": ["ctrl"], "match": []}, InputError, "control must be a dict"),
     ],

@@ -238,7 +238,7 @@ def test_a_vocabulary_of_the_guide_is_a_file_or_a_name(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", logger="dasksc")
     assert Config.of(yaml.safe_load(GUIDE)).tokenizer.vocabulary is None
-    assert "data.gene_vocab='human_protein_coding' is no file: the genes of the atlas are numbered" in caplog.text
+    assert "data.gene_vocab='human_protein_coding' is not a file, so tokens are the column numbers" in caplog.text
     (tmp_path / "human_protein_coding").write_text("CD4\n")
     assert Config.of(yaml.safe_load(GUIDE)).tokenizer.vocabulary == "human_protein_coding"
     for path in ("vocab.json", "lists/genes"):
@@ -323,7 +323,7 @@ def test_the_strategy_says_which_shards_there_cannot_be():
     assert strategy_of(Training(fsdp=hybrid), 6) == "fsdp"
     with pytest.raises(InputError, match="shard_size=3 must divide the number of ranks, 4"):
         strategy_of(Training(fsdp=hybrid), 4)
-    with pytest.raises(InputError, match="shard_size=3 is for .* HYBRID_SHARD, and it is SHARD_GRAD_OP"):
+    with pytest.raises(InputError, match="shard_size=3 is for .* HYBRID_SHARD, but the strategy is SHARD_GRAD_OP"):
         strategy_of(Training(fsdp={**hybrid, "sharding_strategy": "SHARD_GRAD_OP"}), 6)
     # Where it shards nothing, that is told in the run.
     assert strategy_of(Training(fsdp={**hybrid, "sharding_strategy": "NO_SHARD"}), 4) == "ddp"

@@ -142,21 +142,25 @@ def test_errors_are_raised_as_they_are_where_the_command_has_not_started_the_ran
         (["--nproc", 2], {"num_gpus": 8}, "num_gpus=8 is the total over all nodes, and this run has 2"),
         (["--nproc", 2, "--nnodes", 2, "--node-rank", 1], {"num_gpus": 2}, "and this run has 4"),
         (["--nproc", 2, "--nnodes", 2, "--node-rank", 0], {"num_nodes": 4}, "num_nodes=4, but this run is on 2"),
-        (["--nproc", 2], {"strategy": "single"}, "strategy='single' is of one process, and this run has 2"),
-        (["--nproc", 2], {"strategy": "dp"}, "strategy='dp' is of one process, and this run has 2"),
+        (["--nproc", 2], {"strategy": "single"}, "strategy='single' runs in one process, but this run has 2"),
+        (["--nproc", 2], {"strategy": "dp"}, "strategy='dp' runs in one process, but this run has 2"),
         (
             ["--nproc", 4],
             {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}},
             "shard_size=3 must divide the number of ranks, 4",
         ),
         (["--nproc", 2], {"fsdp": {"shard_size": 2}}, "shard_size=2 is for sharding_strategy: HYBRID_SHARD"),
-        (["--nproc", 2, "--nnodes", 2, "--node-rank", 2], {}, "node 2 is none of the 2 nodes"),
-        (["--nproc", 2, "--node-rank", 1], {}, "node 1 is none of the 1 node"),
-        (["--node-rank", 1], {}, "node 1 is none of the 1 node"),
-        (["--nproc", 2, "--nnodes", 2], {}, "which of the 2 nodes"),
-        ([], {"num_nodes": 2}, "which of the 2 nodes"),
-        (["--nproc", 2], {"logger": ["csv", "wandb"]}, "training.logger=wandb needs it: pip install wandb"),
-        (["--nproc", 2], {"logger": "tensorboard"}, "training.logger=tensorboard needs it"),
+        (["--nproc", 2, "--nnodes", 2, "--node-rank", 2], {}, "node 2 is not one of the 2 nodes"),
+        (["--nproc", 2, "--node-rank", 1], {}, "node 1 is not one of the 1 node"),
+        (["--node-rank", 1], {}, "node 1 is not one of the 1 node"),
+        (["--nproc", 2, "--nnodes", 2], {}, "the number of this node among the 2 nodes"),
+        ([], {"num_nodes": 2}, "the number of this node among the 2 nodes"),
+        (
+            ["--nproc", 2],
+            {"logger": ["csv", "wandb"]},
+            "training.logger=wandb needs the package wandb: pip install wandb",
+        ),
+        (["--nproc", 2], {"logger": "tensorboard"}, "training.logger=tensorboard needs the package tensorboard"),
     ],
 )
 def test_what_needs_no_ranks_is_told_before_they_are_started(options, changes, told, tmp_path, monkeypatch):
@@ -224,9 +228,9 @@ def test_which_node_this_is_follows_from_flag_and_environment(given, n_nodes, en
     ],
 )
 def test_nodes_that_are_started_alike_are_not_all_the_first(environment):
-    with pytest.raises(InputError, match="which of the 2 nodes .* --node-rank"):
+    with pytest.raises(InputError, match="the number of this node among the 2 nodes .* --node-rank"):
         node_rank_of(None, 2, environment)
-    with pytest.raises(InputError, match="node 2 is none of the 2 nodes of this run, which are numbered from 0"):
+    with pytest.raises(InputError, match="node 2 is not one of the 2 nodes of this run, which are numbered from 0"):
         node_rank_of(2, 2, environment)
 
 
@@ -235,5 +239,5 @@ def test_every_rank_looks_for_its_loggers_before_anything_is_read(rank, tmp_path
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = Config.load(write(tmp_path, logger="wandb"))
     context = RankContext(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
-    with pytest.raises(InputError, match="training.logger=wandb needs it: pip install wandb"):
+    with pytest.raises(InputError, match="training.logger=wandb needs the package wandb: pip install wandb"):
         _Run(config, context, print)

@@ -302,7 +302,7 @@ def test_vocabulary_files_are_read_and_given_what_they_lack(tmp_path, name, text
         ("v.json", b'{"a": true}', "id of 'a'.*True"),
         ("v.json", b"[1]", "object of ids by name.* got a list"),
         ("v.json", b"{", "is not JSON"),
-        ("v.txt", b"a\nb\na\n", "there twice: 'a'"),
+        ("v.txt", b"a\nb\na\n", "names repeat: 'a'"),
         ("v.bin", b"\x80\x04\x95", "is not a text file"),
         ("v.pkl", b"\x80\x04\x95", "pickled dict of ids by name"),
     ],
