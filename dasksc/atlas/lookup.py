@@ -16,7 +16,7 @@ __all__ = ["require_key", "known_columns", "nearest", "nothing_at"]
 def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
     """Return the end of an error message that suggests up to `n` similar names, or lists the `known` ones."""
     names = [str(one) for one in known]
-    near = difflib.get_close_matches(str(name), names, n=n, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), names, n=n, cutoff=0.57)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
     return f"known are {', '.join(sorted(names)[:20])}" if names else "there are none"
