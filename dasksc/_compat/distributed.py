@@ -32,6 +32,7 @@ __all__ = [
     "answer_of_worker",
     "carrier_of",
     "clients_of_process",
+    "count_in_panel",
     "ensure_ip",
     "event_loop",
     "heartbeat_interval",
@@ -207,6 +208,21 @@ def add_operation(scheduler: Any, name: str, call: Callable[..., Any]) -> None:
 def announce(scheduler: Any, name: str) -> None:
     """Record a name in the metadata of a scheduler (``task_metadata``); raises if missing."""
     _get(scheduler, "task_metadata")[name] = True
+
+
+def count_in_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: int) -> bool:
+    """Add to the numbers of tasks of a prefix that the progress panel shows (``TaskPrefix.states``); raises if missing.
+
+    Returns False, and adds nothing, before the first task of the prefix. Versions that compute the numbers on access
+    do not show the added ones.
+    """
+    known = _get(scheduler, "task_prefixes").get(prefix)
+    if known is None:
+        return False
+    states = _get(known, "states")
+    states["released"] += n_released
+    states["waiting"] += n_waiting
+    return True
 
 
 def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) -> None:

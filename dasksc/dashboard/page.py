@@ -12,7 +12,8 @@ from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from dasksc._compat.distributed import RequestHandler, add_operation, announce
+from dasksc._compat.distributed import RequestHandler, add_operation, announce, count_in_panel
+from dasksc._compat.unsupported import UnsupportedVersionError, say_once
 from dasksc.dashboard import prometheus
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.executor.reporting import ASKED_FOR, OPERATION
@@ -85,6 +86,7 @@ class LoaderPage(SchedulerPlugin):
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._loaders: dict[tuple[str, str, Any], LoaderReports] = {}
+        self._panel: dict[str, tuple[int, int]] = {}
         add_operation(scheduler, OPERATION, self.report)
         announce(scheduler, ASKED_FOR)
         prometheus.show(self)
@@ -106,12 +108,37 @@ class LoaderPage(SchedulerPlugin):
                 del self._loaders[min(of_client, key=lambda known: self._loaders[known].at)]
             loader = self._loaders[key] = LoaderReports(figures=dict.fromkeys(figures, 0), at=monotonic())
         loader.update(figures, monotonic())
+        self._update_panel()
         return True
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Drop the reports of a Client."""
         for key in [key for key in self._loaders if key[0] == client]:
             del self._loaders[key]
+        self._update_panel()
+
+    def _update_panel(self) -> None:
+        """Let the progress panel of Dask's dashboard count whole epochs.
+
+        The panel counts the tasks that the scheduler knows: the running fetches. Ranks hold the results of finished
+        ones, which the scheduler forgets, and submit later ones in their turn.
+        """
+        epochs: dict[str, tuple[int, int]] = dict.fromkeys(self._panel, (0, 0))
+        for figures in (loader.figures for loader in self._loaders.values()):
+            if not figures["has_ended"]:
+                n_finished = figures["n_fetched"] + figures["n_ready"]
+                n_later = max(0, figures["n_fetches"] - n_finished - figures["n_fetching"])
+                n_released, n_waiting = epochs.get(figures["tasks"], (0, 0))
+                epochs[figures["tasks"]] = n_released + n_finished, n_waiting + n_later
+        try:
+            for prefix, (n_released, n_waiting) in epochs.items():
+                had_released, had_waiting = self._panel.get(prefix, (0, 0))
+                change = {"n_released": n_released - had_released, "n_waiting": n_waiting - had_waiting}
+                if count_in_panel(self._scheduler, prefix, **change):
+                    self._panel[prefix] = n_released, n_waiting
+        except UnsupportedVersionError as error:
+            say_once(error, without="the progress panel of Dask counts only the fetches in flight")
+        self._panel = {prefix: counts for prefix, counts in self._panel.items() if any(counts)}
 
     def figures(self) -> dict[str, Any]:
         """Return the data that the page displays."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from dask.utils import key_split
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
@@ -269,7 +270,7 @@ class EpochRun:
                 del fetched
 
         _ = source.recycling
-        loader = self._loader()
+        loader = self._loader(n_parts)
         window, plans = self._window(task, reading)
         # Entered first, since Ctrl-C before that would leave the window open, and closed before the last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
@@ -304,12 +305,14 @@ class EpochRun:
                     yield self._placement(batch)
                 del data
 
-    def _loader(self) -> dict[str, str | int | None]:
+    def _loader(self, n_parts: int) -> dict[str, str | int | None]:
         """Return the properties that identify this loader on the loader page."""
         worker = get_worker_info()
         return {
             "key": self._key,
             "name": self._source.name,
+            "tasks": key_split(fetch_name(self._source.name, self._plan)),
+            "n_fetches": len(self._ks) * n_parts,
             "worker": None if worker is None else worker.id,
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -78,6 +78,16 @@ def worker() -> Stub:
     return Stub(memory_manager=Stub(**shares), monitor=Stub(get_process_memory=lambda: 1), plugins={})
 
 
+class Prefixes:
+    """Mapping whose only value is also an attribute, for paths."""
+
+    def __init__(self) -> None:
+        self.known = Stub(states={"released": 0, "waiting": 0})
+
+    def get(self, name: str) -> Stub:
+        return self.known
+
+
 def scheduler() -> Stub:
     async def unregister_worker_plugin(comm: Any, name: str) -> None: ...
 
@@ -87,6 +97,7 @@ def scheduler() -> Stub:
         unregister_worker_plugin=unregister_worker_plugin,
         handlers={},
         task_metadata={},
+        task_prefixes=Prefixes(),
         http_application=Stub(add_handlers=lambda *_: None),
         http_server=Stub(address="127.0.0.1", port=1),
     )
@@ -138,6 +149,12 @@ READ: list[tuple[str, Callable[[Any], Any], Callable[[], Any], list[str]]] = [
     ("distributed", taken_back, scheduler, ["unregister_worker_plugin"]),
     ("distributed", lambda it: distributed.add_operation(it, "name", print), scheduler, ["handlers"]),
     ("distributed", lambda it: distributed.announce(it, "name"), scheduler, ["task_metadata"]),
+    (
+        "distributed",
+        lambda it: distributed.count_in_panel(it, "name", n_released=1, n_waiting=2),
+        scheduler,
+        ["task_prefixes", "task_prefixes.known.states"],
+    ),
     ("distributed", lambda it: distributed.add_pages(it, []), scheduler, ["http_application"]),
     ("distributed", distributed.listening_at, scheduler, ["http_server.address", "http_server.port"]),
     (

@@ -32,7 +32,7 @@ from dasksc.executor import reporting
 pytestmark = pytest.mark.core
 
 WAIT_S = 30.0  # for what must happen soon; only a failing test waits so long
-LABELS = {"key", "name", "worker", "host", "pid"}
+LABELS = {"key", "name", "worker", "host", "pid", "tasks", "n_fetches"}
 ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s", "wait_share_now", "diagnosis"}
 
 
@@ -125,6 +125,27 @@ def test_what_a_rank_reports_is_what_its_stats_say(cluster, client, atlas):
     assert report["transfer_s"] > 0
     assert report["gather_s"] > 0
     assert report["limit_bytes"] == 2**31
+
+
+def test_the_progress_panel_of_dask_counts_the_whole_epoch(cluster, client, atlas):
+    def panel() -> dict[str, int]:
+        def states(dask_scheduler: Any) -> dict[str, dict[str, int]]:
+            return {name: dict(prefix.states) for name, prefix in dask_scheduler.task_prefixes.items()}
+
+        counts = client.run_on_scheduler(states).get("epoch 0: dasksc-fetch-atlas", {})
+        return {name: n for name, n in counts.items() if n and name != "forgotten"}
+
+    dashboard.install(client)
+    data = dataset(atlas, client)
+    n_fetches = data.plan(0).n_fetches
+    assert n_fetches > 8
+    for i, _ in enumerate(data):
+        if i == len(data) // 2:
+            # All that is consumed, in flight or to come, in one sum; released tasks are drawn as done.
+            assert eventually(lambda: sum(panel().values()) == n_fetches)
+            assert eventually(lambda: panel()["released"] == sum(data.stats()[it] for it in ("n_fetched", "n_ready")))
+            assert 2 < panel()["released"] < n_fetches
+    assert eventually(lambda: panel() == {})
 
 
 def test_recent_figures_are_those_between_reports(cluster, client, atlas):
@@ -323,13 +344,16 @@ def test_an_epoch_outlives_a_page_that_fails(cluster, client, atlas, caplog):
 
 def page_by_itself(*clients: str) -> LoaderPage:
     return LoaderPage(
-        types.SimpleNamespace(clients=set(clients), handlers={}, task_metadata={}, workers={}, address="a")
+        types.SimpleNamespace(
+            clients=set(clients), handlers={}, task_metadata={}, workers={}, address="a", task_prefixes={}
+        )
     )
 
 
 def report_of(key: str, **changed: Any) -> dict[str, Any]:
     figures = {"key": key, "name": "atlas", "worker": None, "rank": 0, "epoch": 0, "n_batches_before": 0}
-    return figures | {"n_rows": 0, "clock_s": 0.0, "waited_s": 0.0} | changed
+    fetches = {"tasks": "epoch 0: dasksc-fetch-atlas", "n_fetches": 8, "n_fetched": 0, "n_fetching": 0, "n_ready": 0}
+    return figures | fetches | {"n_rows": 0, "clock_s": 0.0, "waited_s": 0.0, "has_ended": False} | changed
 
 
 def test_reports_of_clients_that_are_gone_are_not_kept():

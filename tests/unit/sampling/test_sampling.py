@@ -695,7 +695,9 @@ def test_strategies_can_be_asked_directly() -> None:
     assert len(ClassBalancedSampling(label_key="kind").get_indices(adata, seed=0)) == 100
     with pytest.raises(MissingKeyError, match="^'sort' is not a column of obs, which has \\['kind'\\]"):
         ClassBalancedSampling(label_key="sort").get_len(adata)
-    with pytest.raises(InputError, match="'sort' names an obs column, but a ndarray has no obs. Give an AnnData, or labels="):
+    with pytest.raises(
+        InputError, match="'sort' names an obs column, but a ndarray has no obs. Give an AnnData, or labels="
+    ):
         ClassBalancedSampling(label_key="sort").get_len(data)
 
 
