@@ -76,6 +76,8 @@ def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
 def stored_names(stored: Any) -> Iterator[list[str]] | None:
     """Yield the names of a stored obs table, some at a time; return None if its encoding has to be read as a whole."""
     index = stored[stored.attrs["_index"]] if "_index" in stored.attrs else None
+    if isinstance(index, h5py.Group | zarr.Group) and index.attrs.get("encoding-type") == "nullable-string-array":
+        index = index["values"]  # No name is missing, so the mask is empty.
     if isinstance(index, h5py.Dataset) and h5py.check_string_dtype(index.dtype) is not None:
         return _pieces_of(index.asstr(), len(index))
     if isinstance(index, zarr.Array) and index.attrs.get("encoding-type") == "string-array":

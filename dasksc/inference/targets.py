@@ -23,6 +23,7 @@ from anndata.io import write_elem
 
 from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.atlas.cell_names import digest_names
+from dasksc.atlas.checks import lengths_of
 from dasksc.errors import InputError, MissingPathError
 from dasksc.inference.outputs import Output
 from dasksc.inference.work import NanRows, Work
@@ -139,8 +140,7 @@ def _is_node(path: Path) -> bool:
 
 def _check_cells(where: Path, root: Any, n_obs: int, names: Names, *, is_source: bool) -> None:
     obs = root["obs"]
-    index = obs[obs.attrs["_index"]]
-    if index.shape[0] != n_obs:
+    if lengths_of(obs)[obs.attrs["_index"]] != n_obs:
         raise InputError(f"{where} has other cells than the {n_obs} of the atlas that is read; give another out=")
     if is_source:
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import itertools
 import json
 import shutil
 import warnings
@@ -16,10 +18,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import zarr
 from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
+from dasksc.atlas.cell_names import stored_names
 from dasksc.inference import Predictions
 from dasksc.inference.digests import digest_of
 from dasksc.inference.work import runs_of, unit_rows_for
@@ -296,6 +300,26 @@ def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
     make_adata(50, N_VARS).write_h5ad(tmp_path / "few.h5ad")
     with pytest.raises(InputError, match="other cells than the 50"):
         predict(Embedder(), tmp_path / "few.h5ad", store)
+
+
+@pytest.mark.parametrize("ending", ["h5ad", "zarr"])
+def test_names_may_be_stored_as_nullable_strings(ending, tmp_path):
+    # AnnData 0.13 writes the index of pandas 3 so.
+    adata = ad.AnnData(make_adata(50, N_VARS).X)
+    adata.obs.index = adata.obs.index.astype("string")
+    path = tmp_path / f"nullable.{ending}"
+    with (
+        warnings.catch_warnings(action="ignore"),
+        ad.settings.override(allow_write_nullable_strings=True, zarr_write_format=3),
+    ):
+        adata.write_h5ad(path) if ending == "h5ad" else adata.write_zarr(path)
+    with h5py.File(path) if ending == "h5ad" else contextlib.nullcontext(zarr.open(path, mode="r")) as root:
+        assert root["obs/_index"].attrs["encoding-type"] == "nullable-string-array"
+        assert [*itertools.chain(*stored_names(root["obs"]))] == list(adata.obs_names)
+    predict(Embedder(), path, path, in_place=ending == "h5ad")
+    written = read(path)
+    assert np.array_equal(written.obsm["X_emb"], plain(Embedder(), path))
+    assert list(written.obs_names) == list(adata.obs_names)
 
 
 def test_a_store_of_predictions_gets_those_of_another_model(atlas, tmp_path):

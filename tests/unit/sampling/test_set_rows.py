@@ -61,8 +61,8 @@ def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
     assert sampler.accounts.n_short_groups == (counts < SIZE).sum()
     assert sampler.n_sets == (-(-expected.sum() // SIZE) if replace else (expected // SIZE).sum())
     allowed = set(targets.index)
-    pools = {key: set(rows) for key, rows in own[own.gene == "ctrl"].groupby(agree, observed=True).groups.items()}
-    pools |= {key[0]: rows for key, rows in pools.items() if len(agree) == 1 and isinstance(key, tuple)}
+    by = agree[0] if len(agree) == 1 else agree  # groups named by the value, not by a tuple
+    pools = {key: set(rows) for key, rows in own[own.gene == "ctrl"].groupby(by, observed=True).groups.items()}
     for group, rows, controls in sets_of(plan_of(sampler)):
         assert set(rows) <= allowed
         assert set(obs.loc[list(rows), ["line", "gene"]].itertuples(index=False, name=None)) == {expected.index[group]}
