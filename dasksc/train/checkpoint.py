@@ -271,7 +271,7 @@ def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[Non
 
 def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
     """Load tensors and other named values from a checkpoint in place."""
-    advice = "Its files may be damaged: go on from another checkpoint, or remove it"
+    advice = "Its files may be damaged: resume from another checkpoint, or remove this one"
     with _quiet(), _failing_as(InputError, f"{path} cannot be loaded", advice):
         load(tensors, checkpoint_id=path, no_dist=no_dist)
 
@@ -334,15 +334,15 @@ def _known_tensors(path: Path) -> dict[str, Any]:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise StorageError(f"{path / '.metadata'} cannot be read: {error}") from error
         raise CorruptDataError(
-            f"{path / '.metadata'} is missing or damaged: {type(error).__name__}, {error}. Remove {path} to go on from "
-            "the checkpoint before it"
+            f"{path / '.metadata'} is missing or damaged: {type(error).__name__}, {error}. Remove {path} to resume "
+            "from the checkpoint before it"
         ) from error
 
 
 def _learned_in(
     groups: list[dict[str, Any]], hyperparameters: Collection[str], known: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the entries of the parameter groups to load: those in the checkpoint that are no hyperparameters."""
+    """Return the entries of the parameter groups to load: those in the checkpoint, without hyperparameters."""
     return [
         {
             name: value
@@ -408,7 +408,7 @@ def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[st
     origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
     return (
         f"the checkpoint {path} does not fit {section}: {'; '.join(told)}. Give what it was trained with{origin}, or "
-        "begin anew in another training.checkpoint_dir"
+        "start from the beginning in another training.checkpoint_dir"
     )
 
 

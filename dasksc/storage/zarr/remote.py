@@ -166,7 +166,7 @@ class StoreObjects:
                 if seen is None:  # the cached content must be that of the current object
                     seen = self._seen.keep(at, place.client.stat(place.key))
                 if seen.size > longest:
-                    raise CorruptDataError(f"{place} has {seen.size} bytes, where at most {longest} belong")
+                    raise CorruptDataError(f"{place} has {seen.size} bytes, but at most {longest} are expected")
                 return RemoteFile(place, seen, cache=self._cache).fetch(0, seen.size)
             data, identity = place.client.get(place.key, expected=seen, longest=longest)
         except MissingPathError:

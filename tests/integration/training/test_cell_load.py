@@ -107,7 +107,7 @@ def test_cell_types_and_perturbations_go_to_the_parts_that_the_file_says(
         (('val = ["AARS"]', 'train = ["AARS"]'), "must hold lists of perturbations"),
         (("v2.rpe1", "v2.jurkat"), r"is in \[zeroshot\] and in \[fewshot\]"),
         (("/screen", "/scren"), "there is no .h5 or .h5ad file"),
-        (("[zeroshot]", "[zeroshot"), "is no TOML"),
+        (("[zeroshot]", "[zeroshot"), "is not a TOML file"),
         (('"{folder}/screen"', "3"), "must be a path"),
     ],
     ids=range(12),
