@@ -374,12 +374,12 @@ def _odd_tensors(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any],
     """Describe each tensor that differs from the checkpoint; `is_all` includes tensors that only the checkpoint has."""
     here = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
     there = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
-    odd = [f"{name} is only here" for name in here if name not in there]
+    odd = [f"{name} is not in the checkpoint" for name in here if name not in there]
     if is_all:
-        odd += [f"{name} is only there" for name in there if name not in here]
+        odd += [f"{name} is only in the checkpoint" for name in there if name not in here]
     return [
         *(
-            f"{name} is {list(there[name])} there and {list(size)} here"
+            f"{name} has shape {list(size)} and had {list(there[name])}"
             for name, size in here.items()
             if name in there and there[name] != size
         ),
@@ -402,12 +402,12 @@ def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[st
     there = state.get(section.rpartition(".")[2])
     told = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
     if not told:
-        told = ["its arguments are the same, so its code or data are not" if there else "it does not say its arguments"]
+        told = ["the arguments are the same, so its code or data differ" if there else "it has no arguments to compare"]
     if odd:
         told.append(f"tensors that differ: {len(odd)}, the first {odd[0]}")
     origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
     return (
-        f"the checkpoint {path} does not fit {section}: {'; '.join(told)}. Give what it was trained with{origin}, or "
+        f"the checkpoint {path} does not fit {section}: {'; '.join(told)}. Restore these values{origin}, or "
         "start from the beginning in another training.checkpoint_dir"
     )
 
@@ -415,16 +415,16 @@ def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[st
 def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return a description of each argument that differs, or only of the name if that differs."""
     if there["name"] != here["name"]:
-        return [f"{section}.name={there['name']!r} there and {here['name']!r} here"]
+        return [f"{section}.name is {here['name']!r} and was {there['name']!r}"]
     before, now = there["arguments"], here["arguments"]
     told = []
     for name in dict.fromkeys([*before, *now]):
         if name not in before:
-            told.append(f"{section}.{name} not given there and {now[name]!r} here")
+            told.append(f"{section}.{name} is {now[name]!r} and was not given")
         elif name not in now:
-            told.append(f"{section}.{name}={before[name]!r} there and not given here")
+            told.append(f"{section}.{name} is not given and was {before[name]!r}")
         elif before[name] != now[name]:
-            told.append(f"{section}.{name}={before[name]!r} there and {now[name]!r} here")
+            told.append(f"{section}.{name} is {now[name]!r} and was {before[name]!r}")
     return told
 
 

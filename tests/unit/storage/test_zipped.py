@@ -318,7 +318,7 @@ def _chunk(archive: Path) -> str:
     [
         (8, b"\x01\x00", "is encrypted"),
         (10, b"\x0e\x00", "is compressed by method 14"),
-        (42, struct.pack("<I", 2), "its header is another's"),
+        (42, struct.pack("<I", 2), "its header belongs to another member"),
         (42, b"\xfe\xff\xff\x7f", "beyond the end of the file|is not a zip file"),
         (20, b"\xfe\xff\xff\x7f\xfe\xff\xff\x7f", "beyond the end of the file|unpacks to"),
     ],
