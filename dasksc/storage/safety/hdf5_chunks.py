@@ -32,7 +32,8 @@ _BITSHUFFLE, _ITS_COMPRESSION = 32008, 4
 def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | None = None) -> None:
     """Raise an error if h5py would decompress a chunk of a dataset to far more than its shape allows.
 
-    Few chunks are read for this check: gzip and LZF have a maximum expansion, so only chunks far above the limit are suspicious.
+    Few chunks are read for this check: gzip and LZF have a maximum expansion, so only chunks far above the limit are
+    suspicious.
 
     Parameters
     ----------

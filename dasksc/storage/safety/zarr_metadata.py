@@ -1,4 +1,4 @@
-"""Checks of Zarr metadata and archives before zarr-python reads them: codecs that run code, and content that is too large."""
+"""Checks of Zarr metadata and archives before zarr-python reads them: codecs that run code, excessive sizes."""
 
 from __future__ import annotations
 
