@@ -8,7 +8,7 @@ from dasksc._compat.unsupported import UnsupportedVersionError, attribute, optio
 
 __all__ = ["FunctionCache", "cache_place", "can_cache", "set_cache"]
 
-_WITHOUT = "kernels are compiled anew in every process"
+_WITHOUT = "kernels are compiled again in every process"
 _found = optional("numba", "numba.core.caching", "FunctionCache", without=_WITHOUT)
 
 FunctionCache: Any = object if _found is None else _found

@@ -36,7 +36,7 @@ def check_attach(attach: Any) -> None:
         If it is not a mapping, or a key is not in obsm or obs.
     """
     if not isinstance(attach, Mapping):
-        raise InputError(f"attach={attach!r} is no dict; give keys and paths: attach={{'obsm/X_emb': 'emb.zarr'}}")
+        raise InputError(f"attach={attach!r} is not a dict; give paths by key: attach={{'obsm/X_emb': 'emb.zarr'}}")
     for key, path in attach.items():
         group, slash, name = str(key).partition("/")
         if group not in _GROUPS or not slash or not name or "/" in name:
@@ -72,7 +72,9 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
         where = where_of(os.fspath(path), options)
         with reading(where), root_of(where, options) as root:
             if group not in root:
-                raise MissingKeyError(f"{where} has no {group}, and attach= asks for {key!r} of it")
+                raise MissingKeyError(
+                    f"attach= requests {key!r} of {where}, which has no {group}. Give another store, or leave it out"
+                )
             held = column_names(root["obs"]) if group == "obs" else list(root["obsm"])
             stored = root[group][require_key(f"{group} of {where}", name, held)]
             value = read_elem(stored) if group == "obs" else lazy_element(where, stored, options)
@@ -80,16 +82,16 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
                 value = to_dask(value.matrix, token=value.token)
             if len(value) != adata.n_obs:
                 raise InputError(
-                    f"{where}:/{key} has {len(value)} rows, and the atlas {adata.n_obs} cells. It was made of another "
-                    "atlas, or of some of its cells"
+                    f"{where}:/{key} has {len(value)} rows, but the atlas has {adata.n_obs} cells: it was made from "
+                    "another atlas, or from some of its cells. Compute it for this atlas"
                 )
             if options.has_names:
                 digest = digest_names(names_in_pieces(adata.obs_names)) if digest is None else digest
                 other = names_digest_of(root, where)
                 if other not in (None, digest):
                     raise InputError(
-                        f"{where} has {adata.n_obs} cells as the atlas has, but other names of them, or in another "
-                        "order. It was made of another atlas"
+                        f"{where} has as many cells as the atlas ({adata.n_obs}), but their names or their order "
+                        "differ: it was made from another atlas. Compute it for this atlas"
                     )
         if isinstance(value, pd.DataFrame):
             value = value.set_axis(adata.obs.index)

@@ -94,6 +94,6 @@ def digest_names(pieces: Iterable[Sequence[str]]) -> str:
     """Return a digest of names and their order, 32 hexadecimal digits, the same for any pieces."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
-        # Surrogates stand for bytes that are no UTF-8.
+        # Surrogates stand for bytes that are not UTF-8.
         digest.update("".join(f"{name}\0" for name in piece).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

@@ -184,7 +184,7 @@ def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, 
         logger.warning("raw is left out: its variables repeat in %s", ", ".join(repeating[:3]))
         return None
     if join == "inner" and not functools.reduce(lambda a, b: a.intersection(b), (raw.var_names for raw in raws)).size:
-        logger.warning("raw is left out: its variables have none in common across %s", ", ".join(names[:3]))
+        logger.warning("raw is left out: no variable is common to %s", ", ".join(names[:3]))
         return None
     of_raw = [
         AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
@@ -325,7 +325,7 @@ def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[s
     }
     if len(types) > 1:
         found = ", ".join(f"{dtype} (as in {name})" for dtype, name in types.items())
-        warnings.warn(f"{label} is of several types and becomes {joined.dtype}: {found}", stacklevel=2)
+        warnings.warn(f"{label} has several data types and becomes {joined.dtype}: {found}", stacklevel=2)
     elif str(joined.dtype) not in types:
-        what = "what some lack has no type of its own; fill_value=0 keeps it, and so does join='inner'"
-        warnings.warn(f"{label} is of {next(iter(types))} and becomes {joined.dtype}: {what}", stacklevel=2)
+        what = "columns that some atlases lack are filled with NaN; fill_value=0 or join='inner' keeps the type"
+        warnings.warn(f"{label} has data type {next(iter(types))} and becomes {joined.dtype}: {what}", stacklevel=2)

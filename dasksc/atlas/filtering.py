@@ -27,7 +27,7 @@ from dasksc.errors import InputError
 __all__ = ["columns_of", "holds", "obs_of", "rows_where"]
 
 ALLOWED = (
-    "columns of obs (`in backticks` where the name is no Python name), numbers, 'strings', lists, comparisons, in, "
+    "columns of obs (`in backticks` where the name is not a Python name), numbers, 'strings', lists, comparisons, in, "
     "not in, and, or, not, &, |, ~, arithmetic, and of a column .isna(), .notna(), .isin([...]), .between(low, high), "
     ".str.startswith('...'), .str.endswith('...'), .str.contains('...')"
 )

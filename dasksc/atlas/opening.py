@@ -184,8 +184,10 @@ def open(
                 _label(result, key, label=label, index_unique=index_unique)
             elif told:
                 what = ", ".join(f"{name}=" for name in told)
-                verb = "is" if len(told) == 1 else "are"
-                raise InputError(f"{what} {verb} of several atlases, and {quoted(data)} is one; give a list: [...]")
+                verb = "applies" if len(told) == 1 else "apply"
+                raise InputError(
+                    f"{what} {verb} to several atlases, but {quoted(data)} is one; leave it out, or give a list"
+                )
         else:
             result = _open_several(
                 parts, obs, options, are_given=isinstance(data, Mapping), raw=raw, join=join, **given

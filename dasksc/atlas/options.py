@@ -91,6 +91,6 @@ def refuse_feature_choice(options: OpenOptions, what: str) -> None:
     for option, names in chosen.items():
         if names is not None:
             raise InputError(
-                f"{option}= is for 10x .h5 files, and {what} is none. Select genes of the result: "
+                f"{option}= is for 10x .h5 files, but {what} is not one. Select genes of the result: "
                 f"adata[:, adata.var[{option!r}].isin({list(names)})]"
             )

@@ -72,7 +72,8 @@ def read_cell_ranger(
             raise CorruptDataError(f"{path}:/{name} has no list of {column}. Copy or download the file again.")
     if "filtered_barcodes" in held and held["filtered_barcodes"].dtype.kind not in "biu":
         raise CorruptDataError(
-            f"{path}:/{name}/filtered_barcodes has dtype {held['filtered_barcodes'].dtype}; booleans are needed"
+            f"{path}:/{name}/filtered_barcodes has dtype {held['filtered_barcodes'].dtype}; expected booleans. Copy or "
+            "download the file again."
         )
     check_before_reading(path, {"features": list(features.values()), "barcodes": list(held.values())})
     _check_lengths(path, name, features)
@@ -82,7 +83,10 @@ def read_cell_ranger(
     )
     x = stored_matrix(path, name, options)
     if x.matrix.shape[1] != len(var):
-        raise CorruptDataError(f"{x.matrix.label} has {x.matrix.shape[1]} columns, and there are {len(var)} features")
+        raise CorruptDataError(
+            f"{x.matrix.label} has {x.matrix.shape[1]} columns, but there are {len(var)} features. Copy or download "
+            "the file again."
+        )
     kept = _kept(path, var, options, is_v3=is_v3)
     if kept is not None:
         to = np.where(kept, np.cumsum(kept) - 1, -1)

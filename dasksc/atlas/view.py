@@ -185,13 +185,15 @@ def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
         raise InputError(f"rows must be one-dimensional; got an array of shape {values.shape}")
     if values.dtype == bool:
         if len(values) != n_obs:
-            raise IndexError(f"a boolean mask of {len(values)} rows cannot index {n_obs} rows")
+            raise IndexError(f"a boolean mask has {len(values)} entries for {n_obs} rows; give one entry per row")
         return np.flatnonzero(values)
     if values.dtype.kind in "UOT":
         rows = names.get_indexer_for(values)
         if len(rows) != len(values) or (rows < 0).any():
             missing = [name for name in values if name not in names]
-            raise MissingKeyError(f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; use numbers")
+            raise MissingKeyError(
+                f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; give row numbers instead"
+            )
         return np.asarray(rows, dtype=np.int64)
     if values.dtype.kind not in "iu":
         raise InputError(f"rows must be integers, a boolean mask or names; got {values.dtype}")

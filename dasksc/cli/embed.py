@@ -106,7 +106,7 @@ def command(
         click.echo(json.dumps(report.as_dict()))
         return
     if not report.is_complete:
-        click.echo(f"{report.n_predicted:,} cells predicted; the last rank to end puts them into {report.path}")
+        click.echo(f"{report.n_predicted:,} cells predicted; the last rank to finish writes them to {report.path}")
         return
     keys = ", ".join(f"{name} {what}" for name, what in report.keys.items())
     click.echo(
@@ -137,8 +137,8 @@ def _prepared(
     noted, categories = predicting.read_model(Path(model))
     if noted is None:
         raise dasksc.InputError(
-            f"{model} does not say which genes its model reads: an earlier version of dasksc wrote it. Load it by "
-            "dasksc.train.load_model, and give dasksc.predict a data set"
+            f"{model} does not say which genes its model reads: an earlier version of dasksc wrote it. Load it "
+            "with dasksc.train.load_model, and call dasksc.predict with a data set of the same genes"
         )
     dataset = predicting.dataset_for(noted, data, batch_size=batch_size, genes_missing=genes_missing)
     return predicting.method_of(trained, method), dataset, predicting.categories_for(trained, method, categories)

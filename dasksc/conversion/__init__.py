@@ -233,7 +233,7 @@ def convert(
                 job.run(verify=verify, shown=progress)
                 place.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:
-        error.add_note(f"What is done is kept in {place.folder}; the same again goes on with it.")
+        error.add_note(f"The rows written so far are kept in {place.folder}; the same conversion resumes from there.")
         raise
     except DaskscError:
         raise

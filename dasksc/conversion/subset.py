@@ -44,7 +44,7 @@ class Subset:
 
 
 def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Subset:
-    """Return the cells for which an expression over obs holds, and the columns of X and the layers that are asked for.
+    """Return the cells for which an expression over obs holds, and the requested columns of X and of layers.
 
     Parameters
     ----------

@@ -244,13 +244,13 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
                 raise
             raise CorruptDataError(
                 f"{store}: obs cannot be read as it was written ({type(error).__name__}: {error}). The disk or memory "
-                "may be failing. What was written is removed; convert again."
+                "may be failing. The written data are removed; convert again."
             ) from error
     if differing or columns != list(expected.columns):
         what = ["the names of the cells" if name == names else name for name in differing] or ["its columns"]
         raise CorruptDataError(
             f"{store}: obs differs from the input's in {', '.join(what)}. The disk or "
-            "memory may be failing. What was written is removed; convert again."
+            "memory may be failing. The written data are removed; convert again."
         )
 
 

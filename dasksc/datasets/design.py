@@ -68,7 +68,7 @@ class Sizes:
 
     @property
     def n_groups(self) -> int:
-        """Number of different expression profiles."""
+        """Number of distinct expression profiles."""
         n_donors = self.n_donors if self.has_donor_profiles else 1
         return self.n_types * n_donors * (self.n_batches if self.has_batch_profiles else 1)
 

@@ -333,7 +333,7 @@ class Predictions:
         if self.target.index_key() in keys:
             raise InputError(
                 f"the model returned {self.target.index_key()!r}, which has the names of the cells in "
-                f"{self.target.path}. Return it by another name"
+                f"{self.target.path}. Return it under another name"
             )
         taken = [] if self._overwrite else self.target.taken(keys)
         if taken:
@@ -420,7 +420,7 @@ def _device_of(given: Any) -> torch.device:
     try:
         return torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device={given!r} is no device: {error}") from error
+        raise InputError(f"device={given!r} is not a device of PyTorch, such as 'cpu' or 'cuda:0': {error}") from error
 
 
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:

@@ -65,7 +65,7 @@ class Predictor:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are gathered from all ranks in every call."""
+        """True if parameters are gathered from all ranks in every call."""
         return self.module is not None and any(isinstance(part, FSDPModule) for part in self.module.modules())
 
     @property

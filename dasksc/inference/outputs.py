@@ -76,7 +76,7 @@ class Outputs:
         Raises
         ------
         WrongTypeError
-            If it is no array, tensor or dict of these.
+            If the result is not an array, a tensor or a dict of these.
         InputError
             If an array has another number of rows, more than two dimensions, or no numbers; if codes are none of a
             label; or if `categories` names an output that is not there.
@@ -119,8 +119,8 @@ class Outputs:
             )
         if len(codes) and (codes.min() < -1 or codes.max() >= n_labels):
             raise InputError(
-                f"{name!r} has codes from {codes.min()} to {codes.max()}, and categories= has {n_labels} labels of it; "
-                f"expected codes in [0, {n_labels}), or -1 for none"
+                f"{name!r} has codes from {codes.min()} to {codes.max()}, and categories= has {n_labels} labels for "
+                f"it; expected codes in [0, {n_labels}), or -1 for none"
             )
         return codes.astype(np.min_scalar_type(-max(1, n_labels)))
 

@@ -101,12 +101,12 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
     Raises
     ------
     InputError
-        If it is no local path, or is an h5ad file and `in_place` is False.
+        If it is not a local path, or is an h5ad file and `in_place` is False.
     MissingPathError
         If `in_place` is True and there is no such file.
     """
     if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
-        raise InputError(f"out={out!r} is no local path; give that of a Zarr store: 'emb.zarr'")
+        raise InputError(f"out={out!r} is not a local path; give the path of a Zarr store: 'emb.zarr'")
     path = Path(os.path.abspath(out))
     around = next((folder for folder in path.parents if _is_node(folder)), None)
     if around is not None:
@@ -120,14 +120,14 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
     if path.suffix in (".h5ad", ".h5") or path.is_file():
         if not in_place:
             raise InputError(
-                f"{path} is a file, which is replaced as a whole: give in_place=True (--in-place), or out='emb.zarr' "
-                "for a store beside it"
+                f"{path} is a file, which would be rewritten as a whole. To allow that, give in_place=True "
+                "(--in-place); otherwise write a store: out='emb.zarr'"
             )
         if not path.exists():
             raise MissingPathError(f"in_place=True adds to a file, and there is none at {path}")
         return InFile(path, key, is_source=is_source)
     if os.path.lexists(path):
-        raise InputError(f"{path} exists and is no Zarr store. Give another path")
+        raise InputError(f"{path} exists and is not a Zarr store; give another path")
     if in_place:
         raise MissingPathError(f"in_place=True adds to a file or store, and there is none at {path}")
     return NewStore(path)
@@ -140,15 +140,16 @@ def _is_node(path: Path) -> bool:
 
 def _check_cells(where: Path, root: Any, n_obs: int, names: Names, *, is_source: bool) -> None:
     obs = root["obs"]
-    if lengths_of(obs)[obs.attrs["_index"]] != n_obs:
-        raise InputError(f"{where} has other cells than the {n_obs} of the atlas that is read; give another out=")
+    n_there = lengths_of(obs)[obs.attrs["_index"]]
+    if n_there != n_obs:
+        raise InputError(f"{where} has {n_there} cells, but the atlas has {n_obs}; give another out=")
     if is_source:
         return
     pieces, there = names(), names_digest_of(root, str(where))
     if pieces is not None and there is not None and digest_names(pieces) != there:
         raise InputError(
-            f"{where} has as many cells as the atlas that is read, but other names of them, or in another order. Read "
-            f"{where} itself, or give another out="
+            f"{where} has as many cells as the atlas, but their names or their order differ. Read {where} itself, or "
+            "give another out="
         )
 
 
@@ -225,9 +226,11 @@ class InStore:
         self._key = key
         self._is_source = is_source
         if not (path / "zarr.json").exists():
-            raise InputError(f"{path} is a Zarr v2 store; give out='emb.zarr' for a store beside it")
+            raise InputError(
+                f"{path} is a Zarr v2 store, to which nothing can be added; write another store: out='emb.zarr'"
+            )
         if not (path / "obs").exists():
-            raise InputError(f"{path} is no AnnData store: it has no obs. Give another out=")
+            raise InputError(f"{path} is not an AnnData store: it has no obs; give another out=")
 
     @property
     def folder(self) -> Path:
@@ -302,11 +305,14 @@ class InFile:
         self._is_source = is_source
         self._identity = FileIdentity.of(str(self.path))
         if not h5py.is_hdf5(self.path):
-            raise InputError(f"{path} is no h5ad file; give out='emb.zarr' for a store beside it")
+            raise InputError(
+                f"{path} is not an h5ad file, so nothing can be added to it; write a store: out='emb.zarr'"
+            )
         with h5py.File(self.path, "r") as file:
             if "obs" not in file or not isinstance(file["obs"], h5py.Group):
                 raise InputError(
-                    f"{path} is no AnnData file, or of a version before 0.7; give out='emb.zarr' for a store beside it"
+                    f"{path} is not an h5ad file of anndata 0.7 or later, so nothing can be added to it; write a "
+                    "store: out='emb.zarr'"
                 )
 
     @property

@@ -326,10 +326,10 @@ class UnitWriter:
         self._outputs = outputs
         if self._open is None:
             if start != first:
-                raise InputError(f"cells {first} to {start - 1} were not predicted before those after them")
+                raise InputError(f"cells {first} to {start - 1} were skipped; predict cells in order")
             self._begin(k, outputs)
         elif start != self._at:
-            raise InputError(f"cells {self._at} to {start - 1} were not predicted before those after them")
+            raise InputError(f"cells {self._at} to {start - 1} were skipped; predict cells in order")
         for name, array in arrays.items():
             if name in self._writers:
                 self._writers[name].append(array)

@@ -61,9 +61,9 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
             )
         elif is_url(matrix.label) and (share := wanted_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _WANTED:
             yield (
-                f"about {share:.0%} of what is asked for of {name} over the network is wanted: chunks of about "
-                f"{chunk_rows:,.0f} rows come whole, and {'blocks' if sets is None else 'runs'} have {run_rows:,.0f}. "
-                + _advice_on_runs(sets)
+                f"only about {share:.0%} of the bytes of {name} that are transferred are used: chunks of about "
+                f"{chunk_rows:,.0f} rows are transferred whole, and {'blocks' if sets is None else 'runs'} have "
+                f"{run_rows:,.0f}. " + _advice_on_runs(sets)
             )
 
 

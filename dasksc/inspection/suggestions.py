@@ -257,7 +257,7 @@ def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
     workers = (
         "threads of the rank read ahead"
         if num_workers == 0
-        else "as asked for with min_workers; 0 is recommended, since the rank's own threads read ahead"
+        else "as requested by min_workers; 0 is recommended, since the rank's own threads read ahead"
     )
     lines = [
         "Suggested parameters",

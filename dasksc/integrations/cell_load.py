@@ -139,18 +139,20 @@ def _sections(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     except FileNotFoundError as error:
         raise MissingPathError(f"there is no experiment at {os.fspath(path)!r}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{os.fspath(path)} is no TOML: {error}") from error
+        raise InputError(f"{os.fspath(path)} is not a TOML file: {error}") from error
     for name, section in raw.items():
         require_key("an experiment of cell-load", name, _SECTIONS)
         if not isinstance(section, dict):
             raise InputError(f"{name} = {section!r} must be a section, [{name}]")
     sections: dict[str, dict[str, Any]] = {name: raw.get(name, {}) for name in _SECTIONS}
     if not sections["datasets"]:
-        raise InputError(f"{os.fspath(path)} has no [datasets], which name the files")
+        raise InputError(f"{os.fspath(path)} has no section [datasets], which names the files")
     for name, part in sections["training"].items():
         require_key("[datasets]", name, sections["datasets"])
         if part != "train":
-            raise InputError(f"[training] {name} = {part!r} must be 'train'; leave out what is not trained on")
+            raise InputError(
+                f"[training] {name} = {part!r} must be 'train'; leave out data sets that are not trained on"
+            )
     return sections
 
 
@@ -266,7 +268,7 @@ def _deal(
         is_in["train"] |= perturbed & ~(is_in["val"] | is_in["test"])
     if absent:
         logger.warning(
-            "%d perturbations of [fewshot] are those of no cell: %s%s",
+            "%d perturbations of [fewshot] occur in no cell: %s%s",
             *(len(absent), ", ".join(absent[:_N_SHOWN]), ", ..." if len(absent) > _N_SHOWN else ""),
         )
     return {part: np.flatnonzero(rows) for part, rows in is_in.items()}

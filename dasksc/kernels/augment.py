@@ -130,8 +130,8 @@ def _hashed(x):
 def binomial_table(p, table):
     """Write distribution functions of binomials into `table`, shape ((N_TABLE + 1) * N_TABLE,), uint64.
 
-    Of n counts, each of which is kept with probability `p`, at most k are kept if 53 random bits are below
-    ``table[n * N_TABLE + k]``; for k = n and more it is above all of them.
+    If each of n counts is kept with probability `p`, at most k are kept when 53 random bits are below
+    ``table[n * N_TABLE + k]``. From k = n on, the entry is larger than any 53 bits.
     """
     table[:] = np.uint64(_ONE_AS_WORD)
     shares = np.zeros(N_TABLE + 1)
@@ -427,8 +427,8 @@ def _place(first, n_vars, indptr, columns, bad):
 def downsample(key, number, rows, first_row, indptr, columns, values, p, table, heads):
     """Keep each count of CSR rows with probability `p`.
 
-    `table` and `heads` are those of `steps_of`. Return where in `values` the first is that is no whole
-    number from 0 to 2**53, or -1. Then rows before it are done.
+    `table` and `heads` are those of `steps_of`. Return the position in `values` of the first
+    that is not a whole number from 0 to 2**53, or -1. The rows before it are then done.
     """
     return _downsample(_keys_of(key, number, rows), first_row, indptr, columns, values, p, table, heads)
 
@@ -517,8 +517,8 @@ def _longest(indptr):
 def sample(key, number, rows, first_row, indptr, columns, values, target):
     """Keep `target` of the counts of each CSR row.
 
-    Return where in `values` the first is that is no whole number from 0 to 2**53, or makes the counts of its row more
-    than that; or -1. Then rows before it are done.
+    Return the position in `values` of the first that is not a whole number from 0 to 2**53, or that makes the sum of
+    its row larger than 2**53; -1 if there is none. The rows before it are then done.
     """
     return _sample(_keys_of(key, number, rows), first_row, indptr, columns, values, target)
 

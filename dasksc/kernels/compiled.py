@@ -37,7 +37,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     try:
         set_cache(dispatcher, lambda: _Cache(function))
     except RuntimeError as error:  # neither the source folder nor the user's cache folder is writable
-        logger.info("kernels are compiled anew in every process: %s", error)
+        logger.info("kernels are compiled again in every process: %s", error)
     return dispatcher
 
 
@@ -96,7 +96,7 @@ class _CacheFiles:
                 pickle.dump(data, file)
             os.replace(temporary, path)
         except OSError as error:
-            logger.info("a compiled kernel could not be kept in %s: %s", self._folder, error)
+            logger.info("a compiled kernel could not be cached in %s: %s", self._folder, error)
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
 

@@ -437,7 +437,7 @@ def _lowest_bit(typingctx: Any, word: Any) -> Any:
 
 @intrinsic
 def _count_bits(typingctx: Any, word: Any) -> Any:
-    """Return the number of set bits in a word."""
+    """Return the number of set bits of an integer."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])

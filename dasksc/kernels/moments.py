@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
-"""What `kinds_of` tells of values."""
+"""Flags that `kinds_of` returns."""
 
 
 @kernel
 def add_moments(indptr, columns, values, groups, order, moments):
-    """Add what is not zero to `moments`, shape (n_groups, n_vars, 4), float64.
+    """Add nonzero values to `moments`, shape (n_groups, n_vars, 4), float64.
 
-    Of each group and column: how many, the first of them, and the sums of their differences from it and of the squares
-    of these. Differences from a value of the data keep their digits where the mean is large. If the first value is not
-    finite, 0 takes its place, so that a sum of infinite values is infinite. Rows are added in `order`, shape (n_rows,),
-    int64: those of a group together use the caches best.
+    The entries of a group and a column are the number of nonzero values, the first of them, and the sums of the
+    differences from it and of their squares. Differences from a value of the data keep their digits where the mean is
+    large. If the first value is not finite, 0 takes its place, so that a sum of infinite values is infinite.
+    Rows are added in `order`, shape (n_rows,), int64; the caches are used best if the rows of a group are adjacent.
     """
     n_vars = moments.shape[1]
     flat = moments.reshape(-1)

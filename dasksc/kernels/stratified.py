@@ -108,7 +108,7 @@ def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_r
     stride, shift
         The place of each batch on the circle, see the module.
     keys
-        Of draws, of groups and of batches, shape (3,), uint64.
+        Keys of draws, of groups and of batches, shape (3,), uint64.
     out
         Rows, shape (n_groups, group_units, batch_rows), int64; of batches beyond the last nothing is written.
     """

@@ -182,8 +182,8 @@ def parse_state(
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         version = state.get("version") if isinstance(state, dict) else state
         raise InputError(
-            f"this is no state of version {STATE_VERSION}, as scDataset.state_dict() returns it; got {version!r}. Load "
-            "another checkpoint, or resume with the version of dasksc that saved this one"
+            f"the state has version {version!r}; this dasksc reads version {STATE_VERSION}, as state_dict() returns "
+            "it. Load another checkpoint, or resume with the version of dasksc that saved this one"
         )
     position, its_seed = _parsed(state)
     was = dict(state["fingerprint"])
@@ -221,7 +221,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
     try:
         part, expected = "fingerprint", "a dict"
         if not hasattr(state["fingerprint"], "keys"):
-            raise TypeError("it is no dict")
+            raise TypeError("it is not a dict")
         part, expected = "epoch", "a whole number"
         epoch = config.whole_number(part, _whole(state[part]), 0, 2**32)
         part, expected = "seed", "a whole number"
@@ -239,7 +239,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
     except (KeyError, TypeError, ValueError) as error:
         found = f"{part}={state[part]!r:.100}" if part in state else f"only {', '.join(map(repr, state))}"
         raise InputError(
-            f"this is no state that scDataset.state_dict() returned: it needs {part!r}, {expected}, and has {found}. "
+            f"the state did not come from scDataset.state_dict(): it needs {part!r}, {expected}, and has {found}. "
             "Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
         ) from error
     return EpochPosition(epoch, stretches), seed

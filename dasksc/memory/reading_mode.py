@@ -87,7 +87,7 @@ class Reading:
         limit = memory_limit()
         logger.warning(
             "%s needs %s of memory for each process that reads it, and %s allows %s for all: reading is slow, and the "
-            "kernel may end a process. Request %s per rank, or lower fetch_factor",
+            "operating system may kill a process. Request %s per rank, or lower fetch_factor",
             self._name,
             format_bytes(self._needed_bytes()),
             limit.source,

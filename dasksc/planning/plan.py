@@ -112,7 +112,7 @@ class EpochPlan:
         unit = self.sampler.unit
         if self.batch_size % unit:
             raise InputError(
-                f"batch_size={self.batch_size} is no multiple of {unit}, the number of rows of a set, which stay in "
+                f"batch_size={self.batch_size} is not a multiple of {unit}, the number of rows of a set, which stay in "
                 f"one batch; give one, such as {-(-self.batch_size // unit) * unit}"
             )
 
@@ -303,7 +303,7 @@ class EpochPlan:
             If `k` is not in [0, n_fetches).
         """
         if not 0 <= k < self.n_fetches:
-            raise IndexError(f"fetch {k} of {self.n_fetches}")
+            raise IndexError(f"fetch {k} is out of range; there are {self.n_fetches}, numbered from 0")
         positions, order = self._units(k)
         if isinstance(self._draw, SetDraw):
             return FetchPlan.of_sets(k, self._draw.sets(positions[order]), batch_size=self.batch_size)
@@ -347,7 +347,7 @@ class EpochPlan:
     def batch_rows(self, i: int) -> _Int64s:
         """Return the row numbers of batch `i` of this rank, in the order of yielding."""
         if not 0 <= i < self.n_batches:
-            raise IndexError(f"batch {i} of {self.n_batches}")
+            raise IndexError(f"batch {i} is out of range; there are {self.n_batches}, numbered from 0")
         fetch = self.fetch(i // self.fetch_factor)
         return fetch.rows[fetch.batch(i % self.fetch_factor)]
 

@@ -163,6 +163,6 @@ def check_entries(name: str, values: Any, indices: Any) -> None:
     n_rows = len(array) if is_mask or not len(array) else int(array.max()) + 1
     if n != n_given and (n < n_rows or (is_mask and n > n_rows)):
         raise InputError(
-            f"{name} has {n} entries, and indices {'are a mask of' if is_mask else 'need at least'} {n_rows} rows, "
-            f"{n_given} of them given; give one per row of the collection, or one per entry of indices"
+            f"{name} has {n} entries; expected one per row of the data ({'' if is_mask else 'at least '}{n_rows}), "
+            f"or one per entry of indices ({n_given})"
         )

@@ -1,4 +1,4 @@
-"""Which control cells match which targets."""
+"""Matching of control cells to target cells."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _N_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchRequest:
-    """How control cells are matched, as the arguments of `CellSets` say.
+    """Request to match control cells, from the arguments of `CellSets`.
 
     Parameters
     ----------

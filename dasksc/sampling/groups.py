@@ -34,7 +34,7 @@ class Column:
     Parameters
     ----------
     name
-        Of the column.
+        Name of the column.
     codes
         One per row of the collection, shape (n_obs,), integers; negative for a missing label.
     labels
@@ -146,7 +146,7 @@ def columns_named(
     argument
         The argument that names them, for errors.
     names
-        Of obs columns.
+        Names of obs columns.
     labels_of
         Returns an obs column by its name.
     n_obs

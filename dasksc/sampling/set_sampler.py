@@ -68,7 +68,7 @@ class Controls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAccounts:
-    """What binding `CellSets` found.
+    """Numbers of groups and cells that a bound `CellSets` draws from.
 
     Parameters
     ----------
@@ -229,9 +229,9 @@ class SetDraw:
     Parameters
     ----------
     sampler
-        What is drawn from.
+        Sampler of the bound strategy.
     keys
-        Of groups, members and controls, shape (3,), uint64.
+        Keys of groups, members and controls, shape (3,), uint64.
     """
 
     sampler: SetSampler

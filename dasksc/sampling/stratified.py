@@ -167,7 +167,7 @@ class StratifiedSampler:
         elif total % batch_rows:
             near = max(1, total // batch_rows) * batch_rows
             raise InputError(
-                f"per_batch=True needs whole batches, but total_size={total} is no multiple of "
+                f"per_batch=True needs whole batches, but total_size={total} is not a multiple of "
                 f"batch_size={batch_rows}; give {near} or {near + batch_rows}"
             )
         sampler = replace(self, total_size=total, batch_rows=batch_rows)

@@ -103,8 +103,8 @@ class TableChunks:
     ) -> None:
         if (offsets + sizes).max(initial=0) > file.identity.size:
             raise CorruptDataError(
-                f"{file.path} is truncated: a chunk ends at byte {(offsets + sizes).max()} of {file.identity.size}. "
-                "Copy or download it again."
+                f"{file.path} is truncated: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
+                f"{file.identity.size}. Copy or download it again."
             )
         self._file = file
         self._offsets = offsets

@@ -74,7 +74,7 @@ class Codec(Protocol):
         Raises
         ------
         Exception
-            Of any type, if `data` is corrupt.
+            If `data` is corrupt; its type depends on the codec.
         """
 
 
@@ -133,7 +133,7 @@ class H5Lzf:
         out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
         n_decoded = decode_lzf(np.frombuffer(data, dtype=np.uint8), out)
         if n_decoded < 0:
-            raise ValueError(f"it is no LZF of {n_bytes} bytes")
+            raise ValueError(f"it is not {n_bytes} bytes compressed by LZF")
         return out[:n_decoded]
 
 
@@ -148,7 +148,7 @@ class Zstd:
             # The size is not in the header.
             return _all_members(data, n_bytes + _SLACK_BYTES, zstd.ZstdDecompressor)
         if size > n_bytes + _SLACK_BYTES:
-            raise ValueError(f"it decodes to {size} bytes, where {n_bytes} belong")
+            raise ValueError(f"it decodes to {size} bytes instead of {n_bytes}")
         return _ZSTD.decode(data, out=into if size == n_bytes else None)
 
     def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
@@ -162,7 +162,7 @@ class Zstd:
             # The decompressor keeps the remaining input, so it is passed only once.
             piece = frame.decompress(b"" if done else view, min(_PIECE_BYTES, stop - done))
             if not piece:
-                raise ValueError(f"it ends after {done} bytes, where {stop} belong")
+                raise ValueError(f"it ends after {done} bytes instead of {stop}")
             into.data[done : done + len(piece)] = piece
             done += len(piece)
         return into[start:stop]
@@ -195,7 +195,7 @@ class Blosc:
             raise ValueError(f"it has {len(view)} bytes, too few for Blosc")
         decoded, stored = int.from_bytes(view[4:8], "little"), int.from_bytes(view[12:16], "little")
         if decoded != n_bytes or stored > len(view):
-            raise ValueError(f"Blosc's header says {stored} bytes that decode to {decoded}; {n_bytes} belong there")
+            raise ValueError(f"Blosc's header says {stored} bytes that decode to {decoded} instead of {n_bytes}")
         return _BLOSC.decode(data, out=into)
 
 
@@ -237,12 +237,12 @@ class Numcodec:
             case "lz4":
                 size = int.from_bytes(memoryview(data).cast("B")[:4], "little")
                 if size > limit:
-                    raise ValueError(f"it decodes to {size} bytes, where {n_bytes} belong")
+                    raise ValueError(f"it decodes to {size} bytes instead of {n_bytes}")
                 decoded = self._codec.decode(data)
             case _:
                 return self._codec.decode(data)
         if len(decoded) >= limit:
-            raise ValueError(f"it decodes to more than the {n_bytes} bytes that belong there")
+            raise ValueError(f"it decodes to more than the expected {n_bytes} bytes")
         return decoded
 
 
@@ -390,7 +390,7 @@ class Chain:
 
 def _part_of(whole: memoryview, n_bytes: int, start: int, stop: int) -> memoryview:
     if len(whole) != n_bytes:
-        raise ValueError(f"it holds {len(whole)} bytes, where {n_bytes} belong")
+        raise ValueError(f"it holds {len(whole)} bytes instead of {n_bytes}")
     return whole[start:stop]
 
 

@@ -159,7 +159,7 @@ class LocalFile:
         descriptor = self._descriptor()
         n = read_at(descriptor.number, offset, into)
         if n < len(into):
-            raise CorruptDataError(f"{self.path} ends at byte {offset + n}, where {len(into) - n} more belong")
+            raise CorruptDataError(f"{self.path} ends at byte {offset + n}, but {len(into) - n} more are expected")
 
     def fetch(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop), read into memory of their own; see `read`."""
@@ -212,7 +212,7 @@ class LocalFile:
                 into = block.data[begins[i] : ends[i]]
                 n = read_at(number, int(starts[i]), into, enough=int(enough[i]))
                 if n < enough[i]:
-                    raise CorruptDataError(f"{self.path} ends at byte {starts[i] + n}, where more belongs")
+                    raise CorruptDataError(f"{self.path} ends at byte {starts[i] + n}, but more are expected")
 
         try:
             descriptor = self._descriptor(direct=True)

@@ -119,7 +119,7 @@ class PlainArray:
         ends = extents.offsets + np.diff(extents.firsts, append=shape[0]) * self._row_bytes
         if len(ends) and ends[extents.offsets >= 0].max(initial=0) > file.identity.size:
             raise CorruptDataError(
-                f"{label} ends at byte {ends.max()}, beyond the {file.identity.size} of the file: it is truncated. "
+                f"{label} ends at byte {ends.max()}, but the file has {file.identity.size}: it is truncated. "
                 "Copy or download it again."
             )
 

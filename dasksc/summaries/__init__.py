@@ -1,4 +1,4 @@
-"""What can be said of a whole atlas: statistics of genes and cells, highly variable genes, normalization."""
+"""Summaries of a whole atlas: statistics of genes and cells, highly variable genes, normalization."""
 
 from dasksc.summaries.gene_statistics import Statistics, statistics
 from dasksc.summaries.normalization import normalize

@@ -28,7 +28,7 @@ def by_dispersion(
     Parameters
     ----------
     means, variances
-        Of each gene in each batch, shape (n_batches, n_vars).
+        Mean and variance of each gene in each batch, shape (n_batches, n_vars).
     is_there
         Which genes each batch has; None: a single batch, with all genes.
     flavor

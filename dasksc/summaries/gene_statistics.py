@@ -24,7 +24,7 @@ __all__ = ["Statistics", "check_destination", "statistics", "write_statistics"]
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What `statistics` found.
+    """Result of `statistics`.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def statistics(
     Returns
     -------
     Statistics
-        Of genes, of groups and of cells.
+        Tables of genes, of groups and of cells.
 
     Raises
     ------

@@ -118,7 +118,7 @@ class Pass:
 
     @property
     def n_rows(self) -> int:
-        """How many rows are read."""
+        """Number of rows to read."""
         return self.adata.n_obs if self.rows is None else len(self.rows)
 
     @property
@@ -176,7 +176,7 @@ def _joined(batches: Sequence[Rows]) -> Rows:
 class Moments:
     """Numbers, means and squared differences of the values of each gene in each group of rows.
 
-    Rows are added first, all of them; then results are asked for, which are computed once.
+    Add all rows before the first result is read; results are computed once.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ class Moments:
 
     @property
     def n_nonzero(self) -> NDArray[np.int64]:
-        """How many values are not zero, shape (n_groups, n_vars)."""
+        """Number of nonzero values, shape (n_groups, n_vars)."""
         return self._finished[0]
 
     @property

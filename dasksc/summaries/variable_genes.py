@@ -86,7 +86,7 @@ def highly_variable_genes(
     MissingKeyError
         If there is no such column or layer.
     ImportError
-        If ``"seurat_v3"`` is asked for and scikit-misc, which has the fit, is not installed.
+        If the flavor is ``"seurat_v3"`` and scikit-misc, which has the fit, is not installed.
 
     Notes
     -----

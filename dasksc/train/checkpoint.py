@@ -271,7 +271,7 @@ def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[Non
 
 def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
     """Load tensors and other named values from a checkpoint in place."""
-    advice = "Its files may be damaged: go on from another checkpoint, or remove it"
+    advice = "Its files may be damaged: resume from another checkpoint, or remove this one"
     with _quiet(), _failing_as(InputError, f"{path} cannot be loaded", advice):
         load(tensors, checkpoint_id=path, no_dist=no_dist)
 
@@ -334,15 +334,15 @@ def _known_tensors(path: Path) -> dict[str, Any]:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise StorageError(f"{path / '.metadata'} cannot be read: {error}") from error
         raise CorruptDataError(
-            f"{path / '.metadata'} is missing or damaged: {type(error).__name__}, {error}. Remove {path} to go on from "
-            "the checkpoint before it"
+            f"{path / '.metadata'} is missing or damaged: {type(error).__name__}, {error}. Remove {path} to resume "
+            "from the checkpoint before it"
         ) from error
 
 
 def _learned_in(
     groups: list[dict[str, Any]], hyperparameters: Collection[str], known: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the entries of the parameter groups to load: those in the checkpoint that are no hyperparameters."""
+    """Return the entries of the parameter groups to load: those in the checkpoint, without hyperparameters."""
     return [
         {
             name: value
@@ -374,12 +374,12 @@ def _odd_tensors(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any],
     """Describe each tensor that differs from the checkpoint; `is_all` includes tensors that only the checkpoint has."""
     here = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
     there = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
-    odd = [f"{name} is only here" for name in here if name not in there]
+    odd = [f"{name} is not in the checkpoint" for name in here if name not in there]
     if is_all:
-        odd += [f"{name} is only there" for name in there if name not in here]
+        odd += [f"{name} is only in the checkpoint" for name in there if name not in here]
     return [
         *(
-            f"{name} is {list(there[name])} there and {list(size)} here"
+            f"{name} has shape {list(size)} and had {list(there[name])}"
             for name, size in here.items()
             if name in there and there[name] != size
         ),
@@ -402,29 +402,29 @@ def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[st
     there = state.get(section.rpartition(".")[2])
     told = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
     if not told:
-        told = ["its arguments are the same, so its code or data are not" if there else "it does not say its arguments"]
+        told = ["the arguments are the same, so its code or data differ" if there else "it has no arguments to compare"]
     if odd:
         told.append(f"tensors that differ: {len(odd)}, the first {odd[0]}")
     origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
     return (
-        f"the checkpoint {path} does not fit {section}: {'; '.join(told)}. Give what it was trained with{origin}, or "
-        "begin anew in another training.checkpoint_dir"
+        f"the checkpoint {path} does not fit {section}: {'; '.join(told)}. Restore these values{origin}, or "
+        "start from the beginning in another training.checkpoint_dir"
     )
 
 
 def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return a description of each argument that differs, or only of the name if that differs."""
     if there["name"] != here["name"]:
-        return [f"{section}.name={there['name']!r} there and {here['name']!r} here"]
+        return [f"{section}.name is {here['name']!r} and was {there['name']!r}"]
     before, now = there["arguments"], here["arguments"]
     told = []
     for name in dict.fromkeys([*before, *now]):
         if name not in before:
-            told.append(f"{section}.{name} not given there and {now[name]!r} here")
+            told.append(f"{section}.{name} is {now[name]!r} and was not given")
         elif name not in now:
-            told.append(f"{section}.{name}={before[name]!r} there and not given here")
+            told.append(f"{section}.{name} is not given and was {before[name]!r}")
         elif before[name] != now[name]:
-            told.append(f"{section}.{name}={before[name]!r} there and {now[name]!r} here")
+            told.append(f"{section}.{name} is {now[name]!r} and was {before[name]!r}")
     return told
 
 

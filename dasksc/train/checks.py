@@ -205,5 +205,5 @@ def _check_folder(config: Config) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise InputError(
             f"training.checkpoint_dir={config.training.checkpoint_dir!r} cannot be written to: {there} is "
-            f"{'not writable' if there.is_dir() else 'no directory'}"
+            f"{'not writable' if there.is_dir() else 'not a directory'}"
         )

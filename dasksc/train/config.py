@@ -438,7 +438,9 @@ class Config(_Section):
             As for `load`.
         """
         if not isinstance(raw, Mapping):
-            raise InputError(f"{source} holds {type(raw).__name__}; expected sections: {', '.join(cls.model_fields)}")
+            raise InputError(
+                f"{source} contains a {type(raw).__name__}; expected sections: {', '.join(cls.model_fields)}"
+            )
         tree = changed(raw, changes)
         training = tree.get("training")
         if isinstance(training, dict) and training.get("fsdp", ...) is None and training.get("strategy") is None:

@@ -35,7 +35,7 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise InputError(
-            f"{what}={name!r} is not known; {nearest(name, built_in)}. One of your own is 'package.module:name'"
+            f"{what}={name!r} is not known; {nearest(name, built_in)}. To use your own, give 'package.module:name'"
         )
     try:
         value: Any = import_module(module_name)

@@ -33,7 +33,7 @@ def noted_reading(config: Config, dataset: scDataset) -> dict[str, Any]:
     Parameters
     ----------
     config
-        Of the training.
+        Configuration of the training.
     dataset
         Data set that the model is trained on.
     """
@@ -152,15 +152,15 @@ def predict_trained(
     Parameters
     ----------
     config
-        Of the training.
+        Configuration of the training.
     model
         The trained model, sharded or not.
     dataset
         Data set that it was trained on.
     device
-        Of this rank.
+        Device of this rank.
     progress
-        Whether a progress bar is shown.
+        True to show a progress bar.
     """
     section = config.predict
     assert section is not None

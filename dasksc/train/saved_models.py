@@ -105,9 +105,11 @@ def read_saved(path: Path) -> dict[str, Any]:
         saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # any error, since damaged bytes may mean anything
         # The message of torch recommends to load the file without restrictions.
-        raise InputError(f"{path} is no model.pt that dasksc train wrote, or is damaged") from error
+        raise InputError(
+            f"{path} is not a model.pt that dasksc train wrote, or is damaged. Give another file"
+        ) from error
     if not isinstance(saved, dict) or not {"name", "arguments", "parameters"} <= set(saved):
-        raise InputError(f"{path} is no model.pt that dasksc train wrote: it names no model")
+        raise InputError(f"{path} is not a model.pt that dasksc train wrote: it does not contain the name of a model")
     return saved
 
 
@@ -118,8 +120,8 @@ def _built(saved: Mapping[str, Any], path: Path) -> nn.Module:
     # The file may come from elsewhere, and name any function: os:system.
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise InputError(
-            f"{path} is of a model that {name!r} makes, which is no torch.nn.Module class and is not called. If you "
-            "trust the file, make the model yourself, and load 'parameters' of torch.load(path, weights_only=True)"
+            f"{path} contains parameters of {name!r}, which is not a torch.nn.Module class, so it is not called. If "
+            "you trust the file, create the model, and load 'parameters' of torch.load(path, weights_only=True)"
         )
     return build_model(name, saved["arguments"])
 

@@ -249,7 +249,7 @@ class Downsample(_Augmentation):
     ------
     InputError
         If not exactly one of `fraction` and `target_counts` is given, or an argument is out of range. While a batch is
-        made, if a value is no count: a whole number from 0 to 2**53.
+        made, if a value is not a count, a whole number from 0 to 2**53.
 
     Notes
     -----

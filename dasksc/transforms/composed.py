@@ -1,7 +1,7 @@
-"""Several transforms as one, and what keys the random ones.
+"""Several transforms as one, and the keys of random transforms.
 
-A transform with a method ``at_epoch`` is asked for that of each epoch, and one with a method ``at_batch`` for that of
-each batch, by its number in the epoch.
+The method ``at_epoch`` of a transform, if there is one, returns the transform of an epoch. The method ``at_batch``
+returns that of a batch, by its number in the epoch.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ class Vocabulary:
         if absent and (missing == "error" or len(absent) == len(names)):
             raise MissingKeyError(
                 f"{len(absent)} of {len(names)} genes are not in the vocabulary of {len(self)} names: "
-                f"{_some(map(repr, absent))}. Are both symbols, or both Ensembl ids? missing='drop' leaves them out"
+                f"{_some(map(repr, absent))}. Use symbols in both, or Ensembl IDs in both; "
+                "missing='drop' leaves them out"
             )
         return ids
 

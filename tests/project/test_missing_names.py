@@ -394,7 +394,7 @@ def test_without_numbas_cache_kernels_are_compiled_anew(
     executed("numba")
     (said,) = warnings_in(caplog)
     assert "has no numba.core.caching.FunctionCache" in said
-    assert said.endswith("Until then kernels are compiled anew in every process.")
+    assert said.endswith("Until then kernels are compiled again in every process.")
     monkeypatch.setattr(compiled, "can_cache", lambda: False)
     assert compiled.kernel(lambda n: n + 1)(1) == 2
 
@@ -414,7 +414,7 @@ def test_kernels_whose_cache_has_another_form_are_compiled_anew(name: str, caplo
     assert vars(dispatcher).get("_cache") == before
     (said,) = warnings_in(caplog)
     assert f".{name}, which dasksc needs" in said
-    assert said.endswith("Until then kernels are compiled anew in every process.")
+    assert said.endswith("Until then kernels are compiled again in every process.")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its wheels do not export the function")

@@ -47,7 +47,7 @@ def test_what_decodes_to_as_much_as_belongs_there_passes(codec: str, text: bytes
 def test_a_byte_more_is_refused(codec: str, text: bytes) -> None:
     encoded = ENCODERS[codec](text)
     if encoded:
-        with pytest.raises(ValueError, match=rf"decode \({codec}\) to more than the {len(text) - 1} that"):
+        with pytest.raises(ValueError, match=rf"decode \({codec}\) to more than the expected {len(text) - 1}"):
             check_swelling(codec, encoded, at_most=len(text) - 1)
 
 

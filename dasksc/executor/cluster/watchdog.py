@@ -78,7 +78,8 @@ class Watchdog:
                 silence_s,
                 "Its fetches are sent to others. If its process hangs, end it."
                 if self.others
-                else "No other runs: it goes on when that one answers, or another joins. If its process hangs, end it.",
+                else "No other worker runs: reading continues when this one answers, or another joins. If its process "
+                "hangs, end it.",
             )
         return bool(self.others)
 
@@ -88,7 +89,7 @@ class Watchdog:
             return
         self._said_alone = True
         logger.warning(
-            "Fetch %d waits: the Dask cluster of %s has %s. It goes on when one %s.",
+            "Fetch %d waits: the Dask cluster of %s has %s. Reading continues when a worker %s.",
             k,
             self._client.scheduler.address,
             f"{len(workers)} paused at their memory limit" if workers else "no workers",

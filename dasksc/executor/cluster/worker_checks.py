@@ -51,7 +51,7 @@ async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...
         complaints = "; ".join(f"the worker at {address} {complaint}" for address, complaint in said.items())
         raise StorageError(
             f"{len(said)} of {len(workers)} workers of the Dask scheduler at {client.scheduler.address} cannot read "
-            f"what was opened here: {complaints}. Open a path that is the same file on every machine."
+            f"the files that were opened here: {complaints}. Open a path that is the same file on every machine."
         )
     asked.update((address, files) for address in answers)
     here = _where()

@@ -81,7 +81,7 @@ class Compiler:
             if axis == 0:
                 keys = keys_in(blocks)
                 if len(keys) != len(blocks.args if isinstance(blocks, Task) else blocks):
-                    raise NotRowLocalError(f"layer {layer_of(key)!r} puts more than chunks together")
+                    raise NotRowLocalError(f"layer {layer_of(key)!r} concatenates something other than chunks")
                 whole = self._concatenated([self._node(block) for block in keys])
                 order = np.argsort(shuffled_index(self._literal(key, sorter)))
                 return Take(whole, order.astype(np.int64))
@@ -89,7 +89,7 @@ class Compiler:
             pieces, shape = _checked(key, node.args, (Task, list, tuple), (list, tuple))
             keys = keys_in(pieces)
             if not shape:
-                raise NotRowLocalError(f"layer {layer_of(key)!r} puts chunks together to no shape")
+                raise NotRowLocalError(f"layer {layer_of(key)!r} concatenates chunks without a shape")
             if len(keys) == shape[0] > 1:
                 return self._concatenated([self._node(piece) for piece in keys])
         return self._applied(key, node)
@@ -100,13 +100,15 @@ class Compiler:
             value = self._graph.node(value.key)
         if isinstance(value, GraphNode):
             if value.dependencies:
-                raise NotRowLocalError(f"layer {layer_of(key)!r} takes rows that are computed")
+                raise NotRowLocalError(f"layer {layer_of(key)!r} takes rows by computed numbers")
             if isinstance(value, DataNode):
                 return value.value
             try:
                 return value({})
             except Exception as error:  # a function in the graph may raise any exception
-                raise NotRowLocalError(f"layer {layer_of(key)!r} takes rows that raised {error!r}") from error
+                raise NotRowLocalError(
+                    f"layer {layer_of(key)!r} takes rows by numbers that raised {error!r}"
+                ) from error
         return value
 
     def _taken(self, key: Key, source: Key, index: Any) -> Node:
@@ -166,16 +168,18 @@ class Compiler:
 
     def _blockwise_alignment(self, key: Key, task: Task, layer: Blockwise) -> dict[Key, bool]:
         if block_locations(layer):
-            raise NotRowLocalError(f"layer {layer_of(key)!r} is told where its block lies (block_info or block_id)")
+            raise NotRowLocalError(
+                f"layer {layer_of(key)!r} depends on the position of its block (block_info or block_id)"
+            )
         axes = output_indices(layer)
         if not axes or axes[0] in new_axes(layer):
-            raise NotRowLocalError(f"layer {layer_of(key)!r} keeps no rows")
+            raise NotRowLocalError(f"layer {layer_of(key)!r} does not keep the rows")
         row = axes[0]
         by_name: dict[Key, bool] = {}
         for name, indices in blockwise_inputs(layer):
             name = name.key if isinstance(name, TaskRef) else name
             if not _is_hashable(name):
-                raise NotRowLocalError(f"layer {layer_of(key)!r} is given a {type(name).__name__} beside its blocks")
+                raise NotRowLocalError(f"layer {layer_of(key)!r} is given a {type(name).__name__} besides its blocks")
             places = [place for place, index in enumerate(indices or ()) if index == row]
             if places not in ([], [0]) or by_name.setdefault(name, bool(places)) != bool(places):
                 raise NotRowLocalError(f"layer {layer_of(key)!r} turns rows into columns")
@@ -193,7 +197,7 @@ class Compiler:
                 who = "only you know whether" if trust is None else "dasksc.array-code: strict does not believe that"
                 raise NotRowLocalError(
                     f"layer {layer_of(key)!r} applies {getattr(function, '__qualname__', function)!r}, and {who} it "
-                    "treats every row alone; if it does, say dasksc.row_local(function)"
+                    "treats each row independently; if it does, declare it with dasksc.row_local(function)"
                 )
             is_believed |= trust == "believed"
         return is_believed

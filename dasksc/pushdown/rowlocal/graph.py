@@ -22,7 +22,7 @@ class NotRowLocalError(Exception):
 
 
 class Memory(Protocol):
-    """Cache of values for the duration of a fetch."""
+    """Cache of values during a fetch."""
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
         """Return a cached value, computed at the first call; `alive` are the objects whose ids are in the key."""
@@ -74,7 +74,7 @@ class Graph:
     def constant(self, key: Key, run: Memory | None) -> Any:
         """Compute a key that does not depend on a stored matrix.
 
-        The value is cached for the duration of `run`; if `run` is None, for the lifetime of the graph.
+        The value is cached until `run` ends; if `run` is None, as long as the graph exists.
         """
         if run is not None:
             return run.kept(("constant", key), lambda: self._computed(key))

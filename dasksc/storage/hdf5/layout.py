@@ -123,7 +123,9 @@ def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: 
     if isinstance(file, LocalFile):
         file.close()
     if found != stored:
-        raise UnknownLayoutError("the file has a user block, and HDF5 tells other places than those of the values")
+        raise UnknownLayoutError(
+            "the file has a user block, for which HDF5 does not correct the positions of the values"
+        )
 
 
 def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:

@@ -140,7 +140,7 @@ class Cache:
                 os.makedirs(self.folder, mode=0o700, exist_ok=True)
                 status = os.stat(self.folder)
             if not stat.S_ISDIR(status.st_mode):
-                raise NotADirectoryError("it is no folder")
+                raise NotADirectoryError("it is not a folder")
             _refuse_exposed(status, f"chmod 700 {self.folder}")
             place = status.st_dev, status.st_ino
             known = _keys.get(self.folder)
@@ -310,6 +310,6 @@ def _refuse_exposed(status: os.stat_result, remedy: str) -> None:
     complaint = exposure(status)
     if complaint is not None:
         raise PermissionError(
-            f"{complaint}, who could read private data there, or plant other. Run {remedy}, or give a folder that does "
-            "not exist yet: it is made for this user alone"
+            f"{complaint}, who could read or replace private data there. Run {remedy}, or give a folder that does not "
+            "exist yet, which is then created for this user alone"
         )

@@ -103,14 +103,14 @@ class Client(Protocol):
 
 def longer(path: str, size: int, longest: int) -> CorruptDataError:
     """Return the error for an object that exceeds its maximum length."""
-    return CorruptDataError(f"{path} has {size} bytes, where at most {longest} belong. It is not read.")
+    return CorruptDataError(f"{path} has {size} bytes, but at most {longest} are expected, so it is not read.")
 
 
 def shortened(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError:
     """Return the error for a response with fewer bytes than requested."""
     return CorruptDataError(
-        f"{path} has {size} bytes, and of {span or 'all'} {n_bytes} came. It is truncated, or was replaced: upload it "
-        "again, or open it again."
+        f"{path} has {size} bytes, but a request for {span or 'all of them'} returned {n_bytes}. It is truncated, or "
+        "was replaced: upload it again, or open it again."
     )
 
 

@@ -82,7 +82,7 @@ def _class_of(url: str) -> Any:
     if scheme not in known:
         others = sorted(known.difference(SCHEMES))
         raise InputError(
-            f"{redact_url(url)!r} begins with {scheme}://; known are {', '.join(SCHEMES)}, and through fsspec "
+            f"{redact_url(url)!r} begins with {scheme}://; supported are {', '.join(SCHEMES)}, and through fsspec "
             f"{', '.join(others)}"
         )
     try:

@@ -58,7 +58,7 @@ def check_swelling(codec: str, data: Any, *, at_most: int) -> None:
             if not is_of_content(error):
                 raise
             return
-    raise ValueError(f"its {len(view)} bytes decode ({codec}) to more than the {at_most} that can belong there")
+    raise ValueError(f"its {len(view)} bytes decode ({codec}) to more than the expected {at_most}")
 
 
 # Each generator yields sizes whose sum is an upper bound of the decompressed size. It may yield nothing if the size

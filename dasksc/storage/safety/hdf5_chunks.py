@@ -32,7 +32,8 @@ _BITSHUFFLE, _ITS_COMPRESSION = 32008, 4
 def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | None = None) -> None:
     """Raise an error if h5py would decompress a chunk of a dataset to far more than its shape allows.
 
-    Few chunks are read for this check: gzip and LZF have a maximum expansion, so only very large chunks are suspicious.
+    Few chunks are read for this check: gzip and LZF have a maximum expansion, so only chunks far above the limit are
+    suspicious.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
     at = compressing[0]
     if compressing[1:] or any(number != h5py.h5z.FILTER_FLETCHER32 for number, *_ in filters[at + 1 :]):
         names = ", ".join(name.decode(errors="replace") for *_, name in filters)
-        raise StorageError(f"{label} is not read: of its filters ({names}) one that compresses must be the last.")
+        raise StorageError(f"{label} is not read: a filter that compresses must be the last of its filters ({names}).")
     codec, ratio = _SWELLING[filters[at][0]]
     at_most = math.prod(dataset.chunks) * dataset.id.get_type().get_size() + ROOM_BYTES
     if ratio is not None and dataset.id.get_storage_size() * ratio <= at_most:

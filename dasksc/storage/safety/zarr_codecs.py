@@ -53,7 +53,7 @@ def bounded_metadata(document: Any) -> Any:
     Raises
     ------
     Exception
-        Of any type, if the description of the codecs is malformed.
+        If the description of the codecs is malformed; its type depends on the mistake.
     """
     if not isinstance(document, dict):
         return document
@@ -288,7 +288,7 @@ def _check_count(data: Any, shape: tuple[int, ...]) -> None:
     stated = int.from_bytes(memoryview(data).cast("B")[:4], "little")
     with _saying_where(shape):
         if stated > math.prod(shape):
-            raise ValueError(f"it says that it holds {stated} strings")
+            raise ValueError(f"it claims to contain {stated} strings")
 
 
 @contextmanager

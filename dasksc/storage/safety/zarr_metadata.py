@@ -1,4 +1,4 @@
-"""Checks of Zarr metadata and archives before zarr-python reads them: codecs that run code, oversized content."""
+"""Checks of Zarr metadata and archives before zarr-python reads them: codecs that run code, excessive sizes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def safe_content(store: str, key: str, content: bytes) -> bytes:
         if not is_of_content(error):
             raise
         raise CorruptDataError(
-            f"{store}/{key}: what it says of codecs cannot be read ({type(error).__name__}: {error}). Copy or download "
-            "it again."
+            f"{store}/{key}: its description of codecs cannot be read ({type(error).__name__}: {error}). Copy or "
+            "download it again."
         ) from error
     return content if bounded == document else json.dumps(bounded).encode()
 
@@ -84,7 +84,7 @@ def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
         # Stored entries are no larger than the file, and read in part.
         if entry.file_size > longest and (is_metadata or entry.compress_type != zipfile.ZIP_STORED):
             raise StorageError(
-                f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, where at most {longest} belong"
+                f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, but at most {longest} are expected"
             )
 
 

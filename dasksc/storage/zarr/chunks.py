@@ -170,7 +170,7 @@ class _Shards:
             offsets, sizes = shard.offsets[chunks], shard.sizes[chunks]
             if (offsets + sizes).max() > shard.identity.size:
                 raise CorruptDataError(
-                    f"{shard.identity.path}: a chunk ends at byte {(offsets + sizes).max()}, beyond its "
+                    f"{shard.identity.path}: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
                     f"{shard.identity.size}. Copy, download or upload it again."
                 )
             yield self._objects.file(one, shard.identity), offsets, sizes

@@ -89,7 +89,7 @@ def layout_of(name: str, content: bytes) -> ZarrLayout:
 
 def _layout_v3(metadata: dict[str, Any]) -> ZarrLayout:
     if metadata["node_type"] != "array" or metadata.get("storage_transformers"):
-        raise UnknownLayoutError("it is no plain array")
+        raise UnknownLayoutError("it is not a plain array")
     if metadata["data_type"] not in _NUMBERS:
         raise UnknownLayoutError(f"its type is {metadata['data_type']!r}")
     dtype = np.dtype(metadata["data_type"])

@@ -168,7 +168,7 @@ class StoreObjects:
                 if seen is None:  # the cached content must be that of the current object
                     seen = self._seen.keep(at, location.client.stat(location.key))
                 if seen.size > longest:
-                    raise CorruptDataError(f"{location} has {seen.size} bytes, where at most {longest} belong")
+                    raise CorruptDataError(f"{location} has {seen.size} bytes, but at most {longest} are expected")
                 return RemoteFile(location, seen, cache=self._cache).fetch(0, seen.size)
             data, identity = location.client.get(location.key, expected=seen, longest=longest)
         except MissingPathError:

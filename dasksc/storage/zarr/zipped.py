@@ -70,7 +70,7 @@ class ZipArchive:
     Raises
     ------
     CorruptDataError
-        If it is no zip file.
+        If the file is not a zip archive.
     StorageError
         If a member is encrypted, compressed by anything but deflate, or unpacks to too much.
     """
@@ -157,7 +157,7 @@ class ZipArchive:
             except zlib.error as error:
                 raise self._broken(name, str(error)) from error
         if len(data) != member.n_bytes or zlib.crc32(data) != member.checksum:
-            raise self._broken(name, "its length or checksum is another")
+            raise self._broken(name, "its length or checksum differs from its header")
         return data[start:stop]
 
     def places(self, names: Sequence[str]) -> NDArray[np.int64]:
@@ -179,7 +179,7 @@ class ZipArchive:
             signature, _, flags, method, *_, name_bytes, extra_bytes = _HEADER.unpack(data)
             member = members[number]
             if signature != _SIGNATURE or flags & _ENCRYPTED or bool(method) != member.is_compressed:
-                raise self._broken(names[number], "its header is another's")
+                raise self._broken(names[number], "its header belongs to another member")
             found[number] = member.header_at + _HEADER.size + name_bytes + extra_bytes
             if found[number] + member.stored_bytes > self.file.identity.size:
                 raise self._broken(names[number], "it ends beyond the end of the file")
@@ -290,8 +290,8 @@ def _shard_places(
     beyond = (starts + lengths > member.n_bytes) | (lengths > _MOST_CHUNK_BYTES)
     if beyond.any():
         raise CorruptDataError(
-            f"{identity.path}: a chunk ends at byte {(starts + lengths).max()}, beyond its {member.n_bytes}. Copy or "
-            "download the archive again."
+            f"{identity.path}: a chunk ends at byte {(starts + lengths).max()}, but the member has {member.n_bytes}. "
+            "Copy or download the archive again."
         )
     return starts, lengths
 
@@ -303,8 +303,8 @@ def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -
     for key in keys:
         if archive.members[key].n_bytes > at_most:
             raise CorruptDataError(
-                f"{archive.path}: {key!r} unpacks to {archive.members[key].n_bytes} bytes, where at most {at_most} "
-                "belong. The archive is corrupt, or made to fill memory."
+                f"{archive.path}: {key!r} unpacks to {archive.members[key].n_bytes} bytes, but at most {at_most} "
+                "are expected. The archive is corrupt, or made to fill memory."
             )
 
 

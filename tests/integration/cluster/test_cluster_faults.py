@@ -318,7 +318,7 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
             assert list(window) == [(k, k) for k in range(10)]
         helper.join()
         assert was_told == [True]
-        assert "No other runs" in caplog.text
+        assert "No other worker runs" in caplog.text
         assert eventually(lambda: nothing_is_left(client))
     assert caplog.text.count(told) == 1
 

@@ -245,7 +245,7 @@ def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) 
     with serving(tmp_path) as server:
         url = f"{server.url}/atlas.zarr"
         (warning,) = dasksc.check(dataset(url, 8)).warnings
-        assert "chunks of about 100 rows come whole, and blocks have 8" in warning
+        assert "chunks of about 100 rows are transferred whole, and blocks have 8" in warning
         plan = dataset(url, 8).plan()
         read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
         # Of twelve fetches the mean strays by half a point.

@@ -65,7 +65,7 @@ def test_cell_types_and_perturbations_go_to_the_parts_that_the_file_says(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         experiment = read(folder)
-    assert "1 perturbations of [fewshot] are those of no cell: screen.v2.rpe1: GONE" in caplog.text
+    assert "1 perturbations of [fewshot] occur in no cell: screen.v2.rpe1: GONE" in caplog.text
     obs = experiment.adata.obs
     assert set(obs["file"]) == {"screen.v2/both", "screen.v2/k562", "other/oneo1", "other/oneo2"}
     assert (obs["dataset"].astype(str) == obs["file"].astype(str).str.split("/").str[0]).all()
@@ -107,7 +107,7 @@ def test_cell_types_and_perturbations_go_to_the_parts_that_the_file_says(
         (('val = ["AARS"]', 'train = ["AARS"]'), "must hold lists of perturbations"),
         (("v2.rpe1", "v2.jurkat"), r"is in \[zeroshot\] and in \[fewshot\]"),
         (("/screen", "/scren"), "there is no .h5 or .h5ad file"),
-        (("[zeroshot]", "[zeroshot"), "is no TOML"),
+        (("[zeroshot]", "[zeroshot"), "is not a TOML file"),
         (('"{folder}/screen"', "3"), "must be a path"),
     ],
     ids=range(12),

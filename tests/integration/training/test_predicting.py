@@ -190,6 +190,8 @@ def test_a_file_that_is_no_model_is_refused_and_runs_nothing(atlas, tmp_path, ki
         torch.save(torch.ones(2), path)
     else:
         path.write_text("hello" if kind == "text" else "")
-    with pytest.raises(InputError, match=r"is no model\.pt that dasksc train wrote|no torch\.nn\.Module class"):
+    with pytest.raises(
+        InputError, match=r"is not a model\.pt that dasksc train wrote|is not a torch\.nn\.Module class"
+    ):
         embed(atlas, "--model", path, "--out", tmp_path / "emb.zarr")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["model.pt"]

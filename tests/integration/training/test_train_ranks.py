@@ -227,7 +227,7 @@ def test_runs_that_do_not_fit_their_ranks_are_refused(two_ranks):
 @pytest.mark.parametrize("name", ["ddp", "full_shard"])
 def test_two_ranks_go_on_from_an_older_step_with_the_arguments_of_the_new_run(name, two_ranks):
     folder = two_ranks / f"{name}_branches"
-    assert "hidden_dim=16 there and 32 here" in (two_ranks / f"{name}_branches_wide.error").read_text()
+    assert "hidden_dim is 32 and was 16" in (two_ranks / f"{name}_branches_wide.error").read_text()
     assert checkpoints(folder) == [2, 4, 5, 6, 7]
     assert checkpoints(folder / "abandoned-1") == [4, 6]
     expected = {"weight_decay": 0.0, "betas": (0.9, 0.999)}

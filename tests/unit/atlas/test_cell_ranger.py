@@ -354,7 +354,7 @@ def _with(path: Path, name: str, value: Any, **options: Any) -> None:
         ("barcodes", np.zeros((60, 2)), "barcodes"),
         ("barcodes", h5py.Empty("S5"), "barcodes"),
         ("features/name", np.array([b"a"] * 19), "different lengths"),
-        ("filtered_barcodes", np.array([b"x"] * 60), r"filtered_barcodes has dtype .*booleans are needed"),
+        ("filtered_barcodes", np.array([b"x"] * 60), r"filtered_barcodes has dtype .*expected booleans"),
         ("features/id", None, r"lacks id"),
         ("features/name", None, r"lacks name"),
         ("features/feature_type", None, r"lacks feature_type"),

@@ -370,7 +370,7 @@ def test_other_types_are_refused_and_what_is_accepted_is_said(data: Any) -> None
 
 
 def test_a_url_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(InputError, match="known are s3"):
+    with pytest.raises(InputError, match="supported are s3"):
         dasksc.open("gopher://bucket/atlas.zarr")
 
 

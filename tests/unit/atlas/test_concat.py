@@ -310,7 +310,7 @@ def test_columns_of_obs_that_some_lack_are_missing_there(tmp_path: Path) -> None
 
 def test_types_that_differ_are_said_and_united(tmp_path: Path) -> None:
     parts = [atlas(0, 10, GENES, dtype="int32"), atlas(1, 12, GENES, dtype="float32")]
-    with pytest.warns(UserWarning, match=r"X is of several types and becomes float64: int32 \(as in 0\), float32"):
+    with pytest.warns(UserWarning, match=r"X has several data types and becomes float64: int32 \(as in 0\), float32"):
         got = dasksc.open(parts)
     assert got.X.dtype == np.float64
 
@@ -324,7 +324,7 @@ def test_integers_that_become_floats_for_what_some_lack_are_said(join: str) -> N
             got = dasksc.open(parts, join="inner", index_unique="-")
         assert got.X.dtype == np.int32
         return
-    with pytest.warns(UserWarning, match=r"X is of int32 and becomes float64: .*lack"):
+    with pytest.warns(UserWarning, match=r"X has data type int32 and becomes float64: .*lack"):
         got = dasksc.open(parts, join="outer")
     assert got.X.dtype == np.float64
     np.testing.assert_array_equal(dense(got.X), dense(anndata.concat(parts, join="outer").X))
@@ -358,7 +358,7 @@ def test_a_raw_without_a_common_variable_is_left_out_and_said(caplog: pytest.Log
     of_raw.var_names = [f"ENSG{i}" for i in range(of_raw.n_vars)]
     parts[1].raw = of_raw
     assert dasksc.open(parts).raw is None
-    assert "raw is left out: its variables have none in common across 0, 1" in caplog.text
+    assert "raw is left out: no variable is common to 0, 1" in caplog.text
     with pytest.raises(InputError, match="no variable in common"):
         dasksc.open(parts, raw=True)
 
@@ -511,7 +511,7 @@ def test_scdataset_takes_several_paths(three: list[Path]) -> None:
         ([atlas(0, 3), atlas(1, 3)], {"fill_value": 0}, InputError, "Give join='outer', or leave fill_value out"),
         ([atlas(0, 3)], {"join": "outer", "fill_value": "0"}, InputError, "fill_value='0' must be a number"),
         ([atlas(0, 3), atlas(1, 3)], {"join": "outer", "fill_value": 1}, InputError, "is sparse.*Give fill_value=0"),
-        (atlas(0, 3), {"join": "outer", "fill_value": 0}, InputError, "fill_value= is of several atlases"),
+        (atlas(0, 3), {"join": "outer", "fill_value": 0}, InputError, "fill_value= applies to several atlases"),
     ],
     ids=str,
 )
@@ -521,7 +521,7 @@ def test_what_does_not_fit_is_said(data: Any, options: dict[str, Any], error: ty
 
 
 def test_what_is_said_of_several_is_refused_for_one() -> None:
-    with pytest.raises(InputError, match=r"label=, keys= are of several atlases"):
+    with pytest.raises(InputError, match=r"label=, keys= apply to several atlases"):
         dasksc.open(atlas(0, 3), label="source", keys=["a"])
 
 
@@ -740,7 +740,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing_whatever_else_is_given(t
     write(atlas(0, 3), tmp_path / "A", "plain")
     with pytest.raises(MissingPathError, match="there is nothing at"):
         dasksc.open(tmp_path / "A.H5AD", label="batch")
-    with pytest.raises(InputError, match=r"label= is of several atlases, and .*A.h5ad.* is one"):
+    with pytest.raises(InputError, match=r"label= applies to several atlases, but .*A.h5ad.* is one"):
         dasksc.open(tmp_path / "A.h5ad", label="batch")
 
 

@@ -286,7 +286,7 @@ def test_raw_comes_too_and_an_atlas_may_lack_x(tmp_path):
     assert list(written.raw.var_names) == list(source.raw.var_names)
 
 
-@pytest.mark.filterwarnings("ignore:.*is of several types")
+@pytest.mark.filterwarnings("ignore:.*has several data types")
 def test_several_inputs_become_one(tmp_path):
     parts = [make_adata(30, 17), make_adata(20, 11)]
     parts[1].obs_names = [f"other{i}" for i in range(20)]
@@ -338,7 +338,7 @@ def test_python_objects_in_obs_are_stored_as_what_they_are(tmp_path):
             ]
 
 
-@pytest.mark.filterwarnings("ignore:.*is of several types")
+@pytest.mark.filterwarnings("ignore:.*has several data types")
 def test_what_a_joined_atlas_lacks_is_missing(tmp_path):
     parts = [small(3, note=list("xyz"), flag=[True, False, True]), small(2, n=[1, 2])]
     parts[1].obs_names = ["d0", "d1"]
@@ -550,7 +550,7 @@ def test_ctrl_c_says_that_it_can_go_on(tmp_path, gzipped, monkeypatch):
         patched.setattr(converting, "write_tables", interrupted)
         shown = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
     assert shown.exit_code == 130
-    assert "out.zarr.partial; the same again goes on with it" in shown.stderr
+    assert "out.zarr.partial; the same conversion resumes from there" in shown.stderr
     shown = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
     assert shown.exit_code == 0
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
@@ -776,7 +776,7 @@ def test_nor_may_an_input_lie_in_it(tmp_path):
     zarr.open_group(collection, mode="w", zarr_format=3)
     write_store(small(3), tmp_path, "zarr3", name="one").rename(collection / "dataset_0")
     for data in (collection, collection / "dataset_0"):
-        with pytest.raises(InputError, match="all.zarr holds the input .*dataset_0"):
+        with pytest.raises(InputError, match="all.zarr contains the input .*dataset_0"):
             dasksc.convert(data, collection, overwrite=True)
 
 
@@ -924,7 +924,7 @@ def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gz
         else:
             # Damage that no library expects.
             patched.setattr(tables, "read_elem", lambda stored: stored["none"])
-        with pytest.raises(CorruptDataError, match="What was written is removed; convert again"):
+        with pytest.raises(CorruptDataError, match="The written data are removed; convert again"):
             dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler="synchronous", verify=True)
     assert os.listdir(tmp_path) == []
     dasksc.convert(gzipped, tmp_path / "out.zarr", verify=verify)

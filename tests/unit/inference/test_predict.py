@@ -295,10 +295,10 @@ def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
 
 
 def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
-    with pytest.raises(InputError, match="other names of them, or in another order"):
+    with pytest.raises(InputError, match="but their names or their order differ"):
         predict(Embedder(), atlas, store)
     make_adata(50, N_VARS).write_h5ad(tmp_path / "few.h5ad")
-    with pytest.raises(InputError, match="other cells than the 50"):
+    with pytest.raises(InputError, match="has 203 cells, but the atlas has 50"):
         predict(Embedder(), tmp_path / "few.h5ad", store)
 
 
@@ -365,11 +365,11 @@ def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
     ("out", "options", "error", "message"),
     [
         ("atlas.h5ad", {}, InputError, "in_place=True"),
-        ("text.h5ad", {"in_place": True}, InputError, "no h5ad file"),
+        ("text.h5ad", {"in_place": True}, InputError, "text.h5ad is not an h5ad file"),
         ("none.h5ad", {"in_place": True}, MissingPathError, "there is none at"),
         ("none.zarr", {"in_place": True}, MissingPathError, "there is none at"),
-        ("folder", {}, InputError, "is no Zarr store"),
-        ("s3://bucket/emb.zarr", {}, InputError, "no local path"),
+        ("folder", {}, InputError, "folder exists and is not a Zarr store"),
+        ("s3://bucket/emb.zarr", {}, InputError, "is not a local path"),
         ("emb.zarr", {"key": "a/b"}, InputError, "without '/'"),
         ("emb.zarr", {"nan": "maybe"}, InputError, "neither 'error' nor 'report'"),
         ("emb.zarr", {"categories": {"absent": LABELS}}, InputError, "names 'absent'"),
@@ -489,10 +489,10 @@ def test_what_is_attached_must_be_of_the_same_cells(atlas, store, tmp_path):
     out = tmp_path / "emb.zarr"
     predict(Embedder(), atlas, out)
     attach = {"obsm/X_emb": out}
-    with pytest.raises(InputError, match="other names of them, or in another order"):
+    with pytest.raises(InputError, match="but their names or their order differ"):
         dasksc.open(store, attach=attach)
     make_adata(50, N_VARS).write_h5ad(tmp_path / "few.h5ad")
-    with pytest.raises(InputError, match="203 rows, and the atlas 50 cells"):
+    with pytest.raises(InputError, match="203 rows, but the atlas has 50 cells"):
         dasksc.open(tmp_path / "few.h5ad", attach=attach)
     with pytest.raises(InputError, match="has already"):
         dasksc.open(dasksc.open(atlas, attach=attach), attach=attach)

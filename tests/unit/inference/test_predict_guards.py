@@ -116,7 +116,7 @@ def test_a_dict_may_change_its_order_but_not_its_keys(atlas, tmp_path):
 def test_numbers_of_more_than_64_bits_and_devices_that_are_none_are_refused(atlas, tmp_path):
     with pytest.raises(InputError, match="at most 64 bits"):
         predict(lambda batch: two(batch).numpy().astype(np.longdouble), atlas, tmp_path / "emb.zarr")
-    with pytest.raises(InputError, match="device='cud' is no device"):
+    with pytest.raises(InputError, match="device='cud' is not a device"):
         predict(two, atlas, tmp_path / "emb.zarr", device="cud")
 
 

@@ -221,7 +221,7 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
 @pytest.mark.parametrize(
     ("options", "batch_size", "message"),
     [
-        ({"total_size": 100}, 30, "total_size=100 is no multiple of batch_size=30; give 90 or 120"),
+        ({"total_size": 100}, 30, "total_size=100 is not a multiple of batch_size=30; give 90 or 120"),
         ({"replace": False}, 30, "draws 15 rows without replacement, fewer than batch_size=30"),
         ({"replace": False, "total_size": 60}, 30, r"takes 12 rows of class 5, which has 3; lower"),
     ],
@@ -245,7 +245,7 @@ def test_a_strategy_by_itself_says_how_many_rows_and_which() -> None:
 
 def test_a_batch_that_cuts_a_unit_is_refused() -> None:
     plan = plan_of(batch_size=30)
-    with pytest.raises(InputError, match="batch_size=45 is no multiple of 30, the number of rows of a set"):
+    with pytest.raises(InputError, match="batch_size=45 is not a multiple of 30, the number of rows of a set"):
         EpochPlan(sampler=plan.sampler, batch_size=45)
     double = EpochPlan(sampler=plan.sampler, batch_size=60)
     halves = [batch[start : start + 30] for batch in batches_of(double) for start in range(0, len(batch), 30)]

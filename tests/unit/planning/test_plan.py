@@ -312,7 +312,7 @@ def test_ranks_with_less_than_a_fetch_each_share_evenly() -> None:
 def test_an_epoch_without_rows_has_no_batches(name: str, drop_last: bool, equal_ranks: bool) -> None:
     plan = plan_of(strategy_of(name, 0, 4), 0, world_size=3, drop_last=drop_last, equal_ranks=equal_ranks)
     assert (plan.n_rows, plan.n_batches, plan.n_fetches, plan.n_padded, plan.n_dropped) == (0, 0, 0, 0, 0)
-    with pytest.raises(IndexError, match="fetch 0 of 0"):
+    with pytest.raises(IndexError, match="fetch 0 is out of range; there are 0"):
         plan.fetch(0)
 
 
@@ -330,10 +330,10 @@ def test_one_row_for_many_ranks_is_repeated_or_given_to_one_or_dropped() -> None
 def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
     plan = plan_of(dasksc.BlockShuffling(), 100, batch_size=10, fetch_factor=2)
     for k in (-1, 5):
-        with pytest.raises(IndexError, match=f"fetch {k} of 5"):
+        with pytest.raises(IndexError, match=f"fetch {k} is out of range; there are 5"):
             plan.fetch(k)
     for i in (-1, 10):
-        with pytest.raises(IndexError, match=f"batch {i} of 10"):
+        with pytest.raises(IndexError, match=f"batch {i} is out of range; there are 10"):
             plan.batch_rows(i)
 
 

@@ -707,7 +707,7 @@ def test_values_beside_the_blocks_that_are_no_names_lead_to_whole_chunks(literal
     with caplog.at_level(logging.WARNING, logger="dasksc.lazy"):
         matrix = matrix_of(code)
     assert type(matrix) is DaskMatrix
-    assert f"is given a {type(literal).__name__} beside its blocks" in caplog.text
+    assert f"is given a {type(literal).__name__} besides its blocks" in caplog.text
     rows = np.array([3, 40])
     np.testing.assert_allclose(rows_of(matrix, rows), array.compute()[rows] + np.asarray(literal))
 

@@ -500,7 +500,10 @@ def hidden(values: Any) -> Any:
         (lambda: BlockWeightedSampling(weights=hidden(np.ones(10))), "weights has 1 masked entries"),
         (lambda: BlockWeightedSampling(weights=np.ones(10, "m8[s]")), "weights must be one number per row"),
         (lambda: BlockWeightedSampling(weights=np.ones(10, object)), "weights must be one number per row; got object"),
-        (lambda: BlockWeightedSampling(weights=np.ones(3), indices=range(7)), "weights has 3 entries, and indices"),
+        (
+            lambda: BlockWeightedSampling(weights=np.ones(3), indices=range(7)),
+            "weights has 3 entries; expected one per row",
+        ),
         (lambda: ClassBalancedSampling(3), "labels must be one per row; got 3"),
         (lambda: ClassBalancedSampling(np.array(3)), "labels must be one per row"),
         (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels cannot be converted to an array"),
@@ -520,9 +523,13 @@ def test_what_kernels_cannot_take_is_refused_by_name(make: Any, message: str) ->
 
 @pytest.mark.parametrize("indices", [[0, 1, 2, 3, 4], np.arange(5), np.arange(8) < 5, range(5)])
 def test_labels_shorter_than_indices_are_refused_when_the_strategy_is_made(indices: Any) -> None:
-    with pytest.raises(InputError, match="labels has 3 entries, and indices"):
+    with pytest.raises(
+        InputError, match=r"labels has 3 entries; expected one per row .*, or one per entry of indices \(5\)"
+    ):
         ClassBalancedSampling([0, 1, 0], indices=indices)
-    with pytest.raises(InputError, match="weights has 3 entries, and indices"):
+    with pytest.raises(
+        InputError, match=r"weights has 3 entries; expected one per row .*, or one per entry of indices \(5\)"
+    ):
         BlockWeightedSampling(weights=[0, 1, 0], indices=indices)
     # Fewer rows than indices, which repeat them.
     assert set(rows_of(ClassBalancedSampling([0, 1], indices=[0, 0, 1, 1]), 2).tolist()) <= {0, 1}

@@ -150,7 +150,7 @@ def test_corrupt_lzf_writes_nothing_outside(data: st.DataObject) -> None:
     ids=["literals end", "no offset", "no length", "before the beginning", "more than belongs there"],
 )
 def test_lzf_that_cannot_be_decoded_is_refused(stored: bytes) -> None:
-    with pytest.raises(ValueError, match="no LZF of 40 bytes"):
+    with pytest.raises(ValueError, match="not 40 bytes compressed by LZF"):
         H5Lzf().decode(stored, 40)
 
 

@@ -318,7 +318,7 @@ def _chunk(archive: Path) -> str:
     [
         (8, b"\x01\x00", "is encrypted"),
         (10, b"\x0e\x00", "is compressed by method 14"),
-        (42, struct.pack("<I", 2), "its header is another's"),
+        (42, struct.pack("<I", 2), "its header belongs to another member"),
         (42, b"\xfe\xff\xff\x7f", "beyond the end of the file|is not a zip file"),
         (20, b"\xfe\xff\xff\x7f\xfe\xff\xff\x7f", "beyond the end of the file|unpacks to"),
     ],
@@ -355,7 +355,7 @@ def test_chunks_that_would_fill_memory_are_refused(tmp_path: Path, archive: Path
     with zipfile.ZipFile(archive) as file, zipfile.ZipFile(tmp_path / "b.zarr.zip", "w", zipfile.ZIP_DEFLATED) as new:
         for one in file.namelist():
             new.writestr(one, bytes(2**27) if one == name else file.read(one))
-    with bounded(), pytest.raises(CorruptDataError, match=r"X/data/c/0' unpacks to 134217728 bytes, where at most"):
+    with bounded(), pytest.raises(CorruptDataError, match=r"X/data/c/0' unpacks to 134217728 bytes, but at most"):
         dasksc.open(tmp_path / "b.zarr.zip")
 
 

@@ -84,8 +84,8 @@ def test_what_can_be_right_passes(tmp_path, sections):
         ({"tokenizer": {"strategy": "rank_vale"}}, "tokenizer.strategy must be 'rank_value' or 'value_bins'"),
         ({"tokenizer": {"masking": {"mask_ratio": "0.15"}}}, "mask_ratio='0.15' must be the share of masked tokens"),
         ({"tokenizer": {"vocabulary": "nowhere.json"}}, "there is no vocabulary file 'nowhere.json'"),
-        ({"training": {"checkpoint_dir": __file__}}, f"cannot be written to: {__file__} is no directory"),
-        ({"training": {"checkpoint_dir": f"{__file__}/run"}}, f"cannot be written to: {__file__} is no directory"),
+        ({"training": {"checkpoint_dir": __file__}}, f"cannot be written to: {__file__} is not a directory"),
+        ({"training": {"checkpoint_dir": f"{__file__}/run"}}, f"cannot be written to: {__file__} is not a directory"),
     ],
 )
 def test_what_no_data_could_make_right_is_refused(tmp_path, sections, told):

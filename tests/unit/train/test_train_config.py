@@ -113,7 +113,7 @@ def test_files_that_are_not_there_or_no_yaml_are_told(tmp_path):
     with pytest.raises(InputError, match="is not YAML"):
         Config.load(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_text("- data")
-    with pytest.raises(InputError, match="holds list; expected sections: data, model"):
+    with pytest.raises(InputError, match="contains a list; expected sections: data, model"):
         Config.load(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_bytes(b"\x89HDF\r\n")
     for path in (tmp_path / "c.yaml", tmp_path):
