@@ -263,7 +263,7 @@ def test_rows_of_the_guide_may_be_written_with_an_exponent():
         ({"tokenizer.max_genes": 1, "data.max_genes": 1}, "max_genes=1 leaves no gene beside the cell's token"),
         ({"data.max_genes": 1000}, "data.max_genes=1000 and tokenizer.max_genes=2048 are the same setting"),
         ({"data.path": "other"}, r"data.paths=\['first.h5ad', 'second.h5ad'\] and data.path='other'"),
-        ({"data.source": "cellxgene"}, "data.source='cellxgene' is not read"),
+        ({"data.source": "cellxgene"}, "data.source='cellxgene' is not supported; give files or stores"),
         ({"data.streaming_chunk_size": "many"}, "must be numbers of rows"),
         ({"training.batch_size": 0}, "batch_size=0 must be a number of rows"),
         ({"training.batch_size": "'32'"}, "batch_size='32' must be a number of rows, of 1 or more and without quotes"),
