@@ -211,7 +211,8 @@ def test_groups_take_no_more_bytes_than_they_need(n):
     rng = np.random.default_rng(0)
     first = pd.Categorical.from_codes(np.append(rng.integers(-1, n, 1000), np.arange(n)), [f"t{i}" for i in range(n)])
     second = pd.Categorical.from_codes(rng.integers(-1, 2, len(first)), ["x", "y"])
-    table = pd.DataFrame({"first": first, "second": second, "text": np.array(second.astype(str))})
+    text = second.add_categories("none").fillna("none")
+    table = pd.DataFrame({"first": first, "second": second, "text": np.asarray(text, dtype=str)})
     for names in (["first"], ["first", "second"], ["second", "first"], ["text"]):
         found = reading.groups_of(table, names)
         expected = table.groupby(names, observed=True, sort=True).ngroup().fillna(-1).to_numpy(int)
