@@ -166,9 +166,12 @@ def dasksc_of_h5ad(path: Path) -> Iterable:
 
 
 def scdataset_of_h5ad(path: Path) -> Iterable:
-    X = anndata.read_h5ad(path, backed="r").X
+    def read(adata: anndata.AnnData, rows: np.ndarray) -> np.ndarray:
+        return adata.X[rows].toarray()
+
     scdataset = pytest.importorskip("scdataset")
-    return (batch.toarray() for batch in scdataset.scDataset(X, scdataset.BlockShuffling(), BATCH))
+    adata = anndata.read_h5ad(path, backed="r")
+    return scdataset.scDataset(adata, scdataset.BlockShuffling(), BATCH, fetch_callback=read)
 
 
 def annloader_of_h5ad(path: Path) -> Iterable:
