@@ -26,7 +26,7 @@ NAMES = {
 }
 THEMES = {
     "light": {"text": "#1f2328", "dasksc": "#0f766e", "peer": "#8c959f"},
-    "dark": {"text": "#e6edf3", "dasksc": "#2dd4bf", "peer": "#6e7681"},
+    "dark": {"text": "#e6edf3", "dasksc": "#0d9488", "peer": "#6e7681"},
 }
 
 
