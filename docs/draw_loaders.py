@@ -19,10 +19,10 @@ RESULTS = HERE.parent / "benchmarks" / "results" / "h5ad-dense.json"
 # Names on the chart. A backed AnnData is what AnnLoader slices for each batch.
 NAMES = {
     "dasksc threads": "dasksc",
-    "annbatch own store": "annbatch (converted store)",
+    "annbatch own store": "annbatch,\nown store",
     "scDataset": "scDataset",
     "AnnLoader": "AnnLoader",
-    "anndata backed": "AnnData, backed",
+    "anndata backed": "AnnData,\nbacked",
 }
 THEMES = {
     "light": {"text": "#1f2328", "dasksc": "#0f766e", "peer": "#8c959f"},
@@ -39,7 +39,7 @@ def draw(theme: str) -> None:
     # A fixed salt: the same results are the same file.
     style = {"svg.hashsalt": theme, "font.size": 11, "text.color": colors["text"], "ytick.color": colors["text"]}
     with mpl.rc_context(style):
-        figure, axes = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
+        figure, axes = plt.subplots(figsize=(5.4, 2.4), layout="constrained")
         for i, (name, rate) in enumerate(rates.items()):
             rounds = found[name]["rounds"]["consumed"]
             axes.barh(i, rate, height=0.62, color=colors["dasksc" if name.startswith("dasksc") else "peer"])
@@ -47,7 +47,7 @@ def draw(theme: str) -> None:
             axes.text(max(rounds) + max(rates.values()) * 0.02, i, f"{rate:,.0f}", va="center")
         axes.set_yticks(range(len(rates)), [NAMES[name] for name in rates])
         axes.set_xticks([])
-        axes.margins(x=0.12, y=0.02)
+        axes.margins(x=0.16, y=0.02)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title("cells per second, consumed", fontsize=10, loc="left")
