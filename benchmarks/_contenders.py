@@ -207,6 +207,35 @@ def anndata_loader(spec: Spec) -> Epoch:
     return epoch
 
 
+def annloader(spec: Spec) -> Epoch:
+    """Let AnnLoader read a backed AnnData, in blocks: with `shuffle=True` it draws single rows, which is slower."""
+    import warnings
+
+    import numpy as np
+    from anndata.experimental import AnnLoader
+
+    n_rows, block = spec["n_rows"], spec["block"]
+    rng = np.random.default_rng(0)
+
+    class Blocks:
+        def __len__(self) -> int:
+            return n_rows
+
+        def __iter__(self) -> Iterator[int]:
+            rows = (rng.permutation(-(-n_rows // block))[:, None] * block + np.arange(block)).ravel()
+            return iter(rows[rows < n_rows].tolist())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its deprecation
+        loader = AnnLoader(_backed(spec["path"]), batch_size=spec["batch"], sampler=Blocks())
+
+    def epoch() -> Iterator[Any]:
+        for batch in loader:
+            yield batch.X
+
+    return epoch
+
+
 CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
     "dasksc threads": partial(dasksc_loader, scheduler="threads"),
     "dasksc synchronous": partial(dasksc_loader, scheduler="synchronous"),
@@ -219,6 +248,7 @@ CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
     "annbatch own store": partial(annbatch_loader, store="own"),
     "annbatch AnnData zarr": partial(annbatch_loader, store="anndata"),
     "anndata backed": anndata_loader,
+    "AnnLoader": annloader,
 }
 
 

@@ -183,7 +183,7 @@ def runs(name: str, options: argparse.Namespace) -> bool:
         return options.peer_python is not None
     if name.startswith("scDataset") and importlib.util.find_spec("scdataset") is None:
         return False
-    return options.layout == "dense" or name != "scDataset per fetch"
+    return options.layout == "dense" or name not in {"scDataset per fetch", "AnnLoader"}
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:

@@ -92,7 +92,7 @@ html_theme_options = {
 }
 
 # Pages that live elsewhere in the repository; what docs/ has of them only points there.
-ELSEWHERE = {"benchmarks": "benchmarks/README.md", "changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
+ELSEWHERE = {"benchmarks_log": "benchmarks/README.md", "changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
 
 
 def read_elsewhere(app: Any, page: str, source: list[str]) -> None:

@@ -106,7 +106,7 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
 def test_compare_writes_a_table_json_and_a_picture(work, tmp_path, capsys, files, layout, is_program):
     pytest.importorskip("matplotlib")
     out = tmp_path / "results" / "compare"
-    contenders = ["dasksc threads", "anndata backed"]
+    contenders = ["dasksc threads", "anndata backed", *(["AnnLoader"] if layout == "dense" else [])]
     options = [*SIZES, "--files", files, "--layout", layout, "--rounds", "1", "--seconds", "0.05", "--warm-up", "0"]
     options += ["--out", str(out), "--contenders", *contenders]
     if is_program:

@@ -1,4 +1,4 @@
-"""README.md does what it says: its programs run, its commands and links exist."""
+"""README.md and the pages of the site do what they say: their programs run, their commands and links exist."""
 
 from __future__ import annotations
 
@@ -27,10 +27,30 @@ def atlas(atlas_of) -> Path:
     return atlas_of(2_000, 300)
 
 
-def test_its_programs_run_from_top_to_bottom(tmp_path, atlas):
-    done = run_page(ROOT / "README.md", tmp_path, atlas)
-    assert "sparse_csr torch.Size([64, 100])" in done.stdout
-    assert "watch at http" in done.stdout
+def shown(page: Path) -> str:
+    """The output that a page shows."""
+    return "".join(block[2] for block in blocks(page, "text"))
+
+
+def stable(text: str) -> str:
+    """Text without losses, shares and memory, which differ between processors and versions of other libraries."""
+    return re.sub(r"(?<=loss )\d+\.\d+|\d+\.\d+%|\d+\.\d+ [MG]iB|(?<=value )\d+\.\d+", "~", text)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/get_started.md"])
+def test_programs_make_their_own_data_and_print_what_the_page_shows(page, tmp_path, atlas):
+    done = run_page(ROOT / page, tmp_path, atlas)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert losses[-1] < losses[0] / 1.5
+    assert stable(done.stdout) == stable(shown(ROOT / page))
+
+
+def test_the_readme_is_short_and_its_pictures_exist():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert pictures
+    assert all((ROOT / picture).is_file() for picture in pictures)
 
 
 def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
@@ -42,7 +62,7 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
 
 # Pages with tests of their own: trainers.md runs library by library where each is installed, and the others read files
 # that their tests make.
-ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "remote", "perturbations")
+ELSEWHERE = ("get_started", "trainers", "watching", "cluster", "atlases", "remote", "perturbations")
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
 
@@ -96,7 +116,7 @@ def test_shell_commands_name_what_is_there(line):
     for word in words:
         if word.endswith((".py", ".yml", ".toml")):
             assert (ROOT / word).is_file(), word
-        if match := re.fullmatch(r"\.\[([\w,]+)\]", word):
+        if match := re.fullmatch(r"(?:\.|dasksc)\[([\w,]+)\]", word):
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set(match[1].split(",")) <= set(extras)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
+import json
 import posixpath
 import re
 
@@ -62,6 +63,26 @@ def test_every_page_is_in_the_table_of_contents_of_the_site():
     listed = set(re.findall(r"^([a-z][\w/-]*)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
     pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES}
     assert pages - {"index"} == listed, "give each a line in a toctree of docs/index.md"
+
+
+def test_every_figure_in_the_tables_of_the_benchmarks_is_in_the_log():
+    tables = re.findall(r"^\|.*", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
+    number = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w])")
+    log = set(number.findall((ROOT / "benchmarks" / "README.md").read_text()))
+    figures = {figure for row in tables for figure in number.findall(row)}
+    assert len(figures) > 50
+    assert figures <= log
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_caption_of_the_chart_has_the_settings_of_its_results(page):
+    text = " ".join((ROOT / page).read_text().split())
+    results = json.loads((ROOT / "benchmarks" / "results" / "h5ad-dense.json").read_text())
+    assert f"{results['n_rows']:,} cells x {results['n_vars']:,} genes" in text
+    assert results["block"] == results["batch"]
+    assert f"blocks and batches of {results['batch']}, fetches of {results['fetch']:,}" in text
+    assert (results["machine"]["cpus"], results["rounds"]) == (2, 5)
+    assert "two cores; medians and ranges of five rounds" in text
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
