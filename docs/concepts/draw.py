@@ -205,7 +205,8 @@ def draw_ranks() -> None:
             panel.text(end + 0.6, y + 0.5, "hatched: a row that another rank has too", va="center", fontsize=9)
         n_repeated += len(repeated)
         seen |= {row for rows in batches for row in rows}
-    assert seen == set(range(n)) and n_repeated == plan.n_padded
+    assert seen == set(range(n))
+    assert n_repeated == plan.n_padded
     save(figure, "ranks")
 
 
@@ -269,7 +270,9 @@ def draw_memory() -> None:
 
     def arrow(x: float, to: float, y: float) -> None:
         panel.add_patch(
-            FancyArrowPatch((x, y), (to, y), arrowstyle="-|>", mutation_scale=10, color=INK, lw=1.2, shrinkA=0, shrinkB=0)
+            FancyArrowPatch(
+                (x, y), (to, y), arrowstyle="-|>", mutation_scale=10, color=INK, lw=1.2, shrinkA=0, shrinkB=0
+            )
         )
 
     for x, text in (
@@ -299,7 +302,7 @@ def draw_memory() -> None:
     save(figure, "memory")
 
 
-def measure(path: str, mmap: bool, queue: Any) -> None:  # noqa: FBT001
+def measure(path: str, mmap: bool, queue: Any) -> None:
     """Put the resident memory of this process into `queue`, after each batch of an epoch beyond that before it."""
 
     def resident() -> tuple[int, int]:
@@ -361,7 +364,8 @@ def draw_workers() -> None:
         assert sorted(numbers) == list(range(len(expected)))
         y = 1.4 + 2.2 * row
         panel.text(0, y + 0.5, f"num_workers={n_workers}", va="center", family="monospace", fontsize=9)
-        strip(panel, 7, y, [numbers], lambda i, n=max(1, n_workers): HUES[i // factor % n])
+        n_readers = max(1, n_workers)
+        strip(panel, 7, y, [numbers], lambda i, n=n_readers: HUES[i // factor % n])
     panel.text(0, 0.8, "Batches in the order in which the loop receives them", fontsize=10.5, fontweight="bold")
     for i in range(3):
         panel.add_patch(Rectangle((7 + 6.5 * i, 8), 0.94, 0.94, facecolor=HUES[i], lw=0))
