@@ -9,7 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ mpl.use("agg")
 import anndata  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.colors import LinearSegmentedColormap  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -33,6 +35,8 @@ from dasksc.sampling.block_order import BlockOrder  # noqa: E402
 # Lines and text have a contrast of about 4 with white and with the background of the dark theme.
 INK, ON_COLOR = "#7d8590", "#14181e"
 HUES = ["#2aa198", "#e0952f", "#8a7fe0", "#d9688e"]
+GRAY = "#a9b0b8"
+BY_PLACE = LinearSegmentedColormap.from_list("by place", ["#6f9fe0", "#3fb3a5", "#c3c24a", "#e0952f", "#e07a9c"])
 MIB = 2**20
 
 mpl.rcParams.update(
@@ -48,7 +52,6 @@ mpl.rcParams.update(
         "ytick.color": INK,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "hatch.linewidth": 1.2,
     }
 )
 
@@ -67,7 +70,7 @@ def batches_of(plan: dasksc.EpochPlan, rank: int) -> list[list[int]]:
 
 def by_place(n_rows: int) -> Callable[[int], Any]:
     """Return a function that gives each row a color by its place in storage."""
-    return lambda row: plt.get_cmap("turbo")(0.12 + 0.76 * row / (n_rows - 1))
+    return lambda row: BY_PLACE(row / (n_rows - 1))
 
 
 def strip(
@@ -78,15 +81,15 @@ def strip(
     color: Callable[[int], Any],
     *,
     gap: float = 0.35,
-    hatched: Callable[[int, int], bool] = lambda group, i: False,
+    outlined: Collection[int] = (),
 ) -> list[float]:
     """Draw groups of numbers as squares side by side, and return where each group begins, and where the last ends."""
     edges = [x]
-    for number, group in enumerate(groups):
-        for i, row in enumerate(group):
-            hatch = "////" if hatched(number, i) else None
-            panel.add_patch(Rectangle((x, y), 0.94, 0.94, facecolor=color(row), edgecolor=ON_COLOR, lw=0, hatch=hatch))
-            panel.text(x + 0.47, y + 0.45, str(row), color=ON_COLOR, fontsize=7.5, ha="center", va="center")
+    for group in groups:
+        for row in group:
+            face, ink = ("none", INK) if row in outlined else (color(row), ON_COLOR)
+            panel.add_patch(Rectangle((x, y), 0.94, 0.94, facecolor=face, edgecolor=ink, lw=float(row in outlined)))
+            panel.text(x + 0.47, y + 0.45, str(row), color=ink, fontsize=7.5, ha="center", va="center")
             x += 1
         x += gap
         edges.append(x)
@@ -123,7 +126,7 @@ def draw_plan() -> None:
     order = BlockOrder.shuffled(n // block, seed, 0).at(np.arange(n // block))
     fetches = [plan.of_rank(rank).fetch(k) for rank in range(world_size) for k in range(plan.n_fetches)]
     color = by_place(n)
-    figure, panel = canvas(9, 4.1, 42.2, 13.6)
+    figure, panel = canvas(9, 3.9, 42.2, 12.8)
 
     def title(y: float, text: str) -> None:
         panel.text(0, y, text, va="bottom", fontsize=10.5, fontweight="bold")
@@ -134,16 +137,16 @@ def draw_plan() -> None:
     edges = strip(panel, 0, 4.4, [range(b * block, b * block + block) for b in order.tolist()], color)
     for i, edge in enumerate(edges[:-1]):
         panel.text(edge + block / 2, 5.5, f"rank {i % world_size}", ha="center", va="top", fontsize=8.5)
-    title(8.0, "3  Fetches of three blocks, read in ascending order")
-    edges = strip(panel, 0, 8.2, [fetch.rows.tolist() for fetch in fetches], color, gap=1.2)
+    title(7.8, "3  Fetches of three blocks, read in ascending order")
+    edges = strip(panel, 0, 8.0, [fetch.rows.tolist() for fetch in fetches], color, gap=1.2)
     stops = [*(edge - 1.2 for edge in edges[1:-1]), edges[-1]]
     for i, (start, stop) in enumerate(zip(edges[:-1], stops, strict=True)):
-        bracket(panel, start, stop, 9.3, "rank {}, fetch {}".format(*divmod(i, plan.n_fetches)))
-    title(11.6, "4  Rows of each fetch in random order, cut into batches of 3")
+        bracket(panel, start, stop, 9.15, "rank {}, fetch {}".format(*divmod(i, plan.n_fetches)))
+    title(11.3, "4  Rows of each fetch in random order, cut into batches of 3")
     x = 0.0
     for fetch in fetches:
         batches = [fetch.rows[fetch.batch(i)].tolist() for i in range(fetch.n_batches)]
-        x = strip(panel, x, 11.8, batches, color, gap=0.3)[-1] + 1.2
+        x = strip(panel, x, 11.5, batches, color, gap=0.3)[-1] + 1.2
     save(figure, "plan")
 
 
@@ -183,30 +186,26 @@ def draw_ranks() -> None:
     rank_of = {row: i % world_size for i, one in enumerate(blocks[:n_dealt]) for row in one}
 
     def color(row: int) -> str:
-        return HUES[rank_of[row]] if row in rank_of else "#a9b0b8"
+        return HUES[rank_of[row]] if row in rank_of else GRAY
 
-    figure, panel = canvas(9, 4.4, 46, 15.6)
-    panel.text(0, 1.2, "Order of the epoch: 10 full blocks of 4 and a short one", fontsize=10.5, fontweight="bold")
-    edges = strip(panel, 0, 1.6, blocks, color)
-    bracket(panel, edges[0], edges[4] - 0.35, 2.8, "round 0: a block for each rank")
-    bracket(panel, edges[4], edges[8] - 0.35, 2.8, "round 1")
-    bracket(panel, edges[8], edges[-1], 2.8, "leftover rows, dealt in pieces")
-    panel.text(0, 5.9, "Batches of each rank: 4, 4 and 3 rows on every rank", fontsize=10.5, fontweight="bold")
-    seen: set[int] = set()
-    n_repeated = 0
-    for rank in range(world_size):
-        batches, y = batches_of(plan, rank), 6.4 + 2.3 * rank
-        repeated = {(i, j) for i, rows in enumerate(batches) for j, row in enumerate(rows) if row in seen}
+    ranks = [batches_of(plan, rank) for rank in range(world_size)]
+    held = Counter(row for batches in ranks for rows in batches for row in rows)
+    twice = [row for row, n_times in sorted(held.items()) if n_times > 1]
+    assert len(held) == n
+    assert len(twice) == plan.n_padded
+    figure, panel = canvas(9, 3.4, 46, 13)
+    panel.text(0, 1.1, "Order of the epoch: 10 full blocks of 4 and a short one", fontsize=10.5, fontweight="bold")
+    edges = strip(panel, 0, 1.5, blocks, color)
+    bracket(panel, edges[0], edges[4] - 0.35, 2.7, "round 0: a block for each rank")
+    bracket(panel, edges[4], edges[8] - 0.35, 2.7, "round 1")
+    bracket(panel, edges[8], edges[-1], 2.7, "leftover rows, dealt in pieces")
+    panel.text(0, 5.6, "Batches of each rank: 4, 4 and 3 rows on every rank", fontsize=10.5, fontweight="bold")
+    for rank, batches in enumerate(ranks):
+        y = 6 + 1.6 * rank
         panel.text(0, y + 0.5, f"rank {rank}", va="center", color=HUES[rank], fontweight="bold")
-        end = strip(
-            panel, 4.5, y, batches, color, gap=1, hatched=lambda group, i, repeated=repeated: (group, i) in repeated
-        )[-1]
-        if repeated:
-            panel.text(end + 0.6, y + 0.5, "hatched: a row that another rank has too", va="center", fontsize=9)
-        n_repeated += len(repeated)
-        seen |= {row for rows in batches for row in rows}
-    assert seen == set(range(n))
-    assert n_repeated == plan.n_padded
+        end = strip(panel, 4.5, y, batches, color, gap=1, outlined=twice)[-1]
+    text = f"outlined: rows {' and '.join(map(str, twice))}, each on two ranks"
+    panel.text(end + 0.8, y + 0.5, text, va="center", fontsize=9)
     save(figure, "ranks")
 
 
@@ -284,18 +283,18 @@ def draw_memory() -> None:
     for y, name, mapped in ((10, "mapped", True), (27, "read", False)):
         panel.text(0, y - 1.6, f"Files that are {name}", va="bottom", fontsize=9.5, color=INK)
         box(0, y, 18, "chunks of rows", INK, filled=False)
+        box(73, y, 16.5, "batches ahead\nof the loop", HUES[1])
         box(22, y, 28, "pages of the fetches\nin flight" if mapped else "pages being read,\nor none", HUES[0])
         if mapped:
-            box(72, y, 17.5, "batches ahead\nof the loop", HUES[1])
             arrow(18.4, 21.6, y + 3.5)
-            arrow(50.4, 71.6, y + 3.5)
-            panel.text(61, y + 2.9, "gather", ha="center", va="bottom", fontsize=8.5)
+            arrow(50.4, 72.6, y + 3.5)
+            panel.text(61.5, y + 2.9, "gather", ha="center", va="bottom", fontsize=8.5)
         else:
-            box(54, y, 14.5, "fetches\nin flight", HUES[1])
-            box(72, y, 17.5, "batches ahead\nof the loop", HUES[1])
-            for x in (18.4, 50.4, 68.9):
-                arrow(x, x + 3.2, y + 3.5)
-            panel.text(70.4, y + 2.6, "gather", ha="center", va="bottom", fontsize=8.5)
+            box(54, y, 12, "fetches\nin flight", HUES[1])
+            arrow(18.4, 21.6, y + 3.5)
+            arrow(50.4, 53.6, y + 3.5)
+            arrow(66.4, 72.6, y + 3.5)
+            panel.text(69.5, y + 2.9, "gather", ha="center", va="bottom", fontsize=8.5)
     panel.plot([52, 52], [1, 37], color=INK, lw=1, ls=(0, (4, 3)))
     panel.text(36, 38.4, "dataset.projected_pages", ha="center", va="top", family="monospace", fontsize=9)
     panel.text(72, 38.4, "dataset.projected_bytes", ha="center", va="top", family="monospace", fontsize=9)
@@ -356,20 +355,22 @@ def draw_workers() -> None:
         rows_by_number(n), dasksc.BlockShuffling(4), batch, fetch_factor=factor, seed=0, rank=0, world_size=1
     )
     expected = [tuple(rows) for rows in batches_of(dataset.plan(0), 0)]
-    figure, panel = canvas(9, 2.5, 33, 9.2)
+    figure, panel = canvas(9, 2.2, 33, 8.2)
     for row, n_workers in enumerate((0, 2, 3)):
         dataset.set_epoch(0)
         loader = DataLoader(dataset, batch_size=None, num_workers=n_workers)
         numbers = [expected.index(tuple(one[:, 0].int().tolist())) for one in loader]
         assert sorted(numbers) == list(range(len(expected)))
-        y = 1.4 + 2.2 * row
+        y = 1.4 + 1.7 * row
         panel.text(0, y + 0.5, f"num_workers={n_workers}", va="center", family="monospace", fontsize=9)
-        n_readers = max(1, n_workers)
-        strip(panel, 7, y, [numbers], lambda i, n=n_readers: HUES[i // factor % n])
+        hues = HUES[:n_workers] or [GRAY]
+        strip(panel, 7, y, [numbers], lambda i, hues=hues: hues[i // factor % len(hues)])
     panel.text(0, 0.8, "Batches in the order in which the loop receives them", fontsize=10.5, fontweight="bold")
-    for i in range(3):
-        panel.add_patch(Rectangle((7 + 6.5 * i, 8), 0.94, 0.94, facecolor=HUES[i], lw=0))
-        panel.text(8.3 + 6.5 * i, 8.5, f"worker {i}", va="center", fontsize=9)
+    for i, (hue, text) in enumerate(
+        zip([GRAY, *HUES[:3]], ["the rank", "worker 0", "worker 1", "worker 2"], strict=True)
+    ):
+        panel.add_patch(Rectangle((7 + 5.5 * i, 7), 0.94, 0.94, facecolor=hue, lw=0))
+        panel.text(8.3 + 5.5 * i, 7.5, text, va="center", fontsize=9)
     save(figure, "workers")
 
 
@@ -387,7 +388,7 @@ def draw_draws() -> None:
         ({"seed": 1}, "seed=1"),
     ]
     color = by_place(n)
-    figure, panel = canvas(9, 4.9, 39, 22.4)
+    figure, panel = canvas(9, 4.7, 39, 22.4)
     first: list[int] = []
     for i, (change, text) in enumerate(changes):
         settings = common | change
