@@ -235,7 +235,7 @@ def draw_resume() -> None:
         panel.scatter([], [], marker="s", s=58, color=HUES[rank], lw=0, label=f"rank {rank}")
     panel.legend(frameon=False, labelcolor=INK, ncols=3, loc="lower left", bbox_to_anchor=(-0.01, 1), borderpad=0)
     panel.set_yticks(*zip(*ticks, strict=True))
-    panel.set_xlabel("row, in storage order: each has one square")
+    panel.set_xlabel("row, in storage order; every row has one square")
     panel.invert_yaxis()
     save(figure, "resume")
 
