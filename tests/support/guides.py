@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import shutil
 import sys
 import tomllib
@@ -31,6 +32,7 @@ FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
 TEXT = re.compile(r"\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 MARK = "\x00block {}\x00"
 DEMO = "dasksc demo-data demo"
+HOME = "/home/you"  # the folder of the reader, in what pages show
 COMMANDS = ("dasksc", "python", "torchrun")
 
 
@@ -79,18 +81,16 @@ def blocks_of(text: str) -> list[Block]:
 MODULES = {"scikit-misc": "skmisc", "scvi-tools": "scvi"}
 
 
-def extras_of(text: str) -> set[str]:
-    """Return the extras that a page installs."""
-    return {extra for names in re.findall(r"pip install ['\"]?dasksc\[([\w,]+)\]", text) for extra in names.split(",")}
-
-
 def missing_of(text: str) -> list[str]:
-    """Return the packages of these extras, and the others that a page installs, that are not installed."""
+    """Return the packages, and those of the extras, that a page installs and that are not there."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    needed = [re.split(r"[\[<>=]", one)[0] for extra in sorted(extras_of(text)) for one in extras[extra]]
+    needed: list[str] = []
     for line in re.findall(r"^pip install (.*)$", text, re.MULTILINE):
-        needed += [word for word in line.split() if re.fullmatch(r"[\w-]+", word)]
-    return [name for name in needed if importlib.util.find_spec(MODULES.get(name, name).replace("-", "_")) is None]
+        for word in shlex.split(line):
+            named = re.fullmatch(r"dasksc\[([\w,]+)\]", word)
+            needed += [one for extra in named[1].split(",") for one in extras[extra]] if named else [word]
+    modules = (re.split(r"[\[<>=]", name)[0] for name in needed)
+    return [name for name in modules if importlib.util.find_spec(MODULES.get(name, name).replace("-", "_")) is None]
 
 
 # --- The wheel ----------------------------------------------------------------------------------------
@@ -160,7 +160,8 @@ def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, st
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert "Warning" not in done.stderr, done.stderr
     parts = re.split(MARK.format(r"(\d+)"), done.stdout)
-    return {int(number): output for number, output in zip(parts[1::2], parts[2::2], strict=True)}
+    outputs = (part.replace(str(folder), HOME) for part in parts[2::2])
+    return {int(number): output for number, output in zip(parts[1::2], outputs, strict=True)}
 
 
 # --- What it prints -----------------------------------------------------------------------------------
@@ -168,11 +169,14 @@ def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, st
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 # Figures of the machine: durations, rates and memory, addresses on loopback, shares of time, processes.
 MACHINE = (
-    rf"{NUMBER} ?(?:[num]?s|µs|min|h|seconds|[KMGT]?i?B|[kKMG]B|bytes)(?:/s)?(?![\w])",
+    rf"{NUMBER} ?(?:[num]?s|µs|min|h|seconds|[kKMGT]?i?B|bytes)(?:/s)?(?![\w])",
     rf"{NUMBER} (?:cells|rows|batches|steps)(?:/s| a second| per second)",
     r"(?<=127\.0\.0\.1:)\d+",
     r"(?<=waited )\d+%",
     r"(?<=pid )\d+",
+    # Sizes that `dasksc suggest` finds.
+    r"^ +(?:fetch_factor|block_size|more random|faster) +\d+",
+    r"(?:fetch_factor=\d+,|BlockShuffling\(block_size=\d+\),)$",
 )
 
 
