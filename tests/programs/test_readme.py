@@ -19,6 +19,7 @@ from tests.support.programs import ROOT, blocks, run_page
 
 pytestmark = pytest.mark.programs
 
+GUIDES = ROOT / "docs" / "guides"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -54,16 +55,14 @@ def test_the_readme_is_short_and_its_pictures_exist():
 
 
 def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
-    done = run_page(ROOT / "docs" / "guides" / "cluster.md", tmp_path, atlas)
+    done = run_page(GUIDES / "cluster.md", tmp_path, atlas)
     assert "scheduler at tcp://127.0.0.1:" in done.stdout
     assert "2000 rows\n31 batches left" in done.stdout
     assert "<html" in (tmp_path / "epoch.html").read_text()
 
 
-# Pages with tests of their own: trainers.md runs library by library where each is installed, and the others read files
-# that their tests make.
-ELSEWHERE = ("get_started", "trainers", "watching", "cluster", "atlases", "remote", "perturbations")
-RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
+# Guides have a test of their own, test_guides.py.
+RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.parent != GUIDES and page.stem != "get_started"]
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
@@ -72,7 +71,7 @@ def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
 
 
 def test_the_programs_on_watching_run_and_show_figures(tmp_path, atlas):
-    done = run_page(ROOT / "docs" / "guides" / "watching.md", tmp_path, atlas)
+    done = run_page(GUIDES / "watching.md", tmp_path, atlas)
     assert "cells/s, waited" in done.stderr  # the progress bar
     assert re.search(r"^4 fetches took", done.stdout, re.MULTILINE)
     assert re.search(r"watch at http://\S+/loader$", done.stdout, re.MULTILINE)
@@ -98,6 +97,7 @@ def shell_lines() -> list[str]:
     return [
         line.split("#")[0].strip()
         for page in PAGES
+        if page.parent != GUIDES
         for block in blocks(page, "bash")
         for line in block[2].splitlines()
         if line.split("#")[0].strip()
