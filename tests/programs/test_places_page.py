@@ -14,7 +14,7 @@ pytest.importorskip("moto.server")
 pytestmark = pytest.mark.programs
 
 
-def test_its_programs_run_from_top_to_bottom(atlas_of, tmp_path):
+def test_its_programs_run_from_top_to_bottom(tmp_path):
     demo_data(tmp_path / "demo")
-    done = run_page(ROOT / "docs" / "guides" / "remote.md", tmp_path, atlas_of(2_000, 300))
+    done = run_page(ROOT / "docs" / "guides" / "remote.md", tmp_path, tmp_path / "demo" / "atlas.h5ad")
     assert done.stdout.splitlines() == ["torch.Size([64, 300])", "['atlas']", "(2000, 300)", "True"]
