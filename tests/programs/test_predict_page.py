@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import yaml
-from make_atlas import make_atlas
 
+import dasksc
+from dasksc.datasets import demo_data
 from dasksc.train import Config
 from tests.support.programs import ROOT, blocks, run, run_page
 from tests.support.training import small, train
@@ -20,26 +21,31 @@ PAGE = ROOT / "docs" / "guides" / "predict.md"
 
 
 def test_the_page_runs(tmp_path):
-    atlas = make_atlas(tmp_path / "made.h5ad", 2_000, 100, n_types=5)
-    done = run_page(PAGE, tmp_path, atlas)
+    demo_data(tmp_path / "demo")
+    done = run_page(PAGE, tmp_path, tmp_path / "demo" / "atlas.h5ad")
     assert "'obsm/X_emb': '(2000, 64) float32'" in done.stdout
     assert "(1000, 64)" in done.stdout
 
 
 def test_the_commands_of_the_page_run(tmp_path):
-    make_atlas(tmp_path / "atlas.h5ad", 500, 50, n_types=5)
-    make_atlas(tmp_path / "atlas.zarr", 500, 50, n_types=5)
-    raw = small(tmp_path / "atlas.h5ad", tmp_path / "run", training__max_steps=2)
+    demo_data(tmp_path / "demo")
+    dasksc.convert(tmp_path / "demo" / "atlas.h5ad", tmp_path / "atlas.zarr")
+    raw = small(tmp_path / "demo" / "atlas.h5ad", tmp_path / "run", training__max_steps=2)
     (section,) = (block[2] for block in blocks(PAGE, "yaml"))
     assert Config.of(raw | yaml.safe_load(section)).predict.key == "X_emb"
     train(raw)
-    (tmp_path / "mypackage").mkdir()
-    (tmp_path / "mypackage" / "models.py").write_text("def embed(batch):\n    return batch[:, :3]\n")
-    commands = re.search(r"^```\n(dasksc embed.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[1].splitlines()
-    assert len(commands) == 4
-    for command in commands[:3]:
+    (file,) = (block[2] for block in blocks(PAGE, "python") if block[2].startswith("# models.py\n"))
+    (tmp_path / "models.py").write_text(file)
+    commands = [
+        line.removeprefix("python -m ")
+        for block in blocks(PAGE, "bash")
+        for line in block[2].splitlines()
+        if " embed " in line
+    ]
+    assert len(commands) == 3
+    for command in commands:
         printed = run([sys.executable, "-m", *shlex.split(command)], cwd=tmp_path)
-        assert "500 of 500 cells predicted" in printed
+        assert "2,000 of 2,000 cells predicted" in printed
 
 
 def test_the_example_trains_embeds_and_draws(tmp_path):

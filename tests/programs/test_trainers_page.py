@@ -1,4 +1,4 @@
-"""The programs of docs/guides/trainers.md run from top to bottom, those of each library where it is installed."""
+"""Programs of docs/guides/trainers.md and docs/guides/lightning.md, those of each library where it is installed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from make_atlas import make_atlas
 
+from dasksc.datasets import demo_data
 from dasksc.train.config import Scheduler
 from dasksc.train.optim import factor_at
 from tests.support.programs import ROOT, blocks, run
@@ -20,11 +21,12 @@ from tests.support.programs import ROOT, blocks, run
 pytestmark = pytest.mark.programs
 
 PAGE = ROOT / "docs" / "guides" / "trainers.md"
+LIGHTNING = ROOT / "docs" / "guides" / "lightning.md"
 LIBRARIES = ("torch", "torchdata", "lightning", "accelerate", "transformers", "scvi")
 
 
-def programs() -> list[str]:
-    return [block[2] for block in blocks(PAGE, "python")]
+def programs(page: Path = PAGE) -> list[str]:
+    return [block[2] for block in blocks(page, "python")]
 
 
 def library_of(program: str) -> str:
@@ -37,7 +39,7 @@ def library_of(program: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    make_atlas(folder / "atlas.h5ad", 1_000, 200)
+    demo_data(folder / "demo")
     return folder
 
 
@@ -61,14 +63,14 @@ def test_its_programs_run(library, folder):
     run_text("".join([common, *of_library]), f"{library}_program.py", folder)
 
 
-# --- What YAML says, told to Lightning ------------------------------------------------------------------
+# --- Keys of YAML files and arguments of Lightning ------------------------------------------------------------------
 
 on_lightning = pytest.mark.filterwarnings("ignore")  # it warns of much
 
 
 def rows() -> list[tuple[str, list[str]]]:
     """The keys and the code of each row of Lightning's table."""
-    text = PAGE.read_text()
+    text = LIGHTNING.read_text()
     _, _, *lines = text[text.index("| YAML | `pl.Trainer` |") :].split("\n\n")[0].splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines]
     return [(keys, re.findall(r"`([^`]+)`", code)) for keys, code in cells]
@@ -157,7 +159,7 @@ def pl(tmp_path, monkeypatch):
 
 @on_lightning
 def test_every_row_of_lightnings_table_is_what_a_trainer_takes_or_names_what_the_page_defines(pl):
-    defined = {name for program in programs() for name in re.findall(r"def (\w+)", program)}
+    defined = {name for program in programs(LIGHTNING) for name in re.findall(r"def (\w+)", program)}
     assert len(rows()) == 16
     for keys, code in rows():
         if keys == "`seed: 0`":
@@ -288,13 +290,13 @@ leave_group()
 """
 
 
-def test_the_module_of_the_page_is_sharded_clipped_over_all_ranks_and_warmed_up(folder):
+def test_the_module_of_the_page_is_sharded_clipped_over_all_ranks_and_warmed_up(tmp_path):
     pytest.importorskip("lightning")
-    common, *rest = programs()
-    plain, sharded = (program for program in rest if "import lightning" in program or "from lightning" in program)
-    program = common + plain.split("\ndata = ")[0] + sharded.split("\nbest = ")[0] + SHARDED
-    run_text(program, "sharded.py", folder)
-    seen = json.loads((folder / "seen.json").read_text())
+    (tmp_path / "demo").mkdir()
+    make_atlas(tmp_path / "demo" / "atlas.h5ad", 1_000, 200)
+    (sharded,) = programs(LIGHTNING)
+    run_text(sharded.split("\nbest = ")[0] + SHARDED, "sharded.py", tmp_path)
+    seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["recomputed"] == [True, True]
     assert all(n_here in (n // 2, -(-n // 2)) for n_here, n in seen["shards"])
     # 900 cells or so: eight batches of either rank, of which two are a step.

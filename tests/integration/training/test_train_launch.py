@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dasksc.datasets import demo_data
 from dasksc.train import Config, fit
 from tests.programs.with_slurm import free_ports
 from tests.support.programs import MPIRUN, NO_GPU, ROOT, ended, run
@@ -175,6 +176,7 @@ def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas
     monkeypatch.setattr("dasksc.train.loop.plot", lambda *_, **__: None)  # takes longer than all the rest
     Path("c.yaml").write_text(configurations()[name])
     Path("atlas.h5ad").symlink_to(atlas)
+    demo_data("demo")
     raw = yaml.safe_load(configurations()[name])
     if "tokenizer" in raw and importlib.util.find_spec("dasksc.tokens") is None:
         pytest.skip("dasksc.tokens is not there")
