@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ class Batch(_Named):
     (DataLoader, DataParallel, Lightning, Accelerate) therefore returns a `Batch`. Printing one shows the name, shape,
     data type and number of classes of each tensor, without values.
 
+    Parameters
+    ----------
+    items
+        Tensors by name: a mapping, or pairs of names and tensors.
+    **tensors
+        Further tensors by name.
+
     Attributes
     ----------
     X
@@ -95,6 +103,13 @@ class Batch(_Named):
       index  (64,) int64
     """
 
+    # That of a dict cannot be determined.
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter("items", inspect.Parameter.POSITIONAL_ONLY, default=()),
+            inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
     _kind = "this batch"
     _advice = (
         "Batches hold X and index, and obs, layers and obsm as requested: with scDataset(..., obs=[{key!r}]), a column "

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from dask.base import tokenize
 
+from dasksc.displays import with_options_of
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
 from dasksc.inference.digests import digest_of
@@ -101,6 +102,11 @@ class PredictionReport:
         return asdict(self)
 
 
+@with_options_of(
+    scDataset,
+    without=("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key", "return_index"),
+    batch_size=_BATCH_SIZE,
+)
 def predict(
     model: Callable[[Any], Any],
     dataset: Any,
@@ -150,8 +156,14 @@ def predict(
         ``"error"`` refuses NaN. ``"report"`` writes it, and `PredictionReport.nan_cells` counts it.
     progress
         If True, show a progress bar with cells per second (requires tqdm).
-    **options
-        Arguments of `dasksc.scDataset` for an atlas, such as ``genes=``, ``obs=`` and ``batch_size=`` (default 1,024).
+    batch_size
+        Number of rows in a batch, per rank, if `dataset` is an atlas. Default: 1,024.
+    fetch_factor, fetch_callback, fetch_transform, batch_callback, batch_transform, rank, world_size
+        As for `dasksc.scDataset`, if `dataset` is an atlas.
+    obs, layers, obsm, genes, layout, dtype, scheduler, prefetch, memory_limit, mmap, pin_memory, group, transform
+        As for `dasksc.scDataset`, if `dataset` is an atlas.
+    genes_missing, genes_key, genes_repeated
+        As for `dasksc.scDataset`, if `dataset` is an atlas.
 
     Returns
     -------

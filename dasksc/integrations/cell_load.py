@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc import InputError, MissingPathError
 from dasksc.atlas.lookup import require_key
+from dasksc.displays import with_options_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -60,6 +61,7 @@ class Experiment:
     table: pd.DataFrame
 
 
+@with_options_of(dasksc.open, without=("label", "keys"))
 def from_toml(
     path: str | os.PathLike[str],
     *,
@@ -82,8 +84,8 @@ def from_toml(
         Columns of obs with cell types and with perturbations, and the perturbation of control cells.
     obs
         Further columns of obs to read, such as that of batches.
-    options
-        As for `dasksc.open`, such as ``join="outer"``.
+    mmap, names, join, index_unique, merge, fill_value, raw, storage_options, cache, feature_types, genome, attach
+        As for `dasksc.open`.
 
     Returns
     -------

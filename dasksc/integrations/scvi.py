@@ -13,6 +13,7 @@ import torch
 
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, scDataset
+from dasksc.displays import with_options_of
 from dasksc.integrations.lightning import scDataModule
 from dasksc.sampling.named import StrategyName
 
@@ -50,8 +51,10 @@ class SCVIDataModule(scDataModule):
         Further obs columns to correct for.
     model_name
         Name of the model class.
-    **options
-        Arguments of `dasksc.scDataset`.
+    obs, layers, obsm
+        Further names to yield, as for `dasksc.scDataset`.
+    fetch_factor, drop_last, seed, filter, equal_ranks, transform, return_index, ...
+        As for `dasksc.scDataset`.
 
     Attributes
     ----------
@@ -64,6 +67,7 @@ class SCVIDataModule(scDataModule):
         If a column does not exist, has missing values, or has an unsuitable data type.
     """
 
+    @with_options_of(scDataset, without=("strategy", "rank", "world_size"))
     def __init__(
         self,
         data_collection: Any,

@@ -74,6 +74,16 @@ def parts_of(dataset: scDataset) -> LoaderParts:
 class scDataset(IterableDataset[Any]):
     """Shuffled, weighted or class-balanced minibatches of an atlas on disk, as torch tensors.
 
+    Parameters by purpose:
+
+    - **What to read**: `data_collection`, `obs`, `layers`, `obsm`, `genes`, `genes_missing`, `genes_key`,
+      `genes_repeated`, `filter`, `return_index`
+    - **How to draw**: `strategy`, `label_key`, `seed`
+    - **Batches**: `batch_size`, `drop_last`, `layout`, `dtype`, `device`, `pin_memory`, `transform`
+    - **Hooks**: `fetch_callback`, `fetch_transform`, `batch_callback`, `batch_transform`
+    - **Ranks and resuming**: `rank`, `world_size`, `group`, `equal_ranks`; `state_dict` and `load_state_dict` resume
+    - **Execution and memory**: `fetch_factor`, `scheduler`, `prefetch`, `memory_limit`, `mmap`, `progress`
+
     Parameters
     ----------
     data_collection
