@@ -52,8 +52,9 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     ``atlas.h5ad`` has 2,000 cells and 300 genes, ``gene_000`` to ``gene_299``. Its obs has ``cell_type`` (6 types),
     ``donor`` (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
     ``plates/2.h5ad`` have 300 cells of two other donors each, and share 100 genes. ``cite.h5mu`` is a MuData of 600
-    cells with the modalities ``rna`` and ``prot``, whose cells are in different orders. ``screen.h5ad`` is a
-    `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
+    cells with the modalities ``rna`` and ``prot``, whose cells are in different orders.
+    ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins as CellRanger 3 writes them. ``screen.h5ad`` is
+    a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
     """
     folder = Path(folder)
     contents = {
@@ -61,6 +62,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         "plates/1.h5ad": "300 cells, 200 genes, 2 donors",
         "plates/2.h5ad": "300 cells, 200 other genes, half of them shared, 2 donors",
         "cite.h5mu": "600 cells, 300 genes and 5 proteins",
+        "filtered_feature_bc_matrix.h5": "600 cells, 300 genes and 5 antibodies, as CellRanger writes them",
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
     }
     existing = [file for file in contents if (folder / file).exists()]
@@ -70,7 +72,8 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     _cells(folder / "atlas.h5ad", 2_000, range(300), donors=range(12), seed=0)
     _cells(folder / "plates" / "1.h5ad", 300, range(200), donors=range(12, 14), seed=1)
     _cells(folder / "plates" / "2.h5ad", 300, range(100, 300), donors=range(14, 16), seed=2)
-    _modalities(folder / "cite.h5mu", seed=3)
+    rna, proteins = _modalities(folder / "cite.h5mu", seed=3)
+    _cell_ranger(folder / "filtered_feature_bc_matrix.h5", rna, proteins)
     synthetic_screen(
         folder / "screen.h5ad",
         4_000,
@@ -96,8 +99,8 @@ def _cells(path: Path, n_obs: int, genes: range, *, donors: range, seed: int) ->
     return adata
 
 
-def _modalities(path: Path, *, seed: int) -> None:
-    """Write a MuData of RNA and proteins, without the package mudata."""
+def _modalities(path: Path, *, seed: int) -> tuple[AnnData, AnnData]:
+    """Write a MuData of RNA and proteins without the package mudata, and return both for the same cells."""
     rna = _cells(path, 600, range(300), donors=range(16, 18), seed=seed)
     rng = np.random.default_rng(seed)
     rates = rng.lognormal(1, 1, (len(_TYPES), len(_PROTEINS)))
@@ -113,3 +116,30 @@ def _modalities(path: Path, *, seed: int) -> None:
         modalities.attrs["mod-order"] = ["rna", "prot"]
         write_elem(modalities, "rna", rna)
         write_elem(modalities, "prot", proteins[::-1].copy())
+    return rna, proteins
+
+
+def _cell_ranger(path: Path, rna: AnnData, proteins: AnnData) -> None:
+    """Write counts of genes and proteins as CellRanger 3 does: a row for each feature, in CSC."""
+    counts = sp.hstack([rna.X, proteins.X], format="csr")
+    features = {
+        "name": [*rna.var_names, *proteins.var_names],
+        "id": [*(f"ENSG{i:011d}" for i in range(rna.n_vars)), *proteins.var_names],
+        "feature_type": ["Gene Expression"] * rna.n_vars + ["Antibody Capture"] * proteins.n_vars,
+        "genome": ["GRCh38"] * rna.n_vars + [""] * proteins.n_vars,
+    }
+    with h5py.File(path, "w") as file:
+        file.attrs["filetype"] = "matrix"
+        matrix = file.create_group("matrix")
+        matrix["shape"] = np.array(counts.shape[::-1], dtype=np.int32)
+        matrix["barcodes"] = np.array(rna.obs_names, dtype="S")
+        for name, values, dtype in (
+            ("indptr", counts.indptr, np.int64),
+            ("indices", counts.indices, np.int64),
+            ("data", counts.data, np.int32),
+        ):
+            matrix.create_dataset(name, data=values.astype(dtype), compression="gzip")
+        table = matrix.create_group("features")
+        table["_all_tag_keys"] = np.array(["genome"], dtype="S")
+        for name, column in features.items():
+            table[name] = np.array(column, dtype="S")

@@ -133,10 +133,10 @@ def test_the_command_writes_the_files_of_the_guides(tmp_path):
     assert done.exit_code == 0, (done.output, done.exception)
     folder = tmp_path / "demo"
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert written == {"atlas.h5ad", "plates/1.h5ad", "plates/2.h5ad", "cite.h5mu", "screen.h5ad"}
     assert [line.split()[0] for line in done.output.splitlines()] == [
-        *("atlas.h5ad", "plates/1.h5ad", "plates/2.h5ad", "cite.h5mu", "screen.h5ad")
+        *("atlas.h5ad", "plates/1.h5ad", "plates/2.h5ad", "cite.h5mu", "filtered_feature_bc_matrix.h5", "screen.h5ad")
     ]
+    assert written == {line.split()[0] for line in done.output.splitlines()}
     atlas = dasksc.open(folder / "atlas.h5ad")
     assert atlas.shape == dasksc.open(folder / "atlas.h5ad", raw=True).shape == (2_000, 300)
     assert atlas.obs["donor"].nunique() == 12
@@ -145,6 +145,12 @@ def test_the_command_writes_the_files_of_the_guides(tmp_path):
     assert dasksc.open(f"{folder}/plates/*.h5ad", join="inner").shape == (600, 100)
     cite = dasksc.Modalities(folder / "cite.h5mu")
     assert {name: cite[name].shape for name in ("rna", "prot")} == {"rna": (600, 300), "prot": (600, 5)}
+    ten_x = folder / "filtered_feature_bc_matrix.h5"
+    for name, feature_type in (("rna", "Gene Expression"), ("prot", "Antibody Capture")):
+        features = dasksc.open(ten_x, feature_types=feature_type)
+        assert list(features.var_names) == list(cite[name].var_names)
+        total = cite[name].X.sum(dtype=np.float64).compute()
+        assert features.X.sum(dtype=np.float64).compute() == total > 0
     assert set(dasksc.open(folder / "screen.h5ad").obs["cell_line"]) == {"K562", "RPE1"}
 
     before = (folder / "atlas.h5ad").stat().st_mtime_ns

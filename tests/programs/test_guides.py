@@ -1,0 +1,52 @@
+"""Every guide does what it says: its blocks run from an empty folder with the wheel, and print what it shows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support import guides
+
+pytestmark = pytest.mark.programs
+
+PAGES = sorted(guides.GUIDES.glob("*.md"))
+
+
+@pytest.fixture(scope="session")
+def installed(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with the installed wheel in `site` and the files of the guides in `demo`, once a session."""
+    shared = shared_folder / "guides"
+    if not shared.exists():
+        own = tmp_path_factory.mktemp("wheel")
+        site = guides.install_wheel(own)
+        done = guides.run_with(site, guides.DEMO.split(), own)
+        assert done.returncode == 0, done.stderr
+        try:
+            os.rename(own, shared)
+        except OSError:  # another worker was first
+            assert shared.exists()
+    return shared
+
+
+def test_the_wheel_is_what_runs(installed, tmp_path):
+    done = guides.run_with(installed / "site", ["python", "-c", "import dasksc, sys; print(dasksc.__file__)"], tmp_path)
+    assert done.stdout.strip() == str(installed / "site" / "dasksc" / "__init__.py")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_guide_prints_what_it_shows(page, installed, tmp_path):
+    missing = guides.missing_of(page.read_text())
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    outputs = guides.outputs_of(page, tmp_path, installed / "site", installed / "demo")
+    assert not "\n".join(guides.differences(page, outputs))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_guide_runs_its_commands(page):
+    blocks = guides.blocks_of(page.read_text())
+    commands = [command for block in blocks if block.language == "bash" for command in block.commands]
+    assert commands[0] == guides.DEMO
+    assert {command.split()[0] for command in commands} <= set(guides.COMMANDS)

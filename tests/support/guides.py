@@ -1,0 +1,235 @@
+"""Guides of the documentation as programs: their blocks, run from an empty folder, and what they print.
+
+``python -m tests.support.guides PAGE ...`` runs pages and writes what their blocks print into them.
+
+A page is run from top to bottom in one Python process:
+
+- ```` ```python ```` blocks are one program. A block whose first line is a comment with the name of a file
+  (``# train.py``) is not run but written to this file, as blocks in other languages are.
+- ```` ```bash ```` blocks have a command on each line: ``dasksc``, ``python``, ``torchrun``. ``pip install`` names the
+  extras of the page and is not run. Commands that need a cluster or a cloud stand in ```` ```console ```` blocks.
+- A ```` ```text ```` block behind them has exactly what they print, except for figures of the machine (`comparable`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.programs import ROOT, ended, run
+
+GUIDES = ROOT / "docs" / "guides"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
+TEXT = re.compile(r"\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+MARK = "\x00block {}\x00"
+DEMO = "dasksc demo-data demo"
+COMMANDS = ("dasksc", "python", "torchrun")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block of code of a page: offset of its fence and of its end, and the text that the page shows below it."""
+
+    language: str
+    code: str
+    start: int
+    end: int
+    shown: str | None
+
+    @property
+    def file(self) -> str | None:
+        """Name of the file that this block is, or None."""
+        named = FILE.match(self.code)
+        return named[1] if named else None
+
+    @property
+    def runs(self) -> bool:
+        """True if the block is run, rather than written to a file or only read."""
+        return self.language == "bash" or (self.language == "python" and self.file is None)
+
+    @property
+    def commands(self) -> list[str]:
+        """Commands of the block, without comments and ``pip install``, with continued lines joined."""
+        lines = [line.split("  #")[0].rstrip() for line in self.code.replace("\\\n", " ").splitlines()]
+        return [line for line in lines if line and not line.startswith(("#", "pip install "))]
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Return the blocks of a page; the text blocks that belong to others are in these."""
+    found = []
+    for match in FENCE.finditer(text):
+        below = TEXT.match(text, match.end())
+        shown = below[1] if below else None
+        found.append(Block(language=match[1], code=match[2], start=match.start(), end=match.end(), shown=shown))
+    owned = {block.end + 1 for block in found if block.runs and block.shown is not None}
+    return [block for block in found if block.start not in owned]
+
+
+# --- What a page needs --------------------------------------------------------------------------------
+
+# Names of modules that are not those of their packages.
+MODULES = {"scikit-misc": "skmisc", "scvi-tools": "scvi"}
+
+
+def extras_of(text: str) -> set[str]:
+    """Return the extras that a page installs."""
+    return {extra for names in re.findall(r"pip install ['\"]?dasksc\[([\w,]+)\]", text) for extra in names.split(",")}
+
+
+def missing_of(text: str) -> list[str]:
+    """Return the packages of these extras, and the others that a page installs, that are not installed."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = [re.split(r"[\[<>=]", one)[0] for extra in sorted(extras_of(text)) for one in extras[extra]]
+    for line in re.findall(r"^pip install (.*)$", text, re.MULTILINE):
+        needed += [word for word in line.split() if re.fullmatch(r"[\w-]+", word)]
+    return [name for name in needed if importlib.util.find_spec(MODULES.get(name, name).replace("-", "_")) is None]
+
+
+# --- The wheel ----------------------------------------------------------------------------------------
+
+
+def install_wheel(folder: Path) -> Path:
+    """Build the wheel and install it in a folder of its own, beside the packages of this environment."""
+    run([sys.executable, "-m", "build", "--wheel", "--outdir", folder / "dist", ROOT], cwd=folder)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    run([*install, folder / "site", wheel], cwd=folder)
+    return folder / "site"
+
+
+def run_with(site: Path, command: list[object], folder: Path) -> Any:
+    """Run a command to its end with the package at `site`, and without the repository."""
+    programs = f"{site / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    return ended(command, cwd=folder, PYTHONPATH=str(site), PATH=programs)
+
+
+# --- Running a page -----------------------------------------------------------------------------------
+
+PRELUDE = """\
+import os, subprocess, sys
+def _run(mark, *commands):
+    print(mark, end="", flush=True)
+    for command in commands:
+        done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(f"{command}\\n{done.stderr}")
+"""
+
+
+def program_of(text: str, blocks: list[Block]) -> str:
+    """Return a page as a program that prints a mark before each block.
+
+    Code has the line numbers of the page, so that tracebacks name these.
+    """
+    lines = [""] * (text.count("\n") + 1)
+    for number, block in enumerate(blocks):
+        if block.runs:
+            first = text.count("\n", 0, block.start)
+            commands = block.commands if block.language == "bash" else []
+            lines[first] = f"_run({', '.join(map(repr, [MARK.format(number), *commands]))})"
+            if block.language == "python":
+                code = block.code.split("\n")
+                lines[first + 1 : first + 1 + len(code)] = code
+    return f"exec({PRELUDE!r}); " + "\n".join(lines).lstrip(" ")
+
+
+def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, str]:
+    """Run a page in a folder; return what each of its blocks prints, by its number in `blocks_of`.
+
+    `demo` is a folder with the files of the first command, which are copied.
+    """
+    text = page.read_text()
+    blocks = blocks_of(text)
+    assert any(DEMO in block.commands for block in blocks[:1]), f"{page.name} begins with: {DEMO}"
+    shutil.copytree(demo, folder / "demo")
+    for block in blocks:
+        if block.file is not None:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.code)
+    program = folder / f"_{page.stem}.py"
+    program.write_text(program_of(text, blocks).replace(f", {DEMO!r}", ""))
+    done = run_with(site, [sys.executable, "-u", program.name], folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "Warning" not in done.stderr, done.stderr
+    parts = re.split(MARK.format(r"(\d+)"), done.stdout)
+    return {int(number): output for number, output in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+# --- What it prints -----------------------------------------------------------------------------------
+
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+# Figures of the machine: durations, rates and memory, addresses on loopback, shares of time, processes.
+MACHINE = (
+    rf"{NUMBER} ?(?:[num]?s|µs|min|h|seconds|[KMGT]?i?B|[kKMG]B|bytes)(?:/s)?(?![\w])",
+    rf"{NUMBER} (?:cells|rows|batches|steps)(?:/s| a second| per second)",
+    r"(?<=127\.0\.0\.1:)\d+",
+    r"(?<=waited )\d+%",
+    r"(?<=pid )\d+",
+)
+
+
+def comparable(output: str) -> list[str]:
+    """Return the lines of an output, with figures of the machine as ``#``, and its spaces in their lines as one.
+
+    Lines of several ranks come in any order: those that begin with ``rank`` are sorted.
+    """
+    lines = []
+    for line in output.rstrip().splitlines():
+        changed = re.sub("|".join(MACHINE), "#", line)
+        lines.append(line.rstrip() if changed == line else re.sub(r"[ ─-]+", " ", changed).rstrip())
+    ranks = iter(sorted(line for line in lines if line.startswith("rank ")))
+    return [next(ranks) if line.startswith("rank ") else line for line in lines]
+
+
+def shows(block: Block) -> bool:
+    """True if a page shows what a block prints; the first command prints the same on all of them."""
+    return block.runs and block.commands != [DEMO]
+
+
+def differences(page: Path, outputs: dict[int, str]) -> Iterator[str]:
+    """Yield where a page shows other text than its blocks print."""
+    text = page.read_text()
+    for number, block in enumerate(blocks_of(text)):
+        if block.language == "text":
+            yield f"{page.name}:{text.count(chr(10), 0, block.start) + 1}: text that no block above prints"
+        elif shows(block) and comparable(outputs[number]) != comparable(block.shown or ""):
+            line = text.count("\n", 0, block.start) + 1
+            yield f"{page.name}:{line}: the block prints\n{outputs[number]}\nand the page shows\n{block.shown}"
+
+
+def record(page: Path, outputs: dict[int, str]) -> None:
+    """Write what blocks print into their page, where it shows something else."""
+    text = page.read_text()
+    for number, block in reversed([*enumerate(blocks_of(text))]):
+        if not shows(block) or comparable(outputs[number]) == comparable(block.shown or ""):
+            continue
+        below = TEXT.match(text, block.end) if block.shown is not None else None
+        end = below.end() if below else block.end
+        output = outputs[number].rstrip()
+        text = text[: block.end] + (f"\n```text\n{output}\n```\n" if output else "") + text[end:]
+    page.write_text(text)
+
+
+def main() -> None:
+    """Run the pages that the command line names, and write what their blocks print into them."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        site = install_wheel(folder)
+        assert run_with(site, DEMO.split(), folder).returncode == 0
+        for path in sys.argv[1:]:
+            (folder / Path(path).stem).mkdir()
+            record(Path(path), outputs_of(Path(path), folder / Path(path).stem, site, folder / "demo"))
+
+
+if __name__ == "__main__":
+    main()
