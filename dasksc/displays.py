@@ -1,4 +1,4 @@
-"""Short text for displays: values without their elements, and objects without their default arguments.
+"""Short text for displays: values without their elements, objects without their default arguments, full signatures.
 
 Nothing here computes, reads, or calls code of the user: objects of unknown classes are displayed by name.
 """
