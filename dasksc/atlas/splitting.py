@@ -134,13 +134,8 @@ def split(
     ...     hold_out={"cell_line": ["K562"]},
     ...     control={"gene": "non-targeting"},
     ... )
-    >>> print(held_out.table)
-               train conditions  train cells  ...  test cells  control cells
-    cell_line                                 ...
-    K562                      0            0  ...        1749            207
-    RPE1                      5         1845  ...           0            199
-    <BLANKLINE>
-    [2 rows x 5 columns]
+    >>> held_out.table["test cells"].to_dict()
+    {'K562': 1749, 'RPE1': 0}
     """
     if conditions is not None:
         refused = {"by": by, "groups": groups, "stratify": stratify}

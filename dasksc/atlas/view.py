@@ -45,13 +45,10 @@ class AnnDataView:
     Examples
     --------
     >>> def totals(view, rows):
-    ...     return view[rows].X.sum(axis=1)
+    ...     return view[rows].X.sum(axis=1).A1
     >>> dataset = dasksc.scDataset("atlas.h5ad", "stream", batch_size=4, fetch_callback=totals)
     >>> next(iter(dataset))
-    matrix([[23.],
-            [70.],
-            [23.],
-            [42.]], dtype=float32)
+    array([23., 70., 23., 42.], dtype=float32)
     """
 
     __slots__ = ("_matrices", "_opened", "_opening", "_with_names", "path")

@@ -97,10 +97,15 @@ class Batch(_Named):
 
     Examples
     --------
-    >>> Batch(X=torch.zeros(64, 2000), index=torch.arange(64))
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)
+    >>> batch = next(iter(dataset))
+    >>> batch
     Batch
-      X      (64, 2000) float32
-      index  (64,) int64
+      X                 (64, 300) float32
+      obs['cell_type']  (64,) int64, 6 classes
+      index             (64,) int64
+    >>> batch.X.shape, batch.obs["cell_type"].dtype
+    (torch.Size([64, 300]), torch.int64)
     """
 
     # That of a dict cannot be determined.

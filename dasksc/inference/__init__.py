@@ -82,6 +82,12 @@ class PredictionReport:
     is_complete
         True if the keys exist. False if other ranks are still predicting and there is no process group to wait for
         them.
+
+    Examples
+    --------
+    >>> report = dasksc.predict(lambda X: X.sum(dim=1), "atlas.h5ad", "total.zarr", key="total")
+    >>> report.n_predicted, report.is_complete, report.nan_cells
+    (2000, True, {})
     """
 
     path: str
@@ -185,6 +191,16 @@ def predict(
     the options. The digest does not include code called from there: remove the folder after changing such code.
 
     `out` must be on a file system that all ranks share, with locks between machines.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(300, 8)
+    >>> report = dasksc.predict(model, "atlas.h5ad", "emb.zarr")  # batches are tensors: only X is requested
+    >>> report.keys
+    {'obsm/X_emb': '(2000, 8) float32'}
+    >>> dasksc.open("atlas.h5ad", attach={"obsm/X_emb": "emb.zarr"}).obsm["X_emb"].shape
+    (2000, 8)
     """
     run = Predictions(
         model,

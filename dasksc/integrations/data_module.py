@@ -71,6 +71,16 @@ class DataModule:
     ------
     InputError
         If no strategy is given, or if ``rank`` or ``world_size`` is given, which Lightning determines.
+
+    Examples
+    --------
+    >>> from dasksc.integrations.data_module import DataModule  # or scDataModule, with a Trainer
+    >>> parts = dasksc.split("atlas.h5ad", by="donor", fractions=(0.75, 0.25), seed=0)
+    >>> train = dasksc.BlockShuffling(indices=parts["train"])
+    >>> data = DataModule("atlas.h5ad", 64, train=train, validate=dasksc.Streaming(parts["test"]), seed=0)
+    >>> data.setup("fit")
+    >>> len(data.train_dataloader()), len(data.val_dataloader())
+    (25, 8)
     """
 
     trainer: Any = None  # Set by Lightning.

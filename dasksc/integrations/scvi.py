@@ -65,6 +65,17 @@ class SCVIDataModule(scDataModule):
     ------
     InputError
         If a column does not exist, has missing values, or has an unsuitable data type.
+
+    Examples
+    --------
+    >>> import scvi
+    >>> from dasksc.integrations.scvi import SCVIDataModule
+    >>> data = SCVIDataModule("atlas.h5ad", 128, train=dasksc.BlockShuffling(), batch_key="donor", seed=0)
+    >>> model = scvi.model.SCVI(registry=data.registry)
+    >>> model.train(datamodule=data, max_epochs=1, accelerator="cpu", enable_progress_bar=False)
+    >>> latent = model.get_latent_representation(dataloader=data.inference_dataloader())
+    >>> latent.shape
+    (2000, 10)
     """
 
     @with_options_of(scDataset, without=("strategy", "rank", "world_size"))

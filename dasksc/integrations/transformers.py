@@ -40,6 +40,24 @@ class scTrainer(Trainer):
     after every batch, so its data set must keep ``equal_ranks=True``.
 
     ``train(resume_from_checkpoint=)`` resumes with the next batch, on the same number of ranks.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import TrainingArguments
+    >>> from dasksc.integrations.transformers import scTrainer
+    >>> class Classifier(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.scores = torch.nn.Linear(300, 6)
+    ...
+    ...     def forward(self, X, obs, index):
+    ...         return {"loss": torch.nn.functional.cross_entropy(self.scores(X.log1p()), obs["cell_type"])}
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)
+    >>> quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    >>> arguments = TrainingArguments("run", max_steps=5, per_device_train_batch_size=64, **quiet)
+    >>> scTrainer(Classifier(), arguments, train_dataset=dataset).train().global_step
+    5
     """
 
     @functools.wraps(Trainer.__init__, assigned=(), updated=())

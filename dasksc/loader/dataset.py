@@ -202,12 +202,18 @@ class scDataset(IterableDataset[Any]):
 
     Examples
     --------
-    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64)  # shuffled blocks of 8 rows  # doctest: +SKIP
-    >>> balanced = dasksc.scDataset("atlas.h5ad", "balance", 64, label_key="cell_type")  # doctest: +SKIP
-    >>> next(iter(dasksc.scDataset("atlas.h5ad", return_index=True)))  # doctest: +SKIP
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type", "donor"], seed=0)
+    >>> len(dataset)  # batches in an epoch of shuffled blocks
+    32
+    >>> next(iter(dataset))
     Batch
-      X      (64, 2000) float32
-      index  (64,) int64
+      X                 (64, 300) float32
+      obs['cell_type']  (64,) int64, 6 classes
+      obs['donor']      (64,) int64, 12 classes
+      index             (64,) int64
+    >>> dataset.categories["cell_type"][:2]
+    ['T cell', 'B cell']
+    >>> balanced = dasksc.scDataset("atlas.h5ad", "balance", 64, label_key="cell_type", seed=0)
     """
 
     def __init__(

@@ -383,8 +383,8 @@ class Config(_Section):
     >>> config = Config.of({"data": {"path": "atlas.h5ad"}, "model": {"name": "vae", "latent_dim": 8}})
     >>> config.data.batch_size, config.model.arguments
     (64, {'latent_dim': 8})
-    >>> Config.of(config.written(), changes=["data.batch_size=256"]).data.batch_size
-    256
+    >>> config.training.optimizer.name, config.training.precision
+    ('adamw', '32-true')
     """
 
     data: Data

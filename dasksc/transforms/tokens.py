@@ -357,6 +357,14 @@ class ValueBins(_Tokens):
     -----
     Genes are in the order of their columns. Quantiles are computed over all genes of the cell that are in the
     vocabulary, before sampling.
+
+    Examples
+    --------
+    >>> genes = dasksc.open("atlas.h5ad").var_names
+    >>> bins = dasksc.tokens.ValueBins(genes, n_bins=5, max_genes=16)
+    >>> batch = next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, transform=bins, seed=0)))
+    >>> batch["values"].shape, int(batch["values"].max()) < 5
+    (torch.Size([64, 16]), True)
     """
 
     def __init__(
