@@ -30,7 +30,8 @@ def public_things(module_name: str) -> dict[str, Any]:
 
 def has_example(text: str | None) -> bool:
     """Return True if a docstring ends with a section of examples that contains code."""
-    return ">>> " in (text or "").rpartition("Examples\n--------\n")[2] and "Examples\n--------\n" in (text or "")
+    _, heading, code = inspect.cleandoc(text or "").rpartition("Examples\n--------\n")
+    return bool(heading) and ">>> " in code
 
 
 def failures_of(code: str, name: str) -> str:
