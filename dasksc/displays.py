@@ -1,4 +1,4 @@
-"""Short text for displays: values without their elements, and objects without their default arguments.
+"""Short text for displays: values without their elements, objects without their default arguments, full signatures.
 
 Nothing here computes, reads, or calls code of the user: objects of unknown classes are displayed by name.
 """
@@ -11,9 +11,11 @@ import html
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["brief", "changed_arguments", "constructor", "html_table"]
+__all__ = ["brief", "changed_arguments", "constructor", "html_table", "with_options_of"]
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 _N_SHOWN = 3
 _N_CHARACTERS = 60
@@ -88,6 +90,38 @@ def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) ->
         for name, parameter in inspect.signature(function).parameters.items()
         if name in given and name != "self" and not _is_default(given[name], parameter.default)
     }
+
+
+def with_options_of(
+    function: Callable[..., Any], *, without: Iterable[str] = (), **defaults: Any
+) -> Callable[[_Callable], _Callable]:
+    """Return a decorator that shows the keyword arguments of `function` in place of ``**options``.
+
+    ``help()``, editors and the reference then list the arguments that the options may be. Calls do not change.
+
+    Parameters
+    ----------
+    function
+        Function or class that receives the options. Arguments without a default value are not options.
+    without
+        Names of arguments that may not be given as options, or have no effect.
+    **defaults
+        Default values that differ from those of `function`.
+    """
+
+    def decorate(callee: _Callable) -> _Callable:
+        own = inspect.signature(callee)
+        named = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        left_out = {*own.parameters, *without}
+        options = [
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=defaults.get(one.name, one.default))
+            for one in inspect.signature(function).parameters.values()
+            if one.name not in left_out and one.default is not inspect.Parameter.empty
+        ]
+        callee.__signature__ = own.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+        return callee
+
+    return decorate
 
 
 def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:

@@ -38,7 +38,16 @@ __all__ = [
 
 
 class DaskscError(Exception):
-    """Base class of all exceptions that dasksc raises intentionally."""
+    """Base class of all exceptions that dasksc raises intentionally.
+
+    Examples
+    --------
+    >>> try:
+    ...     dasksc.open("missing.h5ad")
+    ... except dasksc.DaskscError as error:
+    ...     print(type(error).__name__, isinstance(error, FileNotFoundError))
+    MissingPathError True
+    """
 
 
 class InputError(DaskscError, ValueError):

@@ -84,7 +84,7 @@ class MultiIndexable:
     Examples
     --------
     >>> import numpy as np
-    >>> pair = MultiIndexable(X=np.zeros((100, 20)), y=np.arange(100))
+    >>> pair = dasksc.MultiIndexable(X=np.zeros((100, 20)), y=np.arange(100))
     >>> pair[10:13]["y"]
     array([10, 11, 12])
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ copyright = author
 version = release = dasksc.__version__
 
 extensions = [
+    "commands",
     "myst_nb",
     "numpydoc",
     "sphinx.ext.autodoc",
@@ -32,6 +34,7 @@ extensions = [
     "sphinxext.opengraph",
 ]
 exclude_patterns = ["_build"]
+templates_path = ["_templates"]  # pages of classes show the signature once
 
 # Pages are Markdown that reads well without Sphinx.
 myst_enable_extensions = ["colon_fence"]
@@ -56,10 +59,10 @@ autodoc_typehints = "signature"
 python_maximum_signature_line_length = 88  # longer ones have a line for each parameter
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
-autodoc_preserve_defaults = True
 numpydoc_show_class_members = False
-# What trainers bring is not needed to describe the modules for them.
-autodoc_mock_imports = ["lightning", "pytorch_lightning", "scvi", "transformers"]
+# Modules for trainers are described without the trainer too, then without its arguments.
+TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")
+autodoc_mock_imports = [name for name in TRAINERS if importlib.util.find_spec(name) is None]
 
 # Names of other libraries link to their pages.
 intersphinx_mapping = inventories.write(DOCS / "generated" / "inventories")

@@ -83,6 +83,13 @@ def rows_where(
     of missing text in any column. ``not`` of an unknown result is unknown, and rows with an unknown result are
     not selected: neither ``cell_type.str.startswith('T')`` nor ``not cell_type.str.startswith('T')`` selects cells
     without a type. ``cell_type.isna() or not cell_type.str.startswith('T')`` does.
+
+    Examples
+    --------
+    >>> rows = dasksc.rows_where("atlas.h5ad", "cell_type == 'T cell' and n_genes > 20")
+    >>> len(rows)
+    419
+    >>> dataset = dasksc.scDataset("atlas.h5ad", dasksc.BlockShuffling(indices=rows), seed=0)
     """
     return np.flatnonzero(holds(expression, obs_of(data, columns_of(expression))))
 

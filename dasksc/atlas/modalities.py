@@ -67,6 +67,15 @@ class Modalities:
         As for `dasksc.open`.
     MissingKeyError
         If obs has no such column, or a modality has no raw.
+
+    Examples
+    --------
+    >>> data = dasksc.Modalities("cite.h5mu")
+    >>> list(data), data.n_obs
+    (['rna', 'prot'], 600)
+    >>> dataset = dasksc.scDataset(data, batch_size=32, obs=["rna:cell_type"], seed=0)
+    >>> next(iter(dataset))["prot"].X.shape
+    torch.Size([32, 5])
     """
 
     def __init__(

@@ -138,6 +138,17 @@ def open(
     MissingKeyError
         If obs lacks a column in `obs`, there is no raw, a 10x file lacks a feature type or genome, or a store in
         `attach` lacks a key.
+
+    Examples
+    --------
+    >>> adata = dasksc.open("atlas.h5ad")
+    >>> adata.shape, type(adata.X).__name__
+    ((2000, 300), 'Array')
+    >>> plates = dasksc.open("plates/*.h5ad", join="outer", label="plate")
+    >>> plates.shape
+    (600, 300)
+    >>> plates.obs["plate"].value_counts().to_dict()
+    {'1': 300, '2': 300}
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")

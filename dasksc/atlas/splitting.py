@@ -122,6 +122,20 @@ def split(
     not divided: a part exceeds its fraction by at most the largest group. The function assigns groups in up to 16
     random orders and uses the result closest to the fractions of every class (by chi-square), so few groups lead to few
     distinct splits, whatever the seed. Time and memory are linear in the number of rows (a few columns of integers).
+
+    Examples
+    --------
+    >>> parts = dasksc.split("atlas.h5ad", by="donor", fractions=(0.75, 0.25), seed=0)
+    >>> {name: len(rows) for name, rows in parts.items()}
+    {'train': 1547, 'test': 453}
+    >>> held_out = dasksc.split(
+    ...     "screen.h5ad",
+    ...     conditions=["cell_line", "gene"],
+    ...     hold_out={"cell_line": ["K562"]},
+    ...     control={"gene": "non-targeting"},
+    ... )
+    >>> held_out.table["test cells"].to_dict()
+    {'K562': 1749, 'RPE1': 0}
     """
     if conditions is not None:
         refused = {"by": by, "groups": groups, "stratify": stratify}

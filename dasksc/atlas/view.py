@@ -41,6 +41,14 @@ class AnnDataView:
         Function with the interface of `open` that reads columns of obs missing in `adata`; None if it has all.
     path
         Path of the file or store of `adata`; None if there are several, or none.
+
+    Examples
+    --------
+    >>> def totals(view, rows):
+    ...     return view[rows].X.sum(axis=1).A1
+    >>> dataset = dasksc.scDataset("atlas.h5ad", "stream", batch_size=4, fetch_callback=totals)
+    >>> next(iter(dataset))
+    array([23., 70., 23., 42.], dtype=float32)
     """
 
     __slots__ = ("_matrices", "_opened", "_opening", "_with_names", "path")

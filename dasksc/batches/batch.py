@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ class Batch(_Named):
     (DataLoader, DataParallel, Lightning, Accelerate) therefore returns a `Batch`. Printing one shows the name, shape,
     data type and number of classes of each tensor, without values.
 
+    Parameters
+    ----------
+    items
+        Tensors by name: a mapping, or pairs of names and tensors.
+    **tensors
+        Further tensors by name.
+
     Attributes
     ----------
     X
@@ -89,12 +97,24 @@ class Batch(_Named):
 
     Examples
     --------
-    >>> Batch(X=torch.zeros(64, 2000), index=torch.arange(64))
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)
+    >>> batch = next(iter(dataset))
+    >>> batch
     Batch
-      X      (64, 2000) float32
-      index  (64,) int64
+      X                 (64, 300) float32
+      obs['cell_type']  (64,) int64, 6 classes
+      index             (64,) int64
+    >>> batch.X.shape, batch.obs["cell_type"].dtype
+    (torch.Size([64, 300]), torch.int64)
     """
 
+    # That of a dict cannot be determined.
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter("items", inspect.Parameter.POSITIONAL_ONLY, default=()),
+            inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
     _kind = "this batch"
     _advice = (
         "Batches hold X and index, and obs, layers and obsm as requested: with scDataset(..., obs=[{key!r}]), a column "

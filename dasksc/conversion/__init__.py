@@ -56,6 +56,14 @@ class ConversionReport:
         True if the store was compared with the input.
     genes
         Summary of how the names in `genes` matched; None if none were given.
+
+    Examples
+    --------
+    >>> report = dasksc.convert("plates/*.h5ad", "plates.zarr", join="inner")
+    >>> report.types
+    {'X': 'uint8', 'raw/X': 'uint8'}
+    >>> report.left_out
+    ()
     """
 
     path: str
@@ -175,6 +183,14 @@ def convert(
 
     The store does not contain obsp, nor varm and varp if genes are missing or summed. For several inputs it also omits
     uns, varp, and elements that `join` and `merge` do not keep. `ConversionReport.left_out` lists the omitted elements.
+
+    Examples
+    --------
+    >>> report = dasksc.convert("atlas.h5ad", "atlas.zarr", order="shuffle", seed=0, verify=True)
+    >>> report.n_obs, report.is_verified
+    (2000, True)
+    >>> dasksc.open("atlas.zarr").shape
+    (2000, 300)
     """
     begun = time.perf_counter()
     recipe = Recipe(

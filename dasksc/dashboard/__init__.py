@@ -50,6 +50,12 @@ def install(target: Any) -> str | None:
     ------
     InputError
         If `target` is none of these, or an asynchronous Client.
+
+    Examples
+    --------
+    >>> with dasksc.start_cluster(n_workers=1, processes=False) as cluster:
+    ...     print(dasksc.dashboard.install(cluster))
+    http://127.0.0.1:.../loader
     """
     target = _client_of(target)
     if isinstance(target, distributed.Client):

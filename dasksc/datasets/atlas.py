@@ -95,7 +95,7 @@ def synthetic(
 
     Examples
     --------
-    >>> path = dasksc.datasets.synthetic("atlas.h5ad", n_obs=1_000, n_vars=200)
+    >>> path = dasksc.datasets.synthetic("synthetic.h5ad", n_obs=1_000, n_vars=200)
     >>> dasksc.open(path).shape
     (1000, 200)
     """

@@ -55,6 +55,12 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     cells with the modalities ``rna`` and ``prot``, whose cells are in different orders.
     ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins as CellRanger 3 writes them. ``screen.h5ad`` is
     a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
+
+    Examples
+    --------
+    >>> contents = dasksc.datasets.demo_data("demo")
+    >>> contents["atlas.h5ad"]
+    '2,000 cells, 300 genes, 6 cell types, 12 donors'
     """
     folder = Path(folder)
     contents = {

@@ -63,9 +63,9 @@ def synthetic_screen(
 
     Examples
     --------
-    >>> path = dasksc.datasets.synthetic_screen("screen.h5ad", n_obs=2_000, lines=["K562", "RPE1"])
-    >>> dasksc.open(path).shape
-    (2000, 200)
+    >>> path = dasksc.datasets.synthetic_screen("lines.h5ad", n_obs=2_000, lines=["K562", "RPE1"])
+    >>> dasksc.open(path).obs["cell_line"].cat.categories.to_list()
+    ['K562', 'RPE1']
     """
     path = Path(path)
     line_names = _names("lines", lines, "line{}")

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from dask.base import tokenize
 
+from dasksc.displays import with_options_of
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
 from dasksc.inference.digests import digest_of
@@ -81,6 +82,12 @@ class PredictionReport:
     is_complete
         True if the keys exist. False if other ranks are still predicting and there is no process group to wait for
         them.
+
+    Examples
+    --------
+    >>> report = dasksc.predict(lambda X: X.sum(dim=1), "atlas.h5ad", "total.zarr", key="total")
+    >>> report.n_predicted, report.is_complete, report.nan_cells
+    (2000, True, {})
     """
 
     path: str
@@ -101,6 +108,11 @@ class PredictionReport:
         return asdict(self)
 
 
+@with_options_of(
+    scDataset,
+    without=("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key", "return_index"),
+    batch_size=_BATCH_SIZE,
+)
 def predict(
     model: Callable[[Any], Any],
     dataset: Any,
@@ -150,8 +162,14 @@ def predict(
         ``"error"`` refuses NaN. ``"report"`` writes it, and `PredictionReport.nan_cells` counts it.
     progress
         If True, show a progress bar with cells per second (requires tqdm).
-    **options
-        Arguments of `dasksc.scDataset` for an atlas, such as ``genes=``, ``obs=`` and ``batch_size=`` (default 1,024).
+    batch_size
+        Number of rows in a batch, per rank, if `dataset` is an atlas. Default: 1,024.
+    fetch_factor, fetch_callback, fetch_transform, batch_callback, batch_transform, rank, world_size
+        As for `dasksc.scDataset`, if `dataset` is an atlas.
+    obs, layers, obsm, genes, layout, dtype, scheduler, prefetch, memory_limit, mmap, pin_memory, group, transform
+        As for `dasksc.scDataset`, if `dataset` is an atlas.
+    genes_missing, genes_key, genes_repeated
+        As for `dasksc.scDataset`, if `dataset` is an atlas.
 
     Returns
     -------
@@ -173,6 +191,16 @@ def predict(
     the options. The digest does not include code called from there: remove the folder after changing such code.
 
     `out` must be on a file system that all ranks share, with locks between machines.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(300, 8)
+    >>> report = dasksc.predict(model, "atlas.h5ad", "emb.zarr")  # batches are tensors: only X is requested
+    >>> report.keys
+    {'obsm/X_emb': '(2000, 8) float32'}
+    >>> dasksc.open("atlas.h5ad", attach={"obsm/X_emb": "emb.zarr"}).obsm["X_emb"].shape
+    (2000, 8)
     """
     run = Predictions(
         model,

@@ -51,6 +51,15 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     ------
     InputError, StorageError
         As for `dasksc.open`.
+
+    Examples
+    --------
+    >>> description = dasksc.describe("atlas.h5ad", seconds=0)
+    >>> print(description)
+    atlas.h5ad: 2,000 cells x 300 genes
+      obs  cell_type (6 classes), donor (12 classes), batch (3 classes), n_counts (float32), n_genes (int32)
+      X      csr float32, columns int32; chunks of 2,650, uncompressed; 339.07 kiB
+      raw/X  csr float32, columns int32; chunks of 2,650, uncompressed; 339.07 kiB
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 for no probe")

@@ -58,6 +58,11 @@ def estimate_sample_size(
         Bytes per row. Without hooks, a path, an AnnData and a Dask array are not read: a row is then
         n_vars float32 values, as it is yielded. Otherwise, `n_samples` rows at equal intervals in the collection
         are read at once, and their mean size is returned.
+
+    Examples
+    --------
+    >>> dasksc.estimate_sample_size("atlas.h5ad")  # 300 genes of 4 bytes
+    1200
     """
     if isinstance(data_collection, (str, os.PathLike)):
         from dasksc.atlas.opening import open as open_collection
@@ -133,6 +138,12 @@ def suggest_parameters(
     -----
     The suggestion depends on the machine, and the order of an epoch depends on ``fetch_factor``. Choose
     ``fetch_factor`` once, and use the same value on every rank and in every later run.
+
+    Examples
+    --------
+    >>> suggested = dasksc.suggest_parameters("atlas.h5ad", batch_size=64, verbose=False)
+    >>> suggested["num_workers"], suggested["block_size_balanced"] >= 1
+    (0, True)
     """
     available_bytes, total_bytes = _memory_of_machine()
     sample_bytes = estimate_sample_size(

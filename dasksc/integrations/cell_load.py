@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc import InputError, MissingPathError
 from dasksc.atlas.lookup import require_key
+from dasksc.displays import with_options_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -40,7 +41,7 @@ _N_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """Experiment of cell-load.
+    r"""Experiment of cell-load.
 
     Parameters
     ----------
@@ -53,6 +54,16 @@ class Experiment:
     table
         Data frame with one row per dataset and cell type: the number of its perturbations and cells in each part, and
         the number of its control cells.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from dasksc.integrations.cell_load import from_toml
+    >>> _ = Path("experiment.toml").write_text('[datasets]\nscreen = "screen.h5ad"\n[training]\nscreen = "train"\n')
+    >>> experiment = from_toml("experiment.toml", cell_type_key="cell_line")
+    >>> train = dasksc.BlockShuffling(indices=experiment.parts["train"])
+    >>> len(dasksc.scDataset(experiment.adata, train, batch_size=100, seed=0))
+    40
     """
 
     adata: AnnData
@@ -60,6 +71,7 @@ class Experiment:
     table: pd.DataFrame
 
 
+@with_options_of(dasksc.open, without=("label", "keys"))
 def from_toml(
     path: str | os.PathLike[str],
     *,
@@ -69,7 +81,7 @@ def from_toml(
     obs: Sequence[str] = (),
     **options: Any,
 ) -> Experiment:
-    """Read an experiment of cell-load.
+    r"""Read an experiment of cell-load.
 
     Parameters
     ----------
@@ -82,8 +94,8 @@ def from_toml(
         Columns of obs with cell types and with perturbations, and the perturbation of control cells.
     obs
         Further columns of obs to read, such as that of batches.
-    options
-        As for `dasksc.open`, such as ``join="outer"``.
+    mmap, names, join, index_unique, merge, fill_value, raw, storage_options, cache, feature_types, genome, attach
+        As for `dasksc.open`.
 
     Returns
     -------
@@ -104,6 +116,17 @@ def from_toml(
     Cell types of a dataset that is not in ``[training]`` are left out, unless ``[zeroshot]`` or ``[fewshot]`` names
     them. A warning counts listed perturbations that no cell has. cell-load pairs cells only with controls of the same
     file; to do the same, match on ``"file"``.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from dasksc.integrations.cell_load import from_toml
+    >>> sections = '[datasets]\nscreen = "screen.h5ad"\n[training]\nscreen = "train"\n'
+    >>> sections += '[zeroshot]\n"screen.K562" = "test"\n'
+    >>> _ = Path("experiment.toml").write_text(sections)
+    >>> experiment = from_toml("experiment.toml", cell_type_key="cell_line")
+    >>> {part: len(rows) for part, rows in experiment.parts.items()}
+    {'train': 2251, 'val': 0, 'test': 1749}
     """
     sections = _sections(path)
     files = {name: _files_of(name, where) for name, where in sections["datasets"].items()}

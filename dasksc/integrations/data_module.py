@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dasksc import InputError, SamplingStrategy, scDataset
-from dasksc.displays import brief, constructor
+from dasksc.displays import brief, constructor, with_options_of
 from dasksc.sampling.named import StrategyName, is_balanced
 
 __all__ = ["DataModule"]
@@ -43,9 +43,24 @@ class DataModule:
         Rows per batch, per device.
     train, validate, test, predict
         Sampling strategy of each stage, or its name. A stage without a strategy has no data set.
-    **options
-        Arguments of `dasksc.scDataset`, shared by all stages; ``drop_last`` and ``equal_ranks`` apply only to
-        training, ``label_key`` only to stages with the strategy ``"balance"``.
+    fetch_factor
+        As for `dasksc.scDataset`, in all stages.
+    drop_last
+        As for `dasksc.scDataset`, in training.
+    fetch_callback, fetch_transform, batch_callback, batch_transform
+        As for `dasksc.scDataset`, in all stages.
+    seed, obs, layers, obsm, genes, filter, layout, dtype
+        As for `dasksc.scDataset`, in all stages.
+    equal_ranks
+        As for `dasksc.scDataset`, in training.
+    scheduler, prefetch, memory_limit, mmap, device, pin_memory, progress, group
+        As for `dasksc.scDataset`, in all stages.
+    transform, genes_missing, genes_key, genes_repeated
+        As for `dasksc.scDataset`, in all stages.
+    label_key
+        As for `dasksc.scDataset`, in stages with the strategy ``"balance"``.
+    return_index
+        As for `dasksc.scDataset`, in all stages.
 
     Attributes
     ----------
@@ -55,11 +70,22 @@ class DataModule:
     Raises
     ------
     InputError
-        If no strategy is given, or if `options` contains ``rank`` or ``world_size``, which Lightning determines.
+        If no strategy is given, or if ``rank`` or ``world_size`` is given, which Lightning determines.
+
+    Examples
+    --------
+    >>> from dasksc.integrations.data_module import DataModule  # or scDataModule, with a Trainer
+    >>> parts = dasksc.split("atlas.h5ad", by="donor", fractions=(0.75, 0.25), seed=0)
+    >>> train = dasksc.BlockShuffling(indices=parts["train"])
+    >>> data = DataModule("atlas.h5ad", 64, train=train, validate=dasksc.Streaming(parts["test"]), seed=0)
+    >>> data.setup("fit")
+    >>> len(data.train_dataloader()), len(data.val_dataloader())
+    (25, 8)
     """
 
     trainer: Any = None  # Set by Lightning.
 
+    @with_options_of(scDataset, without=("strategy", "rank", "world_size"))
     def __init__(
         self,
         data_collection: Any,

@@ -34,6 +34,21 @@ class Writer:
     ----------
     report
         Report of the last ``trainer.predict``; None before.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from lightning.pytorch import LightningModule, Trainer
+    >>> from dasksc.integrations.lightning import Writer, scDataModule
+    >>> class Model(LightningModule):
+    ...     def predict_step(self, batch, batch_idx):
+    ...         return batch.log1p().mean(dim=1)
+    >>> writer = Writer("mean.zarr", key="mean")
+    >>> quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    >>> trainer = Trainer(accelerator="cpu", callbacks=[writer], **quiet)
+    >>> _ = trainer.predict(Model(), datamodule=scDataModule("atlas.h5ad", 256, predict=dasksc.Streaming()))
+    >>> writer.report.keys
+    {'obs/mean': '(2000,) float32'}
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import torch
 
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, scDataset
+from dasksc.displays import with_options_of
 from dasksc.integrations.lightning import scDataModule
 from dasksc.sampling.named import StrategyName
 
@@ -50,8 +51,10 @@ class SCVIDataModule(scDataModule):
         Further obs columns to correct for.
     model_name
         Name of the model class.
-    **options
-        Arguments of `dasksc.scDataset`.
+    obs, layers, obsm
+        Further names to yield, as for `dasksc.scDataset`.
+    fetch_factor, drop_last, seed, filter, equal_ranks, transform, return_index, ...
+        As for `dasksc.scDataset`.
 
     Attributes
     ----------
@@ -62,8 +65,20 @@ class SCVIDataModule(scDataModule):
     ------
     InputError
         If a column does not exist, has missing values, or has an unsuitable data type.
+
+    Examples
+    --------
+    >>> import scvi
+    >>> from dasksc.integrations.scvi import SCVIDataModule
+    >>> data = SCVIDataModule("atlas.h5ad", 128, train=dasksc.BlockShuffling(), batch_key="donor", seed=0)
+    >>> model = scvi.model.SCVI(registry=data.registry)
+    >>> model.train(datamodule=data, max_epochs=1, accelerator="cpu", enable_progress_bar=False)
+    >>> latent = model.get_latent_representation(dataloader=data.inference_dataloader())
+    >>> latent.shape
+    (2000, 10)
     """
 
+    @with_options_of(scDataset, without=("strategy", "rank", "world_size"))
     def __init__(
         self,
         data_collection: Any,

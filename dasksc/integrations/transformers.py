@@ -7,6 +7,7 @@ read and discard all earlier batches.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -39,8 +40,27 @@ class scTrainer(Trainer):
     after every batch, so its data set must keep ``equal_ranks=True``.
 
     ``train(resume_from_checkpoint=)`` resumes with the next batch, on the same number of ranks.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import TrainingArguments
+    >>> from dasksc.integrations.transformers import scTrainer
+    >>> class Classifier(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.scores = torch.nn.Linear(300, 6)
+    ...
+    ...     def forward(self, X, obs, index):
+    ...         return {"loss": torch.nn.functional.cross_entropy(self.scores(X.log1p()), obs["cell_type"])}
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)
+    >>> quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    >>> arguments = TrainingArguments("run", max_steps=5, per_device_train_batch_size=64, **quiet)
+    >>> scTrainer(Classifier(), arguments, train_dataset=dataset).train().global_step
+    5
     """
 
+    @functools.wraps(Trainer.__init__, assigned=(), updated=())
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Labels are part of obs, so a model that returns a loss needs no argument named labels.
@@ -80,22 +100,27 @@ class scTrainer(Trainer):
         """
         return self.get_eval_dataloader(test_dataset)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
         """Train, from the next batch of a checkpoint if one is given.
 
         Parameters
         ----------
         resume_from_checkpoint
             Folder of a checkpoint, or True for the latest one in ``output_dir``.
-        *args, **kwargs
-            Arguments of ``Trainer.train``.
+        trial, ignore_keys_for_eval
+            As for ``Trainer.train``.
         """
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
         if folder:
             self._restore(Path(folder) / _STATE_FILE)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _restore(self, file: Path) -> None:
         # The data set resumes at its position, so the Trainer must not read the earlier batches in order

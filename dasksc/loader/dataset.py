@@ -74,6 +74,16 @@ def parts_of(dataset: scDataset) -> LoaderParts:
 class scDataset(IterableDataset[Any]):
     """Shuffled, weighted or class-balanced minibatches of an atlas on disk, as torch tensors.
 
+    Parameters by purpose:
+
+    - **What to read**: `data_collection`, `obs`, `layers`, `obsm`, `genes`, `genes_missing`, `genes_key`,
+      `genes_repeated`, `filter`, `return_index`
+    - **How to draw**: `strategy`, `label_key`, `seed`
+    - **Batches**: `batch_size`, `drop_last`, `layout`, `dtype`, `device`, `pin_memory`, `transform`
+    - **Hooks**: `fetch_callback`, `fetch_transform`, `batch_callback`, `batch_transform`
+    - **Ranks and resuming**: `rank`, `world_size`, `group`, `equal_ranks`; `state_dict` and `load_state_dict` resume
+    - **Execution and memory**: `fetch_factor`, `scheduler`, `prefetch`, `memory_limit`, `mmap`, `progress`
+
     Parameters
     ----------
     data_collection
@@ -192,12 +202,18 @@ class scDataset(IterableDataset[Any]):
 
     Examples
     --------
-    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64)  # shuffled blocks of 8 rows  # doctest: +SKIP
-    >>> balanced = dasksc.scDataset("atlas.h5ad", "balance", 64, label_key="cell_type")  # doctest: +SKIP
-    >>> next(iter(dasksc.scDataset("atlas.h5ad", return_index=True)))  # doctest: +SKIP
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type", "donor"], seed=0)
+    >>> len(dataset)  # batches in an epoch of shuffled blocks
+    32
+    >>> next(iter(dataset))
     Batch
-      X      (64, 2000) float32
-      index  (64,) int64
+      X                 (64, 300) float32
+      obs['cell_type']  (64,) int64, 6 classes
+      obs['donor']      (64,) int64, 12 classes
+      index             (64,) int64
+    >>> dataset.categories["cell_type"][:2]
+    ['T cell', 'B cell']
+    >>> balanced = dasksc.scDataset("atlas.h5ad", "balance", 64, label_key="cell_type", seed=0)
     """
 
     def __init__(

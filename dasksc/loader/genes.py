@@ -48,6 +48,15 @@ class GeneMatch:
         Number of columns of the atlas that are added up because their names repeat.
     matched_by
         Names that were compared: ``"var_names"``, or a column of var.
+
+    Examples
+    --------
+    >>> genes = ["gene_001", "gene_002", "MYC"]
+    >>> dataset = dasksc.scDataset("atlas.h5ad", genes=genes, genes_missing="zero", seed=0)
+    >>> print(dataset.gene_match)
+    2 of 3 genes matched by var_names (66.7%); 1 missing are zeros: MYC
+    >>> dataset.gene_match.missing
+    ('MYC',)
     """
 
     names: tuple[str, ...]

@@ -89,6 +89,15 @@ class EpochPlan:
         Rank of this plan, in [0, world_size), and number of ranks.
     consumed
         Segments of the epoch that were read before. The plan covers the remaining rows.
+
+    Examples
+    --------
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, seed=0, rank=1, world_size=3)
+    >>> plan = dataset.plan(epoch=0)
+    >>> plan.n_batches, plan.n_padded
+    (11, 1)
+    >>> plan.batch_rows(0)[:4]
+    array([ 433,  939,  766, 1445])
     """
 
     sampler: Sampler

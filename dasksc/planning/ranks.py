@@ -66,6 +66,11 @@ class World:
         Source of these numbers, for messages.
     group
         Identifier of the group among the groups of the same run; empty if the group holds all processes.
+
+    Examples
+    --------
+    >>> dasksc.World.detect(rank=1, world_size=4)
+    World(rank=1, world_size=4, local_world_size=1, source='arguments', group='')
     """
 
     rank: int = 0

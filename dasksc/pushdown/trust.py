@@ -81,6 +81,15 @@ class row_local:
     function
         Function called with blocks of any number of rows. Row i of its result may depend only on row i
         of its arguments, and on nothing that differs between calls.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> adata = dasksc.open("atlas.h5ad")
+    >>> adata.X = adata.X.map_blocks(dasksc.row_local(np.sqrt))
+    >>> batch = next(iter(dasksc.scDataset(adata, batch_size=64, seed=0)))
+    >>> batch.shape
+    torch.Size([64, 300])
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

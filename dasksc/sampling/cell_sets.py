@@ -115,8 +115,15 @@ class CellSets(BuiltInStrategy):
 
     Examples
     --------
-    >>> sets = dasksc.CellSets(by=["cell_line", "gene"], set_size=64, control={"gene": "non-targeting"})
-    >>> dataset = dasksc.scDataset("screen.h5ad", sets, batch_size=512)  # 8 sets a batch  # doctest: +SKIP
+    >>> sets = dasksc.CellSets(by=["cell_line", "gene"], set_size=32, control={"gene": "non-targeting"})
+    >>> dataset = dasksc.scDataset("screen.h5ad", sets, batch_size=128, seed=0)  # 4 sets a batch
+    >>> next(iter(dataset))
+    Batch
+      X              (128, 200) float32
+      index          (128,) int64
+      sets           (4,) int64
+      control.X      (128, 200) float32
+      control.index  (128,) int64
     """
 
     by: str | Sequence[str]

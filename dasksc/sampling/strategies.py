@@ -59,6 +59,19 @@ class SamplingStrategy:
     ----------
     indices
         Row numbers, stored in ``_indices`` in ascending order for use by the subclass.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> class EverySecond(dasksc.SamplingStrategy):
+    ...     def get_len(self, data_collection):
+    ...         return len(data_collection) // 2
+    ...
+    ...     def get_indices(self, data_collection, seed=None, rng=None):
+    ...         return np.arange(0, 2 * self.get_len(data_collection), 2)
+    >>> dataset = dasksc.scDataset("atlas.h5ad", EverySecond(), batch_size=100, seed=0)
+    >>> len(dataset)
+    10
     """
 
     _shuffle_before_yield: ClassVar[bool | None] = None
@@ -175,6 +188,12 @@ class Streaming(BuiltInStrategy):
         Rows to stream: row numbers in any order, a boolean mask or a slice. None: all.
     shuffle
         If True, permute the rows of each fetch.
+
+    Examples
+    --------
+    >>> dataset = dasksc.scDataset("atlas.h5ad", dasksc.Streaming(), batch_size=6, return_index=True)
+    >>> next(iter(dataset)).index
+    tensor([0, 1, 2, 3, 4, 5])
     """
 
     indices: Any = None
@@ -202,6 +221,13 @@ class BlockShuffling(BuiltInStrategy):
     drop_last
         Leave out the rows of an incomplete block. Their position changes with the epoch, so every row is left out
         equally often.
+
+    Examples
+    --------
+    >>> blocks = dasksc.BlockShuffling(block_size=4)
+    >>> dataset = dasksc.scDataset("atlas.h5ad", blocks, batch_size=8, fetch_factor=1, seed=0, return_index=True)
+    >>> next(iter(dataset)).index
+    tensor([1643,  594,  595, 1641, 1640,  593,  592, 1642])
     """
 
     block_size: int = 8
@@ -257,6 +283,14 @@ class BlockWeightedSampling(BuiltInStrategy):
     InputError
         If weights are negative, not finite, all zero or of the wrong length, or if the draws without replacement
         exceed the number of rows with a positive weight.
+
+    Examples
+    --------
+    >>> adata = dasksc.open("atlas.h5ad")
+    >>> weighted = dasksc.BlockWeightedSampling(weights=adata.obs["n_counts"].to_numpy(), total_size=1_000)
+    >>> dataset = dasksc.scDataset(adata, weighted, batch_size=50, seed=0)
+    >>> len(dataset)
+    20
     """
 
     block_size: int = 8
@@ -340,6 +374,13 @@ class ClassBalancedSampling(BuiltInStrategy):
         continuous (numbers with fractions that have more than 100 distinct values, or one for every other row),
         `smoothing` is outside [0, 1], `temperature` is not positive, or more rows of a class are to be drawn without
         replacement than it has.
+
+    Examples
+    --------
+    >>> balanced = dasksc.ClassBalancedSampling(label_key="cell_type", per_batch=True)
+    >>> dataset = dasksc.scDataset("atlas.h5ad", balanced, batch_size=60, obs=["cell_type"], seed=0)
+    >>> next(iter(dataset)).obs["cell_type"].bincount()
+    tensor([10, 10, 10, 10, 10, 10])
     """
 
     labels: Any = None

@@ -38,6 +38,14 @@ class Statistics:
     cells
         A row for each cell that was read, with columns as `scanpy.pp.calculate_qc_metrics` names them. None without
         ``qc``.
+
+    Examples
+    --------
+    >>> found = dasksc.statistics("atlas.h5ad", by=["cell_type", "donor"])
+    >>> found.to_anndata().layers["mean"].shape
+    (72, 300)
+    >>> found.cells is None
+    True
     """
 
     genes: pd.DataFrame
@@ -113,6 +121,16 @@ def statistics(
     cell for up to 126 groups, and the columns); 64 bytes are needed for each gene of each group. Values
     are added up in float64 relative to the first of each gene and group, so that variances are right where means are
     large.
+
+    Examples
+    --------
+    >>> found = dasksc.statistics("atlas.h5ad", by="cell_type", qc=[])
+    >>> found.genes[["mean", "count_nonzero"]].head(2).round(3)
+               mean  count_nonzero
+    gene_000  0.098            183
+    gene_001  0.757            856
+    >>> found.groups.shape
+    (6, 300)
     """
     columns = [] if by is None else [by] if isinstance(by, str) else list(by)
     source = Pass(adata, layer=layer, columns=columns, filter=filter, names=qc is not None, progress=progress)

@@ -66,6 +66,13 @@ def normalize(
     The same as `scanpy.pp.normalize_total` and `scanpy.pp.log1p`, but that scanpy takes the median over all cells,
     also those whose total is 0, where X is CSR in memory. Cells whose total is 0 stay as they are. Totals are added up
     in float64.
+
+    Examples
+    --------
+    >>> adata = dasksc.normalize("atlas.h5ad", target_sum=1e4)
+    >>> batch = next(iter(dasksc.scDataset(adata, batch_size=3, seed=0)))
+    >>> batch.expm1().sum(dim=1)
+    tensor([10000., 10000., 10000.])
     """
     atlas = open_atlas(adata)
     source = Pass(atlas, layer=layer, progress=progress)

@@ -103,6 +103,14 @@ def highly_variable_genes(
     .. [3] Stuart et al.: Comprehensive integration of single-cell data, Cell 177 (2019).
     .. [4] Lause, Berens, Kobak: Analytic Pearson residuals for normalization of single-cell RNA-seq UMI data, Genome
        Biology 22 (2021).
+
+    Examples
+    --------
+    >>> table = dasksc.highly_variable_genes(dasksc.normalize("atlas.h5ad"), n_top_genes=50)
+    >>> chosen = table.index[table["highly_variable"]]
+    >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, genes=list(chosen), seed=0)
+    >>> next(iter(dataset)).shape
+    torch.Size([64, 50])
     """
     if flavor not in get_args(Flavor):
         raise InputError(f"flavor={flavor!r} is none of {', '.join(map(repr, get_args(Flavor)))}")

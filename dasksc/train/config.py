@@ -376,6 +376,15 @@ class Config(_Section):
         Tokenization of cells, for models of tokens.
     predict
         Prediction for all cells at the end of the training, if given.
+
+    Examples
+    --------
+    >>> from dasksc.train import Config
+    >>> config = Config.of({"data": {"path": "atlas.h5ad"}, "model": {"name": "vae", "latent_dim": 8}})
+    >>> config.data.batch_size, config.model.arguments
+    (64, {'latent_dim': 8})
+    >>> config.training.optimizer.name, config.training.precision
+    ('adamw', '32-true')
     """
 
     data: Data

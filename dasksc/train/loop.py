@@ -70,6 +70,20 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
         If the loss becomes NaN or infinite.
     StorageError
         If a checkpoint, the model or the metrics cannot be written; raised on every rank.
+
+    Examples
+    --------
+    >>> from dasksc.train import Config, fit
+    >>> config = Config.of(
+    ...     {
+    ...         "data": {"path": "atlas.h5ad", "validation": 0.1},
+    ...         "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 32},
+    ...         "training": {"checkpoint_dir": "run", "logger": "csv"},
+    ...     }
+    ... )
+    >>> report = fit(config, say=lambda line: None)
+    >>> report.n_steps, "validation_accuracy" in report.figures
+    (29, True)
     """
     check_config(config)
     with joined_ranks(config.training) as context:

@@ -48,6 +48,14 @@ def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
     -------
     Tensor
         Shape (batch, n_genes), dense, float32. Always a copy.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from dasksc.train.models import log_normalised
+    >>> log_normalised(torch.tensor([[1.0, 3.0], [0.0, 0.0]]), total=8.0)
+    tensor([[1.0986, 1.9459],
+            [0.0000, 0.0000]])
     """
     dense = counts.to_dense() if counts.layout == torch.sparse_csr else counts
     dense = dense.float()
@@ -100,6 +108,14 @@ class MLPClassifier(nn.Module):
         Width and number of the hidden layers; with 0 layers the model is linear.
     dropout
         Dropout probability after each hidden layer.
+
+    Examples
+    --------
+    >>> from dasksc.train.models import MLPClassifier
+    >>> batch = next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)))
+    >>> model = MLPClassifier("cell_type", n_genes=300, n_labels=6, hidden_dim=32)
+    >>> sorted(model(batch)), model.embed(batch).shape
+    (['accuracy', 'loss', 'n'], torch.Size([64, 32]))
     """
 
     def __init__(
@@ -152,6 +168,14 @@ class Autoencoder(nn.Module):
         standard normal distribution to the loss.
     beta
         Weight of the KL divergence.
+
+    Examples
+    --------
+    >>> from dasksc.train.models import Autoencoder
+    >>> batch = next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, return_index=True, seed=0)))
+    >>> model = Autoencoder(n_genes=300, latent_dim=8, variational=True)
+    >>> sorted(model(batch)), model.embed(batch).shape
+    (['divergence', 'error', 'loss'], torch.Size([64, 8]))
     """
 
     def __init__(
@@ -242,6 +266,15 @@ class TokenTransformer(nn.Module):
         Width, number of blocks, and number of attention heads per block.
     dropout
         Dropout probability in each block.
+
+    Examples
+    --------
+    >>> from dasksc.train.models import TokenTransformer
+    >>> tokens = dasksc.tokens.RankTokens(dasksc.open("atlas.h5ad").var_names, max_genes=16, mask_ratio=0.15)
+    >>> batch = next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, transform=tokens, seed=0)))
+    >>> model = TokenTransformer(len(tokens.vocabulary), tokens.max_length, hidden_dim=32, num_layers=1)
+    >>> sorted(model(batch)), model.embed(batch).shape
+    (['accuracy', 'loss', 'n'], torch.Size([64, 32]))
     """
 
     def __init__(

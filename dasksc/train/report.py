@@ -50,6 +50,14 @@ class Report:
         Last logged value of each metric: ``loss``, ``validation_loss``, ...
     checkpoint, model
         Paths of the latest checkpoint and of the model for inference.
+
+    Examples
+    --------
+    >>> from dasksc.train import Config, fit
+    >>> raw = {"data": {"path": "atlas.h5ad"}, "model": {"name": "autoencoder"}, "training": {"logger": "csv"}}
+    >>> report = fit(Config.of(raw, changes=["training.max_steps=5"]), say=lambda line: None)
+    >>> report.n_steps, report.n_cells
+    (5, 320)
     """
 
     strategy: str

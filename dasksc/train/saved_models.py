@@ -76,6 +76,16 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     CorruptDataError, InputError
         If the file or checkpoint is damaged, or is none of `dasksc.train`. A file may come from elsewhere: it is read
         without unrestricted unpickling, and only classes of modules are called.
+
+    Examples
+    --------
+    >>> from dasksc.train import Config, fit, load_model
+    >>> raw = {"data": {"path": "atlas.h5ad"}, "model": {"name": "autoencoder"}, "training": {"logger": "csv"}}
+    >>> report = fit(Config.of(raw, changes=["training.max_steps=5"]), say=lambda line: None)
+    >>> model = load_model(report.model)
+    >>> batch = next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, return_index=True, seed=0)))
+    >>> model.embed(batch).shape
+    torch.Size([64, 32])
     """
     path = Path(path)
     if not path.exists():

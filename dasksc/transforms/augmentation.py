@@ -261,6 +261,14 @@ class Downsample(_Augmentation):
     The values of a cell, given how many are kept of its counts in all, are those of a draw without replacement. So
     with `target_counts` values are thinned to about the target, and the difference is drawn without replacement from
     what was or was not kept.
+
+    Examples
+    --------
+    >>> fewer = dasksc.transforms.Downsample(0.5)
+    >>> X = next(iter(dasksc.scDataset("atlas.h5ad", return_index=True, seed=0))).X
+    >>> thinned = next(iter(dasksc.scDataset("atlas.h5ad", return_index=True, seed=0, transform=fewer))).X
+    >>> bool((thinned <= X).all()), round(float(thinned.sum() / X.sum()), 1)
+    (True, 0.5)
     """
 
     purpose = Purpose.DOWNSAMPLE
@@ -340,6 +348,14 @@ class MaskGenes(_Augmentation):
     dense and CSR batches have the same values. CSR batches keep their structure: what is masked is a stored zero. CSR
     batches take about 0.4 ns for each nonzero. Nonzeros of dense batches from a dense file must be found first, which
     takes another 0.17 ns for each value.
+
+    Examples
+    --------
+    >>> masked = dasksc.transforms.MaskGenes(p=0.2)
+    >>> X = next(iter(dasksc.scDataset("atlas.h5ad", return_index=True, seed=0))).X
+    >>> partial = next(iter(dasksc.scDataset("atlas.h5ad", return_index=True, seed=0, transform=masked))).X
+    >>> round(int(partial.count_nonzero()) / int(X.count_nonzero()), 1)
+    0.8
     """
 
     purpose = Purpose.MASK_GENES

@@ -37,6 +37,14 @@ def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIn
     ------
     MissingKeyError
         If obs has no such column.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> hook = partial(dasksc.adata_to_mindex, columns=["cell_type"])
+    >>> batch = next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, fetch_transform=hook, seed=0)))
+    >>> batch["X"].shape, len(batch["cell_type"])
+    ((64, 300), 64)
     """
     members = {"X": _dense(batch.X)}
     for name in columns or ():
@@ -64,6 +72,12 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
     ------
     MissingKeyError
         If obs has no such column.
+
+    Examples
+    --------
+    >>> hook = dasksc.fetch_transform_adata
+    >>> next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, fetch_transform=hook, seed=0))).shape
+    torch.Size([64, 300])
     """
     X = _as_float32(_dense(batch.X))
     if not columns:
@@ -93,6 +107,13 @@ def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
     InputError
         If the batch has another structure, a cell has different numbers of genes and expressions, or a gene is
         outside [0, num_genes).
+
+    Examples
+    --------
+    >>> cells = [{"genes": [1, 3], "expressions": [2.0, 5.0]}, {"genes": [], "expressions": []}]
+    >>> dasksc.hf_tahoe_to_tensor(cells, num_genes=5)
+    tensor([[0., 2., 0., 5., 0.],
+            [0., 0., 0., 0., 0.]])
     """
     if isinstance(batch, Mapping):
         genes, expressions = batch["genes"], batch["expressions"]
@@ -142,6 +163,12 @@ def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
     ------
     ImportError
         If bionemo-scdl is not installed.
+
+    Examples
+    --------
+    >>> from bionemo.scdl.io.single_cell_memmap_dataset import SingleCellMemMapDataset  # doctest: +SKIP
+    >>> data = SingleCellMemMapDataset("folder", h5ad_path="atlas.h5ad")  # doctest: +SKIP
+    >>> dataset = dasksc.scDataset(data, batch_size=64, fetch_callback=dasksc.bionemo_to_tensor)  # doctest: +SKIP
     """
     try:
         from bionemo.scdl.util.torch_dataloader_utils import collate_sparse_matrix_batch

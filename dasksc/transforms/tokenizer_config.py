@@ -44,6 +44,13 @@ def from_config(
     ------
     InputError
         If an option is unknown, or its value is invalid.
+
+    Examples
+    --------
+    >>> section = {"strategy": "rank_value", "max_genes": 16, "masking": {"mask_ratio": 0.15}}
+    >>> tokens = dasksc.tokens.from_config(section, genes=dasksc.open("atlas.h5ad").var_names)
+    >>> type(tokens).__name__, tokens.max_length
+    ('RankTokens', 16)
     """
     strategy = tokenizer.get("strategy")
     check_choice("tokenizer.strategy", strategy, tuple(_STRATEGIES))

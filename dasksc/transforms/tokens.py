@@ -237,6 +237,17 @@ class RankTokens(_Tokens):
     -----
     Zeros are ignored. Among equal values, the gene of the lower column comes first. ``values`` has the values that
     were ranked. The cost is about 20 ns per nonzero.
+
+    Examples
+    --------
+    >>> genes = dasksc.open("atlas.h5ad").var_names
+    >>> tokens = dasksc.tokens.RankTokens(genes, max_genes=16, prepend_cls=True)
+    >>> next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, transform=tokens, seed=0)))
+    Batch
+      index           (64,) int64
+      input_ids       (64, 17) int64
+      values          (64, 17) float32
+      attention_mask  (64, 17) bool
     """
 
     def __init__(
@@ -346,6 +357,14 @@ class ValueBins(_Tokens):
     -----
     Genes are in the order of their columns. Quantiles are computed over all genes of the cell that are in the
     vocabulary, before sampling.
+
+    Examples
+    --------
+    >>> genes = dasksc.open("atlas.h5ad").var_names
+    >>> bins = dasksc.tokens.ValueBins(genes, n_bins=5, max_genes=16)
+    >>> batch = next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, transform=bins, seed=0)))
+    >>> batch["values"].shape, int(batch["values"].max()) < 5
+    (torch.Size([64, 16]), True)
     """
 
     def __init__(

@@ -59,6 +59,14 @@ class Vocabulary:
     ------
     InputError
         If an id is not a non-negative integer, or two names have the same id.
+
+    Examples
+    --------
+    >>> vocabulary = dasksc.tokens.Vocabulary.of_genes(["CD3E", "CD4"])
+    >>> len(vocabulary)
+    5
+    >>> vocabulary.ids_of(["CD4", "CD3E"])
+    array([4, 3])
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:

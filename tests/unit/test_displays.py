@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc.displays import brief, changed_arguments, constructor, html_table
+from dasksc.displays import brief, changed_arguments, constructor, html_table, with_options_of
 
 pytestmark = pytest.mark.core
 
@@ -132,3 +133,22 @@ def test_html_escapes_what_it_is_given() -> None:
     assert "<a>" not in text
     assert "<b>" not in text
     assert "1 &lt; 2<br>&#x27;x&#x27; &amp; y" in text
+
+
+def read(path: str, n: int = 1, *, quick: bool = False, hidden: int = 0) -> tuple[str, int, bool, int]:
+    return path, n, quick, hidden
+
+
+@with_options_of(read, without=("hidden",), n=7)
+def opened(name: str, quick: bool = True, **options: Any) -> tuple[str, int, bool, int]:
+    return read(name, quick=quick, **options)
+
+
+def test_options_are_shown_as_the_arguments_of_the_function_that_receives_them():
+    assert (
+        str(inspect.signature(opened))
+        == "(name: 'str', quick: 'bool' = True, *, n: 'int' = 7) -> 'tuple[str, int, bool, int]'"
+    )
+    assert opened("a", hidden=3) == ("a", 1, True, 3)  # calls do not change
+    with pytest.raises(TypeError, match="unexpected keyword argument 'm'"):
+        opened("a", m=3)

@@ -43,6 +43,13 @@ class StartedCluster:
     ----------
     address
         Address of the scheduler.
+
+    Examples
+    --------
+    >>> cluster = dasksc.start_cluster(n_workers=1, threads_per_worker=2, processes=False)
+    >>> sum(cluster.client.nthreads().values())
+    2
+    >>> cluster.close()
     """
 
     def __init__(

@@ -103,6 +103,14 @@ def start_cluster(
     Anyone who can connect to a Dask scheduler can run any program on its workers. Without `security`, that is
     every user of the machine. A rank without `security` connects only to loopback, whatever address the store
     contains.
+
+    Examples
+    --------
+    >>> with dasksc.start_cluster(n_workers=1, processes=False) as cluster:
+    ...     dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, seed=0)  # reads on the cluster
+    ...     n_cells = sum(len(batch) for batch in dataset)
+    >>> n_cells
+    2000
     """
     world = World.detect()
     several = world.world_size > 1

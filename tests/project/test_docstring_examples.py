@@ -1,0 +1,84 @@
+"""Every public name has an example in its docstring that prints what it shows, and a signature with its parameters."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import dasksc.datasets
+from tests.support import examples
+
+pytestmark = pytest.mark.core
+
+MODULES = (
+    *("dasksc", "dasksc.datasets", "dasksc.tokens", "dasksc.transforms", "dasksc.experimental"),
+    *("dasksc.train", "dasksc.train.models", "dasksc.integrations.data_module", "dasksc.integrations.cell_load"),
+)
+# What a caller names freely: members of a collection, items of a batch, arguments of a function of the user.
+NAMED_BY_CALLERS = {"MultiIndexable", "Batch"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples") / "demo"
+    dasksc.datasets.demo_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_an_example(module):
+    things = examples.public_things(module)
+    assert things
+    assert [name for name, thing in things.items() if not examples.has_example(thing.__doc__)] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_print_what_they_show(module, demo, tmp_path):
+    reports = ""
+    for name, thing in examples.public_things(module).items():
+        if module == "dasksc.experimental" or (module == "dasksc.transforms" and name in dasksc.__all__):
+            continue  # the same as in dasksc
+        with examples.demo_folder(demo, tmp_path / name):
+            reports += examples.failures_of(thing.__doc__, f"{module}.{name}")
+    assert not reports, reports
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_signatures_name_every_parameter(module):
+    unnamed = {}
+    for name, thing in examples.public_things(module).items():
+        parameters = inspect.signature(thing).parameters.values()
+        kinds = [str(one) for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        if kinds and name not in NAMED_BY_CALLERS:
+            unnamed[name] = kinds
+    assert unnamed == {}
+
+
+def test_options_of_a_data_set_are_those_of_its_signature():
+    options = set(inspect.signature(dasksc.scDataset).parameters)
+    module = set(inspect.signature(examples.public_things("dasksc.integrations.data_module")["DataModule"]).parameters)
+    assert options - module == {"strategy", "rank", "world_size"}
+    predict = inspect.signature(dasksc.predict).parameters
+    unused = {"strategy", "filter", "drop_last", "equal_ranks", "label_key", "seed", "return_index", "data_collection"}
+    assert options - set(predict) == unused
+    assert predict["batch_size"].default == 1024
+    from_toml = inspect.signature(examples.public_things("dasksc.integrations.cell_load")["from_toml"]).parameters
+    assert set(inspect.signature(dasksc.open).parameters) - set(from_toml) == {"data", "label", "keys"}
+
+
+def test_a_name_without_an_example_is_found():
+    assert not examples.has_example("Return one.\n\nExamples\n--------\nNone yet.\n")
+    assert not examples.has_example(None)
+    assert examples.has_example("Return one.\n\nExamples\n--------\n>>> 1\n1\n")
+
+
+def test_an_output_that_differs_is_reported():
+    assert not examples.failures_of(">>> 1 + 1\n2\n", "right")
+    assert "Expected:\n    3" in examples.failures_of(">>> 1 + 1\n3\n", "wrong")
+
+
+def test_the_parameters_of_a_data_set_are_grouped():
+    text = inspect.getdoc(dasksc.scDataset).partition("Parameters\n----------")[0]
+    names = [name for name in inspect.signature(dasksc.scDataset).parameters if f"`{name}`" in text]
+    assert set(inspect.signature(dasksc.scDataset).parameters) == set(names)

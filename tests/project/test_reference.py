@@ -1,0 +1,195 @@
+"""Pages of the reference: they leave out no key, class or command, and their examples do what they show."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import click
+import pytest
+import yaml
+
+import dasksc.datasets
+import dasksc.errors
+from dasksc.cli import group
+from dasksc.train import config as schema
+from tests.support import examples
+from tests.support.programs import ROOT, blocks
+
+pytestmark = pytest.mark.core
+
+REFERENCE = ROOT / "docs" / "reference"
+CELL = re.compile(r"(?<!\\)\|")
+
+
+def tables_of(page: Path) -> dict[str, list[list[str]]]:
+    """Return the rows of the table below each heading of a page, as cells."""
+    found: dict[str, list[list[str]]] = {}
+    heading = ""
+    for line in page.read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ").strip("`")
+        elif line.startswith("| "):
+            found.setdefault(heading, []).append([cell.strip() for cell in CELL.split(line)[1:-1]])
+    return {heading: rows[2:] for heading, rows in found.items()}  # without the header and the rule
+
+
+# --- YAML schema ----------------------------------------------------------------------------------------
+
+SECTIONS = {
+    "data": schema.Data,
+    "data.open": schema.Open,
+    "data.strategy": schema.Strategy,
+    "data.validation": schema.Validation,
+    "model": schema.Model,
+    "tokenizer": schema.Tokenizer,
+    "training": schema.Training,
+    "training.optimizer": schema.Optimizer,
+    "training.scheduler": schema.Scheduler,
+    "training.fsdp": schema.Fsdp,
+    "training.profile": schema.Profile,
+    "predict": schema.Predict,
+}
+
+
+def default_of(field: Any, place: str) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, schema.BaseModel):
+        return f"[`{place}`](#{place.replace('.', '')})"
+    return f"`{yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}`"
+
+
+def choices_of(annotation: Any) -> set[str]:
+    if get_origin(annotation) is Literal:
+        return {yaml.safe_dump(one).splitlines()[0] for one in get_args(annotation)}
+    return set().union(*map(choices_of, get_args(annotation)))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_schema_lists_every_key_with_its_default_and_choices(section):
+    rows = {row[0].strip("`"): row for row in tables_of(REFERENCE / "yaml.md")[section]}
+    fields = SECTIONS[section].model_fields
+    assert list(rows) == list(fields)
+    for key, field in fields.items():
+        assert rows[key][2] == default_of(field, f"{section}.{key}"), key
+        assert choices_of(field.annotation) <= set(re.findall(r"`([^`]+)`", rows[key][1])), key
+        assert len(rows[key][3]) > 10, key
+
+
+def test_no_section_is_left_out():
+    models = {thing for thing in vars(schema).values() if inspect.isclass(thing) and hasattr(thing, "model_fields")}
+    assert models - set(SECTIONS.values()) == {schema.BaseModel, schema.Config, schema.Named, schema._Section}
+    assert set(schema.Config.model_fields) == {name for name in SECTIONS if "." not in name}
+
+
+def test_examples_of_the_schema_are_valid():
+    made = []
+    for block in blocks(REFERENCE / "yaml.md", "yaml"):
+        tree = {"data": {"path": "atlas.h5ad"}, "model": {"name": "vae"}} | yaml.safe_load(block[2])
+        made.append(schema.Config.of({**tree, "data": {"path": "atlas.h5ad"} | tree["data"]}))
+    assert len(made) > len(SECTIONS)
+    assert {config.training.optimizer.name for config in made} == {"adamw", "sgd"}
+
+
+# --- Configuration ----------------------------------------------------------------------------------------
+
+
+def test_every_key_of_the_configuration_is_listed_with_its_default():
+    keys = yaml.safe_load((ROOT / "dasksc" / "dasksc.yaml").read_text())["dasksc"]
+    rows = {row[0]: row for row in tables_of(REFERENCE / "configuration.md")["Keys"]}
+    assert set(rows) == {f"`{key}`" for key in keys}
+    for key, default in keys.items():
+        _, _, shown, variable, meaning = rows[f"`{key}`"]
+        assert shown == f"`{yaml.safe_dump(default).splitlines()[0]}`"
+        assert variable == f"`DASK_DASKSC__{key.upper().replace('-', '_')}`"
+        assert len(meaning) > 10
+
+
+@pytest.mark.parametrize("key", ["prefetch", "memory-limit", "report-interval"])
+def test_the_environment_sets_the_configuration(key):
+    import dask.config
+
+    found = dask.config.collect_env({f"DASK_DASKSC__{key.upper().replace('-', '_')}": "3"})
+    assert dask.config.get(f"dasksc.{key}", config=found) == 3
+
+
+# --- Errors -----------------------------------------------------------------------------------------------
+
+
+def test_every_exception_has_a_section_and_an_example():
+    text = (REFERENCE / "errors.md").read_text()
+    for name in dasksc.errors.__all__:
+        section = re.search(rf"^## {name}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
+        assert section, name
+        if name != "DaskscError":
+            assert re.search(rf"^(?:dasksc\.errors\.)?{name}: .", section[1], re.MULTILINE), name
+            assert "**What to do:**" in section[1], name
+
+
+def test_messages_of_the_page_are_those_recorded():
+    recorded = (ROOT / "tests" / "recorded" / "messages.txt").read_text()
+    literal = [re.split(r"\{[^{}]*\}", line) for line in recorded.splitlines()]
+    patterns = [re.compile(".+".join(map(re.escape, parts))) for parts in literal]
+    quoted = [line for block in blocks(REFERENCE / "errors.md", "text") for line in block[2].splitlines()]
+    assert len(quoted) == 2
+    assert [line for line in quoted if not any(pattern.fullmatch(line) for pattern in patterns)] == []
+    warned = [row[0] for row in tables_of(REFERENCE / "errors.md")["Warnings"]]
+    parts = [part for row in warned for part in re.findall(r"`([^`]+)`", row)]
+    assert len(parts) > 8
+    assert [part for part in parts if part not in recorded] == []
+
+
+def test_examples_of_errors_raise_them(tmp_path):
+    dasksc.datasets.demo_data(tmp_path / "demo")
+    with examples.demo_folder(tmp_path / "demo", tmp_path / "work"):
+        reports = [
+            examples.failures_of(block[2], f"errors.md, example {number}")
+            for number, block in enumerate(blocks(REFERENCE / "errors.md", "pycon"))
+        ]
+    assert len(reports) >= 9
+    assert not "".join(reports), "".join(reports)
+
+
+# --- Commands ---------------------------------------------------------------------------------------------
+
+
+def test_every_command_has_its_options_and_an_example():
+    text = (REFERENCE / "cli.md").read_text()
+    sections = dict(re.findall(r"^## ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    names = group.list_commands(click.Context(group))
+    assert sorted(sections) == sorted(names)
+    for name in names:
+        assert f"```{{command}} {name}\n```" in sections[name], name
+        assert re.search(rf"^(?:\$ )?dasksc {name} .*\n(?:```\n\n```text\n)?", sections[name], re.MULTILINE), name
+
+
+def test_the_site_shows_every_option_of_a_command():
+    pytest.importorskip("sphinx")
+    spec = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "commands.py")
+    commands = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(commands)
+    for name in group.list_commands(click.Context(group)):
+        shown = commands.help_of(name)
+        assert shown.startswith(f"```console\n$ dasksc {name} [OPTIONS]")
+        for parameter in group.get_command(click.Context(group), name).params:
+            if isinstance(parameter, click.Option):
+                assert all(option in shown for option in parameter.opts), (name, parameter.opts)
+    with pytest.raises(ValueError, match="no command 'sing'"):
+        commands.help_of("sing")
+
+
+# --- Glossary ---------------------------------------------------------------------------------------------
+
+
+def test_terms_of_the_glossary_refer_to_each_other():
+    text = (REFERENCE / "glossary.md").read_text()
+    inside = re.search(r":::\{glossary\}\n:sorted:\n(.*?)^:::", text, re.MULTILINE | re.DOTALL)[1]
+    terms = re.findall(r"^([A-Za-z][\w -]*)$", inside, re.MULTILINE)
+    assert len(terms) == len(set(terms)) >= 25
+    referred = {target or name for name, target in re.findall(r"\{term\}`([^`<]+?)(?: <([^`>]+)>)?`", inside)}
+    assert referred <= set(terms)
