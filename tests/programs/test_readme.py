@@ -41,8 +41,9 @@ def test_the_programs_of_the_page_on_clusters_run(tmp_path, atlas):
 
 
 # Pages with tests of their own: trainers.md runs library by library where each is installed, and the others read files
-# that their tests make.
-ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "remote", "perturbations")
+# that their tests make. docs/tutorials/record.py runs the recorded ones.
+RECORDED = ("watch", "larger_than_memory")
+ELSEWHERE = ("trainers", "watching", "cluster", "atlases", "remote", "perturbations", *RECORDED)
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
 
@@ -78,6 +79,7 @@ def shell_lines() -> list[str]:
     return [
         line.split("#")[0].strip()
         for page in PAGES
+        if page.stem not in RECORDED
         for block in blocks(page, "bash")
         for line in block[2].splitlines()
         if line.split("#")[0].strip()
