@@ -30,12 +30,15 @@ RECORDED = HERE / "recorded"
 sys.path.insert(0, str(ROOT))
 
 import dasksc  # noqa: E402
+import dasksc.dashboard  # noqa: E402
 from tests.support.programs import BLOCK  # noqa: E402
 
 MEMORY_LIMIT = 2**30
+# Per second, as a busy network file system may allow.
+DISK_REQUESTS = 1_000
 # Page of the dashboard, seconds from the start of its block, and seconds until its plots are drawn, of each picture.
-PICTURES = {"reading": ("loader", 9.0, 1.0), "healthy": ("loader", 6.0, 1.0), "status": ("status", 7.5, 5.0)}
-WIDTH, HEIGHT = 1120, 720
+PICTURES = {"reading": ("loader", 15.0, 1.0), "healthy": ("loader", 6.0, 1.0), "status": ("status", 7.5, 4.5)}
+WIDTH, HEIGHT = 1120, 860  # of the window, whose frame takes some of it
 
 
 def main() -> None:
@@ -111,6 +114,7 @@ def watch(name: str) -> list[str]:
     printed = io.StringIO()
     with (
         browser() as photograph,
+        limited_disk(),
         ThreadPoolExecutor(1) as meanwhile,
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
@@ -133,13 +137,30 @@ def photograph_all(photograph: Callable[[str, Path, float], None], client: Any, 
     for picture in pictures:
         page, begin_s, settle_s = PICTURES[picture]
         time.sleep(max(0.0, begun + begin_s - time.monotonic()))
-        address = client.dashboard_link.removesuffix("status") + page
+        address = dasksc.dashboard.install(client).removesuffix("loader") + page
         photograph(address, RECORDED / f"watch-{picture}.png", settle_s)
 
 
 def last_states(printed: str) -> str:
     """Return what a terminal shows at the end: a progress bar overwrites its line."""
     return "\n".join(line.rsplit("\r", 1)[-1] for line in printed.split("\n"))
+
+
+@contextlib.contextmanager
+def limited_disk() -> Iterator[None]:
+    """Limit the requests per second that this process reads with, in a control group of version 1."""
+    root = Path("/sys/fs/cgroup/blkio")
+    group = root / f"dasksc-{os.getpid()}"
+    device = os.stat(".").st_dev
+    group.mkdir()
+    try:
+        limit = f"{os.major(device)}:{os.minor(device)} {DISK_REQUESTS}"
+        (group / "blkio.throttle.read_iops_device").write_text(limit)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (root / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 @contextlib.contextmanager
