@@ -6,6 +6,7 @@
 #   make test-faults    run the tests of faults, memory and hostile files, and the property tests in breadth
 #   make test-all       run all three
 #   make docs           build the site into .cache/site, and execute its tutorials
+#   make tutorials-record  run the tutorials that need a memory limit or a browser, and record their output
 #   make lowest         run the core tests with the lowest versions of everything
 #   make rapids         run the core tests with the versions of RAPIDS 26.02
 #   make check          run all that CI does
@@ -28,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
 CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
-.PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs lowest rapids clean
+.PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs tutorials-record lowest rapids clean
 
 env: $(VENV)/.dev
 
@@ -85,6 +86,10 @@ fuzz: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/prose.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
+
+# Output and pictures of the tutorials that the site does not execute. A control group needs root, and a picture chromium.
+tutorials-record: $(VENV)/.dev
+	$(BIN)/python docs/tutorials/record.py
 
 # The core tests with the lowest versions that pyproject.toml allows, but for torch, whose other builds are of gigabytes.
 # Versions that old warn about what is newer than they are.

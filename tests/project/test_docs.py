@@ -13,12 +13,15 @@ import pytest
 import yaml
 
 import dasksc.errors
-from tests.support.programs import ROOT
+from tests.support.programs import BLOCK, ROOT
 
 pytestmark = pytest.mark.core
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+# Tutorials that need a limit of memory or a browser: docs/tutorials/record.py ran them, and the site shows its records.
+RECORDS = {page: page.parent / "recorded" / f"{page.stem}.txt" for page in TUTORIALS}
+RECORDED = [page for page, record in RECORDS.items() if record.exists()]
 
 
 def test_there_are_pages():
@@ -85,13 +88,28 @@ def test_the_caption_of_the_chart_has_the_settings_of_its_results(page):
     assert "two cores; medians and ranges of five rounds" in text
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
-def test_every_tutorial_is_a_notebook_that_the_site_executes(page):
+@pytest.mark.parametrize("page", [page for page in TUTORIALS if page not in RECORDED], ids=lambda page: page.name)
+def test_every_other_tutorial_is_a_notebook_that_the_site_executes(page):
     _, header, text = page.read_text().split("---\n", 2)
     assert yaml.safe_load(header)["file_format"] == "mystnb"
     languages = re.findall(r"^```(\S+)", text, re.MULTILINE)
     assert "{code-cell}" in languages
     assert "python" not in languages, "a block that is never run; make it a {code-cell}"
+
+
+@pytest.mark.parametrize("page", RECORDED, ids=lambda page: page.name)
+def test_a_recorded_tutorial_has_the_programs_of_its_record_and_shows_all_of_their_output(page):
+    text = page.read_text()
+    record = re.findall(
+        r"^--- block (\d+)\n(.*?\n)--- output \1\n(.*?)(?=^--- )", RECORDS[page].read_text(), re.MULTILINE | re.DOTALL
+    )
+    programs = [block[2] for block in BLOCK.finditer(text) if block[1] in ("bash", "python")]
+    assert programs == [program for _, program, _ in record], "run make tutorials-record"
+    shown = re.findall(r'^:start-after: "--- output (\d+)"\n:end-before: "--- (?:block|end)', text, re.MULTILINE)
+    assert shown == [number for number, _, output in record if output.strip()]
+    assert shown
+    pictures = {path.name for path in RECORDS[page].parent.glob(f"{page.stem}-*.png")}
+    assert pictures == set(re.findall(r"\]\(recorded/(\S+\.png)\)", text))
 
 
 def test_the_map_of_the_rooms_leaves_none_out():
