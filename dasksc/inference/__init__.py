@@ -38,6 +38,8 @@ import numpy as np
 import torch
 from dask.base import tokenize
 
+from dasksc.atlas.cell_names import names_in_pieces
+from dasksc.atlas.modalities import Modalities
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
 from dasksc.inference.digests import digest_of
@@ -130,7 +132,7 @@ def predict(
     dataset
         Data set whose batch size and request (genes, layers, obs, layout, transform) are used. All rows of its
         collection are read in storage order; its strategy and filter are not used. Or an atlas in any form that
-        `dasksc.open` accepts.
+        `dasksc.open` accepts, or several modalities (`Modalities`, MuData).
     out
         Path of a Zarr store to create, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``; or of an AnnData
         store (Zarr v3) with the same cells, to extend; or, with `in_place`, of an h5ad file with the same cells.
@@ -355,7 +357,7 @@ class Predictions:
         collection = self._source.collection
         if hasattr(collection, "name_pieces"):
             return collection.name_pieces()
-        return None
+        return names_in_pieces(collection.obs_names) if isinstance(collection, Modalities) else None
 
     def _named(self, rows: list[int]) -> list[tuple[int, str]]:
         """Return rows with the names of their cells, empty where they have none."""

@@ -124,7 +124,7 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
             )
         if not path.exists():
             raise MissingPathError(f"in_place=True adds to a file, and there is none at {path}")
-        return InFile(path, key, is_source=is_source)
+        return InFile(path, is_source=is_source)
     if os.path.lexists(path):
         raise InputError(f"{path} exists and is no Zarr store. Give another path")
     if in_place:
@@ -289,16 +289,13 @@ class InFile:
     ----------
     path
         Path of the file.
-    key
-        Name for the work folder.
     is_source
         Whether it is the atlas that is read.
     """
 
-    def __init__(self, path: Path, key: str, *, is_source: bool) -> None:
+    def __init__(self, path: Path, *, is_source: bool) -> None:
         # A link stays one; what it leads to is replaced.
         self.path = Path(os.path.realpath(path))
-        self._key = key
         self._is_source = is_source
         self._identity = FileIdentity.of(str(self.path))
         if not h5py.is_hdf5(self.path):
@@ -311,8 +308,8 @@ class InFile:
 
     @property
     def folder(self) -> Path:
-        """See `Target`."""
-        return self.path.with_name(f"{self.path.name}.{self._key}.partial")
+        """See `Target`; all keys share it, since a run whose file another one replaces is lost."""
+        return self.path.with_name(f"{self.path.name}.partial")
 
     def found(self, digest: str) -> dict[str, Found]:
         """See `Target`."""

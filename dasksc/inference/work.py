@@ -137,12 +137,13 @@ class Work(WorkFolder):
             If another process works on another plan.
         """
         begun = self.begun()
-        if begun is not None and begun != self.plan and not overwrite and any(self.folder.glob("*/done/*.json")):
+        if begun == self.plan:
+            return
+        self._refuse_claimed(0, None)
+        if begun is not None and not overwrite and any(self.folder.glob("*/done/*.json")):
             raise self.differing(begun, self.plan)
-        if begun != self.plan:
-            self._refuse_claimed(0, None)
-            self.clear()
-            self.write_plan(self.plan)
+        self.clear()
+        self.write_plan(self.plan)
 
     def is_begun(self) -> bool:
         """Return True if the folder holds the plan of this work."""

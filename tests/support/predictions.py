@@ -1,4 +1,4 @@
-"""Predictions of ``programs/predict_ranks.py`` and the plain loop that they equal."""
+"""Predictions of ranks, and the plain loop that they equal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_atlas(folder: Path) -> Path:
 def assert_ranks_write_the_plain_loop(atlas: Path, out: Path, n_ranks: int, how: str) -> None:
     """Let ranks of ``torchrun`` predict, wrapped by DDP or sharded by FSDP; fail unless `out` is the plain loop's."""
     printed = torchrun(n_ranks, "predict_ranks.py", atlas, out, how)
-    assert np.array_equal(_written(out), _plain(atlas, is_whole=how == "ddp"))
+    assert np.array_equal(written(out), plain(atlas, is_whole=how == "ddp"))
     reports = re.findall(r"^rank (\d): (\d+) cells, True, \(203, \d\)$", printed, re.MULTILINE)
     assert len(reports) == n_ranks, printed
     assert sum(int(n) for _, n in reports) == N_OBS
@@ -36,15 +36,17 @@ def assert_ranks_write_the_plain_loop(atlas: Path, out: Path, n_ranks: int, how:
     assert len(re.findall(r"^rank \d again: 0, training True$", printed, re.MULTILINE)) == n_ranks
 
 
-def _plain(atlas: Path, *, is_whole: bool) -> np.ndarray:
+def plain(atlas: Path, *, is_whole: bool) -> np.ndarray:
+    """Return what a loop over the atlas makes with the model of the ranks, or with its first layer."""
     torch.manual_seed(0)
-    first, second = nn.Linear(N_VARS, 6), nn.Linear(6, 3)
+    first, second = nn.Linear(dasksc.open(atlas).n_vars, 6), nn.Linear(6, 3)
     dataset = dasksc.scDataset(atlas, dasksc.Streaming(), BATCH)
     with torch.no_grad():
         return np.concatenate([(second(first(batch)) if is_whole else first(batch)).numpy() for batch in dataset])
 
 
-def _written(path: Path) -> np.ndarray:
+def written(path: Path) -> np.ndarray:
+    """Return the predictions in a store."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ad.read_zarr(path).obsm["X_emb"]
