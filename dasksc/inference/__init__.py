@@ -324,8 +324,9 @@ class Predictions:
         with work.locked(wait=True):
             if not work.is_begun() or work.missing():
                 return
-            outputs, nan = work.collected(self._outputs.categories)
-            if not target.found(work.digest):
+            published = target.found(work.digest)
+            outputs, nan = work.collected(self._outputs.categories, published)
+            if not published:
                 self._refuse_taken(outputs)
             target.publish(work, outputs, nan, self._names)
             work.remove()
@@ -380,11 +381,11 @@ class Predictions:
         except KeyboardInterrupt as error:
             error.add_note(f"Complete units are kept in {work.folder}; the same call predicts the others.")
             raise
-        except OSError as error:
-            # Libraries may wrap the error of the operating system and lose its errno.
-            if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        except (OSError, RuntimeError) as error:
+            # Libraries may wrap the error of the operating system and lose its errno, or its class, as HDF5 does.
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
                 raise work.no_space(error, needed_bytes=self._needed_bytes()) from error
-            if isinstance(error, DaskscError):
+            if isinstance(error, DaskscError | RuntimeError):
                 raise
             raise StorageError(f"{work.target} cannot be written: {error}") from error
         except InputError:

@@ -41,7 +41,7 @@ from dasksc.inference.zarr_elements import (
     write_obs,
 )
 from dasksc.output.elements import as_anndata_writes, write_group
-from dasksc.output.work_folder import discard, sync_folder
+from dasksc.output.work_folder import discard, extend, sync_folder
 from dasksc.storage import is_url
 from dasksc.storage.file_identity import FileIdentity
 
@@ -345,8 +345,22 @@ class InFile:
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
         """See `Target`."""
         copy = work.folder / "copy.h5ad"
+        try:
+            self._write_copy(copy, work, outputs, nan)
+            self._identity.check()
+            os.replace(copy, self.path)
+        finally:
+            copy.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+    def _write_copy(self, copy: Path, work: Work, outputs: Sequence[Output], nan: Nan) -> None:
         self._identity.check()
         copy_file(self.path, copy)
+        # HDF5 neither reports a full disk by its number nor closes a file there, so space is taken before; it cuts off
+        # what is left over.
+        with copy.open("rb+") as reserved:
+            reserved.seek(0, os.SEEK_END)
+            extend(reserved, sum(_METADATA_BYTES + work.n_obs * one.row_bytes for one in outputs))
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:
                 file.create_group("obsm").attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
@@ -363,9 +377,6 @@ class InFile:
             obs["column-order"] = np.array(order, dtype=h5py.string_dtype())
         with copy.open("rb+") as written:
             os.fsync(written.fileno())
-        self._identity.check()
-        os.replace(copy, self.path)
-        sync_folder(self.path.parent)
 
     @staticmethod
     def _write(file: h5py.File, one: Output, work: Work) -> None:

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -240,8 +240,17 @@ class Work(WorkFolder):
         with appearing(self._marker(k)) as path:
             path.write_text(json.dumps(note))
 
-    def collected(self, categories: Mapping[str, Any]) -> tuple[tuple[Output, ...], dict[str, NanRows]]:
+    def collected(
+        self, categories: Mapping[str, Any], published: Collection[str] = ()
+    ) -> tuple[tuple[Output, ...], dict[str, NanRows]]:
         """Return the outputs of all units, and the rows with NaN of those that have any.
+
+        Parameters
+        ----------
+        categories
+            Labels of integer codes, by name.
+        published
+            Keys that an interrupted process published: their shards are in the target.
 
         Raises
         ------
@@ -268,7 +277,9 @@ class Work(WorkFolder):
             check_same(expected, outputs, f"cells {start} to {stop - 1}")
             for one in outputs:
                 array = self.array(one)
-                if array.n_shards and not array.path(self.folder_of(one), k).exists():
+                if one.key in published or not array.n_shards:
+                    continue
+                if not array.path(self.folder_of(one), k).exists():
                     raise CorruptDataError(
                         f"{array.path(self.folder_of(one), k)} was removed. Remove {self.folder} and predict again."
                     )
