@@ -400,8 +400,8 @@ class Predictions:
         work = self.work
         n_missing = sum(stop - start for start, stop in map(work.rows, work.missing()))
         done = [file.stat().st_size for file in work.store.rglob("*") if file.is_file()]
-        n_done = work.n_obs - n_missing
-        return int(sum(done) / max(1, n_done) * n_missing) + self.target.publish_bytes(work.n_obs)
+        row_bytes = sum(done) / max(1, work.n_obs - n_missing)
+        return int(row_bytes * n_missing) + self.target.publish_bytes(work.n_obs, int(row_bytes * work.n_obs))
 
     def report(self, n_predicted: int, elapsed_s: float) -> PredictionReport:
         """Return the result of this call."""

@@ -73,8 +73,8 @@ class Target(Protocol):
     def index_key(self) -> str | None:
         """Return the key of the names of the cells; None if there is no table of cells yet."""
 
-    def publish_bytes(self, n_obs: int) -> int:
-        """Return roughly the disk space that `publish` needs in addition to complete units, in bytes."""
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
+        """Return roughly the disk space that `publish` needs beside `n_bytes` of complete units, in bytes."""
 
     def check_cells(self, n_obs: int, names: Names) -> None:
         """Refuse a destination with other cells."""
@@ -181,7 +181,7 @@ class NewStore:
         """See `Target`."""
         return None
 
-    def publish_bytes(self, n_obs: int) -> int:
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
         """See `Target`."""
         return _METADATA_BYTES + _NAME_BYTES * n_obs
 
@@ -242,7 +242,7 @@ class InStore:
         """See `Target`."""
         return [key for key in keys if os.path.lexists(self.path / key)]
 
-    def publish_bytes(self, n_obs: int) -> int:
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
         """See `Target`."""
         return _METADATA_BYTES
 
@@ -328,9 +328,9 @@ class InFile:
         with h5py.File(self.path, "r") as file:
             return [key for key in keys if key in file]
 
-    def publish_bytes(self, n_obs: int) -> int:
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
         """See `Target`."""
-        return self.path.stat().st_size + _METADATA_BYTES
+        return self.path.stat().st_size + n_bytes + 4 * _METADATA_BYTES
 
     def index_key(self) -> str | None:
         """See `Target`."""
@@ -360,7 +360,7 @@ class InFile:
         # what is left over.
         with copy.open("rb+") as reserved:
             reserved.seek(0, os.SEEK_END)
-            extend(reserved, sum(_METADATA_BYTES + work.n_obs * one.row_bytes for one in outputs))
+            extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:
                 file.create_group("obsm").attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
