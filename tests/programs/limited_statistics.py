@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Compute statistics, variable genes and predictions in a process whose memory may be limited, and print the results.
+"""Compute statistics and variable genes, or predictions, in a process whose memory may be limited; print the results.
 
+    python tests/programs/limited_statistics.py atlas.h5ad
     python tests/programs/limited_statistics.py atlas.h5ad emb.zarr
 
-The last line is JSON: sums over all genes, a digest of the genes found and of the predictions, and peaks of anonymous
-memory beyond what the process held before, in bytes: of the passes, and of predicting, which is projected, too.
+The last line is JSON: a digest of what was found, sums over all genes, the peak of anonymous memory beyond what the
+process held before, in bytes, and of predictions the memory that was projected.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,32 +38,31 @@ class Embedding(torch.nn.Module):
         return self.linear(batch)
 
 
-def main(path: str, out: str) -> None:
+def summarize(path: str) -> dict[str, Any]:
     dasksc.statistics(path, filter="plate.str.endswith('1')")  # compiles
     dasksc.highly_variable_genes(path, 100, "seurat_v3", filter="plate.str.endswith('1')")
     with peak_beyond() as peak:
         found = dasksc.statistics(path, by="cell_type")
         genes = dasksc.highly_variable_genes(path, 1000, "seurat_v3", "plate")
-    dataset = dasksc.scDataset(path, dasksc.Streaming(), 1024, rank=0, world_size=1)
-    model = Embedding(found.genes.shape[0])
-    one = over_range(dataset, 0, len(dataset.collection))
-    with torch.inference_mode():
-        model(next(iter(one)))  # compiles
-    with peak_beyond() as predict_peak:
+    return {
+        "sums": found.genes[["sum", "var", "count_nonzero"]].sum().tolist(),
+        "n": found.groups.n_obs,
+        "digest": digest(genes["highly_variable"].to_numpy()),
+        "peak": peak[0],
+    }
+
+
+def predict(path: str, out: str) -> dict[str, Any]:
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), 256, rank=0, world_size=1)
+    model = Embedding(dasksc.open(path, obs=[], names=False).n_vars)
+    few = over_range(dataset, 0, 256)
+    before = rss_anon_bytes()
+    with peak_beyond() as peak, torch.inference_mode():
+        model(next(iter(few)))  # compiles
         dasksc.predict(model, dataset, out)
     predictions = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"].compute()
-    print(
-        json.dumps(
-            {
-                "sums": found.genes[["sum", "var", "count_nonzero"]].sum().tolist(),
-                "n": found.groups.n_obs,
-                "digest": digest(genes["highly_variable"].to_numpy()) + digest(predictions),
-                "peak": peak[0],
-                "predict_peak": predict_peak[0],
-                "predict_projected": one.projected_bytes,
-            }
-        )
-    )
+    projected = over_range(dataset, 0, len(predictions)).projected_bytes
+    return {"digest": digest(predictions), "peak": peak[0], "projected": projected, "before": before}
 
 
 def digest(values: np.ndarray) -> str:
@@ -92,4 +93,4 @@ def rss_anon_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(summarize(*sys.argv[1:]) if len(sys.argv) == 2 else predict(*sys.argv[1:])))
