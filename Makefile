@@ -54,8 +54,9 @@ $(ATLAS): examples/make_atlas.py | $(VENV)/.demo
 demo: $(VENV)/.demo $(ATLAS)
 	$(BIN)/torchrun --standalone --nproc_per_node=2 examples/train_ddp.py $(ATLAS)
 
+# Modules are dealt out in their order: those of real parts, of few tests that take long, come first.
 test: $(VENV)/.test
-	$(PYTEST) -m core $(PYTEST_ARGS)
+	$(PYTEST) --no-loadscope-reorder -m core $(PYTEST_ARGS)
 
 test-programs: $(VENV)/.dev
 	$(PYTEST) -m programs $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -50,7 +51,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse modules that do not declare the one tier their tests belong to."""
+    """Refuse modules that do not declare the one tier of their tests; keep those of a core module in one process."""
     for item in items:
         declared = [mark.name for mark in item.iter_markers() if mark.name in TIERS]
         if len(declared) != 1:
@@ -58,6 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in the tiers {declared}; its module must declare one: "
                 f"pytestmark = pytest.mark.<{'|'.join(sorted(TIERS))}>"
             )
+        # Dealt out one by one, the tests of a module have its fixtures made, and the same kernels compiled, by every
+        # process at once. Other tiers have few tests, each of which takes long.
+        if declared == ["core"] and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +171,26 @@ def _client_of(cluster: distributed.LocalCluster) -> Iterator[distributed.Client
     while scheduler.tasks or set(scheduler.worker_plugins) - {"shuffle"}:
         assert time.monotonic() < deadline, f"left on the cluster: {[*scheduler.tasks, *scheduler.worker_plugins]}"
         time.sleep(0.005)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], subprocess.CompletedProcess[str]]]]:
+    """The folder of a file system of 192 KiB, and a function that gives it another size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options: str) -> subprocess.CompletedProcess[str]:
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount to make a small file system with")
+    if (done := mount("size=192k")).returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    try:
+        yield folder, lambda size: mount(f"remount,size={size}")
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

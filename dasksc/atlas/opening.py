@@ -225,6 +225,12 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
         return open_path(os.fspath(data), obs, options)
+    if hasattr(data, "mod"):  # a Modalities, whose module imports this one, or a MuData
+        names = list(data.mod)
+        raise InputError(
+            f"a {type(data).__name__} holds several modalities ({', '.join(names)}), where one atlas is expected. Give "
+            f"one of them: {f'data[{names[0]!r}]' if names else 'an AnnData'}"
+        )
     raise InputError(
         f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
     )

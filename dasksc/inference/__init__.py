@@ -38,6 +38,8 @@ import numpy as np
 import torch
 from dask.base import tokenize
 
+from dasksc.atlas.cell_names import names_in_pieces
+from dasksc.atlas.modalities import Modalities
 from dasksc.displays import with_options_of
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
@@ -142,7 +144,7 @@ def predict(
     dataset
         Data set whose batch size and request (genes, layers, obs, layout, transform) are used. All rows of its
         collection are read in storage order; its strategy and filter are not used. Or an atlas in any form that
-        `dasksc.open` accepts.
+        `dasksc.open` accepts, or several modalities (`Modalities`, MuData).
     out
         Path of a Zarr store to create, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``; or of an AnnData
         store (Zarr v3) with the same cells, to extend; or, with `in_place`, of an h5ad file with the same cells.
@@ -350,8 +352,9 @@ class Predictions:
         with work.locked(wait=True):
             if not work.is_begun() or work.missing():
                 return
-            outputs, nan = work.collected(self._outputs.categories)
-            if not target.found(work.digest):
+            published = target.found(work.digest)
+            outputs, nan = work.collected(self._outputs.categories, published)
+            if not published:
                 self._refuse_taken(outputs)
             target.publish(work, outputs, nan, self._names)
             work.remove()
@@ -383,7 +386,7 @@ class Predictions:
         collection = self._source.collection
         if hasattr(collection, "name_pieces"):
             return collection.name_pieces()
-        return None
+        return names_in_pieces(collection.obs_names) if isinstance(collection, Modalities) else None
 
     def _named(self, rows: list[int]) -> list[tuple[int, str]]:
         """Return rows with the names of their cells, empty where they have none."""
@@ -406,11 +409,11 @@ class Predictions:
         except KeyboardInterrupt as error:
             error.add_note(f"Complete units are kept in {work.folder}; the same call predicts the others.")
             raise
-        except OSError as error:
-            # Libraries may wrap the error of the operating system and lose its errno.
-            if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        except (OSError, RuntimeError) as error:
+            # Libraries may wrap the error of the operating system and lose its errno, or its class, as HDF5 does.
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
                 raise work.no_space(error, needed_bytes=self._needed_bytes()) from error
-            if isinstance(error, DaskscError):
+            if isinstance(error, DaskscError | RuntimeError):
                 raise
             raise StorageError(f"{work.target} cannot be written: {error}") from error
         except InputError:
@@ -425,8 +428,8 @@ class Predictions:
         work = self.work
         n_missing = sum(stop - start for start, stop in map(work.rows, work.missing()))
         done = [file.stat().st_size for file in work.store.rglob("*") if file.is_file()]
-        n_done = work.n_obs - n_missing
-        return int(sum(done) / max(1, n_done) * n_missing) + self.target.publish_bytes(work.n_obs)
+        row_bytes = sum(done) / max(1, work.n_obs - n_missing)
+        return int(row_bytes * n_missing) + self.target.publish_bytes(work.n_obs, int(row_bytes * work.n_obs))
 
     def report(self, n_predicted: int, elapsed_s: float) -> PredictionReport:
         """Return the result of this call."""

@@ -42,7 +42,7 @@ from dasksc.inference.zarr_elements import (
     write_obs,
 )
 from dasksc.output.elements import as_anndata_writes, write_group
-from dasksc.output.work_folder import discard, sync_folder
+from dasksc.output.work_folder import discard, extend, sync_folder
 from dasksc.storage import is_url
 from dasksc.storage.file_identity import FileIdentity
 
@@ -74,8 +74,8 @@ class Target(Protocol):
     def index_key(self) -> str | None:
         """Return the key of the names of the cells; None if there is no table of cells yet."""
 
-    def publish_bytes(self, n_obs: int) -> int:
-        """Return roughly the disk space that `publish` needs in addition to complete units, in bytes."""
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
+        """Return roughly the disk space that `publish` needs beside `n_bytes` of complete units, in bytes."""
 
     def check_cells(self, n_obs: int, names: Names) -> None:
         """Refuse a destination with other cells."""
@@ -125,7 +125,7 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
             )
         if not path.exists():
             raise MissingPathError(f"in_place=True adds to a file, and there is none at {path}")
-        return InFile(path, key, is_source=is_source)
+        return InFile(path, is_source=is_source)
     if os.path.lexists(path):
         raise InputError(f"{path} exists and is not a Zarr store; give another path")
     if in_place:
@@ -182,7 +182,7 @@ class NewStore:
         """See `Target`."""
         return None
 
-    def publish_bytes(self, n_obs: int) -> int:
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
         """See `Target`."""
         return _METADATA_BYTES + _NAME_BYTES * n_obs
 
@@ -245,7 +245,7 @@ class InStore:
         """See `Target`."""
         return [key for key in keys if os.path.lexists(self.path / key)]
 
-    def publish_bytes(self, n_obs: int) -> int:
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
         """See `Target`."""
         return _METADATA_BYTES
 
@@ -292,16 +292,13 @@ class InFile:
     ----------
     path
         Path of the file.
-    key
-        Name for the work folder.
     is_source
         Whether it is the atlas that is read.
     """
 
-    def __init__(self, path: Path, key: str, *, is_source: bool) -> None:
+    def __init__(self, path: Path, *, is_source: bool) -> None:
         # A link stays one; what it leads to is replaced.
         self.path = Path(os.path.realpath(path))
-        self._key = key
         self._is_source = is_source
         self._identity = FileIdentity.of(str(self.path))
         if not h5py.is_hdf5(self.path):
@@ -317,8 +314,8 @@ class InFile:
 
     @property
     def folder(self) -> Path:
-        """See `Target`."""
-        return self.path.with_name(f"{self.path.name}.{self._key}.partial")
+        """See `Target`; all keys share it, since a run whose file another one replaces is lost."""
+        return self.path.with_name(f"{self.path.name}.partial")
 
     def found(self, digest: str) -> dict[str, Found]:
         """See `Target`."""
@@ -337,9 +334,9 @@ class InFile:
         with h5py.File(self.path, "r") as file:
             return [key for key in keys if key in file]
 
-    def publish_bytes(self, n_obs: int) -> int:
+    def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
         """See `Target`."""
-        return self.path.stat().st_size + _METADATA_BYTES
+        return self.path.stat().st_size + n_bytes + 4 * _METADATA_BYTES
 
     def index_key(self) -> str | None:
         """See `Target`."""
@@ -354,8 +351,22 @@ class InFile:
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
         """See `Target`."""
         copy = work.folder / "copy.h5ad"
+        try:
+            self._write_copy(copy, work, outputs, nan)
+            self._identity.check()
+            os.replace(copy, self.path)
+        finally:
+            copy.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+    def _write_copy(self, copy: Path, work: Work, outputs: Sequence[Output], nan: Nan) -> None:
         self._identity.check()
         copy_file(self.path, copy)
+        # HDF5 neither reports a full disk by its number nor closes a file there, so space is taken before; it cuts off
+        # what is left over.
+        with copy.open("rb+") as reserved:
+            reserved.seek(0, os.SEEK_END)
+            extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:
                 file.create_group("obsm").attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
@@ -372,9 +383,6 @@ class InFile:
             obs["column-order"] = np.array(order, dtype=h5py.string_dtype())
         with copy.open("rb+") as written:
             os.fsync(written.fileno())
-        self._identity.check()
-        os.replace(copy, self.path)
-        sync_folder(self.path.parent)
 
     @staticmethod
     def _write(file: h5py.File, one: Output, work: Work) -> None:

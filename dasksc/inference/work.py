@@ -15,7 +15,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -137,12 +137,13 @@ class Work(WorkFolder):
             If another process works on another plan.
         """
         begun = self.begun()
-        if begun is not None and begun != self.plan and not overwrite and any(self.folder.glob("*/done/*.json")):
+        if begun == self.plan:
+            return
+        self._refuse_claimed(0, None)
+        if begun is not None and not overwrite and any(self.folder.glob("*/done/*.json")):
             raise self.differing(begun, self.plan)
-        if begun != self.plan:
-            self._refuse_claimed(0, None)
-            self.clear()
-            self.write_plan(self.plan)
+        self.clear()
+        self.write_plan(self.plan)
 
     def is_begun(self) -> bool:
         """Return True if the folder holds the plan of this work."""
@@ -239,8 +240,17 @@ class Work(WorkFolder):
         with appearing(self._marker(k)) as path:
             path.write_text(json.dumps(note))
 
-    def collected(self, categories: Mapping[str, Any]) -> tuple[tuple[Output, ...], dict[str, NanRows]]:
+    def collected(
+        self, categories: Mapping[str, Any], published: Collection[str] = ()
+    ) -> tuple[tuple[Output, ...], dict[str, NanRows]]:
         """Return the outputs of all units, and the rows with NaN of those that have any.
+
+        Parameters
+        ----------
+        categories
+            Labels of integer codes, by name.
+        published
+            Keys that an interrupted process published: their shards are in the target.
 
         Raises
         ------
@@ -267,7 +277,9 @@ class Work(WorkFolder):
             check_same(expected, outputs, f"cells {start} to {stop - 1}")
             for one in outputs:
                 array = self.array(one)
-                if array.n_shards and not array.path(self.folder_of(one), k).exists():
+                if one.key in published or not array.n_shards:
+                    continue
+                if not array.path(self.folder_of(one), k).exists():
                     raise CorruptDataError(
                         f"{array.path(self.folder_of(one), k)} was removed. Remove {self.folder} and predict again."
                     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 
 from dask.utils import format_bytes
@@ -23,6 +25,8 @@ __all__ = ["MemoryProjection"]
 logger = logging.getLogger("dasksc.dataset")
 
 _AHEAD_BYTES = 2**24
+# Size of a fetch in storage order, and number of chunks in it at least: a chunk at either end is decoded twice.
+_ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
 
 class MemoryProjection:
@@ -79,6 +83,22 @@ class MemoryProjection:
             fetch_factor = self._model(1).fitting_fetch_factor(limit, prefetch=prefetch)
         self.fetch_factor = config.whole_number("fetch_factor", fetch_factor)
         self._refuse_too_large()
+
+    def in_storage_order(self, session: RankSession) -> MemoryProjection:
+        """Return the projection of a pass in storage order in another session.
+
+        Its fetches are smaller than those of `fetch_factor` batches if these are large. Large fetches mix distant rows
+        well; neighboring rows gain nothing from them, and several are in memory at a time.
+        """
+        one = copy.copy(self)
+        one.session = session
+        if isinstance(self._source, MatrixSource):
+            costs = self._source.costs["read"].values()
+            row_bytes = max(1.0, sum(max(cost.row, cost.held) for cost in costs))
+            rows = max(_ORDERED_BYTES / row_bytes, _ORDERED_CHUNKS * max(cost.chunk_rows for cost in costs))
+            one.fetch_factor = max(1, min(self.fetch_factor, math.ceil(rows / self._batch_size)))
+            one._run_rows = one._batch_size * one.fetch_factor
+        return one
 
     @property
     def travels(self) -> bool:

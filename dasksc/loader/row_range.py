@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,9 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     Parameters
     ----------
     dataset
-        Data set whose request (genes, obs, layers, obsm, layout, dtype, hooks and transform) and sizes are used. Its
-        strategy, filter, rank and epochs are not. It is not changed, and shares its matrices with the result.
+        Data set whose request (genes, obs, layers, obsm, layout, dtype, hooks and transform) and batch size are used,
+        and whose fetch factor bounds that of the result. Its strategy, filter, rank and epochs are not used. It is not
+        changed, and shares its matrices with the result.
     start, stop
         Range of rows of the collection; `start` is a multiple of the batch size. Random transforms depend on the place
         of a batch in the collection, not in the range.
@@ -43,8 +43,8 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     one.equal_ranks = False
     one._sampler = bind(one.strategy, one.collection, one._source.n_obs, one._source.labels_of)
     one._session = RankSession(0, 1, None, seed=0, is_random=False)
-    one._projection = copy.copy(dataset._projection)
-    one._projection.session = one._session
+    one._projection = dataset._projection.in_storage_order(one._session)
+    one.fetch_factor = one._projection.fetch_factor
     one._counter = EpochCounter()
     one._iteration = 0
     one._tracker = EpochTracker()

@@ -27,7 +27,16 @@ from numpy.typing import DTypeLike, NDArray
 from dasksc.errors import InputError, StorageError
 from dasksc.platforms import lock_file
 
-__all__ = ["WorkFolder", "Workplace", "appearing", "array_appearing", "discard", "mapped_array", "sync_folder"]
+__all__ = [
+    "WorkFolder",
+    "Workplace",
+    "appearing",
+    "array_appearing",
+    "discard",
+    "extend",
+    "mapped_array",
+    "sync_folder",
+]
 
 _ZEROS_BYTES = 2**20
 # NumPy parses the headers of .npy files with Python's parser, which in Python 3.11 occasionally fails if several
@@ -143,7 +152,7 @@ class WorkFolder:
         (self.folder / "lock").unlink()
         self.folder.rmdir()
 
-    def no_space(self, error: OSError, *, needed_bytes: int) -> StorageError:
+    def no_space(self, error: Exception, *, needed_bytes: int) -> StorageError:
         """Return the error to raise when the disk is full."""
         free = shutil.disk_usage(self.target.parent).free
         return StorageError(
@@ -268,13 +277,13 @@ def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[An
     with appearing(path) as partial:
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            _extend(file, n * dtype.itemsize)
+            extend(file, n * dtype.itemsize)
         out = mapped_array(partial, mode="r+")
         yield out
         out.flush()
 
 
-def _extend(file: IO[bytes], n_bytes: int) -> None:
+def extend(file: IO[bytes], n_bytes: int) -> None:
     """Extend a file by zeros and reserve disk space for them."""
     start = file.tell()
     file.flush()

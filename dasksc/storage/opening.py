@@ -82,6 +82,8 @@ def open_matrix(
     try:
         if path.is_zarr() if isinstance(path, RemoteLocation) else os.path.isdir(path) or is_zip(path):
             return _open_zarr(path, key.strip("/"), use_mmap=use_mmap, cache=cache)
+        if isinstance(path, RemoteLocation):
+            _refuse_zip(path)
         return _open_hdf5(_hdf5_bytes(path, cache), key.strip("/"), use_mmap=use_mmap)
     except DaskscError:
         raise
@@ -96,6 +98,14 @@ def open_matrix(
             f"{path}: its description of {key!r} cannot be read ({type(error).__name__}: {error}). The file is "
             "corrupt; copy or download it again, or write it again from its source."
         ) from error
+
+
+def _refuse_zip(location: RemoteLocation) -> None:
+    if location.key.endswith(".zip"):
+        raise InputError(
+            f"{location} is a zip file behind a URL, and zipped stores are read from local files only. Download it, "
+            f"or unpack it there and open {str(location).removesuffix('.zip')}"
+        )
 
 
 @contextmanager
@@ -122,6 +132,7 @@ def open_location(location: RemoteLocation, *, cache: Cache | None) -> Iterator[
     if location.is_zarr():
         yield ZarrFile(location).root()
         return
+    _refuse_zip(location)
     file = H5File(RemoteFile.of(location, cache=cache))
     yield file.open()
 

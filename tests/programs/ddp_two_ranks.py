@@ -1,5 +1,5 @@
 """Under torchrun: two ranks say which they are, train two DDP epochs over a row count that divides by nothing, write
-what each saw, and look at a batch alone.
+what each saw, predict the atlas into a store, and look at a batch alone: ``ddp_two_ranks.py IN OUT.json OUT.zarr``.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
+from dasksc.inference import work
 from dasksc.planning.process_groups import leave_group
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
@@ -24,7 +26,7 @@ def tell(when: str) -> None:
     print(f"{when}: rank {world.rank} of {world.world_size} from {world.source}", flush=True)
 
 
-path, out = sys.argv[1:3]
+path, out, predictions = sys.argv[1:4]
 tell("before")
 dist.init_process_group("gloo")
 tell("after")
@@ -48,6 +50,19 @@ dist.all_gather_object(gathered, {"seed": dataset.seed, "epochs": epochs})
 if rank == 0:
     with open(out, "w") as file:
         json.dump(gathered, file)
+
+torch.manual_seed(0)
+layers = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
+model = DistributedDataParallel(torch.nn.Sequential(*layers)).train()
+dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
+# Of 64 units, so that each rank has many.
+with mock.patch.object(work, "_LEAST_ROWS", 16):
+    report = dasksc.predict(model, dataset, predictions)
+    # The key is there on every rank when the call returns.
+    there = dasksc.open(path, attach={"obsm/X_emb": predictions}).obsm["X_emb"].shape
+    print(f"rank {rank} predicted {report.n_predicted} cells, {report.is_complete}, {there}", flush=True)
+    again = dasksc.predict(model, dataset, predictions).n_predicted
+    print(f"rank {rank} again: {again}, training {model.training, model.module.training}", flush=True)
 
 # Rank 0 alone looks at a batch; each rank prints the error it gets.
 dataset = dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)

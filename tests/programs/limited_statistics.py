@@ -1,43 +1,91 @@
 #!/usr/bin/env python
-"""Compute statistics and variable genes in a process whose memory may be limited, and print what was found.
+"""Compute statistics and variable genes, or predictions, in a process whose memory may be limited; print the results.
 
     python tests/programs/limited_statistics.py atlas.h5ad
+    python tests/programs/limited_statistics.py atlas.h5ad emb.zarr
 
-The last line is JSON: sums over all genes, a digest of the genes found, and the peak of anonymous memory beyond what
-the process held before, in bytes.
+The last line is JSON: a digest of what was found, sums over all genes, the peak of anonymous memory beyond what the
+process held before, in bytes, and of predictions the memory that was projected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 import dasksc
+from dasksc.loader.row_range import over_range
 
 
-def main(path: str) -> None:
+class Embedding(torch.nn.Module):
+    """A linear map of dense batches."""
+
+    def __init__(self, n_genes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(n_genes, 8)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.linear(batch)
+
+
+def summarize(path: str) -> dict[str, Any]:
     dasksc.statistics(path, filter="plate.str.endswith('1')")  # compiles
     dasksc.highly_variable_genes(path, 100, "seurat_v3", filter="plate.str.endswith('1')")
+    with peak_beyond() as peak:
+        found = dasksc.statistics(path, by="cell_type")
+        genes = dasksc.highly_variable_genes(path, 1000, "seurat_v3", "plate")
+    return {
+        "sums": found.genes[["sum", "var", "count_nonzero"]].sum().tolist(),
+        "n": found.groups.n_obs,
+        "digest": digest(genes["highly_variable"].to_numpy()),
+        "peak": peak[0],
+    }
+
+
+def predict(path: str, out: str) -> dict[str, Any]:
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), 256, rank=0, world_size=1)
+    model = Embedding(dasksc.open(path, obs=[], names=False).n_vars)
+    for mmap in (True, False):  # compiles and imports, with batches so small that their memory is not used again
+        few = dasksc.open(path, obs=[], mmap=mmap)[:64]
+        dasksc.predict(model, few, f"{out}.few.{mmap}", batch_size=8)
+    del few
+    with peak_beyond() as peak:
+        dasksc.predict(model, dataset, out)
+    predictions = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"].compute()
+    projected = over_range(dataset, 0, len(predictions)).projected_bytes
+    return {"digest": digest(predictions), "peak": peak[0], "projected": projected}
+
+
+def digest(values: np.ndarray) -> str:
+    return hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def peak_beyond() -> Iterator[list[int]]:
+    """Sample anonymous memory; afterwards the list holds its peak beyond the beginning, in bytes."""
     before, peaks, done = rss_anon_bytes(), [0], threading.Event()
 
     def sample() -> None:
         while not done.wait(0.005):
-            peaks[0] = max(peaks[0], rss_anon_bytes())
+            peaks[0] = max(peaks[0], rss_anon_bytes() - before)
 
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        found = dasksc.statistics(path, by="cell_type")
-        genes = dasksc.highly_variable_genes(path, 1000, "seurat_v3", "plate")
+        yield peaks
     finally:
         done.set()
         sampler.join()
-    digest = hashlib.blake2b(genes["highly_variable"].to_numpy().tobytes(), digest_size=16).hexdigest()
-    sums = found.genes[["sum", "var", "count_nonzero"]].sum().tolist()
-    print(json.dumps({"sums": sums, "n": found.groups.n_obs, "digest": digest, "peak": peaks[0] - before}))
 
 
 def rss_anon_bytes() -> int:
@@ -46,4 +94,4 @@ def rss_anon_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps(summarize(*sys.argv[1:]) if len(sys.argv) == 2 else predict(*sys.argv[1:])))

@@ -383,6 +383,19 @@ def test_predict_compares_writing_with_the_loop_alone(work, tmp_path, capsys):
     assert "| dense |" in capsys.readouterr().out
 
 
+def test_flat_compares_the_memory_of_passes_over_several_sizes(work, tmp_path, capsys):
+    import flat
+
+    out = tmp_path / "flat"
+    sizes = ["--work", str(work), "--sizes", str(CELLS // 2), str(CELLS), "--genes", str(GENES)]
+    report = flat.main([*sizes, "--rounds", "1", "--out", str(out)])
+    assert set(json.loads(out.with_suffix(".json").read_text())) == {"machine", *report}
+    assert list(report["peak_bytes"]) == ["statistics", "seurat_v3", "predict"]
+    assert all(list(of) == [CELLS // 2, CELLS] for of in report["peak_bytes"].values())
+    assert all(report["is_flat"].values())
+    assert "| predict |" in capsys.readouterr().out
+
+
 def test_summaries_compares_passes_with_reading_and_scanpy(work, tmp_path, capsys):
     import summaries
 

@@ -6,8 +6,14 @@ column read from the wrong place shows.
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import pickle
+import shutil
+import tempfile
 import warnings
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,18 +139,51 @@ def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dty
 
 
 def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas") -> Path:
-    """Write `adata` as one of `FORMATS` and return the path."""
-    if format == "h5ad":
-        path = folder / f"{name}.h5ad"
-        adata.write_h5ad(path)
+    """Write `adata` as one of `FORMATS` and return the path.
+
+    A process writes the same content once, and copies it afterwards: a small Zarr store takes AnnData half a second.
+    """
+    path = folder / (f"{name}.h5ad" if format == "h5ad" else f"{name}.{format}.zarr")
+    try:
+        content = hashlib.blake2b(pickle.dumps(adata), digest_size=16).hexdigest()
+    except Exception:  # lazy or backed
+        _write_store(adata, path, format)
         return path
-    path = folder / f"{name}.{format}.zarr"
+    # As writing does.
+    adata.strings_to_categoricals()
+    if adata.raw is not None:
+        adata.strings_to_categoricals(adata.raw.var)
+    written = _written() / f"{content}.{format}"
+    if not written.exists():
+        partial = written.with_name(f"partial.{written.name}")
+        _write_store(adata, partial, format)
+        partial.rename(written)
+    # Times are not copied: files that replace others must differ from them.
+    if format == "h5ad":
+        shutil.copyfile(written, path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(written, path, copy_function=shutil.copyfile)
+    return path
+
+
+@cache
+def _written() -> Path:
+    """The folder of the stores that this process has written."""
+    folder = tempfile.mkdtemp(prefix="dasksc-stores-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _write_store(adata: ad.AnnData, path: Path, format: str) -> None:
+    if format == "h5ad":
+        adata.write_h5ad(path)
+        return
     with warnings.catch_warnings():
         # Of formats and defaults that are to come.
         warnings.simplefilter("ignore")
         with ad.settings.override(zarr_write_format=int(format[-1])):
             adata.write_zarr(path)
-    return path
 
 
 def dense(values: Any) -> NDArray[Any]:

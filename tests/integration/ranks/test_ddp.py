@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from tests.support.data import make_adata, write_store
+from tests.support.predictions import plain, written
 from tests.support.programs import torchrun
 
 pytestmark = [pytest.mark.core, pytest.mark.xdist_group("ddp")]
@@ -17,19 +20,19 @@ N_OBS = 1009
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """What two ranks print, and what each saw of two epochs in which they train."""
+    """What two ranks print, what each saw of two epochs in which they train, and the atlas and what they predict."""
     folder = tmp_path_factory.mktemp("two")
     path = write_store(make_adata(n_obs=N_OBS), folder, "h5ad")
     # srun torchrun: one task per node, which starts the node's ranks.
     step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
     # Kubeflow's PyTorchJob: RANK and WORLD_SIZE are of the pods.
     pods = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "PET_NNODES": "1"}
-    printed = torchrun(2, "ddp_two_ranks.py", path, folder / "seen.json", **step, **pods)
-    return printed, json.loads((folder / "seen.json").read_text())
+    printed = torchrun(2, "ddp_two_ranks.py", path, folder / "seen.json", folder / "emb.zarr", **step, **pods)
+    return printed, json.loads((folder / "seen.json").read_text()), path, folder / "emb.zarr"
 
 
 def test_two_ranks_train_over_rows_that_divide_by_nothing_and_cover_them(two_ranks):
-    _, ranks = two_ranks
+    _, ranks, *_ = two_ranks
     assert len(ranks) == 2
     assert len({rank["seed"] for rank in ranks}) == 1
     orders = []
@@ -45,7 +48,7 @@ def test_two_ranks_train_over_rows_that_divide_by_nothing_and_cover_them(two_ran
 
 
 def test_ranks_started_by_torchrun_are_torchruns_whatever_started_it(two_ranks):
-    printed, _ = two_ranks
+    printed, *_ = two_ranks
     for rank in range(2):
         assert f"before: rank {rank} of 2 from RANK/WORLD_SIZE" in printed
         assert f"after: rank {rank} of 2 from torch.distributed" in printed
@@ -53,6 +56,17 @@ def test_ranks_started_by_torchrun_are_torchruns_whatever_started_it(two_ranks):
 
 
 def test_a_rank_that_looks_at_a_batch_alone_neither_hangs_nor_goes_unnoticed(two_ranks):
-    printed, _ = two_ranks
+    printed, *_ = two_ranks
     assert "rank 0 peeked at 8 rows" in printed
     assert "rank 1 stopped after 1: rank 0 stopped iteration 0 after 1 batches; rank 1 continued" in printed
+
+
+def test_two_ranks_predict_what_the_plain_loop_yields(two_ranks):
+    printed, _, atlas, out = two_ranks
+    assert np.array_equal(written(out), plain(atlas, is_whole=True))
+    reports = re.findall(rf"^rank (\d) predicted (\d+) cells, True, \({N_OBS}, 3\)$", printed, re.MULTILINE)
+    assert sorted(rank for rank, _ in reports) == ["0", "1"], printed
+    assert sum(int(n) for _, n in reports) == N_OBS
+    assert all(400 < int(n) < 600 for _, n in reports)
+    # DDP and its module return to the mode they had.
+    assert len(re.findall(r"^rank \d again: 0, training \(True, True\)$", printed, re.MULTILINE)) == 2

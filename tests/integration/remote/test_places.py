@@ -487,3 +487,29 @@ def test_the_times_of_looks_at_many_objects_stay_few(monkeypatch: pytest.MonkeyP
         assert [*client._looked] == [*(f"looks/{number}" for number in range(81, 100)), "looks/0"]
     finally:
         system.rm("/looks", recursive=True)
+
+
+# --- Zip files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["http", "s3"])
+def test_a_zipped_store_behind_a_url_is_refused_with_what_to_do(
+    tmp_path: Path, s3: Callable[[str], Bucket], how: str
+) -> None:
+    store = write_store(make_adata(30, 12), tmp_path, "zarr3")
+    archive = Path(shutil.make_archive(str(store), "zip", store))
+    assert archive.name.endswith(".zarr.zip")
+    same(dasksc.open(archive), dasksc.open(store))
+    message = rf"{archive.name} is a zip file behind a URL, .* Download it, or unpack it there and open \w+://.*\.zarr$"
+    with serving(tmp_path) as server:
+        zips = s3("zips")
+        url = f"{server.url}/{archive.name}" if how == "http" else zips.put(archive)
+        options = {} if how == "http" else zips.options
+        with pytest.raises(InputError, match=message):
+            dasksc.open(url, storage_options=options)
+        with pytest.raises(InputError, match=message):
+            dasksc.storage.open_matrix(Place.of(url, options), "X")
+    # A directory of that name is a store like any other.
+    store.rename(tmp_path / "unpacked.zip")
+    with serving(tmp_path) as server:
+        same(dasksc.open(f"{server.url}/unpacked.zip"), dasksc.open(archive))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -408,9 +409,11 @@ def test_names_that_would_fill_memory_are_refused(v3: Path, name: str) -> None:
 def test_a_shape_in_a_chunk_that_would_fill_memory_is_refused(v3: Path) -> None:
     with h5py.File(v3, "r+") as file:
         del file["matrix/shape"]
-        file.create_dataset(
-            "matrix/shape", data=np.array([20, 60]), chunks=(2**28,), maxshape=(None,), compression="gzip"
+        shape = file.create_dataset(
+            "matrix/shape", (2,), dtype=np.int64, chunks=(2**28,), maxshape=(None,), compression="gzip"
         )
+        # The chunk claims 2 GiB, which nobody compresses or decodes.
+        shape.id.write_direct_chunk((0,), zlib.compress(np.array([20, 60]).tobytes()))
     with pytest.raises(CorruptDataError, match="chunks of"):
         dasksc.open(v3)
 

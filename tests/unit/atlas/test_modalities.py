@@ -359,3 +359,42 @@ def test_modalities_open_the_raw_of_each(tmp_path: Path, kind: str) -> None:
         got, expected = opened[name].X.compute(), adata[opened.obs_names].X * 3
         assert (got != expected).sum() == 0
         assert opened[name].var_names[0].startswith("raw-")
+
+
+# --- Passes and predictions -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["h5mu", "dict"])
+def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Path, kind: str) -> None:
+    data = dasksc.Modalities(store(tmp_path, kind))
+
+    def sums(batch: Any) -> dict[str, torch.Tensor]:
+        return {"X_joint": torch.stack([batch[name].X.sum(dim=1) for name in ("rna", "prot")], dim=1)}
+
+    report = dasksc.predict(sums, data, tmp_path / "emb.zarr", batch_size=16)
+    assert report.n_predicted == len(COMMON)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        written = ad.read_zarr(tmp_path / "emb.zarr")
+    mod = {name: adata[data.obs_names] for name, adata in parts().items()}
+    expected = np.stack([np.asarray(mod[name].X.sum(axis=1)).reshape(-1) for name in ("rna", "prot")], axis=1)
+    np.testing.assert_allclose(written.obsm["X_joint"], expected)
+    assert list(written.obs_names) == list(data.obs_names)
+    # A modality is an atlas of the same cells.
+    rna = dasksc.open(data["rna"], attach={"obsm/X_joint": tmp_path / "emb.zarr"})
+    np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
+
+
+def test_passes_over_several_modalities_are_refused_with_how_to_take_one(tmp_path: Path) -> None:
+    data = dasksc.Modalities(store(tmp_path, "dict"))
+    for act in (
+        dasksc.statistics,
+        dasksc.normalize,
+        lambda of: dasksc.highly_variable_genes(of, 3, "seurat_v3"),
+        dasksc.open,
+    ):
+        with pytest.raises(InputError, match=r"several modalities \(rna, prot, atac\).* one of them: data\['rna'\]"):
+            act(data)
+        with pytest.raises(InputError, match=r"atlas\.h5mu contains several modalities\. Open it with dasksc\.Modal"):
+            act(store(tmp_path, "h5mu"))
+    assert dasksc.statistics(data["rna"]).genes["sum"].iloc[0] == sum(int(name[4:]) + 1 for name in COMMON)

@@ -55,26 +55,6 @@ def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
     same(read(stores[-1]), ad.read_h5ad(gzipped))
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own, of 192 KiB, and what gives it another size."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(options: str) -> subprocess.CompletedProcess[str]:
-        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount to make a small file system with")
-    if (done := mount("size=192k")).returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr}")
-    try:
-        yield folder, lambda size: mount(f"remount,size={size}")
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @pytest.mark.usefixtures("small_parts")
 def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzipped, tmp_path):
     disk, resize = small_disk

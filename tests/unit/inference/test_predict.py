@@ -24,7 +24,7 @@ from torch import nn
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.atlas.cell_names import stored_names
-from dasksc.inference import Predictions
+from dasksc.inference import Predictions, targets
 from dasksc.inference.digests import digest_of
 from dasksc.inference.work import runs_of, unit_rows_for
 from dasksc.output import shards
@@ -462,6 +462,31 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypat
         predict(Embedder(), atlas, tmp_path / "emb.zarr")
     monkeypatch.setattr(shards.ShardWriter, "_finish", original)
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
+
+
+@pytest.mark.parametrize("after", ["X_emb", "predicted"])
+def test_publishing_goes_on_between_two_keys_of_a_store(atlas, tmp_path, monkeypatch, after):
+    store, model, original = tmp_path / "store.zarr", Embedder(), targets.write_metadata
+    dasksc.convert(atlas, store)
+    seen = []
+
+    def write_metadata(work: Any, one: Any, nan: Any) -> None:
+        if seen and seen[-1] == after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(work, one, nan)
+        seen.append(one.name)
+
+    monkeypatch.setattr(targets, "write_metadata", write_metadata)
+    options = {"categories": {"predicted": LABELS}, "in_place": True}
+    with pytest.raises(StorageError, match="run the same prediction again to resume it"):
+        predict(model.both, store, store, **options)
+    monkeypatch.setattr(targets, "write_metadata", original)
+    assert predict(model.both, store, store, **options).n_predicted == 0
+    written, expected = read(store), plain(model, store)
+    assert np.array_equal(written.obsm["X_emb"], expected)
+    assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
+    assert np.array_equal(written.obs["score"], expected.max(1))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 # --- Attaching --------------------------------------------------------------------------------------------

@@ -163,6 +163,54 @@ def test_a_second_run_for_the_same_cells_is_refused_while_the_first_is_at_work(a
     assert entries(tmp_path) == ["atlas.h5ad", "emb.zarr"]
 
 
+def test_a_second_key_for_a_file_is_refused_while_the_first_is_predicted(atlas, tmp_path):
+    before, is_inside, may_end = atlas.read_bytes(), threading.Event(), threading.Event()
+    n_called, refused = 0, []
+
+    def slow(batch: Any) -> Any:
+        nonlocal n_called
+        n_called += 1
+        if n_called > 8:  # two units of two batches are complete, and others begun
+            is_inside.set()
+            assert may_end.wait(60)
+        return two(batch)
+
+    options = {"key": "X_first", "in_place": True, "scheduler": "synchronous"}
+    first = threading.Thread(target=predict, args=(slow, atlas, atlas), kwargs=options)
+    first.start()
+    try:
+        assert is_inside.wait(60)
+        for overwrite in (False, True):
+            with pytest.raises(
+                StorageError, match=rf"atlas\.h5ad is being written by process {os.getpid()} on "
+            ) as error:
+                predict(two, atlas, atlas, key="X_second", in_place=True, overwrite=overwrite)
+            refused.append(str(error.value))
+        assert atlas.read_bytes() == before
+    finally:
+        may_end.set()
+        first.join()
+    assert len(refused) == 2
+    assert all("Wait for it or end it" in one for one in refused)
+    predict(two, atlas, atlas, key="X_second", in_place=True)
+    assert {"X_first", "X_second"} <= set(read(atlas).obsm)
+    assert entries(tmp_path) == ["atlas.h5ad"]
+
+
+def test_a_second_key_for_a_file_is_refused_while_the_first_is_unfinished(atlas, tmp_path):
+    model = torch.nn.Linear(17, 2)
+    hook = model.register_forward_hook(stopped(8))
+    with pytest.raises(Stopped):
+        predict(model, atlas, atlas, key="X_first", in_place=True)
+    hook.remove()
+    with pytest.raises(InputError, match=r"atlas\.h5ad\.partial holds an unfinished prediction .*differs .* in .*key"):
+        predict(two, atlas, atlas, key="X_second", in_place=True)
+    predict(model, atlas, atlas, key="X_first", in_place=True)
+    predict(two, atlas, atlas, key="X_second", in_place=True)
+    assert {"X_first", "X_second"} <= set(read(atlas).obsm)
+    assert entries(tmp_path) == ["atlas.h5ad"]
+
+
 def test_work_without_a_complete_unit_is_in_nobodys_way(atlas, tmp_path):
     model = torch.nn.Linear(17, 2)
     model.register_forward_hook(stopped(1))

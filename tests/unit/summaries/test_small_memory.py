@@ -1,4 +1,4 @@
-"""Statistics of an atlas in a control group whose memory the atlas does not fit."""
+"""Statistics, variable genes and predictions in a control group whose memory the atlas does not fit."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("out of core")]
 MIB = 2**20
 
 
-def found_in(path: Path, group: Cgroup | None = None) -> dict[str, Any]:
+def found_in(path: Path, *out: Path, group: Cgroup | None = None) -> dict[str, Any]:
     os.sync()
     with path.open("rb") as file:  # pages that others have read are not charged to a group
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    printed = subprocess.run(
-        [sys.executable, PROGRAMS / "limited_statistics.py", path],
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "limited_statistics.py", path, *out],
         check=True,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         preexec_fn=None if group is None else group.enter,
         timeout=250,
-    ).stdout
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return found
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {"said": done.stderr}
 
 
 def test_memory_is_flat_and_fits_a_group_of_a_gibibyte(atlas_of: Callable[..., Path]) -> None:
@@ -42,7 +42,7 @@ def test_memory_is_flat_and_fits_a_group_of_a_gibibyte(atlas_of: Callable[..., P
     assert large.stat().st_size > 1024 * MIB
     try:
         with memory_cgroup(1024 * MIB) as group:
-            limited = found_in(large, group)
+            limited = found_in(large, group=group)
             assert group.n_killed() == 0
     except NoCgroupError as error:
         pytest.skip(str(error))
@@ -52,3 +52,22 @@ def test_memory_is_flat_and_fits_a_group_of_a_gibibyte(atlas_of: Callable[..., P
     # Groups by genes take 64 bytes for each: 65 MB; rows in flight take the rest.
     assert found_in(small)["peak"] <= 400 * MIB
     assert whole["peak"] <= 400 * MIB
+
+
+def test_predictions_are_within_the_projection_in_a_group_of_a_gibibyte(
+    atlas_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    large, small = atlas_of(100_000, 20_000), atlas_of(30_000, 20_000)
+    try:
+        with memory_cgroup(1024 * MIB) as group:
+            limited = found_in(large, tmp_path / "limited.zarr", group=group)
+            assert group.n_killed() == 0
+    except NoCgroupError as error:
+        pytest.skip(str(error))
+    # What fits is no reason to warn.
+    assert "for each process that reads it" not in limited["said"]
+    whole, few = found_in(large, tmp_path / "whole.zarr"), found_in(small, tmp_path / "few.zarr")
+    assert limited["digest"] == whole["digest"]
+    for found in (limited, whole, few):
+        assert found["peak"] <= found["projected"]
+    assert whole["peak"] <= few["peak"] + 64 * MIB

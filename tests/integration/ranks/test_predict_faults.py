@@ -1,0 +1,47 @@
+"""Predictions of more ranks, with DDP and FSDP, of ranks that fail, and killed by SIGKILL at random moments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import dasksc
+from tests.support.predictions import assert_ranks_write_the_plain_loop, write_atlas
+from tests.support.programs import PROGRAMS, run, torchrun
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("ddp")]
+
+
+@pytest.fixture
+def atlas(tmp_path: Path) -> Path:
+    return write_atlas(tmp_path)
+
+
+@pytest.mark.parametrize(("n_ranks", "how"), [(3, "ddp"), (2, "fsdp"), (3, "fsdp")])
+def test_ranks_of_a_group_write_what_the_plain_loop_yields(atlas, tmp_path, n_ranks, how):
+    assert_ranks_write_the_plain_loop(atlas, tmp_path / "emb.zarr", n_ranks, how)
+
+
+def test_when_a_rank_fails_the_others_say_so_and_the_rest_is_done_later(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    printed = torchrun(2, "predict_ranks.py", atlas, out, "failing")
+    assert "rank 1 failed: ZeroDivisionError: this rank fails" in printed
+    assert "rank 0 failed: StorageError: rank 1 failed ZeroDivisionError: this rank fails. Complete" in printed
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", ["new", "store", "file"])
+def test_predictions_killed_ten_times_are_whole_or_not_there(atlas, tmp_path, kind):
+    out = atlas if kind == "file" else tmp_path / "out.zarr"
+    source = atlas
+    if kind == "store":
+        dasksc.convert(atlas, out)
+        source = out
+    printed = json.loads(run([sys.executable, PROGRAMS / "predict_kills.py", source, out, "X_killed"]))
+    assert printed["n_kills"] == 10
+    assert printed["n_looks"] > 10
+    assert sorted(printed["units_after_kills"]) == printed["units_after_kills"]
+    assert not list(tmp_path.glob("*.partial"))
