@@ -60,7 +60,7 @@ class scTrainer(Trainer):
     5
     """
 
-    @functools.wraps(Trainer.__init__, assigned=(), updated=())
+    @functools.wraps(Trainer.__init__, assigned=(), updated=())  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Labels are part of obs, so a model that returns a loss needs no argument named labels.

@@ -508,7 +508,7 @@ def test_a_zipped_store_behind_a_url_is_refused_with_what_to_do(
         with pytest.raises(InputError, match=message):
             dasksc.open(url, storage_options=options)
         with pytest.raises(InputError, match=message):
-            dasksc.storage.open_matrix(Place.of(url, options), "X")
+            dasksc.storage.open_matrix(RemoteLocation.of(url, options), "X")
     # A directory of that name is a store like any other.
     store.rename(tmp_path / "unpacked.zip")
     with serving(tmp_path) as server:
