@@ -32,7 +32,7 @@ FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
 TEXT = re.compile(r"\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 MARK = "\x00block {}\x00"
 DEMO = "dasksc demo-data demo"
-HOME = "/home/you"  # the folder of the reader, in what pages show
+HOME = "/path/to"  # the folder of the reader, in what pages show
 COMMANDS = ("dasksc", "python", "torchrun")
 
 
@@ -170,9 +170,12 @@ NUMBER = r"\d[\d,]*(?:\.\d+)?"
 # Figures of the machine: durations, rates and memory, addresses on loopback, shares of time, processes.
 MACHINE = (
     rf"{NUMBER} ?(?:[num]?s|µs|min|h|seconds|[kKMGT]?i?B|bytes)(?:/s)?(?![\w])",
-    rf"{NUMBER} (?:cells|rows|batches|steps)(?:/s| a second| per second)",
+    rf"{NUMBER} (?:(?:cells|rows|batches|steps)/s|(?:(?:cells|rows|batches|steps) )?(?:a|per) second)",
     r"(?<=127\.0\.0\.1:)\d+",
     r"(?<=waited )\d+%",
+    rf"(?<=cells_per_s ){NUMBER}",
+    r"(?<=wait_share )[\d.]+%",
+    r"[\d.]+%(?= of the time)",
     r"(?<=pid )\d+",
     # Sizes that `dasksc suggest` finds.
     r"^ +(?:fetch_factor|block_size|more random|faster) +\d+",
