@@ -51,7 +51,7 @@ class scTrainer(Trainer):
     ...         super().__init__()
     ...         self.scores = torch.nn.Linear(300, 6)
     ...
-    ...     def forward(self, X, obs, index):
+    ...     def forward(self, X, obs, **others):
     ...         return {"loss": torch.nn.functional.cross_entropy(self.scores(X.log1p()), obs["cell_type"])}
     >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)
     >>> quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
@@ -60,7 +60,7 @@ class scTrainer(Trainer):
     5
     """
 
-    @functools.wraps(Trainer.__init__, assigned=(), updated=())
+    @functools.wraps(Trainer.__init__, assigned=(), updated=())  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Labels are part of obs, so a model that returns a loss needs no argument named labels.
