@@ -57,6 +57,7 @@ class scTrainer(Trainer):
     >>> quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
     >>> arguments = TrainingArguments("run", max_steps=5, per_device_train_batch_size=64, **quiet)
     >>> scTrainer(Classifier(), arguments, train_dataset=dataset).train().global_step
+    {'train_runtime': ...}
     5
     """
 
