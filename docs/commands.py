@@ -5,6 +5,7 @@ A page has an empty block: ``{command}`` with the name of the subcommand as its 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
@@ -18,7 +19,7 @@ __all__ = ["CommandHelp", "help_of"]
 
 def help_of(name: str) -> str:
     """Return usage, description and options of a subcommand in Markdown."""
-    context = click.Context(group, info_name="dasksc")
+    context = click.Context(group, info_name="dasksc", **group.context_settings)
     command = group.get_command(context, name)
     if command is None:
         raise ValueError(f"dasksc has no command {name!r}; it has {', '.join(group.list_commands(context))}")
@@ -28,8 +29,9 @@ def help_of(name: str) -> str:
     lines += ["| option | meaning |", "| --- | --- |"]
     for parameter in command.get_params(own):
         record = parameter.get_help_record(own)
-        if record is not None:
-            lines.append(f"| `{record[0]}` | {_text(record[1])} |".replace("`-h, --help`", "`-h`, `--help`"))
+        if record is not None and record[1]:  # arguments have no help of their own
+            options = ", ".join(f"`{one}`" for one in record[0].replace("|", "\\|").split(", "))
+            lines.append(f"| {options} | {_text(record[1])} |")
     return "\n".join(lines)
 
 
@@ -37,6 +39,7 @@ def _text(text: str) -> str:
     """Return help text in Markdown: without click's marks, and with literals where Markdown would read markup."""
     for mark, shown in (("\b\n", ""), ("|", "\\|"), ("<", "&lt;"), ("[", "\\["), ("*", "\\*")):
         text = text.replace(mark, shown)
+    text = re.sub(r"(?<![\w`-])--[a-z][\w-]*", lambda option: f"`{option[0]}`", text)  # no dashes
     return "\n".join(line.strip() for line in text.splitlines())
 
 

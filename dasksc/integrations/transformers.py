@@ -51,12 +51,13 @@ class scTrainer(Trainer):
     ...         super().__init__()
     ...         self.scores = torch.nn.Linear(300, 6)
     ...
-    ...     def forward(self, X, obs, index):
+    ...     def forward(self, X, obs, **others):
     ...         return {"loss": torch.nn.functional.cross_entropy(self.scores(X.log1p()), obs["cell_type"])}
     >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)
     >>> quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
     >>> arguments = TrainingArguments("run", max_steps=5, per_device_train_batch_size=64, **quiet)
     >>> scTrainer(Classifier(), arguments, train_dataset=dataset).train().global_step
+    {'train_runtime': ...}
     5
     """
 

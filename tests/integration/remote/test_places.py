@@ -447,7 +447,7 @@ def test_a_cache_keeps_nothing_of_what_has_neither_version_nor_time(
 @pytest.mark.parametrize(
     ("url", "options", "says"),
     [
-        ("nosuch://host/atlas.h5ad", None, r"known are s3, .* through fsspec .*memory.*sftp"),
+        ("nosuch://host/atlas.h5ad", None, r"supported are s3, .* through fsspec .*memory.*sftp"),
         ("smb://host/atlas.h5ad", None, "pip install smbprotocol"),
         ("zip://atlas.h5ad::s3://bucket/atlases.zip", None, "chain of URLs"),
         ("ftp://host/", None, "URL of a whole bucket"),

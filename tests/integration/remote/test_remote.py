@@ -133,7 +133,7 @@ def _first_rows(matrix: Matrix) -> np.ndarray:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("nosuch://host/atlas.h5ad", "known are s3"),
+        ("nosuch://host/atlas.h5ad", "supported are s3"),
         ("s3://bucket", "URL of a whole bucket"),
         ("https://host/a/../../atlas.h5ad", r"'\.\.' in its path"),
     ],

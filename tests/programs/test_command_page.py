@@ -1,0 +1,45 @@
+"""The commands of docs/reference/cli.md print what the page shows."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from dasksc.cli import group
+from tests.support.guides import comparable
+from tests.support.programs import ROOT, blocks
+
+pytest.importorskip("pydantic")
+
+pytestmark = pytest.mark.programs
+
+PAGE = ROOT / "docs" / "reference" / "cli.md"
+# Their sizes, rates and losses depend on the machine.
+MEASURED = {"suggest", "bench", "train", "embed"}
+
+
+def without_figures(output: str) -> list[str]:
+    """Return the lines of an output with ``#`` for every number with its unit, and spaces as one."""
+    return [" ".join(re.sub(r"\d[\d,.]*(?: [KMGkm]?i?B\b)?", "#", line).split()) for line in output.splitlines()]
+
+
+def test_commands_print_what_the_page_shows(tmp_path):
+    (tmp_path / "classifier.yaml").write_text(blocks(PAGE, "yaml")[0][2])
+    differing, names = [], []
+    with contextlib.chdir(tmp_path):
+        for block in blocks(PAGE, "console"):
+            line, _, shown = block[2].partition("\n")
+            name, *arguments = shlex.split(line.removeprefix("$ dasksc "))
+            done = CliRunner().invoke(group, [name, *arguments], prog_name="dasksc")
+            assert done.exit_code == 0, (line, done.output, done.exception)
+            printed = done.stdout.replace(str(tmp_path), "/data")
+            same = without_figures if name in MEASURED else comparable
+            if same(printed.rstrip()) != same(shown.rstrip()):
+                differing.append(f"{line}\n{printed}")
+            names.append(name)
+    assert len(names) == 9
+    assert not differing, "\n".join(differing)
