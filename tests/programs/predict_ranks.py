@@ -18,6 +18,13 @@ import dasksc
 from dasksc.inference import work
 from dasksc.planning.process_groups import leave_group
 
+
+def say(line: str) -> None:
+    """Print a line by one call, so that lines of several ranks do not mix."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 BATCH = 8
 
 
@@ -54,10 +61,10 @@ with mock.patch.object(work, "_LEAST_ROWS", 2 * BATCH), mock.patch.object(work, 
         report = dasksc.predict(called, dataset, out)
         # The key is there on every rank when the call returns.
         there = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"].shape
-        print(f"rank {dist.get_rank()}: {report.n_predicted} cells, {report.is_complete}, {there}", flush=True)
+        say(f"rank {dist.get_rank()}: {report.n_predicted} cells, {report.is_complete}, {there}")
         again = dasksc.predict(called, dataset, out)
-        print(f"rank {dist.get_rank()} again: {again.n_predicted}, training {model.training}", flush=True)
+        say(f"rank {dist.get_rank()} again: {again.n_predicted}, training {model.training}")
     except (dasksc.DaskscError, ZeroDivisionError) as error:
-        print(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}", flush=True)
+        say(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 dist.barrier()
 leave_group()
