@@ -113,6 +113,15 @@ def read_elsewhere(app: Any, page: str, source: list[str]) -> None:
     source[0] = text
 
 
+def name_defaults(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Return a signature with functions as default values by name, which Sphinx can parse."""
+    named = re.sub(r"<(?:built-in )?function (\w+)[^>]*>", r"\1", signature) if signature else signature
+    return named, returned
+
+
 def setup(app: Any) -> None:
     """Let Sphinx know."""
+    app.connect("autodoc-process-signature", name_defaults)
     app.connect("source-read", read_elsewhere)
