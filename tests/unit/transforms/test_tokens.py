@@ -361,13 +361,13 @@ def test_one_bin_is_too_few():
 
 
 def test_names_that_are_there_twice_are_refused():
-    with pytest.raises(InputError, match="twice: 'a'.*var_names_make_unique"):
+    with pytest.raises(InputError, match="repeat: 'a'.*var_names_make_unique"):
         RankTokens(["a", "b", "a"])
 
 
 def test_a_batch_of_other_columns_or_with_nan_is_refused():
     tokens = RankTokens(GENES)
-    with pytest.raises(InputError, match="X has 4 columns.* 9 genes"):
+    with pytest.raises(InputError, match="X has 4 columns.* 9 gene names"):
         tokens(Batch(X=torch.ones(2, 4), index=torch.arange(2)))
     X = torch.ones(2, N_GENES)
     X[1, 3] = torch.nan
