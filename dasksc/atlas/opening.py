@@ -1,7 +1,7 @@
 """Opening of atlases as an AnnData of Dask arrays.
 
-X, the layers, obsm, obsp and raw.X stay on disk until they are computed or fetched. Only obs, the annotations of genes
-(var, varm, varp) and uns are read, the latter by AnnData.
+X, the layers, obsm, obsp and raw.X stay on disk until they are computed or fetched. Opening reads obs; AnnData reads
+the annotations of genes (var, varm, varp) and uns.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def open(
     -------
     AnnData
         AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. If a path
-        is opened, so is ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are read by AnnData.
+        is opened, this includes ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are read by
+        AnnData.
 
     Raises
     ------

@@ -82,7 +82,7 @@ _SHARE_BITS = 10
 _N_SHARES = 2**_SHARE_BITS
 # Largest difference that is drawn one by one.
 _FEW = 8
-# Number of values in a block; the sum of a block avoids a search through its values.
+# Number of values in a block. A search uses the sums of blocks, so it looks at the values of only one.
 _BLOCK, _BLOCKS = N_STEPS, np.uint64(N_STEPS)
 # Number of elements of dense rows that are changed at a time; more if a row has more.
 _DENSE_AT_ONCE = 2**14
