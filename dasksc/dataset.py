@@ -1,4 +1,4 @@
-"""The former place of `scDataset`, by which programs and pickles may know it."""
+"""Former location of `scDataset`, for programs and pickles that refer to it."""
 
 from dasksc.loader.dataset import scDataset
 

@@ -97,7 +97,7 @@ def with_options_of(
 ) -> Callable[[_Callable], _Callable]:
     """Return a decorator that shows the keyword arguments of `function` in place of ``**options``.
 
-    ``help()``, editors and the reference then list the arguments that the options may be. Calls do not change.
+    ``help()``, editors and the reference then list the possible options. Calls do not change.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Cells as tokens: the public names of modules of `dasksc.transforms`."""
+"""Tokenization of cells: public names of modules in `dasksc.transforms`."""
 
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.tokens import IGNORED, RankTokens, ValueBins

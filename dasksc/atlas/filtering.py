@@ -1,7 +1,7 @@
-"""Row filters by expressions over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``.
+"""Row filters: expressions over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``.
 
-pandas evaluates an expression after a check of its syntax tree. Only listed syntax is permitted, so an expression from
-a configuration file can compare columns, and nothing else.
+pandas evaluates an expression after a check of its syntax tree. Only the listed syntax is permitted, so an expression
+from a configuration file can compare columns but not run code.
 
 Missing values follow pandas, with one addition that makes all its versions and text types agree: the result of ``.str``
 on a missing text is unknown, and so is its negation. A row for which the whole expression is unknown is not selected.
@@ -38,7 +38,7 @@ _SYNTAX = (
     *(ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple),
 )
 _METHODS = ("isna", "notna", "isin", "between")
-# Number of arguments up to which a method leaves the result for missing text undefined.
+# Number of arguments up to which a method call does not specify the result for missing text.
 _STRING_METHODS = {"startswith": 1, "endswith": 1, "contains": 3}
 # Matches a string, which may contain backticks, or a name in backticks.
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|`([^`]+)`""")

@@ -29,7 +29,7 @@ _RESERVED = ("obs", "index")
 class Modalities:
     """Several modalities of the same cells, such as RNA and surface proteins, for `dasksc.scDataset`.
 
-    Row i is the same cell in each modality. Cells that some modality lacks are left out. Matrices are neither read nor
+    Row i is the same cell in each modality. Cells that any modality lacks are left out. Matrices are neither read nor
     rewritten.
 
     Parameters
@@ -50,11 +50,11 @@ class Modalities:
     Attributes
     ----------
     mod
-        AnnData of Dask arrays for each modality, with the cells that all modalities have, in the order of the MuData
-        or, for a dict, of the first modality.
+        AnnData of Dask arrays for each modality, with the cells that all modalities have. Cells are in the order of
+        the MuData or, for a dict, of the first modality.
     obs
-        Table of the columns of the MuData's own obs, except its copies of columns of modalities, and the columns of
-        the modalities as ``"modality:column"``.
+        Table with the columns of the MuData's own obs, without its copies of columns of modalities, and with the
+        columns of the modalities as ``"modality:column"``.
     obsm
         obsm of the MuData itself, as Dask arrays; empty for a dict of modalities. To have an entry in batches, assign
         it to a modality: ``data["rna"].obsm["X_mofa"] = data.obsm["X_mofa"]`` and ``obsm=["rna:X_mofa"]``.
@@ -66,7 +66,7 @@ class Modalities:
     MissingPathError, StorageError
         As for `dasksc.open`.
     MissingKeyError
-        If obs has no such column, or a modality has no raw.
+        If obs lacks a column, or a modality has no raw.
 
     Examples
     --------

@@ -1,8 +1,7 @@
-"""Opening of atlases: paths and AnnData objects become an AnnData of Dask arrays.
+"""Opening of atlases as an AnnData of Dask arrays.
 
-The obs table is the only element with one row per cell that is read. X, the layers, obsm, obsp and raw.X stay
-on disk until they are computed or fetched. Annotations of genes (var, varm, varp) and uns are read by
-AnnData.
+X, the layers, obsm, obsp and raw.X stay on disk until they are computed or fetched. Opening reads obs; AnnData reads
+the annotations of genes (var, varm, varp) and uns.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def open(
     genome: str | Sequence[str] | None = None,
     attach: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> AnnData:
-    """Open an atlas lazily, or several as one.
+    """Open an atlas lazily, or several atlases as one.
 
     Parameters
     ----------
@@ -69,44 +68,45 @@ def open(
         Dask arrays. Paths may be URLs (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and
         those that fsspec supports).
 
-        Several atlases are concatenated along obs: a list of any of these and the following, or a dict of them by key;
-        a pattern (``"atlas/*.h5ad"``; ``**`` for folders of any depth) or a directory, whose files and stores are
-        sorted by name (also behind URLs, except on web servers, which do not list files); a store of ``dataset_*``
-        groups, as written by annbatch; an `AnnCollection` of AnnData, whose obs is used. A pattern or directory with a
-        single atlas opens that atlas. Nothing is rewritten: columns are renumbered while the rows of a batch are
-        gathered.
+        Several atlases are concatenated along obs. They may be a list, or a dict by key; a pattern
+        (``"atlas/*.h5ad"``; ``**`` for folders of any depth) or a directory, whose files and stores are sorted by name
+        (also as URLs, except on web servers, which do not list files); a store of ``dataset_*`` groups, as written by
+        annbatch; or an `AnnCollection` of AnnData, whose obs is used. Lists and dicts may contain any of these. A
+        pattern or directory with a single atlas opens that atlas. Files are not rewritten: columns are renumbered
+        while the rows of a batch are gathered.
     obs
         Columns of obs to read. Default: all of them.
     mmap
-        If True, uncompressed local files are memory-mapped. This is the fastest way to read them if their pages stay in
-        memory. If a mapped file is truncated during reading, the process ends, whereas ``mmap=False`` raises an error.
-        ``"auto"`` maps files unless they are too large for the page cache within the memory that the process may use;
-        it decides at the beginning of each epoch.
+        If True, uncompressed local files are memory-mapped. This is the fastest way to read them if their pages stay
+        in memory. If a mapped file is truncated during reading, the process ends, whereas ``mmap=False`` raises an
+        error. ``"auto"`` maps files if the memory that the process may use has room for them in the page cache; it
+        decides at the beginning of each epoch.
     names
         If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
-        only for the columns read (10^8 names take 10 GB). AnnData names the cells of copies by number, as strings.
+        only for the columns read (10^8 names take 10 GB). In copies of the AnnData, the names of cells are their
+        numbers as strings.
     join, label, keys, index_unique, merge
-        For several atlases, as for `anndata.concat`, which concatenates their tables. `join` keeps the variables in all
-        atlases (``"inner"``) or in any (``"outer"``). `label` names an obs column with the atlas of each row, by
-        `keys`, one per atlas, including those that a pattern or directory represents (default for paths: their names,
-        with folders if needed to distinguish them; for an AnnCollection: the keys in the column that its ``label``
-        created). Matrices of different data types are converted to a common type, with a warning. Left out are obsp,
-        uns and varp; a raw that some atlases lack; and, unless `join` is ``"outer"``, layers and entries of obsm that
-        some lack.
+        Options for several atlases, as for `anndata.concat`, which concatenates their tables. `join` keeps the
+        variables in all atlases (``"inner"``) or in any (``"outer"``). `label` is the name of a new obs column with
+        the key of each row's atlas. `keys` has one key per atlas, also if a pattern or directory represents the
+        atlases (default for paths: their names, with folders if needed to distinguish them; for an AnnCollection: the
+        keys in the column that its ``label`` created). Matrices of different data types are converted to a common
+        type, with a warning. The result has no obsp, uns and varp, and no raw if an atlas lacks it. Unless `join` is
+        ``"outer"``, it also has no layers and entries of obsm that an atlas lacks.
     fill_value
-        Value that ``join="outer"`` uses if an atlas lacks a variable, a layer or an entry of obsm. Default: 0 in sparse
-        matrices, which support no other value, and NaN in dense ones, with a warning.
+        With ``join="outer"``, value of the variables, layers and entries of obsm that an atlas lacks. Default: 0 in
+        sparse matrices, which support no other value, and NaN in dense ones, with a warning.
     raw
         If True, open the content of ``raw`` instead: its X, var and varm with obs, obsm and uns, without layers, obsp
         and varp. For several atlases, the raw of each is joined in the same way as X.
     storage_options
         Options for URLs: credentials, region and endpoint, with the names of obstore's stores (or of fsspec's file
-        systems, for other URLs). Missing options come from the environment (``AWS_...``, ``GOOGLE_...``,
+        systems, for other URLs). Options that are not given come from the environment (``AWS_...``, ``GOOGLE_...``,
         ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
     cache
-        Local folder for a cache of blocks that are read, or ``{"path": ..., "limit": "100GiB"}``. It also applies to
-        paths, such as those of a network file system. Default: ``dasksc.cache`` in the configuration of Dask,
-        for URLs only.
+        Local folder in which blocks are cached after reading, or ``{"path": ..., "limit": "100GiB"}``. It also applies
+        to paths, such as those of a network file system. Default: ``dasksc.cache`` in the configuration of Dask, for
+        URLs only.
     feature_types
         Feature types to keep of 10x ``.h5`` files, such as ``"Gene Expression"``, one or several. Default: all.
         Files of CellRanger 2 contain only genes.
@@ -122,19 +122,19 @@ def open(
     Returns
     -------
     AnnData
-        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read, and also
-        ``obsp`` if a path is opened. Entries of obsm that are not numeric matrices (tables, images) are read by
+        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. If a path
+        is opened, this includes ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are read by
         AnnData.
 
     Raises
     ------
     InputError
-        If `data` has another type, or several atlases do not fit together, such as ``"inner"`` without a common
-        variable; or if the cells of a store in `attach` differ.
+        If `data` has an unsupported type, several atlases cannot be joined, such as by ``"inner"`` without a common
+        variable, or the cells of a store in `attach` differ.
     MissingPathError
         If the path does not exist.
     StorageError
-        If the path has no AnnData file or store (`CorruptDataError`: if it is damaged).
+        If the path is not an AnnData file or store (`CorruptDataError`: if it is damaged).
     MissingKeyError
         If obs lacks a column in `obs`, there is no raw, a 10x file lacks a feature type or genome, or a store in
         `attach` lacks a key.
@@ -314,7 +314,7 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
 def is_several(data: Any) -> bool:
     """Return True if `data` is a list, tuple or dict of inputs of `open`.
 
-    A single AnnCollection is not, since hooks expect to index it, although `open` converts it to an AnnData.
+    A single AnnCollection does not count: `open` converts it to an AnnData, but hooks expect to index it.
     """
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):

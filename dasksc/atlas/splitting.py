@@ -34,10 +34,10 @@ _NAMES = {2: ("train", "test"), 3: ("train", "validation", "test")}
 _MAX_PARTS = 100
 # Maximum number of counts of groups by classes, in eight bytes each.
 _MAX_COUNTS = 2**28
-# Number of orders in which groups are assigned, of which the best is used; fewer if the assignment is slow.
+# Number of random orders in which groups are assigned; the best result is used. Fewer if the assignment is slow.
 _N_TRIES = 16
 _TRIED_COUNTS = 2**26
-# With more labels, those that occur are renumbered.
+# With more labels, the labels that occur are renumbered.
 _FEW_CODES = 256
 # Number of rows that are processed together.
 _PIECE_ROWS = 2**20
@@ -57,7 +57,7 @@ def split(
     few_shot: float = 0.0,
     control: Mapping[str, Any] | str | None = None,
 ) -> dict[str, NDArray[np.int64]]:
-    """Split rows at random into parts that share no group, such as no donor, or no perturbation of a cell line.
+    """Split rows at random into parts without common groups, such as donors, or perturbations of a cell line.
 
     Parameters
     ----------
@@ -70,12 +70,12 @@ def split(
         ``validation`` and ``test``. With `hold_out`, fractions of the remaining conditions, by name or two for
         ``train`` and ``validation``; default: all for ``train``.
     by
-        Column of obs whose values are assigned to parts: ``by="donor"`` assigns that fraction of the *donors*, each
-        with all its rows, to each part. Default: single rows are assigned.
+        Column of obs whose values are assigned to parts: with ``by="donor"``, `fractions` are fractions of the
+        *donors*, each of which is assigned with all its rows. Default: rows are assigned one by one.
     groups
-        Columns of obs whose values are in one part only, while `fractions` still refer to rows: ``groups="donor"``
-        keeps the rows of every donor in one part. With several columns (and `by`) this applies to each of them: donors
-        of a batch stay together, and so do batches of a donor.
+        Columns of obs whose values are not divided among parts, while `fractions` still refer to rows:
+        ``groups="donor"`` keeps the rows of each donor in one part. With several columns (and `by`), this applies to
+        each column: the donors of a batch stay together, and so do the batches of a donor.
     stratify
         Column of obs whose classes have the same proportions in each part; for several columns, their combinations.
         Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) are treated as a
@@ -93,8 +93,8 @@ def split(
         (zero-shot). A condition must have one of the values of each given column. With several such mappings, it must
         match one of them.
     few_shot
-        Share of the held-out conditions of each context that is assigned to the first part nevertheless: rounded, at
-        least one if there are two or more, and never all.
+        Share of the held-out conditions of each context that is assigned to the first part instead. The number is
+        rounded; it is at least one if a context has two or more, and never all of them.
     control
         Control cells: values by column, such as ``{"gene": "non-targeting"}``, or an expression as for
         `dasksc.rows_where`. They belong to no condition, and all are in the first part, including those of held-out
@@ -119,9 +119,10 @@ def split(
     -----
     Without `by` and `groups`, the number of rows of each class in a part differs from its exact fraction by less than
     one, and the total of a part by less than the number of parts; all choices of rows are equally likely. Groups are
-    not divided: a part exceeds its fraction by at most the largest group. The function assigns groups in up to 16
-    random orders and uses the result closest to the fractions of every class (by chi-square), so few groups lead to few
-    distinct splits, whatever the seed. Time and memory are linear in the number of rows (a few columns of integers).
+    not divided, so a part exceeds its fraction by at most the largest group. The function assigns groups in up to 16
+    random orders and uses the result closest to the fractions of every class (by chi-square), so few groups lead to
+    few distinct splits, whatever the seed. Time and memory are linear in the number of rows (a few columns of
+    integers).
 
     Examples
     --------

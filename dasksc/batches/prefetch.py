@@ -1,7 +1,7 @@
 """Preparation of batches ahead of the training loop, on a few threads.
 
-Handing over a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the loop would
-wait for it. A promise here consists of two locks, and one wake-up of a thread covers several promises.
+Passing a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the loop would wait for it.
+A promise here consists of two locks, and waking a thread once serves several promises.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class _ThreadPool:
 
     def __init__(self, n_threads: int) -> None:
         self.dismissed = _ThreadPool.exiting
-        # Threads reference only the queue. They must not keep alive a crew that Ctrl-C has left unclosed;
-        # collecting it ends them.
+        # Threads reference only the queue. They must not keep alive a pool that Ctrl-C has left unclosed; garbage
+        # collection of the pool ends them.
         self._promises: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_keep_all, args=(self._promises,), name=f"dasksc-gather-{i}")

@@ -33,14 +33,14 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
     requested_in
         Frame in which the iterator is requested.
     n_hook_rows
-        Number of rows in a batch if hooks yield the items, which may then be other than batches: one number per batch
-        may be stacked. None if all items are batches.
+        Number of rows in a batch if hooks yield the items. Such items need not be batches; for example, one number per
+        batch may be stacked. None if all items are batches.
 
     Raises
     ------
     InputError
-        If items would be stacked that are batches. With hooks, the returned iterator raises it if its first item has
-        an entry for each of `n_hook_rows` rows, more than one.
+        If batches would be stacked. With hooks, the returned iterator raises it if its first item has one entry for
+        each of `n_hook_rows` > 1 rows.
     """
     frame: FrameType | None = requested_in
     while frame is not None and isinstance(frame.f_locals.get("self"), ChainDataset):

@@ -90,7 +90,7 @@ def matrices_of(adata: AnnData) -> dict[str, Matrix]:
 def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
     """Return the plan that identifies a conversion: the state of the input files, and the arguments.
 
-    `adata` is what is written, a subset of the input or all of it.
+    `adata` is the atlas to write, the input or a subset of it.
     """
     groups = [pd.Categorical(adata.obs[name]) for name in recipe.grouped_by]
     return {

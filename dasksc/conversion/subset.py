@@ -31,9 +31,9 @@ class Subset:
     Parameters
     ----------
     adata
-        Its matrices are lazy; nothing of them has been read.
+        Selected cells and genes, with lazy matrices that have not been read.
     match
-        How names of genes matched; None if none were given.
+        Result of matching the names of genes; None if no names were given.
     left_out
         Keys of the elements that a subset of genes cannot have.
     """
@@ -49,7 +49,7 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Sub
     Parameters
     ----------
     adata
-        What `dasksc.open` returns. It is not modified.
+        Result of `dasksc.open`, which is not modified.
     expression
         As for `dasksc.rows_where`; None for all cells.
     genes

@@ -39,8 +39,9 @@ def synthetic(
 ) -> Path:
     """Write a synthetic atlas of raw counts to an h5ad file or a Zarr store.
 
-    X holds integer counts as float32. Cells are sorted by type, which is the hard case for a loader: neighbours on
-    disk are alike. obs has the columns ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules of each cell).
+    X holds integer counts as float32. Cells are sorted by type, which is the hardest case for a loader because
+    neighbours on disk are alike. obs has the columns ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules
+    of each cell).
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ def synthetic(
         Path of the atlas. A name that ends in ``.zarr`` gives a Zarr v3 store, any other an h5ad file. It appears when
         the atlas is complete.
     n_obs, n_vars
-        Number of cells and genes. A cell of typical depth expresses 7 % of the genes.
+        Number of cells and genes. A typical cell expresses 7 % of the genes.
     n_types
         Number of cell types. Type k has a share proportional to 1 / (k + 1).
     n_donors
@@ -58,18 +59,18 @@ def synthetic(
     batch_key
         Name of the obs column of batches.
     n_markers
-        Number of marker genes of each type, expressed 6-fold.
+        Number of marker genes of each type, whose expression is 6-fold in that type.
     donor_effect, batch_effect
         Standard deviation, over genes, of the natural logarithm of the fold change of a donor or a batch. 0: the same
         expression in all donors or batches.
     seed
         Random seed, an integer in [0, 2**64).
     dense
-        Write X as a dense array rather than CSR.
+        If True, write X as a dense array rather than CSR.
     compression
-        Compression of the arrays of an h5ad file. A Zarr store has AnnData's default.
+        Compression of the arrays of an h5ad file. A Zarr store uses AnnData's default.
     overwrite
-        Replace an existing atlas at `path`.
+        If True, replace an existing atlas at `path`.
     progress
         Show a progress bar (requires tqdm).
 
@@ -86,9 +87,9 @@ def synthetic(
 
     Notes
     -----
-    The same arguments give the same atlas on any number of cores. The genes of a cell are drawn from the
-    profile of its type, donor and batch until as many different ones are seen as its depth allows. Profiles are
-    log-normal over genes.
+    The same arguments give the same atlas on any number of cores. The molecules of a cell are drawn from the profile
+    of its type, donor and batch until the number of distinct genes reaches its depth. Profiles are log-normal over
+    genes.
 
     Memory is 8 bytes for each gene of each profile, about 20 bytes for each cell, and a few chunks of 2,048
     cells. Two cores write about 150,000 cells of 2,000 genes per second.

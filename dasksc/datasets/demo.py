@@ -1,4 +1,4 @@
-"""Files that the guides of the documentation read."""
+"""Example files for the guides of the documentation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROTEINS = ("CD3", "CD4", "CD8a", "CD14", "CD19")
 
 
 def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, str]:
-    """Write the files that the guides of the documentation read, about 5 MB, in a few seconds.
+    """Write the example files that the guides of the documentation use, about 5 MB, in a few seconds.
 
     All matrices hold raw counts. The files are the same on every call.
 
@@ -113,7 +113,7 @@ def _modalities(path: Path, *, seed: int) -> tuple[AnnData, AnnData]:
     counts = rng.poisson(rates[rna.obs["cell_type"].cat.codes]).astype(np.float32)
     proteins = AnnData(sp.csr_matrix(counts), obs=rna.obs[[]], var=pd.DataFrame(index=list(_PROTEINS)))
     with h5py.File(path, "w") as file, warnings.catch_warnings():
-        # Of formats and defaults of later versions of AnnData.
+        # Suppress warnings about formats and defaults of later versions of AnnData.
         warnings.simplefilter("ignore")
         file.attrs["encoding-type"] = "MuData"
         file.attrs["encoding-version"] = "0.1.0"

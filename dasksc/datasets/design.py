@@ -107,7 +107,7 @@ def design(sizes: Sizes) -> Design:
     depths = _depths(rng, batches, sizes.n_obs, sizes.n_vars)
     profiles = _type_profiles(rng, sizes)
 
-    # Streams of their own: an atlas without donors has the same cells as one whose donors have no effect.
+    # Separate random streams: an atlas without donors has the same cells as one whose donors have no effect.
     rng = np.random.default_rng(np.random.SeedSequence(sizes.seed, spawn_key=(2,)))
     donors = _donors(rng, types, sizes.n_types, sizes.n_donors) if sizes.n_donors else None
     folds = np.ones((1, sizes.n_vars))

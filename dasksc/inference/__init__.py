@@ -76,7 +76,7 @@ class PredictionReport:
     n_obs
         Number of cells of the atlas.
     n_predicted
-        Number of cells that this call predicted on this rank, without cells predicted before or by other ranks.
+        Number of cells that this call predicted on this rank, excluding cells predicted earlier or by other ranks.
     nan_cells
         For each output with NaN, the number of cells with NaN, and the first of them as (row, name).
     elapsed_s
@@ -151,8 +151,8 @@ def predict(
     key
         Name of predictions that the model returns without a name.
     categories
-        Labels of integer codes that the model returns, by name: ``{"predicted": ["B cell", "T cell"]}``. Labels are all
-        text or all numbers. The codes become categorical columns of obs; -1 stands for a missing value.
+        Labels of integer codes that the model returns, by name: ``{"predicted": ["B cell", "T cell"]}``. Labels must
+        be all text or all numbers. The codes become categorical columns of obs; -1 stands for a missing value.
     device
         Device of the batches, to which a module is moved. Default: that of the module's first parameter.
     in_place
@@ -286,7 +286,7 @@ class Predictions:
             return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, made))
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
-        # Names of Dask arrays over data in memory differ between processes. Other collections cannot be told apart.
+        # Names of Dask arrays over data in memory differ between processes. Other collections cannot be distinguished.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
         return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, made))
 
@@ -389,7 +389,7 @@ class Predictions:
         return names_in_pieces(collection.obs_names) if isinstance(collection, Modalities) else None
 
     def _named(self, rows: list[int]) -> list[tuple[int, str]]:
-        """Return rows with the names of their cells, empty where they have none."""
+        """Return rows with the names of their cells; empty names if there are none."""
         pieces, found, start = self._names(), dict.fromkeys(rows, ""), 0
         for piece in pieces or ():
             for row in rows:
@@ -417,7 +417,7 @@ class Predictions:
                 raise
             raise StorageError(f"{work.target} cannot be written: {error}") from error
         except InputError:
-            # Nothing is worth keeping, and it would stand in the way of the next attempt.
+            # The folder contains no results to keep, and would obstruct the next attempt.
             if self.world.world_size == 1 and work.is_begun():
                 with work.locked(wait=True):
                     if len(work.missing()) == work.n_units and not work.is_claimed():
@@ -455,7 +455,7 @@ def _device_of(given: Any) -> torch.device:
 
 
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
-    """Return the data set to read, made of an atlas if it is none."""
+    """Return the data set to read, which is created if an atlas is given."""
     if not isinstance(data, scDataset):
         return scDataset(data, Streaming(), **{"batch_size": _BATCH_SIZE, **options})
     if options:

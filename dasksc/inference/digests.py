@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 __all__ = ["digest_of"]
 
 Update = Callable[[bytes | memoryview], None]
-# Objects that were added, by their ids: kept alive, so that no other object gets the id of one of them.
+# Objects added so far, by id. They are kept alive, so no other object gets the id of one of them.
 Seen = dict[int, Any]
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -49,7 +49,7 @@ def digest_of(value: Any) -> str:
 
 
 def _add(value: Any, update: Update, seen: Seen) -> None:
-    """Add a value to a digest; objects that hold themselves are added once."""
+    """Add a value to a digest; an object that contains itself is added once."""
     if isinstance(value, _PLAIN):
         update(repr((type(value).__name__, value)).encode())
         return
@@ -99,7 +99,7 @@ def _add_tensor(tensor: torch.Tensor, update: Update) -> None:
     update(f"{whole.dtype} {tuple(whole.shape)} {whole.layout}".encode())
     if whole.layout != torch.strided:
         whole = whole.to_dense()
-    # Not every type of torch's is one of NumPy's.
+    # NumPy lacks some data types of torch.
     flat = whole.detach().contiguous().cpu().reshape(-1)
     if flat.numel():
         update(flat.view(torch.uint8).numpy().data)
@@ -109,7 +109,7 @@ def _add_module(module: nn.Module, update: Update, seen: Seen) -> None:
     for name, part in module.named_modules():
         seen[id(part)] = part
         update(name.encode())
-        # Sharding derives a class of its own from that of each module.
+        # Sharding replaces the class of each module by a derived class.
         classes = [cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule)]
         for cls in classes:
             if cls.__module__.partition(".")[0] != "torch" and cls is not object:
@@ -139,7 +139,7 @@ def _add_function(function: FunctionType, update: Update, seen: Seen) -> None:
 
 
 def _source_of(thing: Any) -> bytes:
-    """Return the name and source code of a class or function; where there is no source, its compiled code."""
+    """Return the name and source code of a class or function, or its compiled code if there is no source."""
     name = f"{thing.__module__}.{thing.__qualname__}"
     try:
         return f"{name}\n{inspect.getsource(thing)}".encode()

@@ -1,4 +1,4 @@
-"""Outputs of a model: named arrays with a row per cell, checked batch by batch."""
+"""Outputs of a model: named arrays with one row per cell, checked batch by batch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dasksc.errors import InputError, WrongTypeError
 
 __all__ = ["Output", "Outputs", "check_categories", "check_name", "check_same", "nan_rows"]
 
-# The longest name of a file has 255 bytes; names of partial files are longer.
+# File names have at most 255 bytes, and those of partial files are longer than the key.
 _NAME_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One array of predictions.
+    """Specification of one array of predictions.
 
     Parameters
     ----------
     name
         Name in obs or obsm.
     width
-        Number of columns, of a matrix in obsm; None: a column of obs.
+        Number of columns of a matrix in obsm; None for a column of obs.
     dtype
-        Data type.
+        Data type of the values.
     labels
-        Labels that codes stand for, of a categorical column of obs.
+        Labels of the codes of a categorical column of obs.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Output:
 
     @property
     def key(self) -> str:
-        """Key in a store."""
+        """Key of the array in a store."""
         return f"obs/{self.name}" if self.width is None else f"obsm/{self.name}"
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Size of a row in bytes."""
         return max(1, np.dtype(self.dtype).itemsize * (1 if self.width is None else self.width))
 
     def shape(self, n_rows: int) -> tuple[int, ...]:
-        """Return the shape of `n_rows` rows."""
+        """Return the shape of an array of `n_rows` rows."""
         return (n_rows,) if self.width is None else (n_rows, self.width)
 
 
@@ -62,7 +62,7 @@ class Outputs:
     Parameters
     ----------
     key
-        Name of an array that comes without one.
+        Name of an array that the model returns without a name.
     categories
         Labels of categorical outputs, by name.
     """
@@ -78,8 +78,8 @@ class Outputs:
         WrongTypeError
             If the result is not an array, a tensor or a dict of these.
         InputError
-            If an array has another number of rows, more than two dimensions, or no numbers; if codes are none of a
-            label; or if `categories` names an output that is not there.
+            If an array has another number of rows, more than two dimensions, or a data type other than numbers; if a
+            code has no label; or if `categories` names an output that the model does not return.
         """
         given = returned if isinstance(returned, Mapping) else {self.key: returned}
         if not given:
@@ -95,7 +95,7 @@ class Outputs:
             if value.layout != torch.strided:
                 raise InputError(f"{name!r} is a sparse tensor; return a dense one: .to_dense()")
             value = value.detach()
-            # NumPy has no such type.
+            # NumPy lacks this data type.
             value = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
         if not isinstance(value, np.ndarray):
             raise WrongTypeError(
@@ -125,7 +125,7 @@ class Outputs:
         return codes.astype(np.min_scalar_type(-max(1, n_labels)))
 
     def described(self, arrays: Mapping[str, NDArray[Any]]) -> tuple[Output, ...]:
-        """Return the specifications of arrays, by ascending name."""
+        """Return the specifications of arrays, in ascending order of their names."""
         return tuple(
             Output(
                 name=name,
@@ -138,12 +138,12 @@ class Outputs:
 
 
 def check_name(name: Any) -> str:
-    """Return the name of an output.
+    """Return the name of an output, if it is valid.
 
     Raises
     ------
     InputError
-        If it cannot be a key of a store.
+        If the name cannot be a key of a store.
     """
     if (
         not isinstance(name, str)
@@ -161,7 +161,7 @@ def check_name(name: Any) -> str:
 
 
 def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) -> None:
-    """Refuse outputs that differ from those of other batches.
+    """Raise an error for outputs that differ from those of other batches.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) 
 
 
 def nan_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int64]]:
-    """Return the rows that have NaN, by the name of the output; outputs without any are left out."""
+    """Return the rows with NaN, by name of the output; outputs without NaN are left out."""
     found = {}
     for name, array in arrays.items():
         if array.dtype.kind == "f" and np.isnan(array).any():

@@ -1,4 +1,4 @@
-"""Shares of ranks, and how ranks learn that all of them are done."""
+"""Shares of ranks, and notes by which ranks report that they are done."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from dasksc.planning.ranks import World
 __all__ = ["NanError", "Notes", "Share", "most_of_ranks"]
 
 _LOOK_S = 0.05
-# Number of predictions that this process has begun, by rank and group, which tells their notes apart.
+# Number of predictions that this process has begun, by rank and group, which distinguishes their notes.
 _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
 
 
 class Share:
-    """Units that one rank predicts: the missing ones of a contiguous range of all units.
+    """Share of one rank: the missing units in a contiguous range of all units.
 
     No other process predicts a unit of the range until `abandon` is called. Create it under the lock of the work.
 
@@ -38,11 +38,11 @@ class Share:
     work
         Work that the units belong to.
     dataset
-        Data set whose request is used.
+        Data set whose batch size and request are used.
     world
         Rank and world size.
     outputs
-        What the model may return.
+        Conversion of the results of the model.
     """
 
     def __init__(self, work: Work, dataset: scDataset, world: World, outputs: Outputs) -> None:
@@ -77,12 +77,12 @@ class Share:
         device
             Device of the batches. Default: that of the data set.
         n_calls
-            Number of batches to yield at least. Surplus batches repeat the last one, or are the first of the atlas if
-            there is no other; `take` discards them.
+            Minimum number of batches to yield. Surplus batches repeat the last batch, or the first batch of the atlas
+            if the share has none; `take` discards them.
         """
         batch = None
         for start, stop in self._ranges():
-            # A name is kept of one batch, so that the memory of others can be used again.
+            # Only one batch is referenced, so the memory of the others can be reused.
             for batch in over_range(self._dataset, start, stop, device=device):
                 yield batch
         n_surplus = 0 if n_calls is None else n_calls - self.n_batches
@@ -97,16 +97,16 @@ class Share:
         Parameters
         ----------
         returned
-            Array, tensor, or dict of these.
+            Result of the model: an array, a tensor, or a dict of these.
         nan_allowed
-            If False, refuse rows with NaN.
+            If False, raise an error for rows with NaN.
         first
-            Called with the outputs of the first batch; may refuse them.
+            Function called with the outputs of the first batch, which may raise an error.
 
         Raises
         ------
         InputError
-            If it is refused (`Outputs.arrays`), or has NaN.
+            If the result is invalid (`Outputs.arrays`), or contains NaN.
         """
         start, n_rows = next(self._starts, (0, 0))
         if not n_rows:
@@ -139,12 +139,12 @@ class Share:
         self._writer.take(start, arrays, described, nan)
 
     def settle(self) -> None:
-        """Wait until all units that were written are complete.
+        """Wait until all written units are complete.
 
         Raises
         ------
         OSError
-            If one cannot be completed, such as on a full disk.
+            If a unit cannot be completed, such as on a full disk.
         """
         self._writer.settle()
 
@@ -156,7 +156,7 @@ class Share:
 
 
 class NanError(Exception):
-    """NaN in predictions, before the cells have names."""
+    """NaN in predictions; the names of the cells are added later."""
 
     def __init__(self, name: str, n: int, rows: list[int]) -> None:
         super().__init__(name, n, rows)
@@ -164,7 +164,7 @@ class NanError(Exception):
 
 
 def most_of_ranks(n: int, device: torch.device | None) -> int:
-    """Return the largest `n` of all ranks of the process group. All ranks must call it."""
+    """Return the maximum of `n` over all ranks of the process group. All ranks must call this function."""
     distributed = torch_distributed()
     if distributed is None:
         return n
@@ -179,7 +179,7 @@ class Notes:
     Parameters
     ----------
     world
-        Rank and world size. Ranks are matched by the order in which they predict.
+        Rank and world size. Predictions of different ranks are matched by their order.
     """
 
     def __init__(self, world: World) -> None:
@@ -206,14 +206,14 @@ class Notes:
                 self._store.compare_set(f"rank {self._world.rank}", "", f"failed {type(error).__name__}: {error}")
 
     def await_others(self, work: Work) -> None:
-        """Leave a note that this rank is done, and wait until every rank is, or one has failed.
+        """Leave a note that this rank is done, and wait until all ranks are done or one has failed.
 
-        Without a process group there is nothing to wait through.
+        Returns at once without a process group.
 
         Parameters
         ----------
         work
-            Work that is shared, for the message.
+            Shared work, for the error message.
 
         Raises
         ------

@@ -75,10 +75,10 @@ class Target(Protocol):
         """Return the key of the names of the cells; None if there is no table of cells yet."""
 
     def publish_bytes(self, n_obs: int, n_bytes: int) -> int:
-        """Return roughly the disk space that `publish` needs beside `n_bytes` of complete units, in bytes."""
+        """Return the approximate disk space in bytes that `publish` needs besides `n_bytes` of complete units."""
 
     def check_cells(self, n_obs: int, names: Names) -> None:
-        """Refuse a destination with other cells."""
+        """Raise an error for a destination with other cells."""
 
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
         """Publish complete predictions."""
@@ -94,16 +94,16 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
     key
         Name of the predictions, for the work folder.
     in_place
-        Whether an h5ad file may be replaced.
+        True if an h5ad file may be replaced.
     source
-        Path of the atlas that is read, if it is one.
+        Path of the atlas that is read; None if it is not read from a single path.
 
     Raises
     ------
     InputError
-        If it is not a local path, or is an h5ad file and `in_place` is False.
+        If `out` is not a local path, or is an h5ad file and `in_place` is False.
     MissingPathError
-        If `in_place` is True and there is no such file.
+        If `in_place` is True and the file does not exist.
     """
     if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
         raise InputError(f"out={out!r} is not a local path; give the path of a Zarr store: 'emb.zarr'")
@@ -154,7 +154,7 @@ def _check_cells(where: Path, root: Any, n_obs: int, names: Names, *, is_source:
 
 
 class NewStore:
-    """A Zarr store of the predictions, with the names of the cells; AnnData reads it.
+    """New Zarr store of the predictions, with the names of the cells; AnnData can read it.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ class NewStore:
 
 
 class InStore:
-    """A Zarr store that exists, which gets further keys of obsm and obs.
+    """Existing Zarr store, to which keys of obsm and obs are added.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ class InStore:
             for one in outputs:
                 place = self.path / one.key
                 if metadata_in(place / "zarr.json").get("attributes", {}).get(ATTRIBUTE) == work.digest:
-                    continue  # put there before the process was killed
+                    continue  # renamed before the process was killed
                 write_metadata(work, one, nan)
                 if os.path.lexists(place):
                     replaced = work.folder / "replaced"
@@ -286,7 +286,7 @@ class InStore:
 
 
 class InFile:
-    """An h5ad file, which is replaced by a copy with further keys.
+    """H5ad file, which is replaced by a copy with further keys.
 
     Parameters
     ----------
@@ -297,7 +297,7 @@ class InFile:
     """
 
     def __init__(self, path: Path, *, is_source: bool) -> None:
-        # A link stays one; what it leads to is replaced.
+        # A symbolic link is kept, and its target is replaced.
         self.path = Path(os.path.realpath(path))
         self._is_source = is_source
         self._identity = FileIdentity.of(str(self.path))
@@ -314,7 +314,7 @@ class InFile:
 
     @property
     def folder(self) -> Path:
-        """See `Target`; all keys share it, since a run whose file another one replaces is lost."""
+        """See `Target`. All keys share the folder, since two runs that replace the same file would lose one result."""
         return self.path.with_name(f"{self.path.name}.partial")
 
     def found(self, digest: str) -> dict[str, Found]:
@@ -362,8 +362,8 @@ class InFile:
     def _write_copy(self, copy: Path, work: Work, outputs: Sequence[Output], nan: Nan) -> None:
         self._identity.check()
         copy_file(self.path, copy)
-        # HDF5 neither reports a full disk by its number nor closes a file there, so space is taken before; it cuts off
-        # what is left over.
+        # On a full disk, HDF5 neither reports the error number nor closes the file, so space is reserved first. HDF5
+        # truncates unused space.
         with copy.open("rb+") as reserved:
             reserved.seek(0, os.SEEK_END)
             extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))

@@ -5,7 +5,7 @@ batch size, so a batch contains the same rows on any rank. A unit is one shard o
 written after the shards. Units are kept in a folder named by the digest of the plan: the model, the data and the
 options, without rank and world size. Later runs on any number of ranks predict the units without a marker.
 
-A process claims its range of units by a locked file, so no two processes predict the same unit at a time.
+A process claims its range of units with a locked file, so no two processes predict the same unit at the same time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEAST_ROWS = 2**10
 _MOST_ROWS = 2**16
 _UNITS = 64
 _CHUNK_BYTES = 2**18
-# Cells with NaN that are named.
+# Maximum number of cells with NaN that are listed.
 _NAMED = 5
 
 
@@ -57,13 +57,13 @@ def runs_of(units: list[int]) -> Iterator[tuple[int, int]]:
 
 
 class NanRows(NamedTuple):
-    """Number of rows with NaN, and the first of them."""
+    """Number of rows with NaN, and the first few of them."""
 
     n: int = 0
     first: list[int] = []  # noqa: RUF012 - never changed
 
     def with_more(self, n: int, rows: list[int]) -> NanRows:
-        """Return these and later rows."""
+        """Return these rows together with later ones."""
         return NanRows(self.n + n, [*self.first, *rows][:_NAMED])
 
 
@@ -85,7 +85,7 @@ class Claim:
         lock_file(self._file, wait=False)
 
     def release(self) -> None:
-        """Give the units free."""
+        """Release the units."""
         if not self._file.closed:
             self._file.close()
             self._path.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ class Work(WorkFolder):
     Parameters
     ----------
     target
-        Path of the file or store that gets the predictions.
+        Path of the file or store for the predictions.
     folder
         Path of the work folder, on the same file system.
     plan
@@ -113,7 +113,7 @@ class Work(WorkFolder):
         self.n_obs = n_obs
         self.batch_size = batch_size
         self.unit_rows = unit_rows_for(n_obs, batch_size)
-        # A run that this one replaces may still be writing, to a folder of its own.
+        # A run that this one replaces may still be writing, to a separate folder.
         self._own = folder / self.digest
         self.store = self._own / "store"
 
@@ -157,7 +157,7 @@ class Work(WorkFolder):
         Raises
         ------
         StorageError
-            If another process works on any of them.
+            If another process works on any of the units.
         """
         self._refuse_claimed(first, last)
         return Claim(self.folder / "claims" / f"{first}-{last}-{os.urandom(4).hex()}")
@@ -184,7 +184,7 @@ class Work(WorkFolder):
                 with path.open("r+") as file:
                     owner = file.read()
                     lock_file(file, wait=False)
-            except FileNotFoundError:  # released meanwhile
+            except FileNotFoundError:  # released in the meantime
                 continue
             except BlockingIOError:
                 yield owner or "another process"
@@ -232,9 +232,9 @@ class Work(WorkFolder):
         k
             Number of the unit.
         outputs
-            Its arrays.
+            Specifications of its arrays.
         nan
-            Rows with NaN, by output.
+            Rows with NaN, by name of the output.
         """
         note = {"outputs": [[one.name, one.width, one.dtype] for one in outputs], "nan": dict(nan)}
         with appearing(self._marker(k)) as path:
@@ -243,7 +243,7 @@ class Work(WorkFolder):
     def collected(
         self, categories: Mapping[str, Any], published: Collection[str] = ()
     ) -> tuple[tuple[Output, ...], dict[str, NanRows]]:
-        """Return the outputs of all units, and the rows with NaN of those that have any.
+        """Return the outputs of all units, and the rows with NaN by output.
 
         Parameters
         ----------
@@ -255,9 +255,9 @@ class Work(WorkFolder):
         Raises
         ------
         InputError
-            If units have other outputs than the first: ranks ran different models.
+            If units have different outputs, because ranks ran different models.
         CorruptDataError
-            If a file of a complete unit is gone.
+            If a file of a complete unit is missing.
         """
         expected: tuple[Output, ...] = ()
         nan: dict[str, NanRows] = {}
@@ -316,18 +316,18 @@ class UnitWriter:
         outputs: tuple[Output, ...],
         nan: Mapping[str, NDArray[np.int64]],
     ) -> None:
-        """Write the predictions of the batch that begins at row `start`; the previous one ended there, or its unit did.
+        """Write the predictions of the batch that begins at row `start`, where the previous batch or its unit ended.
 
         Parameters
         ----------
         start
-            Row of the collection.
+            First row of the batch in the collection.
         arrays
             Arrays by name.
         outputs
-            What they are.
+            Specifications of the arrays.
         nan
-            Rows of the batch with NaN, by name.
+            Rows of the batch with NaN, by name of the output.
         """
         work = self._work
         n_rows = len(next(iter(arrays.values())))
@@ -374,12 +374,12 @@ class UnitWriter:
         self._completing = self._thread.submit(complete)
 
     def settle(self) -> None:
-        """Wait until all units that were written are complete.
+        """Wait until all written units are complete.
 
         Raises
         ------
         OSError
-            If one cannot be completed, such as on a full disk.
+            If a unit cannot be completed, such as on a full disk.
         """
         completing, self._completing = self._completing, None
         if completing is not None:

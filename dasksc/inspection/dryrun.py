@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "diversity"]
 
-# Number of rows of the epoch, at most, whose classes are counted; at least one set or batch that stays together.
+# Maximum number of rows of the epoch whose classes are counted, but at least one set or batch that stays together.
 _LOOKED_AT = 2**20
 
 
@@ -43,8 +43,8 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     world_size
         Number of ranks to plan for; default: the current number of ranks.
     label_key
-        The obs column whose classes are counted; default: the labels of the strategy, or else the first column of
-        ``obs=`` that has classes.
+        Name of the obs column whose classes are counted. Default: the labels of the strategy, or else the first column
+        in ``obs=`` with classes.
 
     Returns
     -------

@@ -28,7 +28,7 @@ class RankShare:
     n_rows, n_fetches, n_batches
         Rows and batches that the rank yields, and the number of fetches that read them.
     n_padded, n_dropped
-        Rows that the rank yields although another rank yields them, and rows dealt to it that it drops.
+        Number of rows that another rank also yields, and number of rows of its share that the rank drops.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Check:
     Parameters
     ----------
     name
-        Names of the data set and of its strategy.
+        Names of the data set and its strategy.
     epoch
         Number of the epoch.
     n_obs
@@ -101,14 +101,14 @@ class Check:
         Upper bound of the memory of one reading process, and of the batches that the DataLoader prefetches, in bytes;
         None if the size of rows is unknown.
     pages_bytes
-        Page cache that one reading process needs simultaneously, in bytes.
+        Page cache that one reading process needs at a time, in bytes.
     job_bytes
         Memory that a rank needs in a job with a memory limit, in bytes: all of the above, the interpreter and the
         libraries, but not the model.
     warnings
         Possible improvements, and how to make them.
     genes
-        How the gene names matched, one line for each modality.
+        Summary of the matched gene names, one line per modality.
     """
 
     name: str

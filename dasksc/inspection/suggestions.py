@@ -41,7 +41,7 @@ def estimate_sample_size(
     batch_callback: Hook | None = None,
     batch_transform: Hook | None = None,
 ) -> int:
-    """Estimate the memory that one row takes on its way to the training loop.
+    """Estimate the memory that one row takes, in bytes.
 
     Parameters
     ----------
@@ -55,9 +55,9 @@ def estimate_sample_size(
     Returns
     -------
     int
-        Bytes per row. Without hooks, a path, an AnnData and a Dask array are not read: a row is then
-        n_vars float32 values, as it is yielded. Otherwise, `n_samples` rows at equal intervals in the collection
-        are read at once, and their mean size is returned.
+        Bytes per row. Without hooks, a path, an AnnData and a Dask array are not read: a row is then n_vars float32
+        values, as it is yielded. Otherwise, `n_samples` rows at equal intervals in the collection are read, and their
+        mean size is returned.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Experiments of cell-load: TOML files converted to an atlas and the rows for training, validation and test.
+"""Experiments of cell-load: TOML files as an atlas and the row numbers for training, validation and test.
 
 cell-load itself is not required. The interpretation of its files follows its documentation and its class
 ``ExperimentConfig`` (https://github.com/ArcInstitute/cell-load).
@@ -46,7 +46,7 @@ class Experiment:
     Parameters
     ----------
     adata
-        Files of all datasets as one atlas, opened by `dasksc.open`. In addition to the columns of the files, obs has
+        Files of all datasets, opened by `dasksc.open` as one atlas. In addition to the columns of the files, obs has
         ``dataset`` and ``file`` (``"dataset/name of the file"``).
     parts
         Row numbers of ``train``, ``val`` and ``test``, ascending, int64, suitable as ``indices`` of a strategy. A

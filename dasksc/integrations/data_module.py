@@ -1,8 +1,8 @@
 """Data sets of a Lightning run, for either of Lightning's two packages.
 
 Lightning restores the state of a loader only if it considers the epoch unfinished, and never after
-``trainer.estimated_stepping_batches`` was read. The state is therefore kept by the data module, whose state is always
-restored.
+``trainer.estimated_stepping_batches`` was read. The data module therefore keeps the state, since its own state is
+always restored.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class DataModule:
         return constructor(self, **shown)
 
     def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
-        """Set what makes the loader of ``predict`` of its data set; None: the data set is the loader."""
+        """Set the function that makes the loader of ``predict`` from its data set; None: the data set is the loader."""
         self._predicted_by = loader_of
 
     def __str__(self) -> str:

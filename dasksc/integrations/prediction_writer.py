@@ -87,7 +87,7 @@ class Writer:
                 "Writer needs to know the row of every prediction: trainer.predict(model, datamodule=...) with a "
                 "scDataModule of dasksc.integrations"
             )
-        # They would fill memory.
+        # Predictions of all batches would fill memory.
         trainer.predict_loop.return_predictions = False
         data.predict_by(lambda dataset: self._loader(pl_module, dataset))
 
@@ -109,7 +109,7 @@ class Writer:
                 self._n_done += self._run.take(self._share, outputs)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the predictions visible if all ranks have written theirs, and wait for those that have not."""
+        """Make the predictions visible when all ranks have written theirs, and wait for unfinished ranks."""
         run, notes = self._run, self._notes
         if stage != "predict" or run is None or notes is None:
             return
@@ -134,7 +134,7 @@ class Writer:
 
 
 class _Batches:
-    """Batches of a share. Without a length, since Lightning refuses ranks that have none."""
+    """Batches of a share. It has no length, since Lightning raises an error if a rank has length 0."""
 
     def __init__(self, share: Share | None) -> None:
         self._share = share

@@ -1,19 +1,20 @@
-"""Draw fewer counts of each row, and leave out values: what augments a batch.
+"""Augmentation of a batch: downsampling of counts, and masking of values.
 
 All random numbers are keyed by the row and the number of a column, or by the row and the number of a count in it, so
 dense and CSR rows get the same values.
 
-Counts are drawn by binomial thinning. A small count takes one comparison of a random word with each step of its
-distribution function, and a larger one several of them. The largest take the transformed rejection of Hörmann [1]_ or,
-where few are expected, a sequential search.
+Counts are drawn by binomial thinning. For a small count, one random word is compared with each step of the
+distribution function; a larger count is divided into several small ones. The largest counts use the transformed
+rejection of Hörmann [1]_ or, if the expected number is small, a sequential search.
 
-A fixed number of counts is drawn without replacement in two steps. Counts are thinned with the same probability, which
-leaves about as many as wanted: given its size, such a sample is uniform, whatever the probability. The difference is
-then drawn without replacement, too, from the counts that were or were not kept. The result is multivariate
-hypergeometric.
+A fixed number of counts is drawn without replacement in two steps. First, all counts are thinned with the same
+probability, which leaves about the wanted number. Given its size, such a sample is uniform for any probability. Then
+the difference is drawn without replacement, from the kept counts if there are too many, otherwise from the others. The
+result is multivariate hypergeometric.
 
-A random word has 53 bits. Its first 32 come from a hash of 32-bit operations, of which processors do many at a time.
-They decide all but one of 2**32 comparisons. The others are drawn only where those are equal.
+A random word has 53 bits. The first 32 bits come from a hash of 32-bit operations, which processors compute for many
+elements at a time. They decide all but one of 2**32 comparisons. The other bits are drawn only if the first 32 are
+equal.
 
 .. [1] Hörmann: The generation of binomial random variates, Journal of Statistical Computation and Simulation 46
    (1993), algorithm BTRS.
@@ -75,18 +76,18 @@ _HIGHEST = np.uint32(2**32 - 1)
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
 _TRIPLE_1, _TRIPLE_2, _TRIPLE_3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848BAB)
 _T17, _T11, _T15, _T14 = np.uint32(17), np.uint32(11), np.uint32(15), np.uint32(14)
-# Limits of a row whose counts are int32, and of one that is thinned by a probability of `_SHARE_BITS` bits.
+# Largest count and largest total of a row that `sample` thins with a probability of `_SHARE_BITS` bits.
 _MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
 _SHARE_BITS = 10
 _N_SHARES = 2**_SHARE_BITS
 # Largest difference that is drawn one by one.
 _FEW = 8
-# Number of values of a block, whose sum saves a look at each of them.
+# Number of values in a block. A search uses the sums of blocks, so it looks at the values of only one.
 _BLOCK, _BLOCKS = N_STEPS, np.uint64(N_STEPS)
 # Number of elements of dense rows that are changed at a time; more if a row has more.
 _DENSE_AT_ONCE = 2**14
 _WORD_BITS, _WORDS, _WORD_SHIFT, _WORD_MASK = 64, np.uint64(64), np.uint64(6), np.uint64(63)
-# Of each whole number below 10, by how much Stirling's formula for its factorial is too low; see `_stirling`.
+# Error of Stirling's formula for the logarithm of k!, for k from 0 to 9; see `_stirling`.
 _STIRLING = np.array(
     [
         0.08106146679532726,
@@ -113,7 +114,7 @@ def word(row_key, column):
 
 @kernel
 def _affine(row_key):
-    # The function of a column whose hash has the first 32 bits of a word: a factor, odd, and an offset.
+    # Odd factor and offset of the linear function of a column whose hash gives the first 32 bits of a word.
     return np.uint32(row_key) | _ONE_32, np.uint32(row_key >> _U32)
 
 
@@ -148,7 +149,7 @@ def binomial_table(p, table):
 
 @kernel
 def steps_of(p):
-    """Return the table of `binomial_table` and the first 32 bits of each step, uint32; 2**32 is made one less."""
+    """Return the table of `binomial_table` and the first 32 bits of each step, uint32; 2**32 becomes 2**32 - 1."""
     table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
     heads = np.empty(len(table), np.uint32)
     binomial_table(p, table)
@@ -218,7 +219,7 @@ def _many_of(key, n, p):
 
 @kernel
 def binomial(key, n, p):
-    """Return how many of `n` are kept if each is with probability `p`, drawn by a uint64 `key`."""
+    """Draw a binomial number: how many of `n` are kept with probability `p` each, under a uint64 `key`."""
     if p > 0.5:
         return n - binomial_below(key, n, 1.0 - p)
     return binomial_below(key, n, p)
@@ -226,7 +227,7 @@ def binomial(key, n, p):
 
 @kernel
 def binomial_below(key, n, p):
-    """Return what `binomial` does, for `p` of at most 0.5."""
+    """Draw a binomial number as `binomial` does, for `p` of at most 0.5."""
     if n == 0 or p <= 0.0:
         return np.int64(0)
     if n * p < 10:
@@ -242,7 +243,7 @@ def _is_count(value):
 
 @kernel
 def _stepped(table, count, drawn):
-    # Without a branch in it, all steps are compared at once.
+    # A loop without branches compares all steps at once.
     steps = np.uint64(count) * np.uint64(N_TABLE)
     found = np.int64(0)
     for j in range(N_TABLE):
@@ -252,7 +253,7 @@ def _stepped(table, count, drawn):
 
 @kernel
 def _in_parts(key, count, table):
-    # A binomial is the sum of those of its parts.
+    # A sum of independent binomial numbers with equal `p` is binomial.
     found = np.int64(0)
     for i in range(count // N_TABLE):
         found += _stepped(table, N_TABLE, bits(key, i) >> _U11)
@@ -261,14 +262,14 @@ def _in_parts(key, count, table):
 
 @kernel
 def _large(row_key, column, count, p, table):
-    # Keep each of more than N_TABLE counts with probability `p`.
+    # Keep each of `count` > N_TABLE counts with probability `p`.
     key = stream(row_key, column)
     return _in_parts(key, count, table) if count <= N_TABLES else binomial(key, count, p)
 
 
 @kernel
 def _thin(row_key, columns, counts, n, p, table, kept):
-    # Keep each of `n` counts, of any size, with probability `p`.
+    # Thin `n` values of any size, with probability `p` for each count.
     for i in range(n):
         k = np.uint64(i)
         if counts[k] <= N_TABLE:
@@ -279,7 +280,8 @@ def _thin(row_key, columns, counts, n, p, table, kept):
 
 @kernel
 def _single_bits(key, number, n_shares):
-    # 64 bits, each of which is set with probability n_shares / _N_SHARES: by the digits of that, last one first.
+    # Return 64 bits, each set with probability n_shares / _N_SHARES, from the binary digits of that, the last one
+    # first.
     found = np.uint64(0)
     for i in range(_SHARE_BITS):
         drawn = bits(key, number * _SHARE_BITS + i)
@@ -289,8 +291,9 @@ def _single_bits(key, number, n_shares):
 
 @kernel
 def _take(key, pool, n, n_taken, kept, step, ends, taken):
-    # Take `n_taken` of all counts, without replacement, and add `step` to what is kept of each of `n`. `pool`, uint32,
-    # has zeros after these, up to a multiple of the size of a block; a bit of `taken` is set for each that was taken.
+    # Draw `n_taken` counts without replacement from the `n` values in `pool`, and add `step` to the entry in `kept`
+    # for each. `pool`, uint32, is padded with zeros to a multiple of the size of a block. `taken` has a bit for each
+    # count, which is set while it is drawn.
     n_blocks = np.uint64((n + _BLOCK - 1) // _BLOCK)
     n_groups = (n_blocks + _BLOCKS - _ONE) // _BLOCKS
     pool_at, ends_at = pool.ctypes.data, ends.ctypes.data
@@ -300,7 +303,7 @@ def _take(key, pool, n, n_taken, kept, step, ends, taken):
             size = np.uint32(size + sum_of(pool_at, np.int64(i) * _BLOCK, pool))
         ends[np.uint64(i)] = size
     n_left, counter = n_taken, 0
-    # Each draw is on its own, so that several are under way at once.
+    # Draws do not depend on each other, so the processor overlaps several.
     while n_left:
         place = min(np.int64(uniform(key, counter) * size), np.int64(size) - 1)
         counter += 1
@@ -322,7 +325,8 @@ def _take(key, pool, n, n_taken, kept, step, ends, taken):
 
 @kernel
 def _reach(row_key, columns, counts, n, target, kept):
-    # Keep `target` of `n` counts of any size. Each round draws the difference by thinning, up to a smaller one.
+    # Keep `target` counts of `n` values of any size. Each round thins by the remaining difference, which leaves a
+    # smaller one.
     pool, drawn = np.empty(n, np.int64), np.empty(n, np.int64)
     table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
     difference, number = np.int64(target), _ROUNDS
@@ -353,9 +357,9 @@ def _reach(row_key, columns, counts, n, target, kept):
 
 @kernel
 def _thin_small(values, words, is_left, n, steps):
-    # Keep each of counts of up to 3. `words` are functions of columns, not yet hashed; they become the first 32 bits of
-    # random words. Set `is_left` where the value is another one, or decided by the other bits. Without a branch in it,
-    # the loop is over vectors.
+    # Thin values of up to 3. `words` are linear functions of the columns; they are replaced by their hashes, the first
+    # 32 bits of random words. `is_left` is set for values above 3, and for values that the other bits decide. A loop
+    # without branches is vectorized.
     low, low_2, middle_2, low_3, middle_3, high_3 = steps
     zero, one = values.dtype.type(0), values.dtype.type(1)
     two, three = values.dtype.type(2), values.dtype.type(3)
@@ -379,7 +383,7 @@ def _thin_small(values, words, is_left, n, steps):
 
 @kernel
 def _small(drawn, count, steps):
-    # Keep each of a count of up to 3, of which all steps have no more bits than `drawn`.
+    # Thin a value of up to 3, if no step has more bits than `drawn`.
     low, low_2, middle_2, low_3, middle_3, high_3 = steps
     if count == 3:
         return np.int32(drawn >= low_3) + np.int32(drawn >= middle_3) + np.int32(drawn >= high_3)
@@ -390,8 +394,8 @@ def _small(drawn, count, steps):
 
 @kernel
 def _list_left(is_left, n, bitmap, listed):
-    # Write which of `n` elements are set into `listed`; return how many there are. Those after them are zero, up to a
-    # multiple of the bits of a word.
+    # Write the positions of the set elements among the first `n` into `listed`; return their number. `is_left` is
+    # padded with zeros to a multiple of the bits of a word.
     at = is_left.ctypes.data
     n_words = (n + _WORD_BITS - 1) // _WORD_BITS
     for i in range(n_words):
@@ -408,7 +412,7 @@ def _keys_of(key, number, rows):
 
 @kernel
 def _room(dense):
-    # How many dense rows are changed at a time, and room for their nonzeros as CSR.
+    # Return the number of dense rows that are changed at a time, and arrays for their nonzeros as CSR.
     n_at_once = max(1, _DENSE_AT_ONCE // max(1, dense.shape[1]))
     size = n_at_once * dense.shape[1]
     return n_at_once, np.empty(n_at_once + 1, np.int64), np.empty(size, np.int32), np.empty(size, dense.dtype)
@@ -416,7 +420,7 @@ def _room(dense):
 
 @kernel
 def _place(first, n_vars, indptr, columns, bad):
-    # Where in all elements of dense rows the CSR value `bad` of those from `first` on is.
+    # Return the flat position in `dense` of the CSR value `bad`, for CSR rows that begin at dense row `first`.
     row = 0
     while indptr[row + 1] <= bad:
         row += 1
@@ -427,15 +431,15 @@ def _place(first, n_vars, indptr, columns, bad):
 def downsample(key, number, rows, first_row, indptr, columns, values, p, table, heads):
     """Keep each count of CSR rows with probability `p`.
 
-    `table` and `heads` are those of `steps_of`. Return the position in `values` of the first
-    that is not a whole number from 0 to 2**53, or -1. The rows before it are then done.
+    `table` and `heads` are those of `steps_of`. Return the position in `values` of the first that is not a whole
+    number from 0 to 2**53, or -1. The rows before it have then been changed.
     """
     return _downsample(_keys_of(key, number, rows), first_row, indptr, columns, values, p, table, heads)
 
 
 @kernel
 def downsample_dense(key, number, rows, first_row, dense, p, table, heads):
-    """Do what `downsample` does with dense rows; return where in all elements of `dense` the first bad value is."""
+    """Downsample dense rows as `downsample` does; return the flat position in `dense` of the first bad value, or -1."""
     keys = _keys_of(key, number, rows)
     n_at_once, indptr, columns, values = _room(dense)
     for first in range(0, len(dense), n_at_once):
@@ -488,7 +492,7 @@ def _downsample(keys, first_row, indptr, columns, values, p, table, heads):
 
 @kernel
 def _sample_slowly(row_key, columns, values, n, target, kept):
-    # What `sample` does, for any row. Return where the first is that cannot be treated, or -1.
+    # Sample one row of any size. Return the position of the first invalid value, or -1.
     counts = np.empty(n, np.int64)
     total = np.int64(0)
     for k in range(n):
@@ -518,14 +522,14 @@ def sample(key, number, rows, first_row, indptr, columns, values, target):
     """Keep `target` of the counts of each CSR row.
 
     Return the position in `values` of the first that is not a whole number from 0 to 2**53, or that makes the sum of
-    its row larger than 2**53; -1 if there is none. The rows before it are then done.
+    its row larger than 2**53; -1 if there is none. The rows before it have then been changed.
     """
     return _sample(_keys_of(key, number, rows), first_row, indptr, columns, values, target)
 
 
 @kernel
 def sample_dense(key, number, rows, first_row, dense, target):
-    """Do what `sample` does with dense rows; return where in all elements of `dense` the first bad value is."""
+    """Sample dense rows as `sample` does; return the flat position in `dense` of the first bad value, or -1."""
     keys = _keys_of(key, number, rows)
     n_at_once, indptr, columns, values = _room(dense)
     for first in range(0, len(dense), n_at_once):
@@ -547,7 +551,7 @@ def _sample(keys, first_row, indptr, columns, values, target):
     listed, taken = np.empty(longest, np.int32), np.zeros(_MOST_IN_ROW // _WORD_BITS, np.uint64)
     for i in range(len(indptr) - 1):
         start = np.int64(indptr[i])
-        first = np.uint64(start)  # signed, it might count from the end
+        first = np.uint64(start)  # numba handles negative values of a signed index, which may count from the end
         n = np.int64(indptr[i + 1]) - start
         row_key = keys[first_row + i]
         factor, offset = _affine(row_key)
@@ -571,14 +575,14 @@ def _sample(keys, first_row, indptr, columns, values, target):
             for k in range(n):
                 row_values[k] = kept_slowly[k]
             continue
-        # Passes are over whole words, so that none has a rest.
+        # Passes are over whole words, so no pass has a remainder.
         n_padded = (n + _WORD_BITS - 1) // _WORD_BITS * _WORD_BITS
         for k in range(np.uint64(n), np.uint64(n_padded)):
             counts[k] = kept[k] = 0
 
         n_shares = min(max(np.int64(target * _N_SHARES / total + 0.5), 1), _N_SHARES - 1)
         others = _N_SHARES - n_shares
-        # The third powers of both have 30 bits, so nothing is rounded.
+        # The third powers of `n_shares` and `others` have 30 bits, so nothing is rounded.
         steps = (
             np.uint32(others << 22),
             np.uint32(others**2 << 12),
@@ -620,13 +624,13 @@ def _sample(keys, first_row, indptr, columns, values, target):
 
 @kernel
 def mask(key, number, rows, first_row, indptr, columns, values, p):
-    """Write 0 in place of values of CSR rows, each with probability `p`."""
+    """Set each value of CSR rows to 0 with probability `p`."""
     _mask(_keys_of(key, number, rows), first_row, indptr, columns, values, p)
 
 
 @kernel
 def mask_dense(key, number, rows, first_row, dense, p):
-    """Do what `mask` does with dense rows."""
+    """Set each nonzero of dense rows to 0 with probability `p`, as `mask` does."""
     keys = _keys_of(key, number, rows)
     n_at_once, indptr, columns, values = _room(dense)
     for first in range(0, len(dense), n_at_once):

@@ -66,7 +66,7 @@ __all__ = [
 
 LEFT_OUT, KEPT, REFUSED = 0, 1, 2
 UNORDERED = -2
-# Where dense columns come from that no column of the matrix goes to.
+# Source of output columns that have no column in the matrix: a fill value, or zero.
 NOWHERE, ZERO = -1, -2
 
 _CLEARED_AHEAD = np.uint64(2048)
@@ -627,9 +627,9 @@ def copy_columns(positions, rows_at, maps, sources, out, missing, like):
 
 @kernel
 def add_up(values, starts, out):
-    """Add up neighbouring columns of `values` into `out`, shape (n_rows, n_groups), in its type, from left to right.
+    """Sum groups of neighbouring columns of `values` into `out`, shape (n_rows, n_groups), in its type, left to right.
 
-    Those of group g are ``starts[g] ... starts[g + 1]``, at least one.
+    Group g consists of columns ``[starts[g], starts[g + 1])``, at least one.
     """
     for i in range(len(values)):
         for g in range(len(starts) - 1):
@@ -653,7 +653,7 @@ def count_nonzeros(dense, counts):
 def squeeze(dense, indptr, indices, data):
     """Write the nonzeros of C-contiguous `dense` as CSR and return their number; NaN is a nonzero.
 
-    `indptr`, shape (n_rows + 1,) or larger, is written, too. `indices` and `data` have room for all nonzeros.
+    `indptr`, shape (n_rows + 1,) or larger, is also written. `indices` and `data` must have room for all nonzeros.
     """
     n_rows, n_vars = dense.shape
     n_whole, rest = n_vars // _WORD_BITS, n_vars % _WORD_BITS
@@ -666,7 +666,7 @@ def squeeze(dense, indptr, indices, data):
         for w in range(n_whole):
             bits[np.uint64(w)] = nonzero_bits(at, _WORD_BITS * w, row)
         if rest and n_whole:
-            # A whole word up to the end of the row, without what is already listed.
+            # The last whole word of the row, without the elements listed before.
             bits[np.uint64(n_whole)] = nonzero_bits(at, n_vars - _WORD_BITS, row) >> np.uint64(_WORD_BITS - rest)
         else:
             for k in range(rest):
@@ -692,7 +692,7 @@ def put(indptr, indices, data, dense):
 
 @kernel
 def spread(indptr, indices, data, dense):
-    """Write CSR rows as `put` does, and zeros elsewhere."""
+    """Write CSR rows into `dense` as `put` does, and zeros elsewhere."""
     for i in range(dense.shape[0]):
         # Each row is cleared just before it is written, so that it is in the L1 cache.
         dense[i, :] = 0

@@ -1,11 +1,11 @@
-"""Add up CSR rows: moments and clipped sums of each column, and totals of each row.
+"""Sums over CSR rows: moments and clipped sums of each column, and totals of each row.
 
 Parameters that recur
 ---------------------
 indptr, columns, values
     CSR rows: shapes (n_rows + 1,), (nnz,) and (nnz,).
 groups
-    The group of each row, shape (n_rows,), int64.
+    Group of each row, shape (n_rows,), int64.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
 def add_moments(indptr, columns, values, groups, order, moments):
     """Add nonzero values to `moments`, shape (n_groups, n_vars, 4), float64.
 
-    The entries of a group and a column are the number of nonzero values, the first of them, and the sums of the
-    differences from it and of their squares. Differences from a value of the data keep their digits where the mean is
-    large. If the first value is not finite, 0 takes its place, so that a sum of infinite values is infinite.
-    Rows are added in `order`, shape (n_rows,), int64; the caches are used best if the rows of a group are adjacent.
+    The four entries of a group and a column are the number of nonzeros, the first nonzero, and the sums of the
+    differences from it and of their squares. These differences keep precision if the mean is large. If the first
+    nonzero is not finite, 0 replaces it, so that a sum of infinite values is infinite. Rows are added in `order`,
+    shape (n_rows,), int64; the caches are used best if the rows of a group are adjacent.
     """
     n_vars = moments.shape[1]
     flat = moments.reshape(-1)
@@ -61,11 +61,11 @@ def add_moments(indptr, columns, values, groups, order, moments):
 
 @kernel
 def finish_moments(moments, n_rows, counts, sums, means, squares):
-    """Write how many values are not zero, sums, means and sums of squared differences from these.
+    """Write counts of nonzeros, sums, means and sums of squared differences from the mean.
 
-    All have shape (n_groups, n_vars); `moments` is that of `add_moments`, and `n_rows`, shape (n_groups,), int64, are
-    the rows of each group. What is not zero and zeros are two parts, whose squares are joined as Chan, Golub and
-    LeVeque (1983) do. A mean of no row is NaN.
+    All outputs have shape (n_groups, n_vars). `moments` is the output of `add_moments`, and `n_rows`, shape
+    (n_groups,), int64, is the number of rows in each group. The squared differences of nonzeros and of zeros are
+    combined by the formula of Chan, Golub and LeVeque (1983). The mean of a group without rows is NaN.
     """
     for i in range(len(n_rows)):
         n = np.float64(n_rows[i])
@@ -76,7 +76,7 @@ def finish_moments(moments, n_rows, counts, sums, means, squares):
             means[i, j] = sums[i, j] / n if n > 0 else np.nan
             squares[i, j] = 0.0
             if count > 0:
-                away = sum_ / count  # of the mean of what is not zero, from its first value
+                away = sum_ / count  # distance of the mean of the nonzeros from the first one
                 own = square - sum_ * away
                 mean = first + away
                 squares[i, j] = (0.0 if own < 0 else own) + mean * mean * count * ((n - count) / n)
@@ -84,7 +84,7 @@ def finish_moments(moments, n_rows, counts, sums, means, squares):
 
 @kernel
 def kinds_of(values):
-    """Return which of `FRACTIONS`, `NEGATIVE` and `NOT_A_NUMBER` there are among `values`."""
+    """Return the flags `FRACTIONS`, `NEGATIVE` and `NOT_A_NUMBER` that apply to any of `values`."""
     n_fractions = n_negative = n_missing = np.int64(0)
     for k in range(len(values)):
         value = np.float64(values[k])
@@ -96,10 +96,10 @@ def kinds_of(values):
 
 @kernel
 def add_rows(indptr, columns, values, masks, totals, counts):
-    """Write the total of each row into `totals`, and how many of its values are not zero into `counts`.
+    """Write the total of each row into `totals`, and its number of nonzeros into `counts`.
 
-    `masks`, shape (n_masks, n_vars), bool, are of columns whose totals are wanted, too: `totals` has shape
-    (n_rows, 1 + n_masks), float64, and `counts` (n_rows,), int64.
+    Each row of `masks`, shape (n_masks, n_vars), bool, selects columns for a further total. `totals` has shape
+    (n_rows, 1 + n_masks), float64, and `counts` shape (n_rows,), int64.
     """
     for i in range(len(counts)):
         total = 0.0
@@ -119,7 +119,7 @@ def add_rows(indptr, columns, values, masks, totals, counts):
 
 @kernel
 def add_clipped(indptr, columns, values, groups, bounds, sums):
-    """Add values, at most `bounds`, shape (n_groups, n_vars), and their squares to `sums`, (n_groups, n_vars, 2)."""
+    """Clip values at `bounds`, shape (n_groups, n_vars), and add them and their squares to `sums`."""
     for i in range(len(groups)):
         group = groups[i]
         for k in range(indptr[i], indptr[i + 1]):
@@ -133,9 +133,9 @@ def add_clipped(indptr, columns, values, groups, bounds, sums):
 def add_residuals(indptr, columns, values, groups, shares, theta, clip, sums):
     """Add Pearson residuals and their squares to `sums`, shape (n_groups, 2, n_vars).
 
-    The mean of a value is the total of its row times that of its column among all counts of the group, `shares`, shape
-    (n_groups, n_vars), and its variance ``mean + mean**2 / theta``. Residuals are clipped to [-`clip`, `clip`]. A
-    residual whose variance is 0 is 0.
+    The expected mean of a value is the total of its row times the share of its column in all counts of the group,
+    `shares`, shape (n_groups, n_vars). Its variance is ``mean + mean**2 / theta``. Residuals are clipped to [-`clip`,
+    `clip`]. A residual whose variance is 0 is 0.
     """
     n_vars = shares.shape[1]
     for i in range(len(groups)):
@@ -143,7 +143,8 @@ def add_residuals(indptr, columns, values, groups, shares, theta, clip, sums):
         total = 0.0
         for k in range(indptr[i], indptr[i + 1]):
             total += values[k]
-        # All as if they were zero, without a branch, so that it is done on several at a time; then those that are not.
+        # First add the residuals of all columns as if all values were zero: a loop without branches is vectorized.
+        # Then correct the nonzeros.
         for j in range(n_vars):
             mean = share[j] * total
             residual = -min(math.sqrt(mean * theta / (theta + mean)), clip)

@@ -1,14 +1,14 @@
-"""Batches that hold a share of every class: which rows each of them has.
+"""Rows of batches that each hold a share of every class.
 
-An epoch has `n_units` batches of equally many rows, and class c has ``quotas[c]`` rows of it. A batch has
-``quotas[c] // n_units`` rows of class c, and ``quotas[c] % n_units`` of the batches have one more. Systematic sampling
-[1]_ in whole numbers says which ones: the remainders of all classes are laid one after the other around a circle of
-`n_units` places, and batch u has one more of each class whose part covers ``(stride * u + shift) % n_units``. Since
-`stride` has no factor in common with `n_units`, every batch has a place of its own. So all batches are equally large,
-and every class has its quota exactly.
+An epoch has `n_units` batches of equally many rows, and class c has ``quotas[c]`` rows of it. A batch has ``quotas[c]
+// n_units`` rows of class c, and ``quotas[c] % n_units`` of the batches have one more. Systematic sampling [1]_ in
+whole numbers determines these batches. The remainders of all classes are laid one after the other around a circle of
+`n_units` places, and batch u has one more row of each class whose arc covers the place ``(stride * u + shift) %
+n_units``. Since `stride` and `n_units` are coprime, every batch has a different place. All batches are therefore
+equally large, and every class has exactly its quota.
 
-The rows of a class are drawn in passes. Each goes once through all of its rows, from a random one on, cut into
-runs of neighbours that come in a random order.
+The rows of a class are drawn in passes. A pass draws each row of the class once: it begins at a random row and is cut
+into runs of neighbours, which are in random order.
 
 .. [1] Madow: On the theory of systematic sampling, II, Annals of Mathematical Statistics 20 (1949).
 """
@@ -23,7 +23,7 @@ from dasksc.kernels.permute import N_ROUNDS, below, bits, permuted, shuffle, str
 __all__ = ["drawn_of_class", "floor_sum", "more_before", "stratified_rows"]
 
 _TABLE_RUNS = 256
-# Up to here the order of the runs of a pass is a table: a Feistel network mixes a small domain poorly.
+# Up to this number of runs, the order of a pass is a table, since a Feistel network mixes a small domain poorly.
 
 
 @kernel
@@ -48,7 +48,7 @@ def floor_sum(n, m, a, b):
 
 @kernel
 def more_before(unit, n_units, first, length, stride, shift):
-    """Return how many of the batches before `unit` lie in the part of the circle from `first` on, of a given length."""
+    """Return the number of batches before `unit` whose place lies in the arc of length `length` from `first` on."""
     if length == 0:
         return np.int64(0)
     start = shift - first
@@ -57,7 +57,7 @@ def more_before(unit, n_units, first, length, stride, shift):
 
 @kernel
 def drawn_of_class(first, n_rows, run_rows, key, out):
-    """Write draws ``first ... first + len(out)`` of a class of `n_rows` rows, each the number of a row in it."""
+    """Write draws ``[first, first + len(out))`` of a class of `n_rows` rows, as numbers of rows in the class."""
     table = np.empty(_TABLE_RUNS, dtype=np.int64)
     round_keys = np.empty(N_ROUNDS, dtype=np.uint64)
     n_runs = n_rows // run_rows
@@ -94,23 +94,24 @@ def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_r
     groups
         Numbers of the groups, shape (n_groups,), int64.
     group_units
-        Batches of a group, among which the draws of each class are dealt at random.
+        Number of batches in a group, among which the draws of each class are distributed at random.
     n_units
-        Batches of the epoch.
+        Number of batches in the epoch.
     quotas
-        Rows of each class in the epoch, shape (n_classes,), int64; their sum is a multiple of `n_units`.
+        Number of rows of each class in the epoch, shape (n_classes,), int64; the sum is a multiple of `n_units`.
     starts
-        Where the rows of each class begin in `members`, shape (n_classes + 1,), int64.
+        First position of each class in `members`, shape (n_classes + 1,), int64.
     members
         Rows by class, integers.
     run_rows
-        Neighbouring rows of a class that are drawn together.
+        Number of neighbouring rows of a class that are drawn together.
     stride, shift
-        The place of each batch on the circle, see the module.
+        Parameters of the place of each batch on the circle, see the module.
     keys
-        Keys of draws, of groups and of batches, shape (3,), uint64.
+        Keys of draws, groups and batches, shape (3,), uint64.
     out
-        Rows, shape (n_groups, group_units, batch_rows), int64; of batches beyond the last nothing is written.
+        Output: rows, shape (n_groups, group_units, batch_rows), int64. Entries of batches beyond the last are not
+        written.
     """
     batch_rows = out.shape[2]
     order = np.empty(batch_rows, dtype=np.int64)
@@ -120,7 +121,7 @@ def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_r
         n_here = min(group_units, n_units - begin)
         group_key = stream(keys[1], groups[g])
         filled[:] = 0
-        ahead = np.int64(0)  # of all remainders laid on the circle before this class
+        ahead = np.int64(0)  # total of the remainders laid on the circle before this class
         for c in range(quotas.shape[0]):
             every = quotas[c] // n_units
             length = quotas[c] % n_units

@@ -1,6 +1,6 @@
 """Operations on vectors of neighbouring elements, for loops that LLVM does not vectorize by itself.
 
-LLVM compiles a vector of any width for any processor, so none of these depends on the instructions of one.
+LLVM compiles vectors of any width for any processor, so these functions do not depend on its instruction set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ N_STEPS = 16
 
 @intrinsic
 def nonzero_bits(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
-    """Return a bit for each of 64 elements from `index` on, the first one lowest, that is set if it is not zero.
+    """Return a bit for each of 64 elements from `index` on, set for nonzeros; the first element is the lowest bit.
 
     The elements are those of the array of `like`'s type that starts at `address`, aligned or not. NaN is not zero.
     """
@@ -39,7 +39,7 @@ def nonzero_bits(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
 
 @intrinsic
 def n_below(typingctx: Any, address: Any, index: Any, like: Any, value: Any) -> Any:
-    """Return how many of `N_STEPS` elements from `index` on are below `value`.
+    """Count the elements below `value` among the `N_STEPS` elements from `index` on.
 
     The elements are those of the array of `like`'s type, unsigned integers, that starts at `address`.
     """
@@ -53,7 +53,7 @@ def n_below(typingctx: Any, address: Any, index: Any, like: Any, value: Any) -> 
 
 @intrinsic
 def n_sums_below(typingctx: Any, address: Any, index: Any, like: Any, value: Any) -> Any:
-    """Return how many of the running sums of `N_STEPS` elements from `index` on are below `value`.
+    """Count the running sums below `value` of the `N_STEPS` elements from `index` on.
 
     The elements are those of the array of `like`'s type, unsigned integers, that starts at `address`.
     """

@@ -1,4 +1,4 @@
-"""The data set that a training loop iterates, `scDataset`."""
+"""Data set that a training loop iterates, `scDataset`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ class scDataset(IterableDataset[Any]):
         and shuffled in memory. None chooses the largest number that `memory_limit` allows. The choice depends only on
         the stored data, so it is equal on every rank and machine.
     drop_last
-        Leave out the last, smaller batch of each rank, and the rows that cannot be divided equally among ranks.
+        If True, leave out the last, smaller batch of each rank, and the rows that cannot be divided equally among
+        ranks.
     fetch_callback
         ``fetch_callback(collection, rows)`` reads the ascending `rows`, in place of
         ``collection[rows]``.
@@ -112,8 +113,8 @@ class scDataset(IterableDataset[Any]):
     batch_callback
         ``batch_callback(data, positions)`` takes a batch from a fetch, in place of ``data[positions]``.
     batch_transform
-        Function applied to each batch. If any hook is given, batches of an AnnData are AnnData before this function.
-        Hooks run one at a time.
+        Function applied to each batch. With any hook, this function receives batches of an AnnData as AnnData. Hooks
+        run one at a time.
     rank, world_size
         Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
         launcher (see `World.detect`).
@@ -121,23 +122,25 @@ class scDataset(IterableDataset[Any]):
         Seed of all random draws, an integer in [0, 2**64). None draws a seed that is equal on all ranks of a process
         group. `Streaming` without shuffling needs no seed.
     obs, layers, obsm
-        Names to yield in addition to X. For several modalities, ``"rna:counts"`` for an element of one of them.
+        Names of columns, layers and entries to yield in addition to X. For several modalities, ``"rna:counts"`` is an
+        element of one of them.
     genes
         Columns of X and the layers to keep: names, a boolean mask or positions; or the genes of a
         `dasksc.tokens.Vocabulary` or of a vocabulary file (a ``pathlib.Path``), with columns in ascending order of ids
         and without special tokens such as ``<pad>``. For several modalities, a dict of these by modality.
     filter
-        Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows for which it holds are
-        drawn. `dasksc.rows_where` documents the syntax. It also applies to the ``indices`` of the strategy.
+        Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows that match are drawn.
+        `dasksc.rows_where` documents the syntax. The filter also applies to the ``indices`` of the strategy.
     layout
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
-        Data type of the values. None keeps the type of ``adata.X``, in which array code computes. A batch with a value
-        that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True for nonzeros.
+        Data type of the values. None keeps the data type of ``adata.X``, in which its Dask array is computed. A batch
+        with a value that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True for
+        nonzeros.
     equal_ranks
-        Give every rank the same number of batches of the same sizes, by repeating at most one row (or set) per
-        rank, or one batch if batches have shares of classes (`EpochPlan.n_padded`). False yields every row exactly
-        once, for evaluation.
+        If True, give every rank the same number of batches of the same sizes, by repeating at most one row (or set)
+        per rank, or one batch if batches have shares of classes (`EpochPlan.n_padded`). If False, yield every row
+        exactly once, as for evaluation.
     scheduler
         Scheduler of fetches: None (an active Dask Client, else threads of this process),
         ``"threads"``, ``"synchronous"``, a Client or the address of its scheduler. Hooks, and collections
@@ -158,11 +161,11 @@ class scDataset(IterableDataset[Any]):
     progress
         Show a progress bar (requires tqdm).
     group
-        Processes that share every epoch, if not all do: a ``torch.distributed`` process group, or a ``DeviceMesh`` that
-        has one dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or similar. Ranks that differ only in
-        other dimensions (tensor or pipeline parallel) read the same batches.
+        Processes that share every epoch, if they are not all processes: a ``torch.distributed`` process group, or a
+        ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or similar. Ranks
+        that differ only in other dimensions (tensor or pipeline parallel) read the same batches.
     transform
-        Function applied to each `Batch`, whose result is yielded, such as `dasksc.tokens.RankTokens` or
+        Function that maps each `Batch` to the item to yield, such as `dasksc.tokens.RankTokens` or
         `dasksc.transforms.Downsample`. A list of functions is applied in order. Unlike hooks, transforms receive
         tensors and run ahead of the loop, in several threads at once. If a transform has a method ``at_epoch``, the
         result of ``transform.at_epoch(epoch)`` is applied in that epoch; if it has ``at_batch``, the result of
@@ -171,11 +174,11 @@ class scDataset(IterableDataset[Any]):
         Treatment of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
         ``"drop"`` to leave them out. If the atlas lacks all of them, an error is raised in any case.
     genes_key
-        Column of var that names are compared with, such as ``"ensembl_id"``. Default: var_names. Columns of the atlas
-        with a missing value in it match no name.
+        Column of var with which names are compared, such as ``"ensembl_id"``. Default: var_names. Genes with a missing
+        value in this column match no name.
     genes_repeated
-        Treatment of a name in `genes` that several columns of the atlas have: ``"error"``, or ``"sum"`` to add
-        them in the data type of the matrix, 64-bit for integers.
+        Treatment of a name in `genes` that several columns of the atlas share: ``"error"``, or ``"sum"`` to add the
+        columns in the data type of the matrix (integers in 64 bits).
     label_key
         Column of obs whose classes ``strategy="balance"`` draws evenly.
     return_index
@@ -188,7 +191,7 @@ class scDataset(IterableDataset[Any]):
         For each encoded column of `obs`, its labels in the order of their codes.
     gene_match
         Result of matching the names in `genes`, a `GeneMatch`, whose ``names`` are the columns of a batch; for several
-        modalities, a dict of these. None if `genes` has no names.
+        modalities, a dict of `GeneMatch`. None if `genes` contains no names.
 
     Raises
     ------
@@ -197,8 +200,8 @@ class scDataset(IterableDataset[Any]):
 
     Notes
     -----
-    Each iteration reads the next epoch, with any type of DataLoader worker; an epoch that is not finished
-    counts. `set_epoch` selects an epoch. `projected_bytes` includes all memory that grows with the data.
+    Each iteration reads the next epoch, also in DataLoader workers, persistent or not. An unfinished epoch counts as
+    an epoch. `set_epoch` selects an epoch. `projected_bytes` includes all memory that grows with the data.
 
     Examples
     --------
@@ -347,9 +350,9 @@ class scDataset(IterableDataset[Any]):
         """Maximum anonymous memory of iteration, in bytes; None for collections read by indexing.
 
         It includes the fetch being yielded, those in flight, the memory to read and decode them, and batches gathered
-        ahead. Memory-mapped files need none, so the value is larger on file systems from which files are not mapped.
-        The projection assumes rows up to a tenth longer than average. On a cluster the value increases with the number
-        of workers, up to ``memory_limit``.
+        ahead. Memory-mapped files need no anonymous memory, so the value is larger if files are not mapped. The
+        projection assumes rows up to a tenth longer than average. On a cluster the value increases with the number of
+        workers, up to ``memory_limit``.
         """
         return self._projection.way().demand.anonymous if isinstance(self._source, MatrixSource) else None
 
@@ -427,7 +430,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def _settings_of_ranks(self) -> dict[str, str]:
-        """All that ranks compare as text; see `fingerprint`."""
+        """Settings that ranks compare, as text; see `fingerprint`."""
         sizes = ("batch_size", "fetch_factor", "drop_last", "equal_ranks", "seed")
         return settings_of_batches(self._source) | self._settings | {name: str(getattr(self, name)) for name in sizes}
 
@@ -441,9 +444,9 @@ class scDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epochs, from which `load_state_dict` resumes.
 
-        The state is equal on all ranks if all have yielded the same number of batches, and contains plain
-        numbers and strings. In a DataLoader worker it is the state of that worker. In a process whose
-        DataLoader workers read, it has whole epochs only, and a warning is logged within an epoch.
+        The state is equal on all ranks if all have yielded the same number of batches, and contains plain numbers and
+        strings. In a DataLoader worker it is the state of that worker. If DataLoader workers read, the state of the
+        main process counts only whole epochs, and a warning is logged within an epoch.
 
         Returns
         -------
@@ -464,7 +467,7 @@ class scDataset(IterableDataset[Any]):
         Raises
         ------
         InputError
-            If the state is of other data, another strategy or another seed; the message lists the differences.
+            If the state belongs to other data, another strategy or another seed; the message lists the differences.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)
@@ -562,16 +565,15 @@ class scDataset(IterableDataset[Any]):
             yielded in addition (`CellSets`); ``n_batches_before``, batches yielded before the epoch was resumed;
             ``n_batches_left``, batches to come. Sizes: ``n_rank_batches``, ``n_rank_padded`` and ``n_rank_dropped``,
             batches, repeated rows and omitted rows of this rank in the whole epoch (in its rest, if it was resumed);
-            ``n_padded`` and ``n_dropped``, those of all ranks, including rows dealt to no rank. Over all ranks, the sum
-            of ``n_rows`` is the number of rows of the epoch + ``n_padded`` - ``n_dropped``.
-            Times in seconds: ``wait_s``, time that the loop waited for batches; ``elapsed_s``, time since it requested
-            the first; ``wait_share``, their ratio; and the throughput ``rows_per_s``.
-            Fetch tasks (a large fetch has several): ``n_fetching``, ``n_ready`` and ``n_fetched`` (received);
-            ``in_flight_bytes``, size of those ready and, estimated by the largest so far, of those being fetched; its
-            limit ``limit_bytes``. Seconds, summed over threads: ``fetch_s``, duration of the received tasks, with
-            ``read_s`` and ``decode_s`` as parts of it (for memory-mapped files, the wait for pages counts where they
-            are first used); ``transfer_s``, transfer of results from the workers of a cluster; ``gather_s``, creation
-            of batches.
+            ``n_padded`` and ``n_dropped``, those of all ranks, including rows dealt to no rank. Over all ranks, the
+            sum of ``n_rows`` is the number of rows of the epoch + ``n_padded`` - ``n_dropped``. Times in seconds:
+            ``wait_s``, time that the loop waited for batches; ``elapsed_s``, time since it requested the first;
+            ``wait_share``, their ratio; and the throughput ``rows_per_s``. Fetch tasks (a large fetch has several):
+            ``n_fetching``, ``n_ready`` and ``n_fetched`` (received); ``in_flight_bytes``, size of the ready tasks plus
+            an estimate for those being fetched, from the largest so far; its limit ``limit_bytes``. Seconds, summed
+            over threads: ``fetch_s``, duration of the received tasks, with ``read_s`` and ``decode_s`` as parts of it
+            (for memory-mapped files, the wait for pages counts where they are first used); ``transfer_s``, transfer of
+            results from the workers of a cluster; ``gather_s``, creation of batches.
         """
         reports = self._counter.reports() if get_worker_info() is None else None
         return merged(reports) if reports else self._stats.report()
@@ -590,7 +592,7 @@ class scDataset(IterableDataset[Any]):
         Parameters
         ----------
         epoch
-            Number of the epoch; default: the next one to be read, which remains the next one.
+            Number of the epoch; default: the next one to be read. The call does not advance it.
 
         Returns
         -------

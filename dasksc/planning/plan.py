@@ -61,7 +61,7 @@ __all__ = ["EpochPlan"]
 
 _Int64s = NDArray[np.int64]
 
-# Of one stretch of an epoch.
+# Upper bound of the number of batches in one segment of an epoch.
 _BATCHES_AT_MOST = 2**48
 
 
@@ -347,9 +347,9 @@ class EpochPlan:
         return positions, order[: min(stop, self._n_rank_units) - start]
 
     def batch_number(self, i: int) -> int:
-        """Return the number of the rank's batch `i` among all batches of the epoch, of any rank and stretch.
+        """Return the number of the rank's batch `i` among the batches of all ranks and segments of the epoch.
 
-        The same batch has it whoever makes it, and no two batches of an epoch share one.
+        The number does not depend on the process that makes the batch, and no two batches of an epoch share a number.
         """
         return len(self.consumed) * _BATCHES_AT_MOST + i * self.world_size + self.rank
 

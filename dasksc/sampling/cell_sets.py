@@ -1,4 +1,4 @@
-"""The strategy of sets of cells, beside matched control cells."""
+"""Sampling strategy for sets of cells with matched control cells."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _N_SHOWN = 3
 
 
 class Expression:
-    """An expression over obs, and the rows for which it holds.
+    """Expression over obs, and the rows for which it holds.
 
     Parameters
     ----------
     text
-        The expression.
+        Text of the expression.
     holds
-        Whether it holds for each row, shape (n_obs,).
+        True for each row for which it holds, shape (n_obs,), bool.
     """
 
     def __init__(self, text: str, holds: NDArray[np.bool_]) -> None:
@@ -50,68 +50,68 @@ class Expression:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CellSets(BuiltInStrategy):
-    """Sets of cells of one group, such as one perturbation in one cell line, beside matched control cells.
+    """Strategy that draws sets of cells of one group, such as one perturbation in one cell line, with matched controls.
 
-    A batch holds ``batch_size / set_size`` whole sets, the rows of a set side by side. Sets are shuffled; rows
-    never leave their set. Batches have a `Batch` entry more: ``batch.sets``, the group of each set, shape
-    (n_sets,), int64, codes of ``dataset.groups``. With `control`, ``batch.control`` is a `Batch` of the same
-    kind, whose rows ``i * n_controls ... (i + 1) * n_controls`` match row i of the batch.
+    A batch holds ``batch_size / set_size`` whole sets, with the rows of a set next to each other. Sets are shuffled;
+    rows never leave their set. A `Batch` has the further entry ``batch.sets``, the group of each set as a code of
+    ``dataset.groups``, shape (n_sets,), int64. With `control`, ``batch.control`` is a `Batch` of control cells, whose
+    rows ``i * n_controls ... (i + 1) * n_controls`` match row i of the batch.
 
-    Each set is a pure function of seed, epoch and its number in the epoch: any number of ranks, of workers and
-    any resumed run yields the same sets.
+    Each set depends only on the seed, the epoch and its number in the epoch. The sets are therefore the same for any
+    number of ranks and workers, and after resuming.
 
     Parameters
     ----------
     by
-        The obs column, or columns, whose combinations of labels are the groups. Cells without a label in one of
-        them are never drawn.
+        One or several obs columns, whose combinations of labels are the groups. Cells that lack a label in any of them
+        are never drawn.
     set_size
-        Cells of a set.
+        Number of cells in a set.
     n_sets
-        Sets of an epoch, over all ranks. Default: as many as hold every cell about once.
+        Number of sets in an epoch, over all ranks. Default: the number that draws every cell about once.
     weights
-        How groups are drawn: ``"cells"``, in proportion to their cells; ``"groups"``, all alike; or a mapping from
-        every group to its weight, with labels as keys, or tuples of labels for several columns. Weights of groups
-        that are not drawn, such as unmatched ones, have no effect.
+        Weights of the groups in the draw: ``"cells"``, their numbers of cells; ``"groups"``, equal weights; or a
+        mapping from every group to its weight, with labels as keys, or tuples of labels for several columns. Weights
+        of groups that are not drawn, such as unmatched ones, have no effect.
     incomplete
-        What becomes of a set that a group cannot fill: ``"repeat"`` fills it with cells of the group once more,
-        ``"drop"`` leaves it out.
+        Treatment of a set that a group cannot fill: ``"repeat"`` fills it by repeating cells of the group, ``"drop"``
+        leaves it out.
     replace
-        True draws sets independently; a cell comes twice in a set only if the group is smaller than a set. False
-        draws every cell once an epoch, `incomplete` sets apart.
+        If True, sets are drawn independently; a cell occurs twice in a set only if the group is smaller than a set. If
+        False, every cell is drawn once per epoch, except in `incomplete` sets.
     block_size
-        Neighbouring cells of a group that are drawn and read together, where the atlas is sorted by group; cells
-        are drawn one by one where it is not. ``dasksc convert --group-by`` sorts it.
+        Number of neighbouring cells of a group that are drawn and read together, if the atlas is sorted by group.
+        Otherwise, cells are drawn one by one. ``dasksc convert --group-by`` sorts an atlas.
     indices
-        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all. A row that is
-        given twice counts as two cells, and may come twice in a set.
+        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all. A row that is given
+        twice counts as two cells, and may occur twice in a set.
     control
-        The control cells: labels by obs column, such as ``{"gene": "non-targeting"}`` (a list for several), an
-        expression over obs as in ``scDataset(filter=)``, or a boolean mask of all rows.
+        Control cells: labels by obs column, such as ``{"gene": "non-targeting"}`` (or a list of labels), an expression
+        over obs as in ``scDataset(filter=)``, or a boolean mask over all rows.
     match
-        The obs columns in which control cells agree with their target. Default: the columns of `by` that `control`
-        does not name. For columns beyond `by`, cells of one set may have controls of different kinds.
+        Names of the obs columns in which control cells agree with their target. Default: the columns of `by` that
+        `control` does not name. With columns that are not in `by`, cells of one set may match different controls.
     n_controls
-        Control cells for each target cell.
+        Number of control cells for each target cell.
     unmatched
-        What becomes of cells that no control cell matches: ``"error"`` refuses them, ``"drop"`` leaves them out,
-        ``"loosen"`` gives up columns of `match`, the last one first. Loosening mixes batch effects into the
-        comparison; ``dasksc.check(dataset)`` counts the cells concerned.
+        Treatment of cells without a matching control cell: ``"error"`` raises an error, ``"drop"`` leaves them out,
+        ``"loosen"`` ignores columns of `match`, starting with the last one. Loosening mixes batch effects into the
+        comparison; ``dasksc.check(dataset)`` counts the affected cells.
     control_indices
-        Rows to draw control cells from. Default: those to draw targets from.
+        Rows to draw control cells from. Default: the rows to draw targets from.
     include_control
-        Whether groups of control cells are targets, too. Such a cell may be its own control.
+        If True, groups of control cells are also targets. Such a cell may be its own control.
 
     Raises
     ------
     InputError
-        If a column or label is missing, no cell is left to draw, cells are unmatched, or arguments contradict
-        each other.
+        If a column or label is missing, no cells remain to draw, cells are unmatched, or arguments contradict each
+        other.
 
     Notes
     -----
-    Binding takes O(n) time. Groups that are runs of rows, as in an atlas sorted by group, take no memory for each
-    row; others take 4 bytes. A fetch reads targets and controls in one ascending pass.
+    Binding takes O(n) time. Memory is 4 bytes per row, or none if each group is one run of rows, as in an atlas sorted
+    by group. A fetch reads targets and controls in one ascending pass.
 
     Examples
     --------
@@ -186,19 +186,19 @@ class CellSets(BuiltInStrategy):
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
-        """The obs columns that binding reads."""
+        """Names of the obs columns that binding reads."""
         control = tuple(self.control) if isinstance(self.control, Mapping) else ()
         return tuple(dict.fromkeys((*self.by, *control, *(self.match or ()))))
 
     def with_control(self, mask: NDArray[np.bool_], columns: Sequence[str]) -> CellSets:
-        """Return the strategy with an expression over obs replaced by what it says of each row.
+        """Return the strategy with the expression over obs replaced by its result for each row.
 
         Parameters
         ----------
         mask
-            Whether each row is a control cell, shape (n_obs,).
+            True for each row that is a control cell, shape (n_obs,), bool.
         columns
-            The obs columns of the expression.
+            Names of the obs columns in the expression.
         """
         match = tuple(name for name in self.by if name not in columns) if self.match is None else self.match
         return replace(self, control=Expression(str(self.control), mask), match=match)
@@ -236,7 +236,7 @@ class CellSets(BuiltInStrategy):
                 raise self._nothing(candidates)
             if {column.name for column in request.match} <= set(self.by):
                 groups = group_rows(codes, n_codes)
-                del codes  # 4 bytes a row
+                del codes  # 4 bytes per row
                 controls, groups, found = match_groups(request, candidates, groups, own=own, is_control=is_control)
             else:
                 controls, groups, found = match_rows(
@@ -285,7 +285,7 @@ class CellSets(BuiltInStrategy):
             columns=by,
             set_size=self.set_size,
             n_sets=n_sets,
-            # Neighbours in a group are neighbours in storage only where the rows of a group lie together.
+            # Neighbours in a group are neighbours in storage only if the rows of a group are stored together.
             block_rows=min(self.block_size, self.set_size) if groups.run_rows >= self.block_size else 1,
             cumulative=cumulative,
             ends=ends,
@@ -319,7 +319,7 @@ class CellSets(BuiltInStrategy):
             if not isinstance(value, Real) or not 0 <= float(weight) < np.inf:
                 raise InputError(f"weights[{key!r}] must be finite and not negative; got {weight!r}")
             found = number.get(codes)
-            if found is None:  # unmatched, incomplete, of other rows or of controls
+            if found is None:  # unmatched or incomplete groups, and groups of other rows or of controls
                 n_ignored += 1
             else:
                 result[found] = float(weight)

@@ -32,11 +32,11 @@ class MatchRequest:
     by
         Names of the columns that define groups.
     match
-        The columns in which controls and targets agree.
+        Names of the columns in which controls and targets agree.
     n_controls
-        Control cells for each target cell.
+        Number of control cells for each target cell.
     block_size
-        Neighbours that are read together, where controls that match the same targets lie together.
+        Number of neighbours that are read together, if controls that match the same targets are stored together.
     unmatched
         ``"error"``, ``"drop"`` or ``"loosen"``.
     """
@@ -57,11 +57,11 @@ class _Pools:
     rows, starts, counts
         See `Controls`.
     of_key
-        Pool of each key, -1 where none matches, shape (n_keys,), int64.
+        Pool of each key, shape (n_keys,), int64; -1 for a key without matching controls.
     is_loosened
-        Whether the pool of each key matches fewer columns, shape (n_keys,).
+        True for each key whose pool matches fewer columns, shape (n_keys,), bool.
     run_rows
-        Neighbours of one pool, on average.
+        Mean number of neighbouring rows in one pool.
     """
 
     rows: NDArray[Any]
@@ -80,12 +80,12 @@ def match_groups(
     own: Candidates,
     is_control: NDArray[np.bool_],
 ) -> tuple[Controls, RowGroups, dict[str, int]]:
-    """Match control cells to groups of targets, where the columns of `match` are among those of `by`.
+    """Match control cells to groups of targets, if all columns of `match` are in `by`.
 
     Parameters
     ----------
     request
-        Columns and options.
+        Columns and options of the match.
     targets
         Rows to draw targets from.
     groups
@@ -98,7 +98,7 @@ def match_groups(
     Returns
     -------
     controls, groups, accounts
-        The controls, the groups that have some, and counts by the names of `SetAccounts`.
+        Controls, groups with controls, and counts by the names of `SetAccounts`.
 
     Raises
     ------
@@ -124,14 +124,14 @@ def match_rows(
     own: Candidates,
     is_control: NDArray[np.bool_],
 ) -> tuple[Controls, RowGroups, dict[str, int]]:
-    """Match control cells to single targets, whose group does not say which match.
+    """Match control cells to single targets, if `match` has columns that are not in `by`.
 
     Parameters
     ----------
     request, targets, own, is_control
         As for `match_groups`.
     codes, n_codes
-        Group code of each target, -1 for none, and the number of codes. Targets that are left out become -1.
+        Group code of each target, -1 for none, and the number of codes. Targets to leave out are set to -1.
 
     Returns
     -------
@@ -180,7 +180,7 @@ def _accounts(cells: _Int64s, pools: _Pools) -> dict[str, int]:
 
 
 def _missing_as_label(column: Column) -> Column:
-    """Return a column in which a missing label is one of the labels."""
+    """Return a column in which a missing label counts as a label."""
     is_missing = column.codes < 0
     if not is_missing.any():
         return column
@@ -190,14 +190,14 @@ def _missing_as_label(column: Column) -> Column:
 
 
 def _pools_of(key_rows: _Int64s, request: MatchRequest, own: Candidates, positions: _Int64s) -> _Pools:
-    """Find the control cells that agree with each key row, at the most columns that any agree in.
+    """Find the control cells that agree with each key row in the largest possible number of columns.
 
     Parameters
     ----------
     key_rows
-        A row of the collection for each key, shape (n_keys,), int64.
+        One row of the collection for each key, shape (n_keys,), int64.
     request
-        The columns, and whether they may be given up.
+        Columns to match, and the option to ignore some of them.
     own, positions
         Rows to draw controls from, and the positions of control cells among them, shape (n,), int64.
     """
@@ -231,7 +231,7 @@ def _pools_of(key_rows: _Int64s, request: MatchRequest, own: Candidates, positio
         listed.append(control_rows[members])
         starts.append(n_listed + ends - n_members)
         counts.append(n_members)
-        # A run ends where other cells lie between two controls.
+        # Other cells between two controls end a run.
         n_runs += 1 + int(np.count_nonzero(np.diff(positions[members]) != 1))
         n_listed += len(members)
         n_pools += len(used)
@@ -250,7 +250,7 @@ def _pools_of(key_rows: _Int64s, request: MatchRequest, own: Candidates, positio
 def _refuse_unmatched(
     request: MatchRequest, cells: _Int64s, key_rows: _Int64s, is_unmatched: NDArray[np.bool_]
 ) -> None:
-    """Raise an error where cells without controls are to be refused."""
+    """Raise an error for cells without controls if ``unmatched="error"``."""
     if request.unmatched != "error" or not is_unmatched.any():
         return
     names = ", ".join(column.name for column in request.match)

@@ -22,23 +22,23 @@ __all__ = ["Column", "RowGroups", "columns_named", "combined_codes", "group_rows
 _Int64s = NDArray[np.int64]
 
 _FEW_CODES = 2**22
-# Tables of this many codes are always affordable.
+# Number of codes up to which a table is small for any number of rows.
 _N_SHOWN = 20
-# Labels that an error lists.
+# Maximum number of labels in an error message.
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """An obs column as integer codes.
+    """Obs column as integer codes.
 
     Parameters
     ----------
     name
         Name of the column.
     codes
-        One per row of the collection, shape (n_obs,), integers; negative for a missing label.
+        Code of each row of the collection, shape (n_obs,), integers; negative for a missing label.
     labels
-        The label of each code.
+        Label of each code.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Column:
 
     @classmethod
     def of(cls, name: str, labels: Any, n_obs: int) -> Column:
-        """Encode the labels of a column, in ascending order; categories keep theirs.
+        """Encode the labels of a column in ascending order; categories keep their order.
 
         Raises
         ------
         InputError
-            If there is not one per row, or they are continuous.
+            If the number of labels differs from the number of rows, or labels are continuous.
         """
         try:
             codes, names = encode_labels(labels, by_value=True)
@@ -63,18 +63,18 @@ class Column:
         return cls(name, codes, names)
 
     def codes_by_label(self) -> CodesByLabel:
-        """Return the codes of the labels."""
+        """Return the code of each label."""
         return CodesByLabel(self)
 
     def where(self, wanted: Any) -> NDArray[np.bool_]:
-        """Return for each row whether its label is `wanted`, or one of a collection of labels.
+        """Return a mask of the rows whose label is `wanted`, or one of several `wanted` labels.
 
         Raises
         ------
         MissingKeyError
-            If the column has no such label.
+            If the column lacks a label.
         WrongTypeError
-            If `wanted` holds an object that cannot be a label.
+            If `wanted` contains an object that cannot be a label.
         """
         if isinstance(wanted, np.ndarray) or hasattr(wanted, "to_numpy"):
             wanted = wanted.tolist()
@@ -86,7 +86,7 @@ class Column:
         for label in several:
             try:
                 is_wanted[codes[label]] = True
-            except TypeError as error:  # it has no hash
+            except TypeError as error:  # the object is not hashable
                 raise WrongTypeError(
                     f"control= has {label!r} for column {self.name!r}; give a label or a list of labels of that column"
                 ) from error
@@ -100,7 +100,7 @@ class CodesByLabel(dict[Any, int]):
     Parameters
     ----------
     column
-        The column.
+        Encoded column.
     """
 
     def __init__(self, column: Column) -> None:
@@ -111,7 +111,7 @@ class CodesByLabel(dict[Any, int]):
         if isinstance(label, float | np.floating):
             with np.errstate(over="ignore"):
                 nearest = float(np.float32(label))
-            if nearest in self:  # a column of single precision holds 0.1 as its nearest number
+            if nearest in self:  # float32 columns contain the nearest number to 0.1
                 return self[nearest]
         column = self._column
         present = [column.labels[code] for code in np.unique(column.codes).tolist() if code >= 0]
@@ -139,20 +139,20 @@ def _shown(label: Any) -> str:
 def columns_named(
     argument: str, names: Iterable[str], labels_of: Callable[[str], Any], n_obs: int, known: dict[str, Column]
 ) -> list[Column]:
-    """Return the columns called `names`, encoding each once.
+    """Return the columns with given names, and encode each only once.
 
     Parameters
     ----------
     argument
-        The argument that names them, for errors.
+        Name of the argument in error messages.
     names
         Names of obs columns.
     labels_of
-        Returns an obs column by its name.
+        Function that returns an obs column by name.
     n_obs
-        Rows of the collection.
+        Number of rows in the collection.
     known
-        Columns encoded so far by name; receives the others.
+        Columns encoded so far, by name; new ones are added.
 
     Raises
     ------
@@ -172,12 +172,12 @@ def columns_named(
 def combined_codes(columns: Sequence[Column], rows: _Int64s | slice, n: int) -> tuple[NDArray[Any], int]:
     """Return one code for the combination of labels of each row, and the number of codes.
 
-    Codes ascend as the combinations do, the first column first. O(n) time for each column; 4 bytes a row.
+    Codes are in lexicographic order of the combinations. Takes O(n) time per column, and 4 bytes per row.
 
     Parameters
     ----------
     columns
-        At least one.
+        One or more columns.
     rows
         Row numbers in the collection, shape (n,), or a slice of all rows.
     n
@@ -186,7 +186,7 @@ def combined_codes(columns: Sequence[Column], rows: _Int64s | slice, n: int) -> 
     Returns
     -------
     codes, n_codes
-        Shape (n,), int32 or int64; -1 where a label is missing. No more than about n / 4 codes, so that tables
+        Codes, shape (n,), int32 or int64; -1 if any label is missing. There are at most about n / 4 codes, so tables
         by code take no more memory than the rows.
     """
     limit = max(_FEW_CODES, n // 4)
@@ -212,7 +212,7 @@ def _renumbered(codes: NDArray[Any], n_codes: int) -> tuple[NDArray[np.int32], i
         import pandas as pd
 
         numbers, present = pd.factorize(codes, sort=True)
-        # A missing label is a code like others here, and the lowest.
+        # Here a missing label has a code of its own, the lowest.
         n_below = int(len(present) > 0 and present[0] < 0)
         return (numbers - n_below).astype(np.int32), max(1, len(present) - n_below)
     is_present = np.zeros(n_codes, dtype=np.bool_)
@@ -225,19 +225,19 @@ def _renumbered(codes: NDArray[Any], n_codes: int) -> tuple[NDArray[np.int32], i
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Rows by the group that they belong to.
+    """Rows by group.
 
     Parameters
     ----------
     codes
-        The code of each group, ascending, shape (n_groups,), int64.
+        Code of each group, ascending, shape (n_groups,), int64.
     starts, counts
-        Where the members of each group begin, and how many it has, shape (n_groups,), int64.
+        First member and number of members of each group, shape (n_groups,), int64.
     members
-        Rows group by group, ascending in each, shape (n,), int32 or int64; empty where every group is one run of
+        Rows, group by group and ascending within each, shape (n,), int32 or int64; empty if every group is one run of
         rows, so that member i is row i.
     run_rows
-        Rows of a run of neighbours of one group, on average.
+        Mean number of neighbouring rows in one group.
     """
 
     codes: _Int64s
@@ -248,19 +248,19 @@ class RowGroups:
 
     @property
     def n_rows(self) -> int:
-        """Rows of all groups."""
+        """Number of rows in all groups."""
         return int(self.counts.sum())
 
     def rows(self, members: _Int64s) -> _Int64s:
-        """Return the row of each member number."""
+        """Return the rows with given member numbers."""
         return self.members[members].astype(np.int64, copy=False) if len(self.members) else members
 
     def first_rows(self) -> _Int64s:
-        """Return a row of each group, shape (n_groups,)."""
+        """Return the first row of each group, shape (n_groups,)."""
         return self.rows(self.starts)
 
     def kept(self, keep: NDArray[np.bool_]) -> RowGroups:
-        """Return the groups to keep; the members of others stay listed and are never drawn."""
+        """Return the groups to keep; members of other groups remain listed but are never drawn."""
         return RowGroups(self.codes[keep], self.starts[keep], self.counts[keep], self.members, self.run_rows)
 
     def digest(self) -> str:
@@ -269,16 +269,16 @@ class RowGroups:
 
 
 def group_rows(codes: NDArray[Any], n_codes: int) -> RowGroups:
-    """Group rows by code; rows of negative codes belong to no group.
+    """Group rows by code; rows with negative codes belong to no group.
 
-    O(n) time. No memory for each row where every group is one run; else 4 bytes (8 beyond 2**31 rows).
+    Takes O(n) time. Memory per row is 4 bytes (8 beyond 2**31 rows), or none if every group is one run.
 
     Parameters
     ----------
     codes
-        Shape (n,), integers below `n_codes`.
+        Code of each row, shape (n,), integers below `n_codes`.
     n_codes
-        Number of codes, present or not.
+        Number of possible codes, including those that do not occur.
     """
     counts = np.zeros(n_codes, dtype=np.int64)
     firsts = np.zeros(n_codes, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The sampler of sets: sets of cells of one group, beside matched control cells."""
+"""Sampler of sets of cells of one group, with matched control cells."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ __all__ = ["Controls", "DrawnSets", "SetAccounts", "SetDraw", "SetSampler"]
 _Int64s = NDArray[np.int64]
 
 _TABLE_BLOCKS = 16_384
-# Groups of up to so many blocks are permuted by a table, which takes microseconds to fill.
+# Maximum number of blocks of a group that a table permutes; filling it takes microseconds.
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Control cells, and which of them match which targets.
+    """Control cells, in pools that match the same targets.
 
     Parameters
     ----------
     rows
         Row numbers, pool by pool, shape (n,), int32 or int64. A row may belong to several pools.
     starts, counts
-        Where the rows of each pool begin, and how many it has, shape (n_pools,), int64.
+        First row and number of rows of each pool, shape (n_pools,), int64.
     pools
-        Pool of each group of targets, shape (n_groups,), int64; or of each match code, where `codes` are given.
+        Pool of each group of targets, shape (n_groups,), int64; or of each match code if `codes` are given.
     codes
-        Match code of each row of the collection, shape (n_obs,), integers, where the cells of a group match
-        different controls; else empty.
+        Match code of each row of the collection, shape (n_obs,), integers, if the cells of a group match different
+        controls; else empty.
     block_size
-        Neighbours that are read together.
+        Number of neighbours that are read together.
     n_controls
-        Control cells for each target cell.
+        Number of control cells for each target cell.
     """
 
     rows: NDArray[Any]
@@ -54,7 +54,7 @@ class Controls:
     n_controls: int
 
     def pools_of(self, groups: _Int64s, rows: _Int64s) -> _Int64s:
-        """Return the pool of each of `rows`, which belong to `groups`, set by set."""
+        """Return the pool of each row; `rows` are listed set by set, and `groups` has the group of each set."""
         if len(self.codes):
             own: _Int64s = self.pools[self.codes[rows]]
             return own
@@ -73,21 +73,21 @@ class SetAccounts:
     Parameters
     ----------
     n_groups, n_cells
-        Groups to draw from, and their cells.
+        Numbers of groups to draw from, and of their cells.
     n_unlabelled
-        Cells that lack a label of `by`, and are never drawn.
+        Number of cells that lack a label in `by` and are never drawn.
     n_control_cells
-        Control cells.
+        Number of control cells.
     n_unmatched_groups, n_unmatched_cells
-        Groups that are left out wholly or in part since no control matches (``unmatched="drop"``), and the cells left
-        out.
+        Numbers of groups and cells without matching controls (``unmatched="drop"``); the cells are left out, and a
+        group counts if any of its cells is.
     n_loosened_groups, n_loosened_cells
-        Groups that have controls which match fewer columns, wholly or in part (``unmatched="loosen"``), and the cells
-        concerned.
+        Numbers of groups and cells whose controls match fewer columns (``unmatched="loosen"``); a group counts if any
+        of its cells does.
     n_short_groups
-        Groups of fewer cells than a set.
+        Number of groups with fewer cells than a set.
     drops_short
-        Whether these are never drawn (``incomplete="drop"``).
+        True if short groups are never drawn (``incomplete="drop"``).
     """
 
     n_groups: int
@@ -113,7 +113,7 @@ class DrawnSets:
     rows
         Row numbers set by set, shape (n * set_size,), int64.
     controls
-        Row numbers of the control cells of each row, shape (n * set_size * n_controls,), int64; None without.
+        Row numbers of the control cells of each row, shape (n * set_size * n_controls,), int64; None without controls.
     """
 
     groups: _Int64s
@@ -123,30 +123,30 @@ class DrawnSets:
 
 @dataclass(frozen=True)
 class SetSampler:
-    """Sets of cells of one group.
+    """Sampler of sets of cells of one group.
 
     Parameters
     ----------
     candidates
-        The rows that `groups` counts.
+        Rows that the members of `groups` refer to.
     groups
         Candidates by group.
     columns
-        The columns that define groups.
+        Columns that define the groups.
     set_size
-        Cells of a set.
+        Number of cells in a set.
     n_sets
-        Sets of an epoch, over all ranks.
+        Number of sets in an epoch, over all ranks.
     block_rows
-        Neighbours in a group that are read together.
+        Number of neighbours in a group that are read together.
     cumulative
-        Running sums of the weights of the groups, float64; None where each cell is drawn once an epoch.
+        Cumulative sums of the weights of the groups, float64; None if each cell is drawn once per epoch.
     ends
-        Running sums of the sets of each group, int64; None where groups are drawn by weight.
+        Cumulative sums of the numbers of sets of the groups, int64; None if groups are drawn by weight.
     controls
-        Control cells; None without.
+        Control cells, or None.
     accounts
-        What binding found.
+        Counts found by binding.
     """
 
     candidates: Candidates
@@ -175,12 +175,12 @@ class SetSampler:
 
     @property
     def n_controls(self) -> int:
-        """Control rows for each target row."""
+        """Number of control rows for each target row."""
         return 0 if self.controls is None else self.controls.n_controls
 
     @property
     def run_rows(self) -> float:
-        """Mean number of neighbouring rows that are read together, controls included."""
+        """Mean number of neighbouring rows that are read together, including controls."""
         if self.controls is None:
             return float(self.block_rows)
         n_controls = self.controls.n_controls
@@ -201,7 +201,7 @@ class SetSampler:
 
     @cached_property
     def table(self) -> Any:
-        """The labels of each group, a data frame with a column for each of `by` and a row for each group."""
+        """Labels of the groups, a data frame with one row per group and one column per column of `by`."""
         import pandas as pd
 
         rows = self.candidates.rows(self.groups.first_rows())
@@ -224,7 +224,7 @@ class SetSampler:
 
 @dataclass(frozen=True, slots=True)
 class SetDraw:
-    """The sets of one epoch, each a function of its number alone.
+    """Draw of the sets of one epoch; each set depends only on the key and its number.
 
     Parameters
     ----------
@@ -238,7 +238,7 @@ class SetDraw:
     keys: NDArray[np.uint64]
 
     def sets(self, numbers: _Int64s) -> DrawnSets:
-        """Return sets by their numbers in the epoch, each in [0, n_sets)."""
+        """Return the sets with given numbers in the epoch, each in [0, n_sets)."""
         groups, rows = self._targets(numbers)
         sampler = self.sampler
         if sampler.controls is None:

@@ -1,4 +1,4 @@
-"""Sampling strategies: which rows an epoch draws.
+"""Sampling strategies, which determine the rows of an epoch.
 
 A strategy is a frozen specification. *Binding* it to a collection checks it against the number of rows and
 returns a `Sampler`, whose `Sampler.draw` returns the rows of an epoch, in storage order. The plan determines
@@ -117,7 +117,7 @@ class SamplingStrategy:
 
 
 class BuiltInStrategy(SamplingStrategy):
-    """Strategy that is bound to a number of rows, in contrast to strategies of users, which return their rows."""
+    """Base class of built-in strategies, which bind to a number of rows; user-defined ones return their rows."""
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
@@ -243,8 +243,8 @@ class BlockShuffling(BuiltInStrategy):
         candidates = Candidates.of(self.indices, n_obs)
         block_size = self.block_size
         if block_size >= candidates.n > 1 and not self.drop_last:
-            # A single block has only one order. If fetches are shorter, the same rows would come last in every
-            # epoch, and would never be seen with drop_last.
+            # A single block has only one order. With fetches shorter than the block, the same rows would come last in
+            # every epoch, and drop_last would always leave them out.
             block_size = -(-candidates.n // 2)
         return RowSampler(candidates, block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
 

@@ -161,16 +161,16 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """The columns out that several columns of a dense matrix are added up to.
+    """Output columns that are sums of several columns of a dense matrix.
 
     Parameters
     ----------
     targets
-        Their numbers among the columns out, shape (n_targets,), int64.
+        Numbers of these output columns, shape (n_targets,), int64.
     columns
-        The columns to add up: those of each target side by side, ascending.
+        Columns to add, grouped by target, ascending within each.
     starts
-        Where those of each target begin, and those of the last one end, shape (n_targets + 1,), int64.
+        Start of each target in `columns`, and the end of the last one, shape (n_targets + 1,), int64.
     """
 
     targets: NDArray[np.int64]
@@ -179,7 +179,7 @@ class Sums:
 
     @classmethod
     def of(cls, lookup: NDArray[np.int32], targets: NDArray[np.int64]) -> Sums:
-        """Return the sums of ascending `targets`, to each of which `lookup` sends several columns."""
+        """Return the sums for ascending `targets`, to each of which `lookup` assigns several columns."""
         found = np.flatnonzero(np.isin(lookup, targets))
         order = np.argsort(lookup[found], kind="stable")
         counts = np.unique(lookup[found], return_counts=True)[1]

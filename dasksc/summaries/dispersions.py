@@ -1,4 +1,4 @@
-"""Genes by their dispersion among genes of about the same mean: two flavors of highly variable genes."""
+"""Highly variable genes by normalized dispersion: the flavors ``"seurat"`` and ``"cell_ranger"``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 __all__ = ["by_dispersion"]
 
 _N_BINS = 20
-# The median absolute deviation of a normal distribution with a standard deviation of 1.
+# Median absolute deviation of a normal distribution with a standard deviation of 1.
 _NORMAL_DEVIATION = 0.6744897501960817
 
 
@@ -30,24 +30,24 @@ def by_dispersion(
     means, variances
         Mean and variance of each gene in each batch, shape (n_batches, n_vars).
     is_there
-        Which genes each batch has; None: a single batch, with all genes.
+        Mask of the genes in each batch, shape (n_batches, n_vars), bool; None: a single batch with all genes.
     flavor
         ``"seurat"`` or ``"cell_ranger"``.
     n_top_genes
-        How many genes.
+        Number of genes to find.
 
     Returns
     -------
     pandas.DataFrame
-        ``means``, ``dispersions``, ``dispersions_norm``, ``highly_variable``, and of batches how many have the gene
-        among theirs.
+        ``means``, ``dispersions``, ``dispersions_norm``, ``highly_variable``, and, for several batches, the number of
+        batches in which the gene is highly variable.
     """
     if is_there is None:
         return _of_batch(means[0], variances[0], flavor, n_top_genes)
     batches = []
     for mean, variance, there in zip(means, variances, is_there, strict=True):
         columns = _of_batch(mean[there], variance[there], flavor, n_top_genes).astype(np.float64)
-        # What a batch does not have counts as 0.
+        # Genes that a batch lacks count as 0.
         batches.append(columns.set_axis(np.flatnonzero(there)).reindex(range(len(mean)), fill_value=0.0))
     stacked = np.stack([one.to_numpy() for one in batches])
     n_tops = stacked[:, :, -1].sum(axis=0).astype(np.int64)
@@ -84,7 +84,7 @@ def _of_batch(mean: NDArray[np.float64], variance: NDArray[np.float64], flavor: 
         width, center = width.where(~alone, center), center.where(~alone, 0.0)
     else:
         edges = np.r_[-np.inf, np.percentile(mean, np.arange(10, 105, 5)), np.inf]
-        # Edges are equal where many genes are expressed by no cell, which scanpy refuses.
+        # If no cell expresses many of the genes, edges coincide, for which scanpy raises an error.
         bins = pd.cut(genes["means"], bins=edges, duplicates="drop")
         grouped = genes["dispersions"].groupby(bins, observed=True)
         center = grouped.transform("median")
@@ -97,6 +97,6 @@ def _of_batch(mean: NDArray[np.float64], variance: NDArray[np.float64], flavor: 
 
 
 def _nan_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return means over batches that have a value, NaN where none has."""
+    """Return means over the batches with a value; NaN if no batch has one."""
     n = (~np.isnan(values)).sum(axis=0)
     return np.where(n > 0, np.nansum(values, axis=0) / np.maximum(n, 1), np.nan)

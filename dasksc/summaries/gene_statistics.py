@@ -1,4 +1,4 @@
-"""Statistics of genes, of genes by group, and of cells, in one pass."""
+"""Statistics of genes, groups of cells, and cells, in one pass."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Statistics:
     Parameters
     ----------
     genes
-        A row for each gene, by its name: ``n``, the cells; ``sum``, ``mean`` and ``var`` (float64, ``ddof=1``), NaN
-        where there are too few cells; ``count_nonzero``.
+        Table with one row per gene, indexed by name: ``n``, the number of cells; ``sum``, ``mean`` and ``var``
+        (float64, ``ddof=1``), NaN if there are too few cells; ``count_nonzero``.
     groups
-        A row for each group and a column for each gene, with the layers ``sum``, ``mean``, ``var`` and
-        ``count_nonzero``, as `scanpy.get.aggregate` lays them out; obs has the labels and ``n_obs_aggregated``, the
-        cells. None without ``by``.
+        AnnData of groups by genes with the layers ``sum``, ``mean``, ``var`` and ``count_nonzero``, in the layout of
+        `scanpy.get.aggregate`. Its obs has the labels and ``n_obs_aggregated``, the number of cells. None without
+        ``by``.
     cells
-        A row for each cell that was read, with columns as `scanpy.pp.calculate_qc_metrics` names them. None without
-        ``qc``.
+        Table with one row per cell that was read, with the column names of `scanpy.pp.calculate_qc_metrics`. None
+        without ``qc``.
 
     Examples
     --------
@@ -53,12 +53,13 @@ class Statistics:
     cells: pd.DataFrame | None = None
 
     def to_anndata(self) -> AnnData:
-        """Return everything as one AnnData.
+        """Return all statistics as one AnnData.
 
         Returns
         -------
         AnnData
-            The groups, or one called ``"all"``, by genes; `genes` as var, and `cells` as ``uns["cells"]``.
+            Groups by genes, with a single group ``"all"`` if cells were not grouped; `genes` as var, and `cells` as
+            ``uns["cells"]``.
         """
         if self.groups is not None:
             made = self.groups.copy()
@@ -87,40 +88,40 @@ def statistics(
     Parameters
     ----------
     adata
-        What `dasksc.open` takes or returns.
+        Any argument or result of `dasksc.open`.
     by
-        An obs column, or several, whose labels group cells. Cells without a label belong to no group, and count in
-        the statistics over all.
+        One or several obs columns whose labels define groups of cells. Cells without a label belong to no group, but
+        count in the statistics over all cells.
     filter
-        Use only cells for which an expression over obs holds, as for `dasksc.rows_where`.
+        Expression over obs that selects cells, as for `dasksc.rows_where`. Default: all cells.
     layer
-        Use this layer instead of X.
+        Name of the layer to use instead of X.
     qc
-        Sets of genes of which each cell's share is wanted: names of boolean columns of var, or a dict of names,
-        masks or positions by the name of the set. An empty list gives totals and numbers of genes alone. None: nothing
-        is computed for each cell.
+        Sets of genes, such as mitochondrial genes, whose share of the counts is computed for each cell: names of
+        boolean columns of var, or a dict of gene names, masks or positions by name of the set. An empty list gives
+        only the total and the number of genes of each cell. None gives no statistics of cells.
     progress
-        Show a progress bar (needs tqdm).
+        Show a progress bar (requires tqdm).
 
     Returns
     -------
     Statistics
-        Tables of genes, of groups and of cells.
+        Statistics of genes, groups and cells.
 
     Raises
     ------
     InputError
-        If an argument does not fit the atlas, or groups by genes need more memory than ``dasksc.memory-limit``.
+        If an argument does not fit the atlas, or the statistics of groups need more memory than
+        ``dasksc.memory-limit``.
     MissingKeyError
-        If there is no such column or layer.
+        If the atlas lacks a column or layer.
 
     Notes
     -----
-    Rows are read as an epoch of `Streaming` reads them: on the active Dask Client, else on threads. Memory does not
-    grow with the number of cells, except for `Statistics.cells`, for `filter` (8 bytes a cell) and for `by` (1 byte a
-    cell for up to 126 groups, and the columns); 64 bytes are needed for each gene of each group. Values
-    are added up in float64 relative to the first of each gene and group, so that variances are right where means are
-    large.
+    Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
+    the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
+    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. Values are summed in float64
+    relative to the first value of each gene and group, so variances are accurate even if means are large.
 
     Examples
     --------
@@ -139,7 +140,7 @@ def statistics(
     cells = None if qc is None else _Cells(source, qc)
     n_rows = np.zeros(0, dtype=np.int64) if groups is None else groups.n_rows
     n_others = source.n_rows - int(n_rows.sum())
-    # Rows without a group come last, since they count over all.
+    # The last group holds the rows without a label, which count in the statistics over all cells.
     if n_others or not len(n_rows):
         n_rows = np.append(n_rows, n_others)
     moments = Moments(n_rows, n_vars)
@@ -191,7 +192,7 @@ def _grouped(moments: Moments, groups: Groups, source: Pass) -> AnnData:
 
 
 class _Cells:
-    """Totals, numbers of genes, and shares of sets of genes, for each cell."""
+    """Total, number of genes, and shares of sets of genes, for each cell."""
 
     def __init__(self, source: Pass, qc: Mapping[str, Any] | Sequence[str]) -> None:
         if isinstance(qc, str):
@@ -206,12 +207,12 @@ class _Cells:
         self._counts = np.empty(source.n_rows, dtype=np.int64)
 
     def add(self, rows: Any) -> None:
-        """Compute those of some rows."""
+        """Compute the statistics of some rows."""
         places, indptr, columns, values = rows
         kernels.add_rows(indptr, columns, values, self._masks, self._totals[places], self._counts[places])
 
     def table(self) -> pd.DataFrame:
-        """Return them by their names in `scanpy.pp.calculate_qc_metrics`."""
+        """Return the statistics with the column names of `scanpy.pp.calculate_qc_metrics`."""
         total = self._totals[:, 0]
         columns: dict[str, NDArray[Any]] = {"n_genes_by_counts": self._counts, "total_counts": total}
         for i, name in enumerate(self._names):
@@ -237,7 +238,7 @@ def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.b
     for name, genes in sets.items():
         mask = np.zeros(adata.n_vars, dtype=bool)
         chosen = np.asarray(genes) if not isinstance(genes, str) else genes
-        # No gene of an empty set, which `genes=` refuses, is a share of 0.
+        # An empty set, which `genes=` refuses, has a share of 0.
         if isinstance(chosen, str) or (chosen.any() if chosen.dtype == bool else len(chosen)):
             columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)
             mask[columns.positions if columns is not None else slice(None)] = True
@@ -251,18 +252,18 @@ def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     InputError
-        As `check_destination` does.
+        As for `check_destination`.
     """
     found.to_anndata().write_h5ad(check_destination(path))
 
 
 def check_destination(path: str | os.PathLike[str]) -> str:
-    """Return where statistics can be written.
+    """Return the path for the statistics, if it can be written.
 
     Raises
     ------
     InputError
-        If there is something at the path already, its folder is missing, or its name has another ending.
+        If the path exists, its folder is missing, or its name has another ending.
     """
     name = os.fspath(path)
     if not name.endswith(".h5ad"):

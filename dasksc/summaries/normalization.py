@@ -1,4 +1,4 @@
-"""Counts brought to the same total in every cell, lazily."""
+"""Lazy normalization of cells to the same total."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ def normalize(
     layer: str | None = None,
     progress: bool = False,
 ) -> AnnData:
-    """Scale each cell to the same total, and take the logarithm, lazily.
+    """Scale each cell to the same total and take the logarithm, lazily.
 
     Parameters
     ----------
     adata
-        What `dasksc.open` takes or returns.
+        Any argument or result of `dasksc.open`.
     target_sum
-        The total of each cell. None: the median of the totals of the cells that have any, which takes one pass over
-        the matrix and 8 bytes a cell while it lasts.
+        Total of each cell after scaling. None: the median of the positive totals, computed in one pass over the matrix
+        with 8 bytes of memory per cell.
     log1p
-        Take ``log(1 + x)`` of what is scaled.
+        If True, take ``log(1 + x)`` of the scaled values.
     layer
-        Normalize this layer instead of X.
+        Name of the layer to normalize instead of X.
     progress
-        Show a progress bar of the pass (needs tqdm).
+        Show a progress bar for the pass (requires tqdm).
 
     Returns
     -------
     AnnData
-        As `dasksc.open` returns it, with another X, or layer: floating-point, computed row by row from the stored
-        values while rows are read, in chunks and in batches. ``uns["log1p"]`` says that logarithms were taken. Nothing
-        of `adata` is changed.
+        AnnData as from `dasksc.open`, with a normalized X or layer: floating-point values, computed from the stored
+        values whenever rows are read, for Dask chunks as well as batches. ``uns["log1p"]`` records the logarithm.
+        `adata` does not change.
 
     Raises
     ------
     InputError
-        If `target_sum` is not a positive number, or no cell has a total from which to find it.
+        If `target_sum` is not a positive number, or is None and no cell has a positive total.
     MissingKeyError
-        If there is no such layer.
+        If the atlas lacks the layer.
 
     Notes
     -----
-    The same as `scanpy.pp.normalize_total` and `scanpy.pp.log1p`, but that scanpy takes the median over all cells,
-    also those whose total is 0, where X is CSR in memory. Cells whose total is 0 stay as they are. Totals are added up
-    in float64.
+    The result equals that of `scanpy.pp.normalize_total` and `scanpy.pp.log1p`, with one exception: for CSR matrices
+    in memory, scanpy includes cells with a total of 0 in the median. Cells with a total of 0 do not change. Totals are
+    summed in float64.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def _median_total(source: Pass) -> float:
 
 
 def _scaled(block: Any, *, target: float, log1p: bool, dtype: np.dtype[Any]) -> Any:
-    """Return rows whose total is `target`, CSR or dense as they are given."""
+    """Return rows scaled to the total `target`, CSR or dense as given."""
     if sp.issparse(block):
         made = sp.csr_matrix(block, dtype=dtype, copy=True)
         factors = _factors(np.asarray(made.sum(axis=1, dtype=np.float64)).reshape(-1), target)

@@ -1,4 +1,4 @@
-"""Passes over a matrix in storage order, as an epoch of `Streaming` reads it."""
+"""Passes over a matrix in storage order, as in an epoch of `Streaming`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = ["Groups", "Moments", "Pass", "Rows", "groups_of", "refuse_too_large"]
 
 _BATCH_BYTES = 2**21
 _FETCH_BATCHES = 16
-# Rows smaller than this are read as if they had this size.
+# Minimum size of a row, in bytes, that the number of rows in a batch assumes.
 _LEAST_ROW_BYTES = 2**11
-# Rows whose groups are handled together, with int64 copies.
+# Number of rows whose groups are converted to int64 at a time.
 _PIECE_ROWS = 2**20
-# Of each group and gene while moments are added up: those, and what is made of them.
+# Bytes per group and gene while moments are summed: the moments, and the results computed from them.
 _MOMENT_BYTES = 4 * 8 + 4 * 8
 
 
 class Rows(NamedTuple):
-    """Some rows of a pass, CSR; `places` are their numbers among those of the pass."""
+    """CSR rows of a pass; `places` are their numbers among all rows of the pass."""
 
     places: slice
     indptr: NDArray[Any]
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Group of each row of a pass, -1 for none, in the narrowest signed integers, and a table of the groups' labels."""
+    """Group of each row of a pass, as the smallest signed integers, -1 for none; and a table of the groups' labels."""
 
     codes: NDArray[np.signedinteger[Any]]
     labels: pd.DataFrame
@@ -59,38 +59,38 @@ class Groups(NamedTuple):
 
 
 class Pass:
-    """An atlas whose rows are read as often as it is iterated.
+    """Iterable over the rows of an atlas; each iteration reads them again.
 
     Parameters
     ----------
     data
-        What `dasksc.open` takes or returns.
+        Any argument or result of `dasksc.open`.
     layer
-        Which matrix; None: X.
+        Name of the layer to read; None: X.
     columns
-        Columns of obs that are needed.
+        Columns of obs to read.
     filter
-        An expression over obs, which holds for the rows that are read; None: all.
+        Expression over obs that selects the rows to read; None: all rows.
     names
-        Whether the names of cells are needed.
+        If True, read the names of cells.
     progress
         Show a progress bar.
 
     Attributes
     ----------
     adata
-        The atlas.
+        Atlas.
     array
-        The matrix, cells by genes.
+        Matrix of cells by genes.
     rows
-        Numbers of the rows that are read; None: all.
+        Numbers of the rows to read; None: all.
     n_groups
-        Number of groups that rows are added up in. Rows of several are joined to larger batches.
+        Number of groups over which rows are summed. Batches are larger if there are several groups.
 
     Raises
     ------
     InputError
-        If there is no such matrix.
+        If the atlas lacks the matrix.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Pass:
 
     @property
     def obs(self) -> pd.DataFrame:
-        """The obs of these rows."""
+        """Table obs of the rows to read."""
         return self.adata.obs if self.rows is None else self.adata.obs.iloc[self.rows]
 
     def __iter__(self) -> Iterator[Rows]:
@@ -131,8 +131,8 @@ class Pass:
         if self.n_groups == 1:
             yield from batches
             return
-        # The moments of several groups do not fit the processor's caches, so rows of a group are added together, of as
-        # many rows as there may be. Larger batches would take more memory, since several are made at a time.
+        # The moments of several groups exceed the processor's caches, so the rows of a group are added together. Large
+        # batches give more rows per group, but take more memory, since several batches are in memory at a time.
         while together := list(itertools.islice(batches, _FETCH_BATCHES)):
             yield _joined(together)
 
@@ -156,7 +156,7 @@ class Pass:
             stop = start + X.shape[0]
             values = X.values()
             if values.dtype.is_floating_point and values.dtype.itemsize < 4:
-                values = values.float()  # kernels take no halves
+                values = values.float()  # kernels do not support float16
             data = values.numpy()
             indptr, columns = X.crow_indices().numpy(), X.col_indices().numpy()
             yield Rows(slice(start, stop), indptr, columns, data.view(np.uint8) if data.dtype == bool else data)
@@ -174,21 +174,21 @@ def _joined(batches: Sequence[Rows]) -> Rows:
 
 
 class Moments:
-    """Numbers, means and squared differences of the values of each gene in each group of rows.
+    """Moments of the values of each gene in each group of rows: counts, means and squared differences.
 
     Add all rows before the first result is read; results are computed once.
 
     Parameters
     ----------
     n_rows
-        Rows of each group, shape (n_groups,).
+        Number of rows in each group, shape (n_groups,).
     n_vars
         Genes.
 
     Notes
     -----
-    What is not zero is added up relative to its first value, and zeros are joined at the end: no two large numbers are
-    subtracted from each other.
+    Nonzeros are summed relative to the first of them, and zeros are included at the end. This avoids the difference of
+    two large numbers.
     """
 
     def __init__(self, n_rows: NDArray[np.int64], n_vars: int) -> None:
@@ -197,10 +197,10 @@ class Moments:
         self._sums = np.zeros((len(n_rows), n_vars, 4))
 
     def add(self, rows: Rows, groups: NDArray[Any], values: NDArray[Any] | None = None) -> None:
-        """Add rows; `groups` are the numbers of theirs, and `values` others than their own."""
+        """Add rows, which belong to `groups`; `values` replace their values if given."""
         given = rows.values if values is None else values
         groups = groups.astype(np.int64, copy=False)
-        # A stable sort leaves the rows of a group in their order, and so every sum as it would be without it.
+        # A stable sort keeps the order of the rows of a group, so it does not change any sum.
         order = np.argsort(groups, kind="stable") if len(self._sums) > 1 else np.arange(len(groups))
         kernels.add_moments(rows.indptr, rows.columns, given, groups, order, self._sums)
 
@@ -209,7 +209,7 @@ class Moments:
         shape = self._sums.shape[:2]
         made = np.empty(shape, dtype=np.int64), np.empty(shape), np.empty(shape), np.empty(shape)
         kernels.finish_moments(self._sums, self._n_rows[:, 0].astype(np.int64), *made)
-        del self._sums  # makes room for what is computed from the results
+        del self._sums  # frees memory for what is computed from the results
         return made
 
     @property
@@ -219,26 +219,26 @@ class Moments:
 
     @property
     def sum(self) -> NDArray[np.float64]:
-        """Sums, of that shape."""
+        """Sums of the values, shape (n_groups, n_vars)."""
         return self._finished[1]
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """Means, NaN where there is no row."""
+        """Means of the values, shape (n_groups, n_vars); NaN for a group without rows."""
         return self._finished[2]
 
     @property
     def squares(self) -> NDArray[np.float64]:
-        """Sums of squared differences from the mean."""
+        """Sums of squared differences from the mean, shape (n_groups, n_vars)."""
         return self._finished[3]
 
     def variance(self) -> NDArray[np.float64]:
-        """Return variances with ``ddof=1``, NaN where a group has no two rows."""
+        """Return variances with ``ddof=1``, shape (n_groups, n_vars); NaN for a group with fewer than two rows."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(self._n_rows > 1, self.squares / (self._n_rows - 1), np.nan)
 
     def over_all(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the mean of each gene over all groups, and the sum of squared differences from it, (n_vars,)."""
+        """Return the mean of each gene over all groups, and the sum of squared differences from it, shape (n_vars,)."""
         n = self._n_rows.sum()
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = self.sum.sum(axis=0) / n
@@ -247,21 +247,22 @@ class Moments:
 
 
 def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
-    """Return the groups that columns of obs make: the combinations of their labels that there are.
+    """Return the groups that columns of obs define: the combinations of labels that occur.
 
     Parameters
     ----------
     table
-        An obs.
+        Table obs.
     names
-        One column or several. Groups are named by their labels, joined by ``_``, as `scanpy.get.aggregate` does.
+        One or several columns. The name of a group is that of its labels, joined by ``_``, as in
+        `scanpy.get.aggregate`.
 
     Raises
     ------
     InputError
         If `names` is empty, or has too many columns.
     MissingKeyError
-        If there is no such column.
+        If obs lacks a column.
     """
     if not names:
         raise InputError("by=[] is empty; leave it out for statistics over all cells")
@@ -281,7 +282,7 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
 
 
 def _combined(columns: Sequence[pd.Categorical]) -> tuple[NDArray[np.int64], NDArray[np.signedinteger[Any]]]:
-    """Return the combinations of codes that rows have, as one number each, and the place of each row's among them."""
+    """Return the combinations of codes that occur, each as one number, and the position of each row's combination."""
     n_possible = math.prod(max(len(column.categories), 1) for column in columns)
     if n_possible >= 2**63:
         raise InputError(
@@ -305,28 +306,28 @@ def _combined(columns: Sequence[pd.Categorical]) -> tuple[NDArray[np.int64], NDA
 
 
 def _counts_of(codes: NDArray[np.signedinteger[Any]], n_groups: int) -> NDArray[np.int64]:
-    """Count the rows of each group, shape (n_groups,); rows below 0 have none."""
+    """Count the rows of each group, shape (n_groups,); rows with a negative number belong to none."""
     counts = np.zeros(n_groups, dtype=np.int64)
-    for start in range(0, len(codes), _PIECE_ROWS):  # bincount converts what it counts to int64
+    for start in range(0, len(codes), _PIECE_ROWS):  # bincount converts its argument to int64
         piece = codes[start : start + _PIECE_ROWS]
         counts += np.bincount(piece[piece >= 0], minlength=n_groups)
     return counts
 
 
 def refuse_too_large(n_groups: int, n_vars: int, n_bytes: int) -> None:
-    """Refuse results that need more memory than the process may use.
+    """Raise an error for results that need more memory than the process may use.
 
     Parameters
     ----------
     n_groups, n_vars
-        How many groups, and genes of each.
+        Number of groups, and number of genes.
     n_bytes
-        Bytes of each gene of each group.
+        Bytes for each gene of each group.
 
     Raises
     ------
     InputError
-        If that is more than ``dasksc.memory-limit``.
+        If the results need more than ``dasksc.memory-limit``.
     """
     needed, limit = n_groups * n_vars * n_bytes, config.memory_limit(None)
     if needed > limit:

@@ -1,14 +1,14 @@
-"""Highly variable genes of an atlas, as scanpy finds them in memory.
+"""Highly variable genes of an atlas, equal to those of scanpy in memory.
 
-Each flavor is what becomes of moments of genes in batches of cells, of which one or two passes are needed:
+Each flavor scores genes by their moments in each batch of cells, computed in one or two passes:
 
 =======================  ======  =========================================================================
-flavor                   passes  what they add up
+flavor                   passes  sums
 =======================  ======  =========================================================================
 ``"seurat"``             1       moments of ``expm1(X)``
 ``"cell_ranger"``        1       moments of X
-``"seurat_v3"``          2       moments of X; values clipped at what a fit of these allows
-``"pearson_residuals"``  2       moments of X; residuals, of which zeros have some, too
+``"seurat_v3"``          2       moments of X; values clipped at a bound from a fit to the moments
+``"pearson_residuals"``  2       moments of X; residuals, which zeros have, too
 =======================  ======  =========================================================================
 """
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("dasksc.summaries")
 
 Flavor = Literal["seurat", "cell_ranger", "seurat_v3", "pearson_residuals"]
 
-# Bytes for each gene of each batch in a second pass: results of the first, bounds, sums and scores.
+# Bytes for each gene of each batch in a second pass: results of the first pass, bounds, sums and scores.
 _SECOND_BYTES = 13 * 8
 _SPAN = 0.3
 _THETA = 100.0
@@ -51,49 +51,51 @@ def highly_variable_genes(
     filter: str | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
-    """Find the genes that vary most, as `scanpy.pp.highly_variable_genes` does in memory.
+    """Find the most variable genes, as `scanpy.pp.highly_variable_genes` does in memory.
 
     Parameters
     ----------
     adata
-        What `dasksc.open` takes or returns.
+        Any argument or result of `dasksc.open`.
     n_top_genes
-        How many genes to find.
+        Number of genes to find.
     flavor
-        ``"seurat"`` and ``"cell_ranger"`` compare dispersions [1]_ [2]_ and expect logarithms of normalized counts
-        (`dasksc.normalize`); one pass each. ``"seurat_v3"`` compares variances after a fit to their means [3]_ and
-        expects counts; two passes. ``"pearson_residuals"`` compares variances of the residuals of a model of counts
-        [4]_, as `scanpy.experimental.pp.highly_variable_genes` does; two passes.
+        ``"seurat"`` and ``"cell_ranger"`` compare dispersions [1]_ [2]_, expect log-normalized counts
+        (`dasksc.normalize`), and take one pass. ``"seurat_v3"`` compares variances standardized by a fit of the
+        variance to the mean [3]_, expects counts, and takes two passes. ``"pearson_residuals"`` compares variances of
+        Pearson residuals [4]_, as `scanpy.experimental.pp.highly_variable_genes` does, expects counts, and takes two
+        passes.
     batch_key
-        An obs column. Genes are found in each of its batches, and those that are in most of them are taken.
+        Name of an obs column with batches. Genes are ranked in each batch, and those that are highly variable in most
+        batches are selected.
     layer
-        Use this layer instead of X.
+        Name of the layer to use instead of X.
     filter
-        Use only cells for which an expression over obs holds, as for `dasksc.rows_where`.
+        Expression over obs that selects cells, as for `dasksc.rows_where`. Default: all cells.
     progress
-        Show a progress bar (needs tqdm).
+        Show a progress bar (requires tqdm).
 
     Returns
     -------
     pandas.DataFrame
-        A row for each gene: ``highly_variable``, bool, and the columns that scanpy returns for the flavor.
+        Table with one row per gene: ``highly_variable``, bool, and the columns that scanpy returns for the flavor.
 
     Raises
     ------
     InputError
-        If the flavor is none of these, a value or a batch is missing, or, for flavors that expect counts, a value is
-        below 0.
+        If the flavor is unknown, a value or a batch is missing, or, for flavors that expect counts, a value is
+        negative.
     MissingKeyError
-        If there is no such column or layer.
+        If the atlas lacks a column or layer.
     ImportError
-        If the flavor is ``"seurat_v3"`` and scikit-misc, which has the fit, is not installed.
+        If the flavor is ``"seurat_v3"`` and scikit-misc, which provides the fit, is not installed.
 
     Notes
     -----
-    The genes are those of scanpy, except for scores that are equal to a relative 1e-6, since sums are added up in
-    another order. Memory does not grow with the number of cells, except for `filter` (8 bytes a cell) and for
-    `batch_key` (1 byte a cell for up to 126 batches, and the column); 104 bytes are needed for each gene of each batch.
-    ``"pearson_residuals"`` computes a residual for each gene of each cell, zeros included.
+    The genes are those that scanpy selects, except among scores that agree to a relative 1e-6, since the order of
+    summation differs. Memory does not grow with the number of cells, except for `filter` (8 bytes per cell) and for
+    `batch_key` (1 byte per cell for up to 126 batches, and the column). Each gene of each batch needs 104 bytes.
+    ``"pearson_residuals"`` computes a residual for each gene of each cell, including zeros.
 
     References
     ----------
@@ -158,14 +160,14 @@ def _batches(source: Pass, batch_key: str | None) -> Groups:
     n_missing = int((batches.codes < 0).sum())
     if n_missing:
         raise InputError(f"obs column {batch_key!r} has no batch for {n_missing} cells; leave them out by filter=")
-    # In the order of `numpy.unique`, in which scanpy takes them.
+    # scanpy uses the order of `numpy.unique`.
     order = np.argsort(np.asarray(batches.labels[batch_key], dtype=object), kind="stable")
     places = np.argsort(order)
     return Groups(places.astype(batches.codes.dtype)[batches.codes], batches.labels.iloc[order])
 
 
 def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Moments, int]:
-    """Return the moments of genes in batches, and which kinds of values there are."""
+    """Return the moments of genes in batches, and the flags of `kinds_of` for the values."""
     n_rows = batches.n_rows
     moments = Moments(n_rows, source.adata.n_vars)
     base = source.adata.uns.get("log1p", {}).get("base") if is_logarithm else None
@@ -174,14 +176,14 @@ def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Mome
         values = rows.values
         kinds |= kernels.kinds_of(values)
         if is_logarithm:
-            # In the type of the values, as scanpy does.
+            # In the data type of the values, as in scanpy.
             values = np.expm1(values if base is None else values * values.dtype.type(np.log(base)))
         moments.add(rows, batches.codes[rows.places], values)
     return moments, kinds
 
 
 def _variance(moments: Moments) -> NDArray[np.float64]:
-    """Return variances of genes in batches, 0 where a batch has one cell, as scanpy has them."""
+    """Return variances of genes in batches; as in scanpy, 0 for a batch of one cell."""
     return np.nan_to_num(moments.variance(), nan=0.0)
 
 
@@ -196,7 +198,7 @@ def _import_loess() -> Any:
 def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -> pd.DataFrame:
     loess = _import_loess()
     means, variances = moments.mean, _variance(moments)
-    deviations = np.ones_like(means)  # of a gene that does not vary
+    deviations = np.ones_like(means)  # for a gene that does not vary
     for name, mean, variance, deviation in zip(batches.labels.index, means, variances, deviations, strict=True):
         varies = variance > 0
         try:
@@ -229,7 +231,7 @@ def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -
             "variances_norm": normed.mean(axis=0),
         }
     )
-    # By rank, then by the number of batches; in the order of genes where both are equal.
+    # By rank, then by the number of batches, then in the order of genes.
     order = np.lexsort((-n_batches, np.nan_to_num(rank, nan=np.inf)))
     return _with_top(found, order, n_top_genes)
 
@@ -238,13 +240,13 @@ def _by_residuals(source: Pass, batches: Groups, moments: Moments, n_top_genes: 
     n_rows = batches.n_rows.astype(np.float64)
     totals = moments.sum
     shares = np.divide(totals, totals.sum(axis=1, keepdims=True), out=np.zeros_like(totals), where=totals > 0)
-    # scanpy clips all batches at what it finds for the first.
+    # scanpy clips all batches at the bound of the first one.
     clip = float(np.sqrt(n_rows[0]))
     sums = np.zeros((len(totals), 2, totals.shape[1]))
     for rows in source:
         codes = batches.codes[rows.places].astype(np.int64)
         kernels.add_residuals(rows.indptr, rows.columns, rows.values, codes, shares, _THETA, clip, sums)
-    # Residuals have a mean near 0, so that little is lost by this difference.
+    # Residuals have a mean near 0, so this difference loses little precision.
     residuals = np.maximum(sums[:, 1] / n_rows[:, None] - (sums[:, 0] / n_rows[:, None]) ** 2, 0)
     n_batches, rank = _ranked(residuals, n_top_genes)
     mean, over_all = moments.over_all()
@@ -263,7 +265,7 @@ def _by_residuals(source: Pass, batches: Groups, moments: Moments, n_top_genes: 
 
 
 def _ranked(scores: NDArray[np.float64], n_top_genes: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return in how many batches each gene is among the top ones, and the median of its ranks in these."""
+    """Return the number of batches in which each gene is among the top ones, and the median of its ranks in these."""
     ranks = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1, kind="stable").astype(np.float64)
     n_batches = (ranks < n_top_genes).sum(axis=0)
     median = np.full(ranks.shape[1], np.nan)

@@ -104,7 +104,7 @@ def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
 
 
 def _depth(tree: Any, location: Sequence[str | int]) -> int:
-    """Return the number of the keys of a location that lead to the innermost dict, and one for a key of that."""
+    """Return the number of keys in a location down to the innermost dict, plus one for a key of that dict."""
     depth = 0
     while depth < len(location) - 1 and isinstance(tree.get(location[depth]), dict):
         tree = tree[location[depth]]
@@ -130,7 +130,7 @@ def _problems(config: Config, *, with_model: bool = True) -> list[DaskscError]:
 
 
 def why_not_finite(dataset: Any) -> str:
-    """Return the likely reason of a loss that is NaN or infinite, after a look at the first rows of X.
+    """Return the likely reason for a NaN or infinite loss, from an inspection of the first rows of X.
 
     Parameters
     ----------

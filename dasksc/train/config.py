@@ -113,8 +113,8 @@ class Data(_Section):
         Names or positions of genes; or the path of a file with one name per line, or of a vocabulary (``.json``,
         ``.pkl``), whose genes become the columns in ascending order of their ids.
     genes_missing, genes_key, genes_repeated
-        As for `dasksc.scDataset`: treatment of names that the atlas lacks, column of var that names are compared
-        with, and treatment of names that several columns share.
+        As for `dasksc.scDataset`: treatment of names that the atlas lacks, column of var with which names are
+        compared, and treatment of names that several columns share.
     filter
         Expression over obs, such as ``"n_counts > 500"``, applied in training and validation.
     num_workers, prefetch_factor

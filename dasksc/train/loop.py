@@ -406,7 +406,7 @@ class _Run:
         return report
 
     def predict(self) -> None:
-        """Predict what the section ``predict`` asks for."""
+        """Write the predictions of the section ``predict``."""
         if self.config.predict is None:
             return
         is_shown = self.config.data.progress and self.context.rank == 0

@@ -85,7 +85,7 @@ class _Layers(nn.Module):
         self.last = nn.Linear(sizes[-2], sizes[-1])
 
     def hidden(self, x: Tensor) -> Tensor:
-        """Return what the last map is given."""
+        """Return the input of the last linear layer."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -201,7 +201,7 @@ class Autoencoder(nn.Module):
         return self._posterior(log_normalised(X))[0]
 
     def embed(self, batch: Any) -> Tensor:
-        """Return the mean of each cell's numbers, shape (batch, latent_dim)."""
+        """Return the mean of the latent representation of each cell, shape (batch, latent_dim)."""
         return self.encode(_x_of(batch))
 
     def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -349,7 +349,7 @@ def _x_of(batch: Any) -> Tensor:
 
 
 def _pooled(x: Tensor, batch: Any) -> Tensor:
-    """Return the mean over the tokens of each cell that are there."""
+    """Return the mean over the tokens of each cell, without padding."""
     kept = batch["attention_mask"].unsqueeze(-1)
     result: Tensor = (x * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
     return result

@@ -88,7 +88,7 @@ def dataset_for(noted: Mapping[str, Any], data: Any, *, batch_size: int, **optio
         transform = _whole
         key, genes = noted["genes_key"], noted["genes"]
         names = adata.var_names if key is None else adata.var.get(key)
-        # The columns of the atlas as they are take no lookup in every batch.
+        # If the columns need no change, batches need no lookup of columns.
         if genes is not None and (names is None or list(map(str, names)) != list(genes)):
             given |= {"genes": genes} | ({} if key is None else {"genes_key": key})
         else:
@@ -97,7 +97,7 @@ def dataset_for(noted: Mapping[str, Any], data: Any, *, batch_size: int, **optio
 
 
 def _whole(batch: Batch) -> Batch:
-    """Return a batch as it is: with a transform, X comes in a `Batch` even without labels, as in training."""
+    """Return a batch unchanged. With any transform, a `Batch` is yielded even without labels, as in training."""
     return batch
 
 

@@ -74,8 +74,8 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     MissingPathError
         If the path does not exist.
     CorruptDataError, InputError
-        If the file or checkpoint is damaged, or is none of `dasksc.train`. A file may come from elsewhere: it is read
-        without unrestricted unpickling, and only classes of modules are called.
+        If the file or checkpoint is damaged, or was not written by `dasksc.train`. Since a file may come from an
+        unknown source, unpickling is restricted, and only classes of modules are called.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     """
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # any error, since damaged bytes may mean anything
+    except Exception as error:  # damaged bytes may raise any error
         # The message of torch recommends to load the file without restrictions.
         raise InputError(
             f"{path} is not a model.pt that dasksc train wrote, or is damaged. Give another file"
@@ -127,7 +127,7 @@ def _built(saved: Mapping[str, Any], path: Path) -> nn.Module:
     """Create the model of a saved file."""
     name = saved["name"]
     model_class = find(name, BUILT_IN, what=f"the model of {path}")
-    # The file may come from elsewhere, and name any function: os:system.
+    # The file may come from an unknown source, and name any function, such as os:system.
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise InputError(
             f"{path} contains parameters of {name!r}, which is not a torch.nn.Module class, so it is not called. If "

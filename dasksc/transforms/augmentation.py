@@ -1,8 +1,8 @@
-"""Augmentation on the way from the file to the model: fewer counts, and masked genes.
+"""Random augmentation of batches: downsampled counts and masked genes.
 
-What is random is keyed by the seed of the transform, the epoch, and the place of a row among the batches of the epoch:
-any rank, thread or DataLoader worker that makes a batch makes the same one, also after a resume, and a row that an
-epoch draws twice is treated in two ways.
+Random numbers are keyed by the seed of the transform, the epoch, and the position of a row among the batches of the
+epoch. A batch is therefore the same on any rank, thread or DataLoader worker, also after resuming. A row that an epoch
+draws twice is augmented differently each time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["Downsample", "MaskGenes"]
 
-# Types that kernels do not have, and those in which their values are treated.
+# Data types that the kernels do not support, and the types that their values are converted to.
 _TREATED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float16): np.dtype(np.float32),
     np.dtype(np.bool_): np.dtype(np.uint8),
 }
 # Key and number of a batch, its row numbers, and the position of the first row that is given.
 _Which = tuple[np.uint64, int, NDArray[np.int64], int]
-# Which of the keys of an epoch is for the rows of a batch, and which for those of its control.
+# Position of the key for the rows of a batch, and of the key for its control cells, among the keys of an epoch.
 _TARGETS, _CONTROLS = range(2)
 
 
 class _Augmentation:
-    """A random change of the values of a batch: its X or a layer."""
+    """Base class of random changes to X or a layer of a batch."""
 
     purpose: Purpose
 
@@ -61,7 +61,7 @@ class _Augmentation:
         Parameters
         ----------
         epoch
-            Which epoch. `scDataset` asks for that of each epoch by itself.
+            Number of the epoch. `scDataset` calls this method for each epoch.
         """
         same = copy.copy(self)
         same._set_keys(epoch)
@@ -73,26 +73,26 @@ class _Augmentation:
         Parameters
         ----------
         number
-            Number of the batch in its epoch, over all ranks. `scDataset` asks for that of each batch by itself.
+            Number of the batch in its epoch, over all ranks. `scDataset` calls this method for each batch.
         """
-        same = object.__new__(type(self))  # copying takes as long as a small batch
+        same = object.__new__(type(self))  # copy.copy would take as long as changing a small batch
         same.__dict__.update(self.__dict__, _number=number)
         return same
 
     def owning(self) -> Self:
-        """Return this transform for batches that nobody else holds, whose values it may change in place."""
+        """Return this transform for batches without other references, whose values it may change in place."""
         same = copy.copy(self)
         same._owns = True
         return same
 
     def of_controls(self) -> Self:
-        """Return this transform for the rows that are the ``control`` of a batch."""
+        """Return this transform for the control cells of a batch."""
         same = copy.copy(self)
         same._which = _CONTROLS
         return same
 
     def refuse_beside(self, others: Sequence[Any]) -> None:
-        """Refuse another transform that would draw the same.
+        """Raise an error if another transform would draw the same random numbers.
 
         Parameters
         ----------
@@ -113,24 +113,24 @@ class _Augmentation:
                 )
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return a batch with other values.
+        """Return a batch with changed values.
 
         Parameters
         ----------
         batch
-            With X and `index`, and with the layer that is treated, dense or CSR, on the CPU. What it has as
-            ``control`` is treated, too, by keys of its own.
+            Batch on the CPU with X, `index` and the layer to change, dense or CSR. The control cells in ``control``
+            are changed with separate random numbers.
 
         Returns
         -------
         Batch
-            The same parts, but for those that are treated, which are copies of the same layout and dtype. The zeros of
-            CSR ones stay stored.
+            Batch with changed copies of X or the layer, of the same layout and dtype. In CSR, new zeros remain stored
+            elements. Other elements are those of `batch`.
 
         Raises
         ------
         InputError
-            If the batch lacks what is treated, or holds values that cannot be.
+            If the batch lacks X or the layer, or contains invalid values.
         """
         made = self._treated(batch)
         control = batch.get("control")
@@ -161,7 +161,7 @@ class _Augmentation:
         return made
 
     def _values(self, given: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Return rows with other values, in place if the batch is this transform's own."""
+        """Return rows with changed values, in place if no other code refers to the batch."""
         given = given.detach()
         dtype = given.dtype
         if dtype == torch.bfloat16:  # which NumPy does not have
@@ -222,45 +222,45 @@ class _Augmentation:
             self._change_dense((self._keys[self._which], self._number, rows, first_row), treated)
 
     def _change(self, which: _Which, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
-        """Do what `change` does, for values of a type that kernels take."""
+        """Implement `change` for values of a data type that the kernels support."""
         raise NotImplementedError
 
     def _change_dense(self, which: _Which, dense: NDArray[Any]) -> None:
-        """Do what `change_dense` does, for values of a type that kernels take."""
+        """Implement `change_dense` for values of a data type that the kernels support."""
         raise NotImplementedError
 
 
 class Downsample(_Augmentation):
-    """Fewer counts of each cell, as if it had been sequenced less deeply.
+    """Transform that downsamples the counts of each cell, as if it had been sequenced less deeply.
 
     Parameters
     ----------
     fraction
-        Each count is kept with this probability, in (0, 1]: binomial thinning of each value.
+        Probability of keeping each count, in (0, 1]: binomial thinning of each value.
     target_counts
-        As many counts of each cell are kept, drawn without replacement: multivariate hypergeometric, as
-        `scanpy.pp.downsample_counts` with ``counts_per_cell``. A cell that has no more counts stays as it is.
+        Number of counts to keep in each cell, drawn without replacement (multivariate hypergeometric), as in
+        `scanpy.pp.downsample_counts` with ``counts_per_cell``. Cells with fewer counts do not change.
     layer
-        The layer that has the counts; None: X.
+        Name of the layer with the counts; None: X.
     seed
         Random seed, an integer in [0, 2**64).
 
     Raises
     ------
     InputError
-        If not exactly one of `fraction` and `target_counts` is given, or an argument is out of range. While a batch is
-        made, if a value is not a count, a whole number from 0 to 2**53.
+        If not exactly one of `fraction` and `target_counts` is given, or an argument is out of range. For a batch: if
+        a value is not a count, which is a whole number from 0 to 2**53.
 
     Notes
     -----
-    Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so
-    dense and CSR batches have the same values. CSR batches keep their structure: a count of which nothing is kept is
-    a stored zero. CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Nonzeros of dense
-    batches from a dense file must be found first, which takes another 0.17 ns for each value.
+    Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so dense
+    and CSR batches have the same values. CSR batches keep their structure: a count that drops to 0 is a stored zero.
+    CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Nonzeros of dense batches from a
+    dense file must be found first, which takes another 0.17 ns for each value.
 
-    The values of a cell, given how many are kept of its counts in all, are those of a draw without replacement. So
-    with `target_counts` values are thinned to about the target, and the difference is drawn without replacement from
-    what was or was not kept.
+    Given the total after binomial thinning, the values of a cell are distributed like a draw without replacement. With
+    `target_counts`, values are therefore thinned to about the target. The difference is then drawn without
+    replacement, from the kept counts if there are too many, otherwise from the others.
 
     Examples
     --------
@@ -326,14 +326,15 @@ class Downsample(_Augmentation):
 
 
 class MaskGenes(_Augmentation):
-    """Zeros in place of the values of random genes, others in each cell.
+    """Transform that sets the values of random genes to zero, independently in each cell.
 
     Parameters
     ----------
     p
-        The probability for each gene of each cell to be masked, in [0, 1).
+        Probability of masking each gene of each cell, in [0, 1).
     layer
-        The layer that is masked; None: X. With the same seed the same genes of a cell are masked in several.
+        Name of the layer to mask; None: X. Transforms of different layers with the same seed mask the same genes of a
+        cell.
     seed
         Random seed, an integer in [0, 2**64).
 
@@ -344,8 +345,8 @@ class MaskGenes(_Augmentation):
 
     Notes
     -----
-    Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so
-    dense and CSR batches have the same values. CSR batches keep their structure: what is masked is a stored zero. CSR
+    Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so dense
+    and CSR batches have the same values. CSR batches keep their structure: a masked value is a stored zero. CSR
     batches take about 0.4 ns for each nonzero. Nonzeros of dense batches from a dense file must be found first, which
     takes another 0.17 ns for each value.
 
@@ -378,7 +379,7 @@ class MaskGenes(_Augmentation):
 
 @contextlib.contextmanager
 def _as_treated(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Give `values` in a type that kernels have, and write what became of them back."""
+    """Yield `values` in a data type that the kernels support, and write the changed values back."""
     treated_as = _TREATED_AS.get(values.dtype)
     if treated_as is None:
         yield values

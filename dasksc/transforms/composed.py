@@ -1,7 +1,7 @@
-"""Several transforms as one, and the keys of random transforms.
+"""Composition of transforms, for a whole data set, an epoch or a batch.
 
-The method ``at_epoch`` of a transform, if there is one, returns the transform of an epoch. The method ``at_batch``
-returns that of a batch, by its number in the epoch.
+A transform may have a method ``at_epoch``, which returns the transform for an epoch, and a method ``at_batch``, which
+returns the transform for a batch by its number in the epoch.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ Transform = Callable[[Any], Any]
 
 
 class Composed:
-    """Transforms that are called one after the other, each with what the one before returned.
+    """Sequence of transforms, each applied to the result of the previous one.
 
     Parameters
     ----------
     transforms
-        What to call.
+        Transforms, in order.
     """
 
     def __init__(self, transforms: Sequence[Any]) -> None:
         self.transforms = tuple(transforms)
 
     def at_epoch(self, epoch: int) -> Composed:
-        """Return the transforms of an epoch."""
+        """Return the transforms for an epoch."""
         return Composed([at_epoch(one, epoch) for one in self.transforms])
 
     def at_batch(self, number: int) -> Composed:
-        """Return the transforms of a batch."""
+        """Return the transforms for a batch."""
         return Composed([at_batch(one, number) for one in self.transforms])
 
     def owning(self) -> Composed:
-        """Return the transforms for batches that nobody else holds: up to the first that might keep one."""
+        """Return the transforms for batches without other references, up to the first that may keep a batch."""
         n_owning = next(
             (i for i, one in enumerate(self.transforms) if not hasattr(one, "owning")), len(self.transforms)
         )
         return Composed([*map(owning, self.transforms[:n_owning]), *self.transforms[n_owning:]])
 
     def __call__(self, batch: Batch) -> Any:
-        """Call all of them."""
+        """Apply all transforms."""
         made: Any = batch
         for transform in self.transforms:
             made = transform(made)
@@ -56,14 +56,14 @@ class Composed:
 
 
 def as_transform(given: Any) -> Transform | None:
-    """Return one transform for what `scDataset` takes: None, a transform, or a list of them.
+    """Return one transform from the argument of `scDataset`: None, a transform, or a list of them.
 
     Raises
     ------
     WrongTypeError
-        If any cannot be called.
+        If a transform is not callable.
     InputError
-        If two of a list would draw the same.
+        If two transforms in a list would draw the same random numbers.
     """
     if given is None or isinstance(given, Composed):
         return given
@@ -83,36 +83,36 @@ def as_transform(given: Any) -> Transform | None:
 
 
 def at_epoch(transform: Any, epoch: int) -> Any:
-    """Return the transform of an epoch."""
+    """Return the transform for an epoch."""
     return transform.at_epoch(epoch) if hasattr(transform, "at_epoch") else transform
 
 
 def owning(transform: Any) -> Any:
-    """Return the transform for batches that nobody else holds."""
+    """Return the transform for batches without other references, which may change them in place."""
     return transform.owning() if hasattr(transform, "owning") else transform
 
 
 def at_batch(transform: Any, number: int) -> Any:
-    """Return the transform of the batch with a number in the epoch."""
+    """Return the transform for the batch with a given number in the epoch."""
     return transform.at_batch(number) if hasattr(transform, "at_batch") else transform
 
 
 def early_and_late(transform: Any, parts: Container[str]) -> tuple[list[Any], Any]:
-    """Split a transform into those that change values before there is a batch, and one of batches.
+    """Split a transform into early ones, which change values before a batch is complete, and the rest.
 
     Parameters
     ----------
     transform
-        A transform, or None. One with a method ``change`` can be early, as long as all before it are.
+        A transform, or None. A transform with a method ``change`` is early if all transforms before it are.
     parts
-        Keys of the matrices whose values can be changed.
+        Keys of the matrices that early transforms can change.
 
     Returns
     -------
     list
-        Transforms that can be early, in order.
+        Early transforms, in order.
     Any
-        The others as one transform, or None.
+        The other transforms as one, or None.
     """
     given = list(transform.transforms) if isinstance(transform, Composed) else [transform]
     n_early = next((i for i, one in enumerate(given) if getattr(one, "part", None) not in parts), len(given))

@@ -206,18 +206,17 @@ class RankTokens(_Tokens):
     prepend_cls
         Insert the token of the cell first.
     mask_ratio
-        Share of the genes of a cell whose ids are replaced by ``"<mask>"``, at least one per cell. ``labels`` has
-        the original ids of these, and -100 elsewhere.
+        Share of the genes of a cell whose ids are replaced by ``"<mask>"``, at least one per cell. ``labels`` has the
+        original ids of these genes, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Shares of the masked genes that are replaced by a random gene instead, and that are kept unchanged;
-        BERT uses 0.1 and 0.1.
+        Share of the masked genes replaced by a random gene instead, and share left unchanged; BERT uses 0.1 and 0.1.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
         ``"longest"`` to pad to the longest cell of the batch, or ``"max_length"``.
     seed
-        Seed of the masks. With the epoch and the rows of the batch it determines them, so they are equal on any rank
-        and in any worker.
+        Seed of the masks. Masks depend only on the seed, the epoch and the rows of the batch, so they are equal on any
+        rank and in any worker.
 
     Attributes
     ----------
@@ -235,8 +234,8 @@ class RankTokens(_Tokens):
 
     Notes
     -----
-    Zeros are ignored. Among equal values, the gene of the lower column comes first. ``values`` has the values that
-    were ranked. The cost is about 20 ns per nonzero.
+    Zeros are ignored. Among equal values, the gene of the lower column comes first. ``values`` contains the values
+    after division by `medians`. The cost is about 20 ns per nonzero.
 
     Examples
     --------
@@ -325,19 +324,19 @@ class ValueBins(_Tokens):
     max_genes
         Maximum number of genes per cell; from cells with more, a random sample is drawn in each epoch.
     prepend_cls
-        Insert the token of the cell first, with the value 0.
+        If True, put the token of the cell first, with the value 0.
     mask_ratio
         Share of the genes of a cell whose bins are replaced by -1, at least one per cell. ``labels`` has the original
-        bins of these, and -100 elsewhere.
+        bins of these genes, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Shares of the masked genes whose bin is replaced by a random one instead, and that are kept unchanged.
+        Share of the masked genes whose bin is replaced by a random one instead, and share left unchanged.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
         ``"longest"`` to pad to the longest cell of the batch, or ``"max_length"``.
     seed
-        Seed of masks, samples, and draws between bins. With the epoch and the rows of the batch it determines
-        them, so they are equal on any rank and in any worker.
+        Seed of masks, samples, and draws between bins. These depend only on the seed, the epoch and the rows of the
+        batch, so they are equal on any rank and in any worker.
 
     Attributes
     ----------

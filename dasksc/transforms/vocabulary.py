@@ -181,8 +181,8 @@ class Vocabulary:
         Raises
         ------
         MissingKeyError
-            If genes are missing and `missing` is ``"error"``, or if all genes are missing. The message has their number
-            and the first of them.
+            If genes are missing and `missing` is ``"error"``, or if all genes are missing. The message gives their
+            number and the first few.
         """
         names = [str(gene) for gene in genes]
         ids = np.fromiter((self.ids.get(name, -1) for name in names), dtype=np.int64, count=len(names))
@@ -224,6 +224,6 @@ def _numbered(names: list[str], where: str) -> dict[str, int]:
 
 
 def _some(items: Iterable[str]) -> str:
-    """Join the first of several texts."""
+    """Join the first few of several texts."""
     told = list(items)
     return ", ".join(told[:_NAMES_TOLD]) + (", ..." if len(told) > _NAMES_TOLD else "")

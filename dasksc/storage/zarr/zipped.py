@@ -36,16 +36,16 @@ __all__ = ["ZipArchive", "ZipMembers", "direct_array", "is_zip"]
 _HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 0x1
-# Archives whose directory a process keeps: opening an atlas opens each of its matrices by itself.
+# Number of archives whose directory a process keeps, since each matrix of an atlas opens its archive separately.
 _MOST_KEPT = 8
 # Larger chunks do not fit the table of `TableChunks`.
 _MOST_CHUNK_BYTES = 2**32 - 1
-# Chunks that an array may have beyond those in the archive.
+# Number of chunks that an array may have in addition to those in the archive.
 _MOST_ABSENT = 2**20
 
 
 def is_zip(path: str) -> bool:
-    """Return True if a local path is that of a zip file, by its ending."""
+    """Return True if the ending of a local path is that of a zip file."""
     return path.endswith(".zip") and os.path.isfile(path)
 
 
@@ -94,7 +94,7 @@ class ZipArchive:
                     f"{identity.path}: {one.filename!r} is {how}; stored and deflated members are read. Write the "
                     "archive again: zip -0 -r"
                 )
-        # Of members of one name the last one counts, as for zarr-python.
+        # If several members have the same name, the last one counts, as in zarr-python.
         self.members = {
             one.filename: _Member(
                 one.header_offset,
@@ -122,7 +122,7 @@ class ZipArchive:
 
     @cached_property
     def folders(self) -> dict[str, list[str]]:
-        """The names in each folder, which ends in no slash."""
+        """Names of the members in each folder; folders have no trailing slash."""
         found: dict[str, dict[str, None]] = {}
         for name in self.members:
             while name:
@@ -152,7 +152,7 @@ class ZipArchive:
         data = bytes(self.file.fetch(at, at + member.stored_bytes))
         if member.is_compressed:
             try:
-                # One byte more than belongs there shows that there is more.
+                # One more byte than expected reveals a member that is too long.
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.n_bytes + 1)
             except zlib.error as error:
                 raise self._broken(name, str(error)) from error
@@ -161,7 +161,7 @@ class ZipArchive:
         return data[start:stop]
 
     def places(self, names: Sequence[str]) -> NDArray[np.int64]:
-        """Return where the bytes of members begin, shape (n_names,), int64.
+        """Return the offset of the first byte of each member, shape (n_names,), int64.
 
         Raises
         ------
@@ -186,7 +186,7 @@ class ZipArchive:
         return found
 
     def stored_bytes(self, paths: Iterable[str]) -> int:
-        """Return how many bytes are stored for what is below some folders."""
+        """Return the stored size of the members below some folders, in bytes."""
         folders = tuple(f"{path.strip('/')}/" for path in paths)
         return sum(member.stored_bytes for name, member in self.members.items() if name.startswith(folders))
 
