@@ -327,5 +327,8 @@ def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[s
         found = ", ".join(f"{dtype} (as in {name})" for dtype, name in types.items())
         warnings.warn(f"{label} has several data types and becomes {joined.dtype}: {found}", stacklevel=2)
     elif str(joined.dtype) not in types:
-        what = "columns that some atlases lack are filled with NaN; fill_value=0 or join='inner' keeps the type"
-        warnings.warn(f"{label} has data type {next(iter(types))} and becomes {joined.dtype}: {what}", stacklevel=2)
+        warnings.warn(
+            f"{label} has data type {next(iter(types))} and becomes {joined.dtype}, which the fill value of columns that "
+            "some atlases lack needs; fill_value=0 or join='inner' keeps the type",
+            stacklevel=2,
+        )

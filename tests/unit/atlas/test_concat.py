@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.core,
     pytest.mark.filterwarnings(
         "ignore:Observation names are not unique",
-        "ignore:.*is of .* and becomes",
+        "ignore:.*has (several )?data types?.* and becomes",
         "ignore:The behavior of DataFrame concatenation with empty",  # pandas', of AnnData's way to join
         "ignore:Only some AnnData objects have `.raw`",  # AnnData's own, where it makes what is expected
     ),
@@ -324,7 +324,7 @@ def test_integers_that_become_floats_for_what_some_lack_are_said(join: str) -> N
             got = dasksc.open(parts, join="inner", index_unique="-")
         assert got.X.dtype == np.int32
         return
-    with pytest.warns(UserWarning, match=r"X has data type int32 and becomes float64: .*lack"):
+    with pytest.warns(UserWarning, match=r"X has data type int32 and becomes float64, .*lack"):
         got = dasksc.open(parts, join="outer")
     assert got.X.dtype == np.float64
     np.testing.assert_array_equal(dense(got.X), dense(anndata.concat(parts, join="outer").X))

@@ -397,7 +397,7 @@ def test_raw_that_all_have_is_joined(tmp_path):
     assert np.array_equal(dense(written.raw.X), dense(expected.raw.X))
 
 
-@pytest.mark.filterwarnings("ignore:obsm/X_pca is of float32 and becomes float64")
+@pytest.mark.filterwarnings("ignore:obsm/X_pca has data type float32 and becomes float64")
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_what_joining_leaves_out_is_named(tmp_path, join):
     parts = [make_adata(30, 17), make_adata(20, 17)]

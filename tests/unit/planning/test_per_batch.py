@@ -211,7 +211,7 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
             rest += [batch.numpy().ravel().astype(int) for batch in resumed]
         assert not as_set(batches) - as_set(read + rest)
         assert len(read + rest) == 33 + (-22 % world_size)
-    with pytest.raises(InputError, match="strategy"):
+    with pytest.raises(InputError, match="ClassBalancedSampling draws other rows than before"):
         made(15, rank=0, world_size=1).load_state_dict(state)
     report = dasksc.check(dataset, 2)
     drawn = {one.name: one.drawn for one in report.classes}
@@ -223,7 +223,7 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
     [
         ({"total_size": 100}, 30, "total_size=100 is not a multiple of batch_size=30; give 90 or 120"),
         ({"replace": False}, 30, "draws 15 rows without replacement, fewer than batch_size=30"),
-        ({"replace": False, "total_size": 60}, 30, r"takes 12 rows of class 5, which has 3; lower"),
+        ({"replace": False, "total_size": 60}, 30, r"needs 12 rows of class 5, which has 3; lower"),
     ],
 )
 def test_what_makes_no_whole_batches_is_refused(options: dict[str, Any], batch_size: int, message: str) -> None:

@@ -140,7 +140,7 @@ def test_a_source_that_says_otherwise_is_logged_once_and_not_used(monkeypatch, c
     for _ in range(2):
         assert World.detect().source == "RANK/WORLD_SIZE"
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 5 of 7 from RANK/WORLD_SIZE; SLURM_PROCID/SLURM_NTASKS says rank 3 of 4, which is ignored"
+        "using rank 5 of 7 from RANK/WORLD_SIZE; SLURM_PROCID/SLURM_NTASKS says rank 3 of 4, which is ignored"
     ]
 
 
