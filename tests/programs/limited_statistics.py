@@ -20,22 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import dasksc
-from dasksc.loader.row_range import over_range
-
-
-class Embedding(torch.nn.Module):
-    """A linear map of dense batches."""
-
-    def __init__(self, n_genes: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = torch.nn.Linear(n_genes, 8)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.linear(batch)
 
 
 def summarize(path: str) -> dict[str, Any]:
@@ -53,8 +39,13 @@ def summarize(path: str) -> dict[str, Any]:
 
 
 def predict(path: str, out: str) -> dict[str, Any]:
+    import torch  # Statistics are measured without it.
+
+    from dasksc.loader.row_range import over_range
+
     dataset = dasksc.scDataset(path, dasksc.Streaming(), 256, rank=0, world_size=1)
-    model = Embedding(dasksc.open(path, obs=[], names=False).n_vars)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(dasksc.open(path, obs=[], names=False).n_vars, 8)
     for mmap in (True, False):  # compiles and imports, with batches so small that their memory is not used again
         few = dasksc.open(path, obs=[], mmap=mmap)[:64]
         dasksc.predict(model, few, f"{out}.few.{mmap}", batch_size=8)
