@@ -9,7 +9,9 @@ freed it, which only torch's allocator of pinned memory tracks.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -24,6 +26,8 @@ __all__ = ["Recycling", "empty", "kept_bytes"]
 
 # The system allocator reuses smaller blocks itself.
 _SMALL_BYTES = 2**16
+# Size from which buffers are mappings of their own, in huge pages.
+_MAPPED_BYTES = 2**22
 
 
 class _Pool:
@@ -58,7 +62,7 @@ class _Pool:
             self._drain()
             if self._n_users == 0:
                 return np.empty(n, dtype=dtype)
-            buffer = self._pop(capacity) if capacity in self._idle else np.empty(capacity, dtype=np.uint8)
+            buffer = self._pop(capacity) if capacity in self._idle else _new_memory(capacity)
             self._used_bytes += capacity
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
             # Used and idle memory together never exceed the peak of used memory. The sizes that have been
@@ -100,6 +104,21 @@ class _Pool:
         if not kept:
             del self._idle[capacity]
         return buffer
+
+
+def _new_memory(n_bytes: int) -> NDArray[np.uint8]:
+    """Return memory that the operating system takes back as soon as it is freed.
+
+    The system allocator keeps large blocks in its heap once a block of their size has been freed, by this or any other
+    library. Freed memory between two blocks then stays in the process.
+    """
+    if n_bytes < _MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.empty(n_bytes, dtype=np.uint8)
+    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # kernels without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 _pool = _Pool()

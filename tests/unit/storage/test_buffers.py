@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +107,26 @@ def test_used_and_unused_memory_is_never_more_than_was_in_use_at_once() -> None:
             assert sum(map(len, held)) <= pool._used_bytes <= 1.2 * sum(map(len, held))
             assert pool._used_bytes + pool._idle_bytes <= peak
     assert buffers._pool._idle_bytes == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_freed_memory_returns_to_the_system_even_below_memory_in_use() -> None:
+    def anonymous_bytes() -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["RssAnon"].split()[0]) * 1024
+
+    n = 20 * 2**20
+    large = np.ones(n, np.uint8)
+    del large  # From now on, glibc allocates blocks of this size on its heap.
+    with recycled():
+        before = anonymous_bytes()
+        array = buffers.empty(n, np.uint8)
+        array[:] = 1
+        later = np.ones(n, np.uint8)
+        assert anonymous_bytes() - before > 1.9 * n
+        del array
+    assert anonymous_bytes() - before < 1.1 * n
+    del later
 
 
 def test_what_outlives_the_epoch_keeps_its_values() -> None:
