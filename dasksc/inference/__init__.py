@@ -327,7 +327,7 @@ class Predictions:
                 advance(share.n_rows_done, label)
                 batches = share.batches(device=self._device, n_calls=n_calls)
                 for batch in islice(batches, n_calls):
-                    n = self.take(share, predictor.function(batch))
+                    n = self.take(share, predictor(batch))
                     n_done += n
                     advance(n, label)
             share.settle()

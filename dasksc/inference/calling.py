@@ -63,6 +63,19 @@ class Predictor:
             model = getattr(owner, name)
         return cls(function=model, module=owner, identity=identity)
 
+    def __call__(self, batch: Any) -> Any:
+        """Return the result for a batch."""
+        try:
+            return self.function(batch)
+        except AttributeError as error:
+            if error.obj is batch and isinstance(batch, torch.Tensor):
+                error.add_note(
+                    f"The data set yields X alone, so the model was called with a tensor of shape "
+                    f"{tuple(batch.shape)}, which has no {error.name!r}. Use the tensor itself, or pass a data set that yields a Batch: "
+                    "scDataset(..., return_index=True), or obs= with the columns that the model reads."
+                )
+            raise
+
     @property
     def is_sharded(self) -> bool:
         """True if parameters are gathered from all ranks in every call."""

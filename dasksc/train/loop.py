@@ -36,7 +36,7 @@ from dasksc.train.parallel import (
 )
 from dasksc.train.predicting import noted_reading, predict_trained
 from dasksc.train.profiling import profiling
-from dasksc.train.report import Report, plot, shown
+from dasksc.train.report import Report, can_plot, plot, shown
 from dasksc.train.running_means import Means, Pace
 from dasksc.train.saved_models import build_model, save_model
 
@@ -108,7 +108,8 @@ class _Run:
         self.say = say
         self.folder = Path(training.checkpoint_dir)
         if context.rank == 0:
-            say(f"writing checkpoints, metrics.csv, training.png and model.pt to {self.folder.absolute()}")
+            files = ["checkpoints", "metrics.csv", *(["training.png"] if can_plot() else [])]
+            say(f"writing {', '.join(files)} and model.pt to {self.folder.absolute()}")
         self.loaders: EpochLoaders = make_loaders(config, device=context.device, rank=context.rank)
         if context.rank == 0 and self.loaders.split_table is not None:
             say(f"what is trained on and held out:\n{shown(self.loaders.split_table)}")

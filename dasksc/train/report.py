@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ import pandas as pd
 
 from dasksc.train.loggers import text_of
 
-__all__ = ["Report", "plot", "shown"]
+__all__ = ["Report", "can_plot", "plot", "shown"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,14 @@ class Report:
 
 
 def shown(table: pd.DataFrame) -> str:
-    """Format a table as text, with all columns, the first 40 rows, and the column sums over all rows."""
-    whole = table.sum().rename("all").to_frame().T
-    return str(pd.concat([table.iloc[:_N_SHOWN], whole]).rename_axis(table.index.name).to_string())
+    """Format a table as text, with all columns, the first 40 rows, and the column sums of several rows."""
+    whole = [table.sum().rename("all").to_frame().T] if len(table) > 1 else []
+    return str(pd.concat([table.iloc[:_N_SHOWN], *whole]).rename_axis(table.index.name).to_string())
+
+
+def can_plot() -> bool:
+    """Return True if Matplotlib, which `plot` needs, is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:

@@ -99,6 +99,19 @@ def test_labels_are_text_or_numbers(atlas, tmp_path, labels):
     assert list(read(tmp_path / "emb.zarr").obs["predicted"].cat.categories) == list(labels)
 
 
+def test_a_model_that_expects_a_batch_where_it_gets_a_tensor_learns_what_to_request(atlas, tmp_path):
+    with pytest.raises(AttributeError, match="'X'") as found:
+        predict(lambda batch: batch.X[:, :2], atlas, tmp_path / "emb.zarr")
+    assert found.value.__notes__[0].endswith(
+        f"a tensor of shape ({BATCH}, {ad.read_h5ad(atlas, backed='r').n_vars}), which has no 'X'. Use the tensor "
+        "itself, or pass a data set that yields a Batch: scDataset(..., return_index=True), or obs= with the columns "
+        "that the model reads."
+    )
+    with pytest.raises(AttributeError, match="'Y'") as found:
+        predict(lambda batch: torch.nn.Linear(2, 2).Y, atlas, tmp_path / "emb.zarr")
+    assert not getattr(found.value, "__notes__", [])
+
+
 def test_a_dict_may_change_its_order_but_not_its_keys(atlas, tmp_path):
     n_called = 0
 
