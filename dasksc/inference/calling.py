@@ -70,9 +70,9 @@ class Predictor:
         except AttributeError as error:
             if error.obj is batch and isinstance(batch, torch.Tensor):
                 error.add_note(
-                    f"The data set yields X alone, so the model was called with a tensor of shape "
-                    f"{tuple(batch.shape)}, which has no {error.name!r}. Use the tensor itself, or pass a data set that yields a Batch: "
-                    "scDataset(..., return_index=True), or obs= with the columns that the model reads."
+                    "The data set yields X alone, so the model was called with a tensor of shape "
+                    f"{tuple(batch.shape)}, which has no {error.name!r}. Use the tensor itself, or pass a data "
+                    "set that yields a Batch: scDataset(..., return_index=True), or obs= with the columns that the model reads."
                 )
             raise
 
