@@ -72,7 +72,8 @@ class Predictor:
                 error.add_note(
                     "The data set yields X alone, so the model was called with a tensor of shape "
                     f"{tuple(batch.shape)}, which has no {error.name!r}. Use the tensor itself, or pass a data "
-                    "set that yields a Batch: scDataset(..., return_index=True), or obs= with the columns that the model reads."
+                    "set that yields a Batch: scDataset(..., return_index=True), or obs= with the columns that the "
+                    "model reads."
                 )
             raise
 
