@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 import h5py
@@ -101,7 +103,8 @@ class BlockReader(io.RawIOBase):
         first, n_blocks = self._wanted(number)
         start = first * _BLOCK_BYTES
         data = memoryview(bytearray(min(n_blocks * _BLOCK_BYTES, self._file.identity.size - start)))
-        self._file.read(start, data)
+        with _no_collection():
+            self._file.read(start, data)
         for at in range(0, len(data), _BLOCK_BYTES):
             # Blocks are copied, so that each one can be freed separately.
             self._blocks[first + at // _BLOCK_BYTES] = memoryview(bytes(data[at : at + _BLOCK_BYTES]))
@@ -123,6 +126,22 @@ class BlockReader(io.RawIOBase):
             return number, 1
         self._whole.add(group)
         return group * _GROUP_BLOCKS, _GROUP_BLOCKS
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Disable automatic garbage collection.
+
+    h5py holds its global lock while it waits for a block. A thread that requests the block would wait for that lock if
+    it collected an h5py object that is part of a reference cycle.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def open_remote(file: RemoteFile) -> h5py.File:

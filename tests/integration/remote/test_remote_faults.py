@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from anndata import AnnData
 import dasksc
 from dasksc.errors import StorageError
 from tests.support.data import batches, make_adata, write_store
+from tests.support.programs import PROGRAMS, run
 from tests.support.servers import SECRET, Bucket, HTTPServer, relaying, serving, touch_later
 
 pytest.importorskip("obstore")
@@ -39,6 +41,10 @@ def test_nothing_is_lost_where_requests_fail_and_answers_break_off(
     answers = [web_stores.faults.status(number) for number in range(len(web_stores.faults.requests))]
     assert {500, 503, 429} <= set(answers)
     assert any(map(web_stores.faults.cut, range(len(answers))))
+
+
+def test_garbage_with_open_files_does_not_stop_the_requests_of_an_opening(stores: Path) -> None:
+    run([sys.executable, PROGRAMS / "collecting_requests.py", stores / "csr.h5ad"], timeout_s=60)
 
 
 def test_a_slow_link_loses_nothing_either(stores: Path, web_stores: HTTPServer) -> None:

@@ -1,0 +1,50 @@
+#!/usr/bin/env python
+"""Open an h5ad file behind a URL while every thread that may collect h5py objects does.
+
+python tests/programs/collecting_requests.py atlas.h5ad
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import h5py
+
+import dasksc
+from dasksc.storage.remote.remote_file import RemoteFile
+from tests.support.servers import serving
+
+
+class Cycle:
+    """An open file that only garbage collection frees."""
+
+    def __init__(self, path: Path) -> None:
+        self.me = self
+        self.file = h5py.File(path)
+
+
+fetch = RemoteFile.fetch
+
+
+def collecting_fetch(self: RemoteFile, start: int, stop: int) -> memoryview:
+    """Collect garbage first, as an allocation at this place may."""
+    if gc.isenabled() and threading.current_thread() is not threading.main_thread():
+        gc.collect()
+    return fetch(self, start, stop)
+
+
+def main(path: Path) -> None:
+    """Open the file, and print its shape."""
+    RemoteFile.fetch = collecting_fetch
+    with serving(path.parent) as server:
+        Cycle(path)
+        adata = dasksc.open(f"{server.url}/{path.name}")
+    assert gc.isenabled()
+    print(adata.shape)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
