@@ -14,6 +14,8 @@ from pathlib import Path
 import h5py
 
 import dasksc
+from dasksc.storage.hdf5 import remote
+from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 from tests.support.servers import serving
 
@@ -38,9 +40,15 @@ def collecting_fetch(self: RemoteFile, start: int, stop: int) -> memoryview:
 
 def main(path: Path) -> None:
     """Open the file, and print its shape."""
+
+    class ReaderAfterGarbage(BlockReader):
+        def __init__(self, file: RemoteFile) -> None:
+            super().__init__(file)
+            Cycle(path)
+
     RemoteFile.fetch = collecting_fetch
+    remote.BlockReader = ReaderAfterGarbage
     with serving(path.parent) as server:
-        Cycle(path)
         adata = dasksc.open(f"{server.url}/{path.name}")
     assert gc.isenabled()
     print(adata.shape)
