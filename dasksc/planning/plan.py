@@ -263,8 +263,8 @@ class EpochPlan:
 
     def _keys(self, purpose: Purpose, n: int) -> NDArray[np.uint64]:
         """Return keys that differ between the segments of an epoch."""
-        stretch = (len(self.consumed),) if self.consumed else ()
-        return epoch_keys(self.seed, self.epoch, purpose, *stretch, n=n)
+        number = (len(self.consumed),) if self.consumed else ()
+        return epoch_keys(self.seed, self.epoch, purpose, *number, n=n)
 
     @cached_property
     def _deal_keys(self) -> NDArray[np.uint64]:
