@@ -381,7 +381,7 @@ class _Map:
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
         size = identity.size
         if os.fstat(descriptor.number).st_size < size:
-            raise CorruptDataError(f"{identity.path} was truncated after it was opened: {size} bytes were there")
+            raise CorruptDataError(f"{identity.path} was truncated after it was opened, when it had {size} bytes")
         self._place: tuple[int, int] | None = None
         if _libc is None:
             self._map = mmap.mmap(descriptor.number, size, access=mmap.ACCESS_READ) if size else b""

@@ -91,8 +91,8 @@ def start_cluster(
     Raises
     ------
     InputError
-        If an argument is invalid, or other users can read the file of `security`. With several ranks also: if there
-        is no process group; if `host` is not loopback and `security` is missing; or if the ranks run on several
+        If an argument is invalid, or other users can read the file of `security`. With several ranks also: if the
+        process group is missing; if `host` is not loopback and `security` is missing; or if the ranks run on several
         machines and `host` is loopback or resolves to it.
     StartError
         If rank 0 failed, did not answer in time or cannot be reached; the message gives the reason. Rank 0 closes
