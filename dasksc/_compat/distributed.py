@@ -30,7 +30,6 @@ __all__ = [
     "address_once_given",
     "announce",
     "answer_of_worker",
-    "carrier_of",
     "clients_of_process",
     "count_in_panel",
     "ensure_ip",
@@ -49,6 +48,7 @@ __all__ = [
     "scheduler_identity",
     "ssl_contexts",
     "take_back_plugin",
+    "task_plugin_of",
     "worker_plugin_names",
     "workers_of",
 ]
@@ -174,9 +174,9 @@ def process_memory(worker: Any) -> Callable[[], int]:
     return measure
 
 
-def carrier_of(worker: Any, name: str) -> Any:
-    """Return the ``carrier`` of a plugin of a worker (``worker.plugins``), or None; raises if missing."""
-    return getattr(_get(worker, "plugins").get(name), "carrier", None)
+def task_plugin_of(worker: Any, name: str) -> Any:
+    """Return the ``task_plugin`` of a plugin of a worker (``worker.plugins``), or None; raises if missing."""
+    return getattr(_get(worker, "plugins").get(name), "task_plugin", None)
 
 
 # In the process of a scheduler

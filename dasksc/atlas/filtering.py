@@ -78,11 +78,15 @@ def rows_where(
 
     Notes
     -----
-    As in pandas, a comparison with a missing value is false, except ``!=``, so its negation with ``not`` selects the
-    row. The result is unknown for missing values of nullable and boolean columns (including ``!=``), and for ``.str``
-    of missing text in any column. ``not`` of an unknown result is unknown, and rows with an unknown result are
-    not selected: neither ``cell_type.str.startswith('T')`` nor ``not cell_type.str.startswith('T')`` selects cells
-    without a type. ``cell_type.isna() or not cell_type.str.startswith('T')`` does.
+    Missing values follow the rules of pandas:
+
+    - In most columns, a comparison with a missing value is false, except ``!=``, which is true. The row is therefore
+      selected by the negation, ``not``.
+    - In nullable and boolean columns, every comparison with a missing value is unknown. So is ``.str`` of missing text
+      in any column. The negation of an unknown result is unknown, and rows with an unknown result are not selected.
+
+    For example, neither ``cell_type.str.startswith('T')`` nor ``not cell_type.str.startswith('T')`` selects cells
+    without a type, but ``cell_type.isna() or not cell_type.str.startswith('T')`` does.
 
     Examples
     --------

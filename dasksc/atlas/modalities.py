@@ -53,11 +53,12 @@ class Modalities:
         AnnData of Dask arrays for each modality, with the cells that all modalities have. Cells are in the order of
         the MuData or, for a dict, of the first modality.
     obs
-        Table with the columns of the MuData's own obs, without its copies of columns of modalities, and with the
-        columns of the modalities as ``"modality:column"``.
+        Table with the columns of the MuData's own obs, and those of the modalities as ``"modality:column"``. Copies of
+        the latter in the MuData's obs are omitted.
     obsm
-        obsm of the MuData itself, as Dask arrays; empty for a dict of modalities. To have an entry in batches, assign
-        it to a modality: ``data["rna"].obsm["X_mofa"] = data.obsm["X_mofa"]`` and ``obsm=["rna:X_mofa"]``.
+        obsm of the MuData itself, as Dask arrays; empty for a dict of modalities. To yield an entry in batches,
+        assign it to a modality and request it: ``data["rna"].obsm["X_mofa"] = data.obsm["X_mofa"]`` and
+        ``obsm=["rna:X_mofa"]``.
 
     Raises
     ------

@@ -62,37 +62,50 @@ def open(
     Parameters
     ----------
     data
-        Path of an ``.h5ad`` file, of a 10x ``.h5`` file (CellRanger 2 and later) or of a Zarr store (v2 or v3; a
-        directory, or a local ``.zarr.zip`` file), or an `AnnData`: in memory (its arrays are shared, not copied),
-        opened with ``backed="r"`` (X is read from its file; all else, with your changes, comes from the object), or of
-        Dask arrays. Paths may be URLs (``s3://``, ``gs://``, ``az://``, ``https://``, ``http://``, ``file://``, and
-        those that fsspec supports).
+        One atlas:
 
-        Several atlases are concatenated along obs. They may be a list, or a dict by key; a pattern
-        (``"atlas/*.h5ad"``; ``**`` for folders of any depth) or a directory, whose files and stores are sorted by name
-        (also as URLs, except on web servers, which do not list files); a store of ``dataset_*`` groups, as written by
-        annbatch; or an `AnnCollection` of AnnData, whose obs is used. Lists and dicts may contain any of these. A
-        pattern or directory with a single atlas opens that atlas. Files are not rewritten: columns are renumbered
-        while the rows of a batch are gathered.
+        - path of an ``.h5ad`` file, of a 10x ``.h5`` file (CellRanger 2 and later) or of a Zarr store (v2 or v3; a
+          directory, or a local ``.zarr.zip`` file). Paths may be URLs: ``s3://``, ``gs://``, ``az://``, ``https://``,
+          ``http://``, ``file://``, and those that fsspec supports.
+        - `AnnData` in memory, whose arrays are shared, not copied
+        - `AnnData` opened with ``backed="r"``. X is read from its file, and everything else is taken from the object,
+          with your changes.
+        - `AnnData` of Dask arrays
+
+        Several atlases, which are concatenated along obs:
+
+        - list of atlases, or dict of atlases by key, which may contain any of the forms listed here
+        - pattern, such as ``"atlas/*.h5ad"``, or directory, whose files and stores are sorted by name. In patterns,
+          ``**`` stands for folders of any depth. Both may be URLs, except on web servers, which do not list files. A
+          pattern or directory with a single atlas opens that atlas.
+        - store of ``dataset_*`` groups, as written by annbatch
+        - `AnnCollection` of AnnData, whose obs is used
+
+        Files are not rewritten: columns are renumbered while the rows of a batch are gathered.
     obs
         Columns of obs to read. Default: all of them.
     mmap
-        If True, uncompressed local files are memory-mapped. This is the fastest way to read them if their pages stay
-        in memory. If a mapped file is truncated during reading, the process ends, whereas ``mmap=False`` raises an
-        error. ``"auto"`` maps files if the memory that the process may use has room for them in the page cache; it
-        decides at the beginning of each epoch.
+        If True, memory-map uncompressed local files, which is the fastest way to read them if their pages stay in
+        memory. Truncating a mapped file during reading ends the process, whereas ``mmap=False`` raises an error.
+        ``"auto"`` decides at the beginning of each epoch, and maps files if the page cache has room for them within
+        the memory that the process may use.
     names
         If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
         only for the columns read (10^8 names take 10 GB). In copies of the AnnData, the names of cells are their
         numbers as strings.
     join, label, keys, index_unique, merge
-        Options for several atlases, as for `anndata.concat`, which concatenates their tables. `join` keeps the
-        variables in all atlases (``"inner"``) or in any (``"outer"``). `label` is the name of a new obs column with
-        the key of each row's atlas. `keys` has one key per atlas, also if a pattern or directory represents the
-        atlases (default for paths: their names, with folders if needed to distinguish them; for an AnnCollection: the
-        keys in the column that its ``label`` created). Matrices of different data types are converted to a common
-        type, with a warning. The result has no obsp, uns and varp, and no raw if an atlas lacks it. Unless `join` is
-        ``"outer"``, it also has no layers and entries of obsm that an atlas lacks.
+        Options for several atlases, as for `anndata.concat`, which concatenates their tables:
+
+        - `join` keeps the variables that all atlases share (``"inner"``) or those of any atlas (``"outer"``).
+        - `label` is the name of a new obs column with the key of each row's atlas.
+        - `keys` has one key per atlas, also for a pattern or directory. Default for paths: their names, with folders
+          if needed to distinguish them. Default for an AnnCollection: the keys in the column that its ``label``
+          created.
+        - `index_unique` and `merge` have the same meaning as in `anndata.concat`.
+
+        Matrices of different data types are converted to a common type, with a warning. The result has no obsp, uns
+        and varp, and no raw if an atlas lacks it. Unless `join` is ``"outer"``, it has only the layers and entries of
+        obsm that all atlases share.
     fill_value
         With ``join="outer"``, value of the variables, layers and entries of obsm that an atlas lacks. Default: 0 in
         sparse matrices, which support no other value, and NaN in dense ones, with a warning.
@@ -100,8 +113,8 @@ def open(
         If True, open the content of ``raw`` instead: its X, var and varm with obs, obsm and uns, without layers, obsp
         and varp. For several atlases, the raw of each is joined in the same way as X.
     storage_options
-        Options for URLs: credentials, region and endpoint, with the names of obstore's stores (or of fsspec's file
-        systems, for other URLs). Options that are not given come from the environment (``AWS_...``, ``GOOGLE_...``,
+        Options for URLs: credentials, region and endpoint. Their names are those of obstore's stores or, for other
+        URLs, of fsspec's file systems. Other options come from the environment (``AWS_...``, ``GOOGLE_...``,
         ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
     cache
         Local folder in which blocks are cached after reading, or ``{"path": ..., "limit": "100GiB"}``. It also applies
@@ -116,8 +129,8 @@ def open(
     attach
         Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
-        read. The store must have the same cells in the same order: their number is compared, and their names
-        unless ``names=False``.
+        read. The store must have the same cells in the same order. Their number is compared and, unless
+        ``names=False``, their names.
 
     Returns
     -------
@@ -129,8 +142,8 @@ def open(
     Raises
     ------
     InputError
-        If `data` has an unsupported type, several atlases cannot be joined, such as by ``"inner"`` without a common
-        variable, or the cells of a store in `attach` differ.
+        If `data` has an unsupported type, if several atlases cannot be joined (for example, with ``join="inner"`` and
+        no common variable), or if the cells of a store in `attach` differ.
     MissingPathError
         If the path does not exist.
     StorageError

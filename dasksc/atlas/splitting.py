@@ -66,35 +66,38 @@ def split(
         file), an AnnCollection, or an obs table. From a path, only the columns given here are read. For several
         modalities, columns are ``"modality:column"``, and row i is cell i of `Modalities`.
     fractions
-        Fraction of each part, summing to 1: by name, or two numbers for ``train`` and ``test``, or three for ``train``,
-        ``validation`` and ``test``. With `hold_out`, fractions of the remaining conditions, by name or two for
-        ``train`` and ``validation``; default: all for ``train``.
+        Fraction of each part: a dict by name, two numbers for ``train`` and ``test``, or three for ``train``,
+        ``validation`` and ``test``. They sum to 1. With `hold_out`, they are fractions of the conditions that are not
+        held out: a dict by name, or two numbers for ``train`` and ``validation``; default: all for ``train``.
     by
-        Column of obs whose values are assigned to parts: with ``by="donor"``, `fractions` are fractions of the
-        *donors*, each of which is assigned with all its rows. Default: rows are assigned one by one.
+        Column of obs whose values are assigned to parts, each with all its rows. With ``by="donor"``, `fractions` are
+        fractions of the number of *donors*. Default: rows are assigned one by one.
     groups
-        Columns of obs whose values are not divided among parts, while `fractions` still refer to rows:
-        ``groups="donor"`` keeps the rows of each donor in one part. With several columns (and `by`), this applies to
-        each column: the donors of a batch stay together, and so do the batches of a donor.
+        Columns of obs whose values are not divided among parts. ``groups="donor"`` keeps all rows of a donor in one
+        part. In contrast to `by`, `fractions` refer to the number of rows. Several columns (and `by`) apply together:
+        with ``groups=["donor", "batch"]``, all donors of a batch are in one part, and all batches of a donor.
     stratify
-        Column of obs whose classes have the same proportions in each part; for several columns, their combinations.
-        Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) are treated as a
-        further class. With `by`, each value counts once, for the most frequent class of its labelled rows.
+        Column of obs whose classes have the same proportions in each part. With several columns, classes are their
+        combinations. Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) form a
+        further class. With `by`, each value counts once, as a member of the most frequent class of its labelled rows.
     indices
         Rows to split, without repeats: row numbers, a boolean mask or a slice.
     seed
         Seed of the split, an integer in [0, 2**64). The same seed, data and arguments give the same parts.
     conditions
-        Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``: all rows of a condition are
-        in one part. Without `hold_out`, conditions are assigned at random by `fractions` within each context (a
-        combination of all columns but the last). Not allowed with `by`, `groups` and `stratify`.
+        Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``. All rows of a condition are
+        in one part. A context is a combination of all columns but the last, such as a cell line. Without `hold_out`,
+        the conditions of each context are assigned at random by `fractions`. Not allowed with `by`, `groups` and
+        `stratify`.
     hold_out
         Conditions of the part ``test``, by values of columns: ``{"cell_line": ["K562"]}`` holds out a whole cell line
-        (zero-shot). A condition must have one of the values of each given column. With several such mappings, it must
-        match one of them.
+        (zero-shot). A condition is held out if each given column has one of the given values. With a list of mappings,
+        it is held out if it matches any of them.
     few_shot
-        Share of the held-out conditions of each context that is assigned to the first part instead. The number is
-        rounded; it is at least one if a context has two or more, and never all of them.
+        Share of the held-out conditions of each context that is assigned to the first part instead, so that some
+        conditions of the context are seen in training. With ``few_shot=0.2`` and 10 held-out conditions, 2 are in
+        ``train`` and 8 in ``test``. Numbers are rounded. If `few_shot` is above 0, a context with two or more held-out
+        conditions has at least one in each of the two parts.
     control
         Control cells: values by column, such as ``{"gene": "non-targeting"}``, or an expression as for
         `dasksc.rows_where`. They belong to no condition, and all are in the first part, including those of held-out
@@ -110,25 +113,30 @@ def split(
     Raises
     ------
     InputError
-        If an argument is invalid, which is checked before data are read; if fractions do not sum to 1, a row
-        has no group or condition, there are fewer groups than parts, or a column to stratify by is continuous.
+        If an argument is invalid (checked before data are read); if fractions do not sum to 1; if a row has no group
+        or condition; if there are fewer groups than parts; or if a column to stratify by is continuous.
     MissingKeyError
         If obs lacks a column, or a column lacks a value to hold out.
 
     Notes
     -----
-    Without `by` and `groups`, the number of rows of each class in a part differs from its exact fraction by less than
-    one, and the total of a part by less than the number of parts; all choices of rows are equally likely. Groups are
-    not divided, so a part exceeds its fraction by at most the largest group. The function assigns groups in up to 16
-    random orders and uses the result closest to the fractions of every class (by chi-square), so few groups lead to
-    few distinct splits, whatever the seed. Time and memory are linear in the number of rows (a few columns of
-    integers).
+    Without `by` and `groups`, all choices of rows are equally likely. The number of rows of each class in a part
+    differs from its exact fraction by less than one, and the size of a part by less than the number of parts.
+
+    With `by` or `groups`, a part exceeds its fraction by at most the largest group. The function assigns groups in up
+    to 16 random orders, and uses the result closest to the fractions of every class (by chi-square). With few groups,
+    different seeds therefore often give the same split.
+
+    Time and memory are linear in the number of rows (a few columns of integers).
 
     Examples
     --------
     >>> parts = dasksc.split("atlas.h5ad", by="donor", fractions=(0.75, 0.25), seed=0)
     >>> {name: len(rows) for name, rows in parts.items()}
     {'train': 1547, 'test': 453}
+    >>> parts = dasksc.split("atlas.h5ad", groups="donor", stratify="cell_type", fractions=(0.8, 0.1, 0.1))
+    >>> {name: len(rows) for name, rows in parts.items()}
+    {'train': 1673, 'validation': 158, 'test': 169}
     >>> held_out = dasksc.split(
     ...     "screen.h5ad",
     ...     conditions=["cell_line", "gene"],
@@ -137,6 +145,15 @@ def split(
     ... )
     >>> held_out.table["test cells"].to_dict()
     {'K562': 1749, 'RPE1': 0}
+    >>> few_shot = dasksc.split(
+    ...     "screen.h5ad",
+    ...     conditions=["cell_line", "gene"],
+    ...     hold_out={"cell_line": ["K562"]},
+    ...     few_shot=0.4,
+    ...     control={"gene": "non-targeting"},
+    ... )
+    >>> few_shot.table[["train conditions", "test conditions"]].loc["K562"].to_list()
+    [2, 3]
     """
     if conditions is not None:
         refused = {"by": by, "groups": groups, "stratify": stratify}

@@ -96,7 +96,7 @@ def reading(path: str | RemoteLocation) -> Iterator[None]:
         except OSError as error:
             if "truncated" in str(error) and not isinstance(path, RemoteLocation):
                 raise CorruptDataError(
-                    f"{path} is truncated ({os.path.getsize(path)} bytes are there): {error}. Copy it again."
+                    f"{path} is truncated (it has {os.path.getsize(path)} bytes): {error}. Copy it again."
                 ) from error
             raise StorageError(f"{path} cannot be read: {error}") from error
         # The libraries may raise any error for damaged metadata.

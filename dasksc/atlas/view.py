@@ -28,8 +28,7 @@ _WITHOUT_NAMES = {"isbacked", "layers", "n_obs", "n_vars", "raw", "shape", "uns"
 class AnnDataView:
     """View of an AnnData of Dask arrays for the hooks of a data set.
 
-    ``view[rows]`` reads each of X, layers and obsm in one fetch; every other attribute is that of the
-    AnnData.
+    ``view[rows]`` reads each of X, layers and obsm in one fetch. All other attributes are those of the AnnData.
 
     Parameters
     ----------
@@ -77,13 +76,13 @@ class AnnDataView:
         return self._opened.obs
 
     def column(self, name: str) -> pd.Series[Any]:
-        """Return a column of obs, which is read now if it was left out."""
+        """Return a column of obs; read it if it was not read before."""
         if self._opening is not None and name not in self.table:
             return self._opening(obs=[name], names=False).obs[name]
         return self.table[require_key("obs", name, self.table)]
 
     def name_pieces(self) -> Iterator[list[str]] | None:
-        """Yield the names of cells, some at a time, without holding all of them if they are in one file or store.
+        """Yield the names of cells in pieces. The names in a single file or store are never all in memory.
 
         None if the cells have no names.
         """

@@ -151,7 +151,7 @@ class Batch(_Named):
         Raises
         ------
         InputError
-            If `device` is a dtype, because row numbers and labels cannot be converted without loss.
+            If `device` is a data type. Converting row numbers and labels would lose information.
         """
         if isinstance(device, torch.dtype):
             raise InputError(
@@ -221,11 +221,11 @@ def _csr_tensor(
 
 
 class Change(Protocol):
-    """A change of the values of one matrix, made before they become a tensor."""
+    """Operation that changes values of one matrix of a batch in place, before they become a tensor."""
 
     @property
     def part(self) -> str:
-        """Key of the matrix: ``"X"`` or ``"layers/"`` and a name."""
+        """Key of the matrix: ``"X"`` or ``"layers/NAME"``."""
 
     def change(
         self,
@@ -235,29 +235,29 @@ class Change(Protocol):
         columns: NDArray[Any],
         values: NDArray[Any],
     ) -> None:
-        """Change values of CSR rows of a batch in place.
+        """Change the values of consecutive CSR rows of a batch in place.
 
         Parameters
         ----------
         rows
-            Row numbers of the whole batch, shape (n_rows,), int64.
+            Row number in the collection of every row of the batch, shape (n_rows,), int64.
         first_row
-            Position in the batch of the first row whose values are given.
+            Position in the batch of the first of the rows to change.
         indptr, columns, values
-            CSR rows of the batch.
+            Rows to change, in CSR layout: bounds of the n rows, shape (n + 1,), and column and value of each nonzero.
         """
 
     def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
-        """Change dense rows of a batch in place.
+        """Change the values of consecutive dense rows of a batch in place.
 
         Parameters
         ----------
         rows
-            Row numbers of the whole batch, shape (n_rows,), int64.
+            Row number in the collection of every row of the batch, shape (n_rows,), int64.
         first_row
             Position in the batch of the first row of `dense`.
         dense
-            C-contiguous rows, shape (n, n_vars).
+            Rows to change, shape (n, n_vars), C-contiguous.
         """
 
 

@@ -1,7 +1,7 @@
 """Preparation of batches ahead of the training loop, on a few threads.
 
 Passing a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the loop would wait for it.
-A promise here consists of two locks, and waking a thread once serves several promises.
+Here a job consists of two locks, and waking a thread once serves several jobs.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ _JOIN_S = 60.0  # Maximum time to wait for a job that is closed halfway; its thr
 class _Job(Generic[T]):
     """Future result of a job that runs at most once."""
 
-    __slots__ = ("_claim", "_done", "_error", "_job", "_value")
+    __slots__ = ("_claim", "_done", "_error", "_run", "_value")
 
-    def __init__(self, job: Callable[[], T]) -> None:
-        self._job: Callable[[], T] | None = job
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._run: Callable[[], T] | None = run
         self._claim = threading.Lock()
         self._done = threading.Lock()
         self._done.acquire()
         self._error: BaseException | None = None
         self._value: T | None = None
 
-    def keep(self) -> None:
+    def run(self) -> None:
         """Run the job unless another thread has claimed it."""
-        job = self._job
-        if job is None or not self._claim.acquire(blocking=False):
+        run = self._run
+        if run is None or not self._claim.acquire(blocking=False):
             return
         done = self._done
         try:
-            self._value = job()
+            self._value = run()
         except BaseException as error:
             self._error = error
         finally:
-            self._job = None
+            self._run = None
             # The traceback of an error holds this frame.
-            del self, job
+            del self, run
             done.release()
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Cancel the job unless it has begun."""
         if self._claim.acquire(blocking=False):
-            self._job = None
+            self._run = None
 
     def result(self) -> T:
         """Wait for the job; return its result or raise its error. May be called once."""
@@ -89,8 +89,8 @@ def run_ahead(
         Number of threads; 0 runs each job in the consumer when its result is requested.
     """
     if n_threads == 0:
-        for job in jobs:
-            yield job()
+        for run in jobs:
+            yield run()
         return
     pending: deque[_Job[T]] = deque()
     failure: Exception | None = None
@@ -99,13 +99,13 @@ def run_ahead(
     # runs, the loop would wait less for batches, but its own steps would wait more for the interpreter
     # lock.
     low = min(n_ahead - 1, max(n_threads, n_ahead // 2))
-    crew = _ThreadPool(n_threads)
+    pool = _ThreadPool(n_threads)
 
     def fill() -> None:
         nonlocal more, failure
         while more and len(pending) < n_ahead and (not pending or is_ready()):
             try:
-                promise = _Job(next(jobs))
+                job = _Job(next(jobs))
             except StopIteration:
                 more = False
             except Exception as error:
@@ -114,10 +114,10 @@ def run_ahead(
                     raise
                 more, failure = False, error
             else:
-                pending.append(promise)
-                crew.give(promise)
+                pending.append(job)
+                pool.submit(job)
 
-    with crew:
+    with pool:
         try:
             while True:
                 if len(pending) <= low:
@@ -126,17 +126,17 @@ def run_ahead(
                     if failure is not None:
                         raise failure
                     return
-                promise = pending.popleft()
-                if crew.dismissed:
-                    promise.keep()
-                result = promise.result()
-                del promise
+                job = pending.popleft()
+                if pool.closed:
+                    job.run()
+                result = job.result()
+                del job
                 if 0 < len(pending) <= low:
                     fill()
                 yield result
         finally:
-            for promise in pending:
-                promise.drop()
+            for job in pending:
+                job.cancel()
 
 
 class _ThreadPool:
@@ -144,38 +144,37 @@ class _ThreadPool:
 
     Attributes
     ----------
-    dismissed
-        True if promises submitted from now on may be run by none of the threads.
+    closed
+        True if the threads may leave jobs submitted from now on unrun.
     """
 
-    everyone: ClassVar[weakref.WeakSet[_ThreadPool]] = weakref.WeakSet()
+    instances: ClassVar[weakref.WeakSet[_ThreadPool]] = weakref.WeakSet()
     exiting: ClassVar[bool] = False
 
     def __init__(self, n_threads: int) -> None:
-        self.dismissed = _ThreadPool.exiting
+        self.closed = _ThreadPool.exiting
         # Threads reference only the queue. They must not keep alive a pool that Ctrl-C has left unclosed; garbage
         # collection of the pool ends them.
-        self._promises: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=_keep_all, args=(self._promises,), name=f"dasksc-gather-{i}")
-            for i in range(n_threads)
+            threading.Thread(target=_run_all, args=(self._jobs,), name=f"dasksc-gather-{i}") for i in range(n_threads)
         ]
 
-    def give(self, promise: _Job[Any]) -> None:
-        """Queue `promise` for the threads."""
-        self._promises.put(promise)
+    def submit(self, job: _Job[Any]) -> None:
+        """Queue `job` for the threads."""
+        self._jobs.put(job)
 
-    def dismiss(self) -> None:
-        """End the threads once they have run the queued promises."""
-        # Set before the stop signal is queued: a promise queued after the signal is run by the consumer,
+    def close(self) -> None:
+        """End the threads once they have run the queued jobs."""
+        # Set before the stop signal is queued: a job queued after the signal is run by the consumer,
         # which checks this flag.
-        self.dismissed = True
-        self._promises.put(None)
+        self.closed = True
+        self._jobs.put(None)
 
     def __enter__(self) -> _ThreadPool:
-        _ThreadPool.everyone.add(self)
+        _ThreadPool.instances.add(self)
         try:
-            for thread in [] if self.dismissed else self._threads:
+            for thread in [] if self.closed else self._threads:
                 thread.start()
         except BaseException:
             self.__exit__()
@@ -183,7 +182,7 @@ class _ThreadPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.dismiss()
+        self.close()
         for thread in self._threads:
             # A thread whose start Ctrl-C interrupted cannot be joined. The wait is bounded, because the
             # code that collects an iterator may hold a lock that a job waits for.
@@ -191,25 +190,25 @@ class _ThreadPool:
                 thread.join(_JOIN_S)
 
     def __del__(self) -> None:
-        self._promises.put(None)
+        self._jobs.put(None)
 
 
-def _keep_all(promises: queue.SimpleQueue[_Job[Any] | None]) -> None:
-    while (promise := promises.get()) is not None:
-        promise.keep()
-        # Hold no batch while waiting for the next promise.
-        del promise
+def _run_all(jobs: queue.SimpleQueue[_Job[Any] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        # Hold no batch while waiting for the next job.
+        del job
     # Pass the stop signal on to the next thread. A thread whose start Ctrl-C interrupted may be unknown,
     # so the threads are not counted.
-    promises.put(None)
+    jobs.put(None)
 
 
-def _dismiss_all() -> None:
+def _close_all() -> None:
     _ThreadPool.exiting = True
-    for crew in list(_ThreadPool.everyone):
-        crew.dismiss()
+    for pool in list(_ThreadPool.instances):
+        pool.close()
 
 
 # The interpreter joins threads before it calls the handlers of `atexit`. The standard-library executors
 # use the same hook.
-getattr(threading, "_register_atexit", atexit.register)(_dismiss_all)
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -49,9 +49,8 @@ class ConversionReport:
     types
         Data type of the values of each matrix, by its key in the store.
     left_out
-        Keys of the input elements that are not in the store, such as ``"obsp/neighbours"``. For several
-        inputs they include everything that the join drops from any of them: uns, varp, columns of obs
-        and var, and elements that only some inputs have.
+        Keys of the input elements that are not in the store, such as ``"obsp/neighbours"``. For several inputs, they
+        include uns, varp, columns of obs and var, and elements of single inputs that the join drops.
     is_verified
         True if the store was compared with the input.
     genes
@@ -132,17 +131,17 @@ def convert(
         Convert only cells for which this expression over obs holds, such as ``"n_genes > 500"``; see
         `dasksc.rows_where`.
     genes, genes_missing, genes_key, genes_repeated
-        Columns of X and the layers to write, as for `dasksc.scDataset`: in this order, with zeros for missing genes if
-        ``genes_missing="zero"``. ``raw`` keeps its own genes. In var, missing genes have a name and no values, and a
-        gene that stands for several columns has the values of the first.
+        Columns of X and the layers to write, in this order, as for `dasksc.scDataset`. With ``genes_missing="zero"``,
+        missing genes are columns of zeros, and their rows of var have missing values. A gene that sums several columns
+        has the row of var of the first one. ``raw`` keeps its own genes.
     join, label, keys, index_unique, merge, fill_value
         Options for several inputs, as for `dasksc.open`.
     narrow
         If True, store column indices and counts in the narrowest data types that represent them, which makes the store
-        smaller and quicker to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. SciPy
-        functions that modify a matrix in place (``eliminate_zeros``) or convert to COO (``tocoo``, ``multiply``) do
-        not accept them until the matrix is copied (``adata.copy()``). If False, values have the data types of the
-        input, and column indices the types that SciPy chooses.
+        smaller and quicker to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. Copy these
+        (``adata.copy()``) before calling SciPy functions that modify a matrix in place (``eliminate_zeros``) or
+        convert it to COO (``tocoo``, ``multiply``). If False, values have the data types of the input, and column
+        indices the types that SciPy chooses.
     memory_limit
         Anonymous memory to use in addition to the tables, in bytes or as a string such as ``"4GiB"``. Default:
         ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
@@ -156,8 +155,8 @@ def convert(
     progress
         If True, show a progress bar (requires tqdm).
     storage_options, cache
-        Options for inputs behind URLs, as for `dasksc.open`. A conversion resumes only with the same
-        `storage_options`, so pass changing credentials through the environment.
+        Options for inputs at URLs, as for `dasksc.open`. A conversion resumes only with the same `storage_options`, so
+        pass credentials that expire through the environment.
 
     Returns
     -------
@@ -167,8 +166,8 @@ def convert(
     Raises
     ------
     InputError
-        If an argument is invalid; if `target` exists and `overwrite` is False; if `target` is an input, lies in one or
-        contains one; or if obs has a column that AnnData cannot write.
+        If an argument is invalid; if `target` exists and `overwrite` is False; if `target` is an input, lies inside an
+        input or contains one; or if obs has a column that AnnData cannot write.
     StorageError
         If the input cannot be read, the disk is full, or another process writes to the same target.
     CorruptDataError
@@ -176,9 +175,9 @@ def convert(
 
     Notes
     -----
-    The input is read twice: once to determine data types and row lengths, and once to write. Input that is slow to
-    read in random order (compressed files, files behind URLs, and files larger than half the memory of this machine)
-    is read sequentially both times. It is shuffled through uncompressed files beside the target, which take up to six
+    The input is read twice: once to determine data types and row lengths, and once to write. Compressed files, files
+    at URLs, and files larger than half the memory of this machine are slow to read in random order. They are read
+    sequentially both times, and shuffled through uncompressed temporary files beside the target, which take up to six
     bytes per stored value.
 
     The store does not contain obsp, nor varm and varp if genes are missing or summed. For several inputs it also omits
@@ -249,7 +248,7 @@ def convert(
                 job.run(verify=verify, shown=progress)
                 place.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:
-        error.add_note(f"The rows written so far are kept in {place.folder}; the same conversion resumes from there.")
+        error.add_note(f"The rows written so far are kept in {place.folder}. Run the same command again to resume.")
         raise
     except DaskscError:
         raise

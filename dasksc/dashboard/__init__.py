@@ -43,8 +43,8 @@ def install(target: Any) -> str | None:
     Returns
     -------
     str or None
-        Link to the page, as seen from the scheduler's machine if the dashboard listens on loopback; None for a
-        Scheduler. Dask serves this page on loopback even if its dashboard is disabled.
+        Link to the page; None for a Scheduler. If the dashboard listens on loopback, or is disabled, the link works
+        only on the scheduler's machine.
 
     Raises
     ------

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dasksc._compat.distributed import memory_shares, process_memory
-from dasksc.storage.files import let_go_of_pages
+from dasksc.storage.files import release_pages
 
-__all__ = ["Headroom"]
+__all__ = ["MemoryAdmission"]
 
 T = TypeVar("T")
 
@@ -26,10 +26,10 @@ _WORKING = 3  # Memory of a running fetch (input, result and its compact copy), 
 _POLL_S = 0.005
 # Time after which a fetch starts without room, since a busy rank may leave its results on the worker.
 _PATIENCE_S = 10.0
-_LET_GO_S = 0.1
+_RELEASE_S = 0.1
 
 
-class Headroom:
+class MemoryAdmission:
     """Memory available to the fetches of one Dask worker.
 
     Parameters
@@ -53,15 +53,15 @@ class Headroom:
         self._n_running = 0
         self._reserved = 0
         self._unsent: list[tuple[weakref.ref[Any], int]] = []
-        self._last_begun = self._last_let_go = 0.0
+        self._last_begun = self._last_release = 0.0
 
     @classmethod
-    def of(cls, worker: Any) -> Headroom:
+    def of(cls, worker: Any) -> MemoryAdmission:
         """Return the instance of `worker`, shared by all windows."""
         with _making:
-            if worker not in _of_workers:
-                _of_workers[worker] = cls(worker)
-            return _of_workers[worker]
+            if worker not in _admissions:
+                _admissions[worker] = cls(worker)
+            return _admissions[worker]
 
     def run(self, fetch: Callable[[], T], *, size: int | None, is_wanted: Callable[[], bool]) -> T | None:
         """Run `fetch` once there is room for it; return None if `is_wanted` returns False before that.
@@ -104,7 +104,7 @@ class Headroom:
                 with contextlib.suppress(TypeError):  # NumPy scalars cannot be weakly referenced.
                     self._unsent.append((weakref.ref(result), int(n_bytes)))
         if self._process_bytes() > self._mapped_limit:
-            let_go_of_pages()
+            release_pages()
 
     def _has_room(self, reserved: int, *, is_known: bool) -> bool:
         """Return True if one more fetch fits.
@@ -122,12 +122,12 @@ class Headroom:
             return True
         # Releasing pages at every check would slow down the running fetches that read through them.
         now = time.monotonic()
-        if now - self._last_let_go < _LET_GO_S:
+        if now - self._last_release < _RELEASE_S:
             return False
-        self._last_let_go = now
-        let_go_of_pages()
+        self._last_release = now
+        release_pages()
         return self._process_bytes() <= most
 
 
-_of_workers: weakref.WeakKeyDictionary[Any, Headroom] = weakref.WeakKeyDictionary()
+_admissions: weakref.WeakKeyDictionary[Any, MemoryAdmission] = weakref.WeakKeyDictionary()
 _making = threading.Lock()

@@ -142,17 +142,21 @@ def predict(
         Matrices become entries of obsm, one-dimensional arrays columns of obs. ``DistributedDataParallel`` is
         unwrapped; a module sharded by ``fully_shard`` is called equally often on all ranks.
     dataset
-        Data set whose batch size and request (genes, layers, obs, layout, transform) are used. All rows of its
-        collection are read in storage order; its strategy and filter are not used. Or an atlas in any form that
-        `dasksc.open` accepts, or several modalities (`Modalities`, MuData).
+        `scDataset`, whose batch size, genes, layers, obs, layout and transform apply. All rows of its collection are
+        read in storage order; its strategy and filter have no effect. Or an atlas in any form that `dasksc.open`
+        accepts, or several modalities (`Modalities`, MuData).
     out
-        Path of a Zarr store to create, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``; or of an AnnData
-        store (Zarr v3) with the same cells, to extend; or, with `in_place`, of an h5ad file with the same cells.
+        Path of the output:
+
+        - a new Zarr store, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``
+        - an AnnData store (Zarr v3) with the same cells, which is extended
+        - with `in_place`, an h5ad file with the same cells
     key
         Name of predictions that the model returns without a name.
     categories
-        Labels of integer codes that the model returns, by name: ``{"predicted": ["B cell", "T cell"]}``. Labels must
-        be all text or all numbers. The codes become categorical columns of obs; -1 stands for a missing value.
+        Labels of integer codes that the model returns, by the name of the output:
+        ``{"predicted": ["B cell", "T cell"]}``. Labels must be all text or all numbers. The codes become categorical
+        columns of obs; -1 stands for a missing value.
     device
         Device of the batches, to which a module is moved. Default: that of the module's first parameter.
     in_place
@@ -181,18 +185,20 @@ def predict(
     Raises
     ------
     InputError
-        If an argument is invalid, a key exists, `out` has other cells or lies inside a store, or unfinished predictions
-        have another model, other data or options; if the model returns an unexpected shape or type, or NaN.
+        If an argument is invalid; if a key exists; if `out` has other cells or lies inside a store; if unfinished
+        predictions are of another model, other data or other options; or if the model returns an unexpected shape or
+        type, or NaN.
     StorageError
         If the disk is full, another rank failed, or another process predicts the same cells. Complete units are kept.
 
     Notes
     -----
-    Unfinished work is kept in ``OUT.partial``, identified by a digest of the model (parameters, buffers, attributes and
-    the source code of its classes, or the source code and closure of a function), of the files that are read, and of
-    the options. The digest does not include code called from there: remove the folder after changing such code.
+    Unfinished work is kept in ``OUT.partial``. It resumes only with the same options, files and model. Models are
+    compared by a digest of their parameters, buffers, attributes and the source code of their classes; functions, by
+    their source code and closure. The digest does not cover functions that this code calls: after changing those,
+    remove the folder.
 
-    `out` must be on a file system that all ranks share, with locks between machines.
+    `out` must be on a file system that all ranks share and that supports locks between machines.
 
     Examples
     --------
@@ -407,7 +413,7 @@ class Predictions:
         try:
             yield
         except KeyboardInterrupt as error:
-            error.add_note(f"Complete units are kept in {work.folder}; the same call predicts the others.")
+            error.add_note(f"Complete units are kept in {work.folder}. Run the same command again to resume.")
             raise
         except (OSError, RuntimeError) as error:
             # Libraries may wrap the error of the operating system and lose its errno, or its class, as HDF5 does.

@@ -232,8 +232,8 @@ class Notes:
                 note = store.get(f"rank {rank}").decode()
                 if note != "done":
                     raise StorageError(
-                        f"rank {rank} {note}. Complete units are kept in {work.folder}: the same call predicts the "
-                        "others, on any number of ranks"
+                        f"rank {rank} {note}. Complete units are kept in {work.folder}. Run the same command "
+                        "again to resume, on any number of ranks"
                     )
                 waiting.discard(rank)
             if waiting:

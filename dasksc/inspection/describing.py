@@ -62,7 +62,7 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
       raw/X  csr float32, columns int32; chunks of 2,650, uncompressed; 339.07 kiB
     """
     if seconds < 0:
-        raise InputError(f"seconds={seconds} is negative; give 0 for no probe")
+        raise InputError(f"seconds={seconds} is negative; give 0 to skip the probes")
     several = None if is_modalities(data) else opening.several_of(data)
     parts = [data] if several is None else several[0]
     opened: AnnData | Modalities

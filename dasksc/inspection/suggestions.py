@@ -112,16 +112,15 @@ def suggest_parameters(
     target_ram_fraction
         Fraction of the available memory that loading may take, over all DataLoader workers.
     max_workers, min_workers
-        Bounds on ``num_workers``. The minimum is suggested, because a rank loads with its own threads.
+        Bounds on ``num_workers``. The suggestion is the minimum, because each rank reads with threads of its own.
     verbose
         If True, print the suggestions and their reasons.
     fetch_callback, fetch_transform, batch_callback, batch_transform
         Hooks of the `scDataset`.
     labels
-        Labels that batches should mix: one label per row, or the name of an obs column. If given, the block sizes
-        are chosen by measurement, for blocks of 1 to 1,024 rows: the diversity of the batches is computed from the
-        plan, and the rows per second are measured by reading some fetches. Otherwise the block sizes are derived from
-        `fetch_factor`.
+        Labels that batches should mix: one label per row, or the name of an obs column. If given, blocks of 1 to 1,024
+        rows are compared: the diversity of their batches is computed from the plan, and their rate in rows per second
+        is measured by reading some fetches. Otherwise the block sizes are derived from ``fetch_factor``.
 
     Returns
     -------
@@ -130,9 +129,9 @@ def suggest_parameters(
         ``fetch_factor``, ``block_size_conservative`` (more random), ``block_size_balanced``,
         ``block_size_aggressive`` (faster on compressed files), ``estimated_memory_per_fetch_mb``,
         ``estimated_total_memory_mb`` and ``system_info``. With `labels`, it also has ``measured``, with the
-        ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. The three block sizes then
-        reach 99 %, 95 % and 80 % of the ideal diversity. Each is the smallest that does so at a rate within 10 %
-        of the fastest.
+        ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. The three block sizes then reach at
+        least 99 %, 95 % and 80 % of the ideal diversity. Among the sizes that do, each is the smallest whose rate is
+        within 10 % of the fastest.
 
     Notes
     -----

@@ -225,8 +225,8 @@ def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tup
             if dataset is None:
                 if key in files and isinstance(value, dict):
                     raise InputError(
-                        f"[{section}] {key}.{next(iter(value), '...')} must stand in quotes, as in "
-                        f'"{key}.{next(iter(value), "...")}"; TOML takes the dot for a section'
+                        f"[{section}] {key}.{next(iter(value), '...')} must be in quotes, as in "
+                        f'"{key}.{next(iter(value), "...")}"; TOML reads a dot as the start of a subsection'
                     )
                 raise InputError(
                     f"[{section}] {key!r} must be 'dataset.cell type' of one of [datasets], {', '.join(files)}"

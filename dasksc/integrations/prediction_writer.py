@@ -109,7 +109,7 @@ class Writer:
                 self._n_done += self._run.take(self._share, outputs)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the predictions visible when all ranks have written theirs, and wait for unfinished ranks."""
+        """Wait for all ranks to write their predictions, then make the predictions visible."""
         run, notes = self._run, self._notes
         if stage != "predict" or run is None or notes is None:
             return
@@ -125,7 +125,7 @@ class Writer:
         self.report = run.report(self._n_done, time.perf_counter() - self._begun)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave a note for the other ranks, and remove the files of an unfinished unit."""
+        """Notify the other ranks of the error, and remove the files of an unfinished unit."""
         if self._notes is not None and self._run is not None:
             self._notes.fail(exception)
             if self._share is not None:

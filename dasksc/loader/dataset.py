@@ -81,21 +81,25 @@ class scDataset(IterableDataset[Any]):
     - **How to draw**: `strategy`, `label_key`, `seed`
     - **Batches**: `batch_size`, `drop_last`, `layout`, `dtype`, `device`, `pin_memory`, `transform`
     - **Hooks**: `fetch_callback`, `fetch_transform`, `batch_callback`, `batch_transform`
-    - **Ranks and resuming**: `rank`, `world_size`, `group`, `equal_ranks`; `state_dict` and `load_state_dict` resume
+    - **Ranks and resuming**: `rank`, `world_size`, `group`, `equal_ranks`; methods `state_dict` and `load_state_dict`
     - **Execution and memory**: `fetch_factor`, `scheduler`, `prefetch`, `memory_limit`, `mmap`, `progress`
 
     Parameters
     ----------
     data_collection
-        Any argument or result of `dasksc.open`: the path of an h5ad file or Zarr store, or an AnnData (in
-        memory, backed or of Dask arrays). Or a 2-D Dask array. Or several modalities of the same cells: `Modalities`,
-        a MuData, or the path of an ``.h5mu`` file. Or any object with ``len()`` that can be indexed by an ascending
-        array of row numbers (NumPy, SciPy, pandas, a HuggingFace dataset, a `MultiIndexable`); it is read by indexing,
-        and batches have the type that indexing returns.
+        One of:
+
+        - an argument or result of `dasksc.open`: the path of an h5ad file or Zarr store, or an AnnData (in memory,
+          backed or of Dask arrays)
+        - a 2-D Dask array
+        - several modalities of the same cells: `Modalities`, a MuData, or the path of an ``.h5mu`` file
+        - any object with ``len()`` that can be indexed by an ascending array of row numbers (NumPy, SciPy, pandas, a
+          HuggingFace dataset, a `MultiIndexable`). Batches have the type that indexing returns.
     strategy
         Sampling strategy: `Streaming`, `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling`,
-        `CellSets` or your own `SamplingStrategy`. Or the name of one with its default arguments: ``"shuffle"`` for
-        `BlockShuffling`, ``"stream"`` for `Streaming`, ``"balance"`` for `ClassBalancedSampling` of `label_key`.
+        `CellSets` or your own `SamplingStrategy`. Three names select a strategy with its default arguments:
+        ``"shuffle"`` (`BlockShuffling`), ``"stream"`` (`Streaming`) and ``"balance"`` (`ClassBalancedSampling` of
+        `label_key`).
     batch_size
         Number of rows in a batch, per rank.
     fetch_factor
@@ -103,8 +107,7 @@ class scDataset(IterableDataset[Any]):
         and shuffled in memory. None chooses the largest number that `memory_limit` allows. The choice depends only on
         the stored data, so it is equal on every rank and machine.
     drop_last
-        If True, leave out the last, smaller batch of each rank, and the rows that cannot be divided equally among
-        ranks.
+        If True, omit the last, smaller batch of each rank, and rows that cannot be divided equally among ranks.
     fetch_callback
         ``fetch_callback(collection, rows)`` reads the ascending `rows`, in place of
         ``collection[rows]``.
@@ -125,9 +128,9 @@ class scDataset(IterableDataset[Any]):
         Names of columns, layers and entries to yield in addition to X. For several modalities, ``"rna:counts"`` is an
         element of one of them.
     genes
-        Columns of X and the layers to keep: names, a boolean mask or positions; or the genes of a
-        `dasksc.tokens.Vocabulary` or of a vocabulary file (a ``pathlib.Path``), with columns in ascending order of ids
-        and without special tokens such as ``<pad>``. For several modalities, a dict of these by modality.
+        Columns of X and the layers to keep: names, a boolean mask or positions. A `dasksc.tokens.Vocabulary`, or the
+        ``pathlib.Path`` of a vocabulary file, selects its genes in ascending order of ids, without special tokens such
+        as ``<pad>``. For several modalities, a dict of these by modality.
     filter
         Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows that match are drawn.
         `dasksc.rows_where` documents the syntax. The filter also applies to the ``indices`` of the strategy.
@@ -138,9 +141,9 @@ class scDataset(IterableDataset[Any]):
         with a value that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True for
         nonzeros.
     equal_ranks
-        If True, give every rank the same number of batches of the same sizes, by repeating at most one row (or set)
-        per rank, or one batch if batches have shares of classes (`EpochPlan.n_padded`). If False, yield every row
-        exactly once, as for evaluation.
+        If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
+        set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
+        repeated rows. If False, yield every row exactly once, as for evaluation.
     scheduler
         Scheduler of fetches: None (an active Dask Client, else threads of this process),
         ``"threads"``, ``"synchronous"``, a Client or the address of its scheduler. Hooks, and collections
@@ -167,9 +170,9 @@ class scDataset(IterableDataset[Any]):
     transform
         Function that maps each `Batch` to the item to yield, such as `dasksc.tokens.RankTokens` or
         `dasksc.transforms.Downsample`. A list of functions is applied in order. Unlike hooks, transforms receive
-        tensors and run ahead of the loop, in several threads at once. If a transform has a method ``at_epoch``, the
-        result of ``transform.at_epoch(epoch)`` is applied in that epoch; if it has ``at_batch``, the result of
-        ``transform.at_batch(number)`` is applied to a batch. No two batches of an epoch share a number, on any rank.
+        tensors and run ahead of the loop, in several threads at once. A transform may have a method ``at_epoch(epoch)``
+        that returns the function for an epoch, and a method ``at_batch(number)`` that returns the function for a
+        batch. The number of a batch is unique in its epoch, across all ranks.
     genes_missing
         Treatment of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
         ``"drop"`` to leave them out. If the atlas lacks all of them, an error is raised in any case.
@@ -182,8 +185,8 @@ class scDataset(IterableDataset[Any]):
     label_key
         Column of obs whose classes ``strategy="balance"`` draws evenly.
     return_index
-        If True, yield a `Batch` with the row numbers ``batch.index`` even if nothing but X is requested. A `Batch`
-        always has them.
+        If True, yield a `Batch` even if only X is requested, which otherwise gives plain tensors. Every `Batch` has the
+        row numbers ``batch.index``.
 
     Attributes
     ----------
@@ -196,7 +199,8 @@ class scDataset(IterableDataset[Any]):
     Raises
     ------
     InputError
-        If the arguments do not fit the collection, each other or `memory_limit`. It is raised before matrices are read.
+        If arguments do not fit the collection, contradict each other, or need more than `memory_limit`. The error is
+        raised before matrices are read.
 
     Notes
     -----
@@ -405,7 +409,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Digest that ranks compare: of shapes, types, the strategy with its arrays, sizes and the seed."""
+        """Digest of shapes, types, the strategy with its arrays, sizes and the seed, which ranks compare."""
         sizes = (self.batch_size, self.fetch_factor, self.seed, self._source.yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
 
@@ -444,9 +448,9 @@ class scDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epochs, from which `load_state_dict` resumes.
 
-        The state is equal on all ranks if all have yielded the same number of batches, and contains plain numbers and
-        strings. In a DataLoader worker it is the state of that worker. If DataLoader workers read, the state of the
-        main process counts only whole epochs, and a warning is logged within an epoch.
+        The state contains plain numbers and strings. It is equal on all ranks that have yielded the same number of
+        batches. In a DataLoader worker, it is the state of that worker. In the main process of a DataLoader with
+        workers, it counts only whole epochs; within an epoch, a warning is logged.
 
         Returns
         -------
@@ -555,25 +559,50 @@ class scDataset(IterableDataset[Any]):
         """Return statistics of the latest epoch of this rank.
 
         The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers,
-        both combine the statistics of the workers that have finished (the last one logs): counts are added, and times
-        are those of the slowest worker.
+        the statistics and the log line, which the last worker writes, combine the workers that have finished. Counts
+        are added, and times are those of the slowest worker.
 
         Returns
         -------
         dict
-            Progress: ``epoch``, ``rank``, ``world_size``; ``n_batches`` and ``n_rows`` yielded; ``n_control_rows``
-            yielded in addition (`CellSets`); ``n_batches_before``, batches yielded before the epoch was resumed;
-            ``n_batches_left``, batches to come. Sizes: ``n_rank_batches``, ``n_rank_padded`` and ``n_rank_dropped``,
-            batches, repeated rows and omitted rows of this rank in the whole epoch (in its rest, if it was resumed);
-            ``n_padded`` and ``n_dropped``, those of all ranks, including rows dealt to no rank. Over all ranks, the
-            sum of ``n_rows`` is the number of rows of the epoch + ``n_padded`` - ``n_dropped``. Times in seconds:
-            ``wait_s``, time that the loop waited for batches; ``elapsed_s``, time since it requested the first;
-            ``wait_share``, their ratio; and the throughput ``rows_per_s``. Fetch tasks (a large fetch has several):
-            ``n_fetching``, ``n_ready`` and ``n_fetched`` (received); ``in_flight_bytes``, size of the ready tasks plus
-            an estimate for those being fetched, from the largest so far; its limit ``limit_bytes``. Seconds, summed
-            over threads: ``fetch_s``, duration of the received tasks, with ``read_s`` and ``decode_s`` as parts of it
-            (for memory-mapped files, the wait for pages counts where they are first used); ``transfer_s``, transfer of
-            results from the workers of a cluster; ``gather_s``, creation of batches.
+            Statistics by name.
+
+            Progress:
+
+            - ``epoch``, ``rank``, ``world_size``
+            - ``n_batches``, ``n_rows``: batches and rows yielded
+            - ``n_control_rows``: control rows yielded in addition (`CellSets`)
+            - ``n_batches_before``: batches yielded before the epoch was resumed
+            - ``n_batches_left``: remaining batches
+
+            Sizes of the epoch, or of its remainder if it was resumed:
+
+            - ``n_rank_batches``: batches of this rank
+            - ``n_rank_padded``, ``n_rank_dropped``: repeated and omitted rows of this rank
+            - ``n_padded``, ``n_dropped``: repeated and omitted rows of all ranks, including rows assigned to no rank.
+              The sum of ``n_rows`` over all ranks is the number of rows of the epoch + ``n_padded`` - ``n_dropped``.
+
+            Speed of the loop:
+
+            - ``wait_s``: time that the loop waited for batches, in seconds
+            - ``elapsed_s``: time since the loop requested the first batch, in seconds
+            - ``wait_share``: ``wait_s / elapsed_s``
+            - ``rows_per_s``: rows yielded per second
+
+            Fetch tasks (a large fetch consists of several):
+
+            - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, finished and received
+            - ``in_flight_bytes``: size of the finished tasks, plus that of the tasks in progress, each of which counts
+              as the largest task so far
+            - ``limit_bytes``: limit of ``in_flight_bytes``
+
+            Times of the work in seconds, summed over threads:
+
+            - ``fetch_s``: duration of the received tasks
+            - ``read_s``, ``decode_s``: parts of ``fetch_s``. For memory-mapped files, waiting for pages counts where
+              they are first accessed.
+            - ``transfer_s``: transfer of results from the workers of a cluster
+            - ``gather_s``: creation of batches
         """
         reports = self._counter.reports() if get_worker_info() is None else None
         return merged(reports) if reports else self._stats.report()

@@ -32,7 +32,7 @@ class EpochPosition:
     @property
     def consumed_numbers(self) -> list[tuple[int, ...]]:
         """Segments as tuples of integers."""
-        return [dataclasses.astuple(stretch) for stretch in self.consumed]
+        return [dataclasses.astuple(segment) for segment in self.consumed]
 
     def parted(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
         """Return the segments read with other sizes than `sizes`, and the number of batches read with `sizes` since."""
@@ -227,14 +227,14 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
         part, expected = "seed", "a whole number"
         seed = config.whole_number(part, _whole(state[part]), 0, 2**64)
         part, expected = "consumed", f"a list of lists of whole numbers: {', '.join(names)}"
-        stretches = tuple(
+        segments = tuple(
             ConsumedSegment(
                 **{
                     name: config.whole_number(name, _whole(number), low=name != "n_batches")
-                    for name, number in zip(names, stretch, strict=True)
+                    for name, number in zip(names, segment, strict=True)
                 }
             )
-            for stretch in state[part]
+            for segment in state[part]
         )
     except (KeyError, TypeError, ValueError) as error:
         found = f"{part}={state[part]!r:.100}" if part in state else f"only {', '.join(map(repr, state))}"
@@ -242,4 +242,4 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
             f"the state did not come from scDataset.state_dict(): it needs {part!r}, {expected}, and has {found}. "
             "Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
         ) from error
-    return EpochPosition(epoch, stretches), seed
+    return EpochPosition(epoch, segments), seed

@@ -157,9 +157,9 @@ class WorkFolder:
         free = shutil.disk_usage(self.target.parent).free
         return StorageError(
             errno.ENOSPC,
-            f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, "
-            f"{format_bytes(free)} are free there ({error}). The input is untouched, and what has been written is "
-            f"kept in {self.folder}: make room and run the same {self._what} again to resume it, or remove that "
+            f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, and "
+            f"{format_bytes(free)} are free ({error}). The input is unchanged, and the data written so far are kept "
+            f"in {self.folder}. Free some space and run the same {self._what} again to resume it, or remove that "
             "folder.",
         )
 

@@ -132,7 +132,7 @@ class EpochPlan:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows in the epoch over all ranks, before padding and dropping; target cells only for sets."""
+        """Number of rows in the epoch over all ranks, before padding and dropping. For sets, only target cells."""
         return self.sampler.n_rows
 
     @property
@@ -211,12 +211,12 @@ class EpochPlan:
 
     @property
     def n_padded(self) -> int:
-        """Number of repeated rows over all ranks, which make the ranks equal."""
+        """Number of rows, over all ranks, that are repeated so that ranks yield equal numbers of rows."""
         return self._sizes.n_padded * self.sampler.unit
 
     @property
     def n_dropped(self) -> int:
-        """Number of rows to deal that no rank yields."""
+        """Number of rows of `n_dealt` that no rank yields."""
         return self._sizes.n_dropped * self.sampler.unit
 
     @property
@@ -263,8 +263,8 @@ class EpochPlan:
 
     def _keys(self, purpose: Purpose, n: int) -> NDArray[np.uint64]:
         """Return keys that differ between the segments of an epoch."""
-        stretch = (len(self.consumed),) if self.consumed else ()
-        return epoch_keys(self.seed, self.epoch, purpose, *stretch, n=n)
+        number = (len(self.consumed),) if self.consumed else ()
+        return epoch_keys(self.seed, self.epoch, purpose, *number, n=n)
 
     @cached_property
     def _deal_keys(self) -> NDArray[np.uint64]:

@@ -63,9 +63,9 @@ class World:
     local_world_size
         Number of processes on this machine, which share its cores.
     source
-        Source of these numbers, for messages.
+        Origin of these numbers, such as ``"arguments"``, for messages.
     group
-        Identifier of the group among the groups of the same run; empty if the group holds all processes.
+        Identifier of the group among the groups of the same run; empty if the group contains all processes.
 
     Examples
     --------

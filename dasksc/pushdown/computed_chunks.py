@@ -172,10 +172,10 @@ def check_shape(block: Any, declared: tuple[int, int], matrix: DaskMatrix) -> No
     """Raise `InputError` if the shape of a computed block differs from `declared`."""
     if np.shape(block) != declared:
         raise InputError(
-            f"{matrix.label}: its array code (layer {matrix.array.name!r}) was declared to make a block of shape "
-            f"{declared}, and made one of shape {np.shape(block)}. A function in map_blocks that changes the number "
-            f"of columns has to say so: map_blocks(f, chunks=(array.chunks[0], (n_columns,)), dtype=..., meta=...); "
-            "the number of rows has to stay as it is."
+            f"{matrix.label}: a block of the Dask array (layer {matrix.array.name!r}) has shape {np.shape(block)}, but "
+            f"{declared} was declared. If a function in map_blocks changes the number of columns, declare it: "
+            "map_blocks(f, chunks=(array.chunks[0], (n_columns,)), dtype=..., meta=...). It must not change the "
+            "number of rows."
         )
 
 

@@ -77,11 +77,11 @@ class CellSets(BuiltInStrategy):
         Treatment of a set that a group cannot fill: ``"repeat"`` fills it by repeating cells of the group, ``"drop"``
         leaves it out.
     replace
-        If True, sets are drawn independently; a cell occurs twice in a set only if the group is smaller than a set. If
-        False, every cell is drawn once per epoch, except in `incomplete` sets.
+        If True, sets are drawn independently. A cell occurs twice in a set only if its group is smaller than a set. If
+        False, every cell is drawn once per epoch, except for the cells of `incomplete` sets.
     block_size
-        Number of neighbouring cells of a group that are drawn and read together, if the atlas is sorted by group.
-        Otherwise, cells are drawn one by one. ``dasksc convert --group-by`` sorts an atlas.
+        Number of neighbouring cells of a group that are drawn and read together. It has an effect only if the atlas
+        is sorted by group, as by ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
     indices
         Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all. A row that is given
         twice counts as two cells, and may occur twice in a set.

@@ -52,8 +52,8 @@ class SamplingStrategy:
     """Base class of sampling strategies. Derive from it to write your own.
 
     A subclass must define only `get_len` and `get_indices`. It then supports ranks, DataLoader workers
-    and resuming: `get_indices` is called once per epoch on every rank with the same seed. Its result must depend on
-    nothing else, and is divided among ranks in runs of the length of a fetch.
+    and resuming. `get_indices` is called once per epoch on every rank, with the same seed on all of them. Its result
+    must depend only on the collection and the seed. The result is divided among ranks in runs of the length of a fetch.
 
     Parameters
     ----------
@@ -179,8 +179,7 @@ def _obs_column(collection: Any, key: str) -> Any:
 class Streaming(BuiltInStrategy):
     """Strategy that yields every row once, in storage order.
 
-    Since this order is kept, the rows that ``drop_last`` leaves out of an epoch are always the last ones, even with
-    `shuffle`.
+    The rows that ``drop_last`` omits are always the last ones, even with `shuffle`.
 
     Parameters
     ----------
@@ -215,12 +214,13 @@ class BlockShuffling(BuiltInStrategy):
     Parameters
     ----------
     block_size
-        Number of rows in a block. Larger blocks read faster and mix less; a block of all rows is divided into two.
+        Number of rows in a block. Larger blocks are read faster and mix less. If a single block would contain all
+        rows, it is divided into two.
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     drop_last
-        Leave out the rows of an incomplete block. Their position changes with the epoch, so every row is left out
-        equally often.
+        If True, omit the rows of an incomplete block. The position of this block changes with the epoch, so every row
+        is omitted equally often.
 
     Examples
     --------
@@ -362,18 +362,19 @@ class ClassBalancedSampling(BuiltInStrategy):
         Draw class c with probability proportional to ``f_c ** (1 / temperature)``, as in the training of multilingual
         models: 1 keeps the natural distribution, and larger values are more even. Not allowed with `smoothing`.
     per_batch
-        Give every batch its share of each class, rounded down or up such that an epoch has exact shares (largest
-        remainders). An epoch consists of whole batches; ranks, resuming and ``drop_last`` preserve them, and resuming
-        requires the same ``batch_size``. The rows of a class are drawn in passes through all of them, so the numbers
-        of draws of two rows differ by at most one; with ``replace=False`` there is a single pass.
+        If True, give every batch its share of each class. Shares are rounded down or up such that the epoch as a whole
+        has exact shares (largest remainders). An epoch consists of whole batches, which ranks, resuming and
+        ``drop_last`` preserve. Resuming requires the same ``batch_size``. Rows of a class are drawn again only after
+        all rows of the class have been drawn, so the numbers of draws of two of them differ by at most one. With
+        ``replace=False``, each row is drawn at most once.
 
     Raises
     ------
     InputError
-        If neither or both of `labels` and `label_key` are given, no row has a label, labels are
-        continuous (numbers with fractions that have more than 100 distinct values, or one for every other row),
-        `smoothing` is outside [0, 1], `temperature` is not positive, or more rows of a class are to be drawn without
-        replacement than it has.
+        If neither or both of `labels` and `label_key` are given; if no row has a label; if labels are continuous
+        (fractional numbers with more than 100 distinct values, or with more than half as many as rows); if `smoothing`
+        is outside [0, 1] or `temperature` is not positive; or if a class has fewer rows than are to be drawn without
+        replacement.
 
     Examples
     --------

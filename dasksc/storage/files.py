@@ -26,7 +26,7 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.runs import merge
 
-__all__ = ["READ_FLAGS", "LocalFile", "UseMmap", "can_map", "let_go_of_pages", "mapping", "maps", "read_at"]
+__all__ = ["READ_FLAGS", "LocalFile", "UseMmap", "can_map", "release_pages", "mapping", "maps", "read_at"]
 
 UseMmap: TypeAlias = bool | Literal["auto"]
 """Use of memory maps: always (True), never (False), or as set by `mapping` in the reading thread (``"auto"``)."""
@@ -364,12 +364,12 @@ _opened: deque[weakref.ref[LocalFile]] = deque()
 _maps: set[weakref.ref[_Map]] = set()
 
 
-def let_go_of_pages() -> None:
+def release_pages() -> None:
     """Release mapped pages from the memory of this process; they remain in the page cache."""
     for reference in list(_maps):
         mapped = reference()
         if mapped is not None:
-            mapped.let_go()
+            mapped.release()
 
 
 class _Map:
@@ -381,7 +381,7 @@ class _Map:
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
         size = identity.size
         if os.fstat(descriptor.number).st_size < size:
-            raise CorruptDataError(f"{identity.path} was truncated after it was opened: {size} bytes were there")
+            raise CorruptDataError(f"{identity.path} was truncated after it was opened, when it had {size} bytes")
         self._place: tuple[int, int] | None = None
         if _libc is None:
             self._map = mmap.mmap(descriptor.number, size, access=mmap.ACCESS_READ) if size else b""
@@ -399,7 +399,7 @@ class _Map:
         _maps.add(weakref.ref(self, _maps.discard))
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the pages of the map, so that the next access looks them up in the page cache again."""
         if self._place is not None:
             _libc.madvise(*self._place, mmap.MADV_DONTNEED)

@@ -120,8 +120,9 @@ def statistics(
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
-    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. Values are summed in float64
-    relative to the first value of each gene and group, so variances are accurate even if means are large.
+    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. Sums are computed in float64, of
+    the differences from the first value of each gene and group. Variances are therefore accurate even if means are
+    large.
 
     Examples
     --------

@@ -50,9 +50,9 @@ def normalize(
     Returns
     -------
     AnnData
-        AnnData as from `dasksc.open`, with a normalized X or layer: floating-point values, computed from the stored
-        values whenever rows are read, for Dask chunks as well as batches. ``uns["log1p"]`` records the logarithm.
-        `adata` does not change.
+        AnnData as from `dasksc.open`, with a normalized X or layer of floating-point values. They are computed from the
+        stored values whenever rows are read, both for Dask chunks and for batches. ``uns["log1p"]`` records the
+        logarithm. `adata` does not change.
 
     Raises
     ------

@@ -434,8 +434,8 @@ def _mesh(fsdp: Fsdp, context: RankContext) -> DeviceMesh:
     size = fsdp.shard_size or context.local_world_size
     if context.world_size % size:
         raise InputError(
-            f"HYBRID_SHARD shards inside a node, and the {size} ranks of this one do not divide the "
-            f"{context.world_size} of the run; give a training.fsdp.shard_size that does"
+            f"HYBRID_SHARD shards the model over the {size} ranks of a node, which must divide the number of ranks, "
+            f"{context.world_size}; give a training.fsdp.shard_size that does"
         )
     names = ("dp_replicate", "dp_shard")
     return init_device_mesh(context.device.type, (context.world_size // size, size), mesh_dim_names=names)

@@ -196,5 +196,5 @@ def imported_model(path: str) -> Any:
     """
     model = find(path, {}, what="--model")
     if isinstance(model, type) or not callable(model):
-        raise InputError(f"--model {path} is {model!r}; give a function of a batch, or a module that is made already")
+        raise InputError(f"--model {path} is {model!r}; give a function of a batch, or a module instance")
     return model

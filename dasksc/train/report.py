@@ -41,8 +41,8 @@ class Report:
     n_steps, n_epochs
         Numbers of steps and epochs of the run, including those before it was resumed.
     n_cells, elapsed_s
-        Since the run was started or resumed: number of cells over all ranks, and seconds of training, excluding
-        validation and checkpoints.
+        Number of cells over all ranks, and time of training in seconds without validation and checkpoints, both since
+        the run was started or resumed.
     cells_per_s
         Throughput in cells per second, over all ranks.
     wait_share

@@ -74,8 +74,8 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     MissingPathError
         If the path does not exist.
     CorruptDataError, InputError
-        If the file or checkpoint is damaged, or was not written by `dasksc.train`. Since a file may come from an
-        unknown source, unpickling is restricted, and only classes of modules are called.
+        If the file or checkpoint is damaged, or was not written by `dasksc.train`. For security, unpickling is
+        restricted, and only module classes are called.
 
     Examples
     --------

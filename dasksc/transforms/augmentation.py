@@ -182,16 +182,16 @@ class _Augmentation:
         columns: NDArray[Any],
         values: NDArray[Any],
     ) -> None:
-        """Change the values of CSR rows of a batch in place.
+        """Change the values of consecutive CSR rows of a batch in place.
 
         Parameters
         ----------
         rows
-            Row numbers of the whole batch, shape (n_rows,), int64.
+            Row number in the collection of every row of the batch, shape (n_rows,), int64.
         first_row
-            Position in the batch of the first row whose values are given.
+            Position in the batch of the first of the rows to change.
         indptr, columns, values
-            CSR rows of the batch.
+            Rows to change, in CSR layout: bounds of the n rows, shape (n + 1,), and column and value of each nonzero.
 
         Raises
         ------
@@ -202,16 +202,16 @@ class _Augmentation:
             self._change((self._keys[self._which], self._number, rows, first_row), indptr, columns, treated)
 
     def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
-        """Change the values of dense rows of a batch in place.
+        """Change the values of consecutive dense rows of a batch in place.
 
         Parameters
         ----------
         rows
-            Row numbers of the whole batch, shape (n_rows,), int64.
+            Row number in the collection of every row of the batch, shape (n_rows,), int64.
         first_row
             Position in the batch of the first row of `dense`.
         dense
-            C-contiguous rows, shape (n, n_vars).
+            Rows to change, shape (n, n_vars), C-contiguous.
 
         Raises
         ------
@@ -248,19 +248,21 @@ class Downsample(_Augmentation):
     Raises
     ------
     InputError
-        If not exactly one of `fraction` and `target_counts` is given, or an argument is out of range. For a batch: if
-        a value is not a count, which is a whole number from 0 to 2**53.
+        If not exactly one of `fraction` and `target_counts` is given, or an argument is out of range. When called: if
+        a value of the batch is not a count, which is a whole number from 0 to 2**53.
 
     Notes
     -----
-    Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so dense
-    and CSR batches have the same values. CSR batches keep their structure: a count that drops to 0 is a stored zero.
-    CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Nonzeros of dense batches from a
-    dense file must be found first, which takes another 0.17 ns for each value.
+    Random numbers depend only on the seed, the epoch, the position of the row in the epoch (number of the batch and
+    position in it), and the gene. Dense and CSR batches therefore have the same values. CSR batches keep their
+    structure: a count that drops to 0 is a stored zero.
 
-    Given the total after binomial thinning, the values of a cell are distributed like a draw without replacement. With
-    `target_counts`, values are therefore thinned to about the target. The difference is then drawn without
-    replacement, from the kept counts if there are too many, otherwise from the others.
+    CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Dense batches from a dense file
+    take another 0.17 ns for each value to find the nonzeros.
+
+    With `target_counts`, a cell is first thinned binomially to about the target. Surplus counts are then drawn without
+    replacement from the kept counts and removed, or missing counts are drawn from the removed ones and restored. The
+    result is distributed like a draw without replacement, because binomially thinned values are, given their total.
 
     Examples
     --------
@@ -333,8 +335,8 @@ class MaskGenes(_Augmentation):
     p
         Probability of masking each gene of each cell, in [0, 1).
     layer
-        Name of the layer to mask; None: X. Transforms of different layers with the same seed mask the same genes of a
-        cell.
+        Name of the layer to mask; None: X. Two transforms with the same seed and different layers mask the same genes
+        of each cell.
     seed
         Random seed, an integer in [0, 2**64).
 
@@ -345,10 +347,12 @@ class MaskGenes(_Augmentation):
 
     Notes
     -----
-    Draws are keyed by the seed, the epoch, the place of the row among the batches of the epoch, and the gene, so dense
-    and CSR batches have the same values. CSR batches keep their structure: a masked value is a stored zero. CSR
-    batches take about 0.4 ns for each nonzero. Nonzeros of dense batches from a dense file must be found first, which
-    takes another 0.17 ns for each value.
+    Random numbers depend only on the seed, the epoch, the position of the row in the epoch (number of the batch and
+    position in it), and the gene. Dense and CSR batches therefore have the same values. CSR batches keep their
+    structure: a masked value is a stored zero.
+
+    CSR batches take about 0.4 ns for each nonzero. Dense batches from a dense file take another 0.17 ns for each value
+    to find the nonzeros.
 
     Examples
     --------

@@ -59,7 +59,7 @@ def from_config(
     _check_names("tokenizer", tokenizer, known)
     masking = tokenizer.get("masking") or {}
     if not isinstance(masking, Mapping):
-        raise InputError(f"tokenizer.masking must hold mask_ratio, as in {{mask_ratio: 0.15}}; got {masking!r}")
+        raise InputError(f"tokenizer.masking must contain mask_ratio, as in {{mask_ratio: 0.15}}; got {masking!r}")
     _check_names("tokenizer.masking", masking, ("mask_ratio", "random_replace_ratio", "keep_ratio"))
     settings = {name: value for name, value in tokenizer.items() if name not in ("strategy", "masking")}
     return kind(genes, vocabulary=vocabulary, seed=seed, **masking, **settings)

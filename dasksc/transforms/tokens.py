@@ -202,9 +202,9 @@ class RankTokens(_Tokens):
         Positive divisors of the values of each gene before ranking, shape (n_genes,), such as medians over the cells
         that express it.
     max_genes
-        Maximum number of genes per cell; those of lowest rank are left out.
+        Maximum number of genes per cell; the genes with the smallest values are omitted.
     prepend_cls
-        Insert the token of the cell first.
+        If True, put the token of the cell first.
     mask_ratio
         Share of the genes of a cell whose ids are replaced by ``"<mask>"``, at least one per cell. ``labels`` has the
         original ids of these genes, and -100 elsewhere.
@@ -317,8 +317,8 @@ class ValueBins(_Tokens):
     n_bins
         Number of distinct values: 0 for genes that are not expressed, and ``n_bins - 1`` bins of the nonzeros of a
         cell, as in the function ``binning`` of scGPT. The lower edges of the bins are ``n_bins - 1`` equally spaced
-        quantiles of the nonzeros, from the minimum to the maximum; only the maximum is in the last bin. If several
-        edges equal a value, as is common for a count of 1, its bin is drawn at random from those that start there.
+        quantiles of the nonzeros, from the minimum to the maximum, so only the maximum is in the last bin. Several bins
+        may start at the same value, commonly at a count of 1. That value is then put into one of these bins at random.
     vocabulary
         `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
     max_genes

@@ -12,7 +12,7 @@ import matplotlib as mpl
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent.parent))
 mpl.use("agg")
 
 import matplotlib.pyplot as plt  # noqa: E402

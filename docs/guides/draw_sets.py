@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent.parent))
 mpl.use("agg")
 
 import matplotlib.pyplot as plt  # noqa: E402

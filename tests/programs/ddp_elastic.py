@@ -38,7 +38,7 @@ if checkpoint.exists():
     model.load_state_dict({name: torch.tensor(value) for name, value in saved["model"].items()})
     dataset.load_state_dict(saved["data"])
     first_epoch = saved["data"]["epoch"]
-    n_before = sum(stretch[-1] for stretch in saved["data"]["consumed"])
+    n_before = sum(segment[-1] for segment in saved["data"]["consumed"])
 
 with open(folder / f"batches-{attempt}-{rank}", "w", buffering=1) as notes:
     for epoch in range(first_epoch, 2):

@@ -143,7 +143,7 @@ READ: list[tuple[str, Callable[[Any], Any], Callable[[], Any], list[str]]] = [
         ],
     ),
     ("distributed", distributed.process_memory, worker, ["monitor", "monitor.get_process_memory"]),
-    ("distributed", lambda worker: distributed.carrier_of(worker, "name"), worker, ["plugins"]),
+    ("distributed", lambda worker: distributed.task_plugin_of(worker, "name"), worker, ["plugins"]),
     ("distributed", distributed.n_threads_of, scheduler, ["total_nthreads"]),
     ("distributed", distributed.worker_plugin_names, scheduler, ["worker_plugins"]),
     ("distributed", taken_back, scheduler, ["unregister_worker_plugin"]),

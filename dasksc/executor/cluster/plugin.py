@@ -13,13 +13,13 @@ import cloudpickle
 import distributed
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
 
-from dasksc._compat.distributed import carrier_of, take_back_plugin, worker_plugin_names
+from dasksc._compat.distributed import take_back_plugin, task_plugin_of, worker_plugin_names
 from dasksc.errors import StorageError
 from dasksc.executor import fetch_totals
 from dasksc.executor.cluster import file_visibility
 from dasksc.executor.cluster import transport as transport  # registers the serializers of results
 from dasksc.executor.local import Timed
-from dasksc.executor.memory_admission import Headroom
+from dasksc.executor.memory_admission import MemoryAdmission
 from dasksc.storage.buffers import Recycling
 
 __all__ = [
@@ -110,8 +110,8 @@ class RemoteCarrier(TaskPlugin):
             has_begun = True
             return self._compact(argument)
 
-        room = Headroom.of(distributed.get_worker())
-        result = room.run(fetch, size=self._largest, is_wanted=lambda: not self._closed)
+        admission = MemoryAdmission.of(distributed.get_worker())
+        result = admission.run(fetch, size=self._largest, is_wanted=lambda: not self._closed)
         if not has_begun:  # `run` then returned None, which is also a valid result of a task.
             return CancelledFetch()
         n_bytes = _n_bytes(result)
@@ -152,23 +152,23 @@ def portable_plugin(inside: bytes) -> WorkerPlugin:
 
         def __init__(self) -> None:
             self.inside = inside
-            self.carrier: Any = None
+            self.task_plugin: Any = None
 
         def __getstate__(self) -> dict[str, Any]:
-            return {"inside": self.inside, "carrier": None}
+            return {"inside": self.inside, "task_plugin": None}
 
         def setup(self, worker: Any) -> None:
             """Unpickle the task and set it up."""
             try:
-                self.carrier = pickle.loads(self.inside)
+                self.task_plugin = pickle.loads(self.inside)
             except ImportError:
                 return  # A fetch sent to this worker raises the error.
-            self.carrier.setup(worker)
+            self.task_plugin.setup(worker)
 
         async def teardown(self, worker: Any) -> None:
             """Wait for the running fetches."""
-            if self.carrier is not None:
-                await self.carrier.teardown(worker)
+            if self.task_plugin is not None:
+                await self.task_plugin.teardown(worker)
 
     return PortablePlugin()
 
@@ -205,7 +205,7 @@ class CancelledFetch:
 
 def run_fetch(token: str, argument: Any) -> Timed:
     """Run one fetch on a worker."""
-    carrier = task_plugins.get(token)
-    if carrier is None:
-        carrier = carrier_of(distributed.get_worker(), token)
-    return (0.0, CancelledFetch()) if carrier is None else carrier.run(argument)
+    task_plugin = task_plugins.get(token)
+    if task_plugin is None:
+        task_plugin = task_plugin_of(distributed.get_worker(), token)
+    return (0.0, CancelledFetch()) if task_plugin is None else task_plugin.run(argument)

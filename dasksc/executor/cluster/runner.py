@@ -100,11 +100,11 @@ class ClusterRunner:
 
     def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Release every future and remove the task from the workers."""
-        carrier = task_plugins.pop(self._token, None)
+        task_plugin = task_plugins.pop(self._token, None)
         loop = event_loop(self._client)
         if self._client.status == "closed" or not loop.is_running():
             return
-        closing = asyncio.run_coroutine_threadsafe(self._close(pending, carrier, exiting=exiting), loop)
+        closing = asyncio.run_coroutine_threadsafe(self._close(pending, task_plugin, exiting=exiting), loop)
         if wait_s > 0 and not runs_here(loop):
             try:
                 closing.result(min(wait_s, _CLOSE_S))
@@ -114,7 +114,7 @@ class ClusterRunner:
                 address = self._client.scheduler.address
                 logger.warning("A fetch of a closed window still runs on the cluster of %s.", address)
 
-    async def _introduce(self, envelope: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
+    async def _introduce(self, payload: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         """Register the task on every worker, after checking that new workers see its files."""
         client = self._client
         await ask_workers(client, files)
@@ -124,7 +124,7 @@ class ClusterRunner:
             except Exception as error:  # The scheduler may be configured not to unpickle.
                 logger.info("If this process is killed, its tasks stay on the workers: %s", error)
             _tidied.add(client)
-        inside = pickle.dumps(envelope)
+        inside = pickle.dumps(payload)
         try:
             await client.register_plugin(portable_plugin(inside), name=self._token)
         except OSError as error:
@@ -158,7 +158,7 @@ class ClusterRunner:
     async def _close(
         self,
         pending: Sequence[concurrent.futures.Future[Timed]],
-        carrier: TaskPlugin | None,
+        task_plugin: TaskPlugin | None,
         *,
         exiting: bool,
     ) -> None:
@@ -167,7 +167,7 @@ class ClusterRunner:
         if exiting and self.needs_executors:
             # The scheduler is about to lose its executors and must have no work of this window by then.
             # Without the task, fetches that have not begun end immediately.
-            await self._take_task_back(carrier)
+            await self._take_task_back(task_plugin)
             await _ended(pending)
             await self._forgotten()
             return
@@ -176,11 +176,11 @@ class ClusterRunner:
         self._fetches.release_all_but(self._arriving)
         await _ended(pending)
         if not lost:
-            await self._take_task_back(carrier)
+            await self._take_task_back(task_plugin)
 
-    async def _take_task_back(self, carrier: TaskPlugin | None) -> None:
-        if carrier is not None:
-            await carrier.teardown(None)
+    async def _take_task_back(self, task_plugin: TaskPlugin | None) -> None:
+        if task_plugin is not None:
+            await task_plugin.teardown(None)
         # Otherwise the Client is disconnected, and an attempt to reconnect fails after half a minute.
         elif self._client.status == "running":
             taking = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))

@@ -57,7 +57,7 @@ def start_cluster(
     n_workers
         Number of Dask workers. Default: one process per core, or one worker with ``processes=False``.
     threads_per_worker
-        Number of threads of each worker. Default: the number of cores divided by the number of workers.
+        Number of threads per worker. Default: the number of cores divided by the number of workers.
     processes
         If True, each worker is a process; if False, the workers are threads of rank 0, which avoids
         serialization for a single rank. Default: True if there are several ranks.
@@ -91,9 +91,9 @@ def start_cluster(
     Raises
     ------
     InputError
-        If an argument is invalid; if there are several ranks and no process group; if there are several ranks
-        without `security` and `host` is not loopback; if other users can read the file of `security`; or if ranks
-        run on several machines and `host` is loopback or resolves to it.
+        If an argument is invalid, or other users can read the file of `security`. With several ranks also: if the
+        process group is missing; if `host` is not loopback and `security` is missing; or if the ranks run on several
+        machines and `host` is loopback or resolves to it.
     StartError
         If rank 0 failed, did not answer in time or cannot be reached; the message gives the reason. Rank 0 closes
         everything it has started and raises its original error.

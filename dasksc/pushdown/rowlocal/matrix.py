@@ -193,8 +193,8 @@ class RowLocalMatrix(DaskMatrix):
             return
         self._believed = False
         logger.warning(
-            "%s: the functions in its graph were believed to treat every row alone, but %s. Its row chunks are "
-            "computed whole.",
+            "%s: the functions in its graph were assumed to compute each row from that row alone, but %s. Whole row "
+            "chunks are computed instead.",
             self.label,
             reason,
         )

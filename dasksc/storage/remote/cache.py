@@ -242,13 +242,13 @@ class _Block:
         """Return bytes [low, high) of the block in an open file; raise `ValueError` if it is damaged."""
         n_pages = -(-n_bytes // _PAGE_BYTES)
         if os.fstat(number).st_size != n_bytes + n_pages * _TAG_BYTES:
-            raise ValueError("it is not whole")
+            raise ValueError("it is incomplete")
         first, after = low // _PAGE_BYTES, -(-high // _PAGE_BYTES)
         start = first * _PAGE_BYTES
         data = _read(number, start, min(after * _PAGE_BYTES, n_bytes) - start)
         tags = _read(number, n_bytes + first * _TAG_BYTES, (after - first) * _TAG_BYTES)
         if self.tags(data, first) != tags:
-            raise ValueError("its content is not what was kept")
+            raise ValueError("its content differs from the data that were stored")
         return data[low - start : high - start]
 
     def tags(self, content: memoryview, first: int) -> bytes:
@@ -264,7 +264,7 @@ class _Block:
 def _read(number: int, offset: int, n_bytes: int) -> memoryview:
     data = memoryview(bytearray(n_bytes))
     if read_at(number, offset, data) < n_bytes:
-        raise ValueError("it is cut short")
+        raise ValueError("it is truncated")
     return data
 
 

@@ -107,6 +107,10 @@ def _is_inside(other: str, folder: str | None) -> bool:
 def _refuse(path: str, name: str, other: str, folder: str | None) -> NoReturn:
     raise StorageError(
         f"{path}: /{name} lies in another file, {other!r}, which is not read: "
-        + ("links are followed within the folder of a file only." if folder else "it would be sought on this machine.")
+        + (
+            "links are followed within the folder of a file only."
+            if folder
+            else "the link would be followed on this machine."
+        )
         + " Open that file itself, or write the atlas as one file."
     )

@@ -304,7 +304,7 @@ def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -
         if archive.members[key].n_bytes > at_most:
             raise CorruptDataError(
                 f"{archive.path}: {key!r} unpacks to {archive.members[key].n_bytes} bytes, but at most {at_most} "
-                "are expected. The archive is corrupt, or made to fill memory."
+                "are expected. The archive is corrupt or malicious."
             )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dasksc.batches.prefetch import _dismiss_all, _ThreadPool, run_ahead
+from dasksc.batches.prefetch import _close_all, _ThreadPool, run_ahead
 
 pytestmark = pytest.mark.core
 
@@ -120,7 +120,7 @@ def test_without_its_threads_the_consumer_runs_the_jobs(monkeypatch: pytest.Monk
     results = run_ahead(iter([job] * 20), is_ready=lambda: True, n_ahead=4, n_threads=2)
     next(results)
     # As the interpreter does when the main thread has ended.
-    _dismiss_all()
+    _close_all()
     for thread in gather_threads():
         thread.join(timeout=10)
     assert not gather_threads()

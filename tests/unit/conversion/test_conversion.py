@@ -542,7 +542,7 @@ def test_what_is_written_is_not_written_again(tmp_path, gzipped, monkeypatch):
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
 
 
-def test_ctrl_c_says_that_it_can_go_on(tmp_path, gzipped, monkeypatch):
+def test_ctrl_c_says_how_to_resume(tmp_path, gzipped, monkeypatch):
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
@@ -550,7 +550,7 @@ def test_ctrl_c_says_that_it_can_go_on(tmp_path, gzipped, monkeypatch):
         patched.setattr(converting, "write_tables", interrupted)
         shown = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
     assert shown.exit_code == 130
-    assert "out.zarr.partial; the same conversion resumes from there" in shown.stderr
+    assert "out.zarr.partial. Run the same command again to resume." in shown.stderr
     shown = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
     assert shown.exit_code == 0
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))

@@ -149,7 +149,7 @@ def test_a_disk_of_any_size_that_fills_up_ends_no_conversion_by_a_signal(small_d
             assert contents(out) == whole
             continue
         assert first.returncode == 3, (kilobytes, first.returncode, first.stderr)
-        words = r"no space is left for (\S+): about ([\d.]+ \w+) more will be needed, [\d.]+ \w+ are free there"
+        words = r"no space is left for (\S+): about ([\d.]+ \w+) more will be needed, and [\d.]+ \w+ are free"
         told = re.search(words, first.stdout)
         assert told is not None, first.stdout
         assert told[1] == str(out)

@@ -154,7 +154,7 @@ def test_stretches_of_an_epoch_cover_it_exactly(data):
     consumed: list[ConsumedSegment] = []
     seen: Counter[int] = Counter()
     n_padded = 0
-    for stretch in range(3):
+    for segment in range(3):
         world_size = data.draw(st.integers(1, 4), label="world_size")
         first = EpochPlan(
             sampler=sampler,
@@ -168,9 +168,9 @@ def test_stretches_of_an_epoch_cover_it_exactly(data):
         )
         plans = [first.of_rank(rank) for rank in range(world_size)]
         fewest = min(plan.n_batches for plan in plans)
-        n_batches = fewest if stretch == 2 else data.draw(st.integers(0, fewest), label="n_batches")
+        n_batches = fewest if segment == 2 else data.draw(st.integers(0, fewest), label="n_batches")
         for plan in plans:
-            taken = plan.n_batches if stretch == 2 else n_batches
+            taken = plan.n_batches if segment == 2 else n_batches
             for i in range(taken):
                 seen.update(plan.batch_rows(i).tolist())
         n_padded += first.n_padded
@@ -192,7 +192,7 @@ SIZES = st.fixed_dictionaries({"batch_size": st.sampled_from([3, 7, 16]), "fetch
 
 
 def ranks_of(world_size: int, state=None, **options) -> list[scDataset]:
-    """The data sets of all ranks, gone on with from `state`."""
+    """The data sets of all ranks, resumed from `state`."""
     ranks = [dataset(rank=rank, world_size=world_size, **options) for rank in range(world_size)]
     for rank in ranks:
         if state is not None:
@@ -265,14 +265,14 @@ def test_from_every_step_other_ranks_cover_the_rest_of_the_epoch(strategy, drop_
 
 
 @given(data=st.data())
-def test_an_epoch_can_be_stopped_three_times_and_gone_on_with_elsewhere(data):
+def test_an_epoch_can_be_stopped_three_times_and_resumed_elsewhere(data):
     strategy = data.draw(st.sampled_from(STRATEGIES), label="strategy")
     options = {"strategy": strategy, "equal_ranks": data.draw(st.booleans(), label="equal_ranks")}
     whole, seen, state, n_padded = drawn(dataset(**options)), Counter[int](), None, 0
-    for stretch in range(4):
+    for segment in range(4):
         world, size = data.draw(RANKS, label="world_size"), data.draw(SIZES, label="sizes")
         ranks = ranks_of(world, state, **options, **size)
-        n_steps = None if stretch == 3 else data.draw(st.integers(0, 3), label="n_steps")
+        n_steps = None if segment == 3 else data.draw(st.integers(0, 3), label="n_steps")
         if n_steps is not None:
             # No rank can be asked for more than it has.
             n_left = [sum(1 for _ in rank) for rank in ranks_of(world, state, **options, **size)]

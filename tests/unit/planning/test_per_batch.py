@@ -126,7 +126,7 @@ def test_an_epoch_left_and_resumed_anywhere_by_other_ranks_yields_the_same_batch
             consumed = (*consumed, ConsumedSegment(n_batches=n, **sizes))
     units = units_of(plan_of(seed=seed, batch_size=batch_size))
     assert not units - found
-    # Ranks that stop in the middle may have repeated a batch, too: at most one each and stretch.
+    # Ranks that stop in the middle may have repeated a batch, too: at most one each and segment.
     assert (found - units).total() <= sum(world - 1 for world in worlds)
     if not equal_ranks:
         assert found == units

@@ -232,13 +232,13 @@ def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
     plan = plan_of(sampler, drop_last=drop_last, equal_ranks=equal_ranks, world_size=world_size)
     n_done = data.draw(st.integers(0, min(plan.of_rank(rank).n_batches for rank in range(world_size))))
     done = [list(sets_of(plan.of_rank(rank)))[: n_done * 2] for rank in range(world_size)]
-    stretch = ConsumedSegment(world_size=world_size, batch_size=plan.batch_size, fetch_factor=3, n_batches=n_done)
+    segment = ConsumedSegment(world_size=world_size, batch_size=plan.batch_size, fetch_factor=3, n_batches=n_done)
     n_ranks, sets_of_batch = then
     rest = plan_of(
-        sampler, sets_of_batch, equal_ranks=False, drop_last=drop_last, world_size=n_ranks, consumed=(stretch,)
+        sampler, sets_of_batch, equal_ranks=False, drop_last=drop_last, world_size=n_ranks, consumed=(segment,)
     )
     if equal_ranks:
-        rest = plan_of(sampler, sets_of_batch, drop_last=drop_last, world_size=n_ranks, consumed=(stretch,))
+        rest = plan_of(sampler, sets_of_batch, drop_last=drop_last, world_size=n_ranks, consumed=(segment,))
     later = Counter(one for rank in range(n_ranks) for one in sets_of(rest.of_rank(rank)))
     everything = Counter(sets_of(plan_of(sampler, sets_of_batch=1)))
     before = Counter(one for rank in done for one in rank)

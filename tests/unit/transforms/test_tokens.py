@@ -511,7 +511,7 @@ def test_a_configuration_makes_the_transform_it_describes():
         ({"strategy": "rank_value", "max_gene": 1}, "tokenizer has no setting 'max_gene'; did you mean 'max_genes'"),
         ({"strategy": "rank_value", "n_bins": 1}, "no setting 'n_bins'"),
         ({"strategy": "rank_value", "masking": {"ratio": 1}}, "tokenizer.masking has no setting 'ratio'"),
-        ({"strategy": "rank_value", "masking": 0.15}, "must hold mask_ratio"),
+        ({"strategy": "rank_value", "masking": 0.15}, "must contain mask_ratio"),
     ],
 )
 def test_a_configuration_that_says_something_else_is_refused(section, message):

@@ -1,4 +1,4 @@
-"""Fetches on a worker wait for room, and never for ever."""
+"""Fetches on a worker wait for room, and never forever."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from dasksc.executor import memory_admission as headroom
-from dasksc.executor.memory_admission import Headroom
+from dasksc.executor import memory_admission
+from dasksc.executor.memory_admission import MemoryAdmission
 
 pytestmark = pytest.mark.faults
 
@@ -48,23 +48,27 @@ class Result:
         self.nbytes = n_bytes
 
 
-def run(room: Headroom, fetch: Callable[[], T], *, size: int | None = 100, is_wanted: bool = True) -> T | None:
-    return room.run(fetch, size=size, is_wanted=lambda: is_wanted)
+def run(
+    admission: MemoryAdmission, fetch: Callable[[], T], *, size: int | None = 100, is_wanted: bool = True
+) -> T | None:
+    return admission.run(fetch, size=size, is_wanted=lambda: is_wanted)
 
 
-def begun(room: Headroom, fetch: Callable[[], Any], size: int | None = 100) -> tuple[threading.Thread, threading.Event]:
+def begun(
+    admission: MemoryAdmission, fetch: Callable[[], Any], size: int | None = 100
+) -> tuple[threading.Thread, threading.Event]:
     has_begun = threading.Event()
-    thread = threading.Thread(target=lambda: run(room, lambda: (has_begun.set(), fetch())[1], size=size))
+    thread = threading.Thread(target=lambda: run(admission, lambda: (has_begun.set(), fetch())[1], size=size))
     thread.start()
     return thread, has_begun
 
 
 def test_a_fetch_begins_when_there_is_room_for_it() -> None:
     worker = Worker()
-    room = Headroom(worker)
-    unsent = run(room, lambda: Result(100))
+    admission = MemoryAdmission(worker)
+    unsent = run(admission, lambda: Result(100))
     worker.n_bytes = 500  # and 300 for the next one are more than 700
-    thread, has_begun = begun(room, lambda: Result(1))
+    thread, has_begun = begun(admission, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
     worker.n_bytes = 400
     thread.join(30)
@@ -74,10 +78,10 @@ def test_a_fetch_begins_when_there_is_room_for_it() -> None:
 
 def test_one_fetch_is_always_let_through_once_the_last_has_been_sent() -> None:
     worker = Worker()
-    room = Headroom(worker)
-    unsent = run(room, lambda: Result(100))
+    admission = MemoryAdmission(worker)
+    unsent = run(admission, lambda: Result(100))
     worker.n_bytes = 5000
-    thread, has_begun = begun(room, lambda: Result(1))
+    thread, has_begun = begun(admission, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
     del unsent
     thread.join(30)
@@ -87,14 +91,14 @@ def test_one_fetch_is_always_let_through_once_the_last_has_been_sent() -> None:
 @pytest.mark.parametrize("size", [None, 150])
 def test_those_that_run_count_and_only_one_runs_until_a_size_is_known(size: int | None) -> None:
     # 100 bytes and 3 * 150 for one; for two they are beyond 700.
-    room = Headroom(Worker())
+    admission = MemoryAdmission(Worker())
     go_on = threading.Event()
-    first, first_has_begun = begun(room, go_on.wait, size)
+    first, first_has_begun = begun(admission, go_on.wait, size)
     assert first_has_begun.wait(30)
-    second, second_has_begun = begun(room, go_on.wait, size)
+    second, second_has_begun = begun(admission, go_on.wait, size)
     assert not second_has_begun.wait(UNNOTICED_S)
     # Another window's are smaller.
-    other, other_has_begun = begun(room, go_on.wait, 10)
+    other, other_has_begun = begun(admission, go_on.wait, 10)
     assert other_has_begun.wait(30)
     go_on.set()
     for thread in (first, second, other):
@@ -103,9 +107,9 @@ def test_those_that_run_count_and_only_one_runs_until_a_size_is_known(size: int 
 
 
 def test_results_that_dask_would_spill_by_their_sizes_count_too() -> None:
-    room = Headroom(Worker(target=0.2))
-    unsent = run(room, lambda: Result(150))
-    thread, has_begun = begun(room, lambda: Result(1))
+    admission = MemoryAdmission(Worker(target=0.2))
+    unsent = run(admission, lambda: Result(150))
+    thread, has_begun = begun(admission, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
     del unsent
     thread.join(30)
@@ -115,13 +119,13 @@ def test_results_that_dask_would_spill_by_their_sizes_count_too() -> None:
 def test_nothing_waits_for_ever_for_a_rank_that_takes_nothing_nor_all_begin_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(headroom, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(memory_admission, "_PATIENCE_S", 0.5)
     worker = Worker()
-    room = Headroom(worker)
-    unsent = run(room, lambda: Result(100))
+    admission = MemoryAdmission(worker)
+    unsent = run(admission, lambda: Result(100))
     worker.n_bytes = 5000
     go_on = threading.Event()
-    waiting = [begun(room, go_on.wait) for _ in range(3)]
+    waiting = [begun(admission, go_on.wait) for _ in range(3)]
     assert eventually(lambda: sum(has_begun.is_set() for _, has_begun in waiting) == 1)
     assert eventually(lambda: sum(has_begun.is_set() for _, has_begun in waiting) == 2)
     go_on.set()
@@ -140,30 +144,30 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 def test_what_is_not_wanted_any_more_does_not_wait() -> None:
     worker = Worker()
-    room = Headroom(worker)
-    unsent = run(room, lambda: Result(100))
+    admission = MemoryAdmission(worker)
+    unsent = run(admission, lambda: Result(100))
     worker.n_bytes = 5000
-    assert run(room, lambda: Result(1), is_wanted=False) is None
+    assert run(admission, lambda: Result(1), is_wanted=False) is None
     assert unsent
 
 
 def test_a_failed_fetch_makes_room_again() -> None:
-    room = Headroom(Worker())
+    admission = MemoryAdmission(Worker())
 
     def fail() -> None:
         raise OSError("gone")
 
     for _ in range(3):
         with pytest.raises(OSError, match="gone"):
-            run(room, fail, size=None)
-    assert run(room, lambda: Result(7), size=None)
+            run(admission, fail, size=None)
+    assert run(admission, lambda: Result(7), size=None)
 
 
 def test_without_a_limit_there_is_always_room() -> None:
     worker = Worker(limit=None)
-    room = Headroom(worker)
+    admission = MemoryAdmission(worker)
     worker.n_bytes = 5000
-    unsent = [run(room, lambda: Result(1000)) for _ in range(3)]
+    unsent = [run(admission, lambda: Result(1000)) for _ in range(3)]
     assert all(unsent)
 
 
@@ -173,10 +177,10 @@ def test_less_counts_than_a_worker_is_stopped_at(
     target: float | bool, spill: float | bool, pause: float | bool
 ) -> None:
     worker = Worker(target=target, spill=spill, pause=pause)
-    room = Headroom(worker)
-    unsent = run(room, lambda: Result(100))
+    admission = MemoryAdmission(worker)
+    unsent = run(admission, lambda: Result(100))
     worker.n_bytes = 401
-    thread, has_begun = begun(room, lambda: Result(1))
+    thread, has_begun = begun(admission, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
     worker.n_bytes = 400
     thread.join(30)
@@ -184,25 +188,25 @@ def test_less_counts_than_a_worker_is_stopped_at(
     assert unsent
 
 
-def test_mapped_pages_are_let_go_of_before_they_count_as_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_pages_are_released_before_they_count_as_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
-    monkeypatch.setattr(headroom, "let_go_of_pages", lambda: setattr(worker, "n_bytes", 100))
-    room = Headroom(worker)
+    monkeypatch.setattr(memory_admission, "release_pages", lambda: setattr(worker, "n_bytes", 100))
+    admission = MemoryAdmission(worker)
     worker.n_bytes = 501
-    unsent = run(room, lambda: Result(100))
+    unsent = run(admission, lambda: Result(100))
     assert worker.n_bytes == 100
     worker.n_bytes = 650
-    assert run(room, lambda: Result(7))  # at once
+    assert run(admission, lambda: Result(7))  # at once
     assert unsent
 
 
 @pytest.mark.parametrize("value", [7, np.float64(7), np.arange(7)], ids=str)
 def test_results_of_any_kind_pass(value: Any) -> None:
-    room = Headroom(Worker())
-    assert [run(room, lambda: value) is value for _ in range(2)] == [True, True]
+    admission = MemoryAdmission(Worker())
+    assert [run(admission, lambda: value) is value for _ in range(2)] == [True, True]
 
 
 def test_all_windows_of_a_worker_share_its_memory() -> None:
     worker = Worker()
-    assert Headroom.of(worker) is Headroom.of(worker)
-    assert Headroom.of(worker) is not Headroom.of(Worker())
+    assert MemoryAdmission.of(worker) is MemoryAdmission.of(worker)
+    assert MemoryAdmission.of(worker) is not MemoryAdmission.of(Worker())
