@@ -16,13 +16,12 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "h5ad-dense.json"
-# Names on the chart. A backed AnnData is what AnnLoader slices for each batch.
+# Names on the chart.
 NAMES = {
     "dasksc threads": "dasksc",
     "annbatch own store": "annbatch,\nown store",
     "scDataset": "scDataset",
     "AnnLoader": "AnnLoader",
-    "anndata backed": "AnnData,\nbacked",
 }
 THEMES = {
     "light": {"text": "#1f2328", "dasksc": "#0f766e", "peer": "#8c959f"},
