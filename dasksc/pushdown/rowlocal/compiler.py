@@ -69,7 +69,7 @@ class Compiler:
         if isinstance(node, DataNode) and isinstance(node.value, MatrixRows):
             return Read(node.value.matrix, range(node.value.shape[0]))
         if not isinstance(node, Task):
-            raise NotRowLocalError(f"layer {layer_of(key)!r} holds a {type(node).__name__}")
+            raise NotRowLocalError(f"layer {layer_of(key)!r} has a task of the unsupported type {type(node).__name__}")
         if _is_one_of(node.func, GETITEMS) and node.args and isinstance(node.args[0], TaskRef):
             source, index = _checked(key, node.args[:2], TaskRef, object)  # further arguments do not select rows
             return self._taken(key, source.key, self._literal(key, index))
@@ -173,7 +173,7 @@ class Compiler:
             )
         axes = output_indices(layer)
         if not axes or axes[0] in new_axes(layer):
-            raise NotRowLocalError(f"layer {layer_of(key)!r} does not keep the rows")
+            raise NotRowLocalError(f"layer {layer_of(key)!r} does not return one row for each row that it takes")
         row = axes[0]
         by_name: dict[Key, bool] = {}
         for name, indices in blockwise_inputs(layer):
