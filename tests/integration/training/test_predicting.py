@@ -150,7 +150,7 @@ def test_a_function_is_imported_and_ranks_that_have_no_group_end_alone(atlas, tm
     [
         ("none.pt", (), "there is no model at"),
         ("nowhere:function", (), "cannot be imported"),
-        ("torch.nn:Linear", (), "made already"),
+        ("torch.nn:Linear", (), "or a module instance"),
         ("MODEL", ("--method", "embedd"), "has no method 'embedd'"),
         ("MODEL", ("--key", "a/b"), "without '/'"),
     ],
