@@ -239,6 +239,7 @@ def test_what_cannot_be_compared_is_refused(caplog):
     adata.obs["gaps"] = adata.obs["batch"].where(np.arange(600) > 9)
     with pytest.raises(InputError, match="no batch for 10 cells"):
         dasksc.highly_variable_genes(adata, 50, batch_key="gaps")
+    pytest.importorskip("skmisc")
     missing, below, fractions = adata.copy(), adata.copy(), adata.copy()
     missing.X.data[5], below.X.data[5], fractions.X.data[5] = np.nan, -1, 0.5
     for flavor in FLAVORS:
