@@ -49,7 +49,7 @@ PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES State=UP
 
 
 def missing() -> list[str]:
-    """Return the missing programs, or another obstacle."""
+    """Return the names of missing programs, and "root" if this process lacks its rights."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     return absent if os.geteuid() == 0 else [*absent, "root"]
