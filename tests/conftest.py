@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 TIERS = {"core", "programs", "faults"}
 
-# How long an example takes says more of the machine than of the code. `make test` tries a few examples and
-# `make test-faults` more (--hypothesis-profile=thorough): the same every time, so that a failure is due to a change.
+# The duration of an example depends more on the machine than on the code. `make test` tries a few examples and
+# `make test-faults` more (--hypothesis-profile=thorough). Both are deterministic, so that a failure is due to a change.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 settings.register_profile("fast", max_examples=25, derandomize=True, **COMMON)
 settings.register_profile("thorough", max_examples=100, derandomize=True, **COMMON)
 settings.load_profile("fast")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell lets what it starts in the background ignore Ctrl-C, which the tests' own programs would inherit.
+    # A shell makes background processes ignore Ctrl-C, and the programs started by tests would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no module of a tier that is not run: those of trainers take longer to import than many tests."""
+    """Skip the import of modules of other tiers: trainers take longer to import than many tests to run."""
     if config.option.markexpr not in TIERS or not collection_path.name.startswith("test_"):
         return None
     declared = re.search(r"^pytestmark = .*?pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE | re.DOTALL)
@@ -59,15 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in the tiers {declared}; its module must declare one: "
                 f"pytestmark = pytest.mark.<{'|'.join(sorted(TIERS))}>"
             )
-        # Dealt out one by one, the tests of a module have its fixtures made, and the same kernels compiled, by every
-        # process at once. Other tiers have few tests, each of which takes long.
+        # If the tests of a module were distributed one by one, every process would make its fixtures and compile the
+        # same kernels. Other tiers have few tests, each of which takes long.
         if declared == ["core"] and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
-    """Leave Dask's configuration, and what was warned of once, as the test found them."""
+    """Restore Dask's configuration and the record of warnings shown once after each test."""
     warned = set(lazy._warned)
     with dask.config.set():
         yield
@@ -77,7 +77,7 @@ def _own_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Run PyTorch on one thread: small matrices are slower on more, and sums come in another order."""
+    """Run PyTorch on one thread: more threads are slower for small matrices, and change the order of sums."""
     import torch
 
     n_threads = torch.get_num_threads()
@@ -88,14 +88,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all pytest workers of a session share."""
+    """Return the folder that all pytest workers of a session share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")
 def atlas_of(shared_folder: Path) -> Callable[..., Path]:
-    """`make_atlas` without the path: each atlas is written once a session, for all workers, and is read-only."""
+    """Return `make_atlas` without the path: each read-only atlas is written once per session, for all workers."""
 
     @cache
     def made(*args: int, **options: int) -> Path:
@@ -109,7 +109,7 @@ def atlas_of(shared_folder: Path) -> Callable[..., Path]:
 
 
 LOOPBACK = {"dashboard_address": "127.0.0.1:0", "worker_dashboard_address": "127.0.0.1:0"}
-# Clusters of a session wait most of the time; watching themselves as often as Dask does would take a seventh of a core.
+# Clusters of a session are mostly idle. Monitoring at Dask's default interval would take a seventh of a core.
 IDLE = {
     "distributed.worker.profile.enabled": False,
     "distributed.worker.memory.monitor-interval": "1s",
@@ -120,11 +120,11 @@ IDLE = {
 
 @pytest.fixture(scope="session")
 def in_process_cluster() -> Iterator[distributed.LocalCluster]:
-    """A Dask cluster whose worker is four threads of this process."""
-    # Imported before the tests are, it would keep what it logs from caplog.
+    """Start a Dask cluster whose worker has four threads in this process."""
+    # Imported before the tests, it would hide its log records from caplog.
     import distributed
 
-    # The process holds all that the tests hold, which is no reason to pause the worker.
+    # The process also holds the memory of the tests, which must not pause the worker.
     with dask.config.set(IDLE):
         cluster = distributed.LocalCluster(
             n_workers=1, threads_per_worker=4, processes=False, memory_limit=0, **LOOPBACK
@@ -135,7 +135,7 @@ def in_process_cluster() -> Iterator[distributed.LocalCluster]:
 
 @pytest.fixture(scope="session")
 def two_process_cluster() -> Iterator[distributed.LocalCluster]:
-    """A Dask cluster of two workers, which are processes of one thread."""
+    """Start a Dask cluster of two workers, each a process with one thread."""
     import distributed
 
     with dask.config.set(IDLE):
@@ -148,21 +148,21 @@ def two_process_cluster() -> Iterator[distributed.LocalCluster]:
 
 @pytest.fixture
 def in_process_client(in_process_cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
-    """A Client of the shared in-process cluster for one test; `as_current()` makes it the active one."""
+    """Return a Client of the shared in-process cluster for one test; `as_current()` makes it the active one."""
     with _client_of(in_process_cluster) as client:
         yield client
 
 
 @pytest.fixture
 def two_process_client(two_process_cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
-    """A Client of the shared two-process cluster for one test; `as_current()` makes it the active one."""
+    """Return a Client of the shared two-process cluster for one test; `as_current()` makes it the active one."""
     with _client_of(two_process_cluster) as client:
         yield client
 
 
 @contextlib.contextmanager
 def _client_of(cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
-    """Connect to a shared cluster; afterwards, fail unless the test has left nothing there."""
+    """Connect to a shared cluster; afterwards, fail if the test has left anything there."""
     import distributed
 
     with distributed.Client(cluster, set_as_default=False) as client:
@@ -175,7 +175,7 @@ def _client_of(cluster: distributed.LocalCluster) -> Iterator[distributed.Client
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], subprocess.CompletedProcess[str]]]]:
-    """The folder of a file system of 192 KiB, and a function that gives it another size."""
+    """Mount a file system of 192 KiB; yield its folder and a function that resizes it."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -195,14 +195,14 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], subproces
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Callable[[str], Bucket]]:
-    """Make a bucket by name on an S3 endpoint on loopback, of which there is one."""
+    """Return a function that makes a bucket by name on the one S3 endpoint on loopback."""
     with s3_endpoint() as bucket_of:
         yield bucket_of
 
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an atlas in every format and layout: `csr.h5ad`, `dense.zarr3.zarr` and so on."""
+    """Return the folder of an atlas in every format and layout: `csr.h5ad`, `dense.zarr3.zarr` and so on."""
     folder = tmp_path_factory.mktemp("stores")
     for layout in LAYOUTS:
         for format in FORMATS:
@@ -212,7 +212,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def s3_stores(stores: Path, s3: Callable[[str], Bucket]) -> Bucket:
-    """A bucket of some of `stores`."""
+    """Return a bucket with some of `stores`."""
     bucket = s3("stores")
     for name in ("csr.h5ad", "csr.zarr3.zarr", "dense.zarr3.zarr"):
         bucket.put(stores / name)
@@ -221,27 +221,27 @@ def s3_stores(stores: Path, s3: Callable[[str], Bucket]) -> Bucket:
 
 @pytest.fixture
 def web_stores(stores: Path) -> Iterator[HTTPServer]:
-    """A web server of `stores`, of this test's own."""
+    """Start a web server of `stores` for this test."""
     with serving(stores) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def training_atlas(atlas_of: Callable[..., Path]) -> Path:
-    """The atlas of small trainings: as many cells, genes and types as tests/support/training.py says."""
+    """Return the atlas of small trainings, with the numbers of cells, genes and types of tests/support/training.py."""
     return atlas_of(203, 40, n_types=5, n_plates=6, seed=1)
 
 
 @pytest.fixture(scope="session")
 def mpirun() -> None:
-    """Skip the test where Open MPI is not installed."""
+    """Skip the test if Open MPI is not installed."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[dict[str, str]]:
-    """The environment of commands for a Slurm cluster of one node."""
+    """Return the environment of commands for a Slurm cluster of one node."""
     if absent := with_slurm.missing():
         pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
     with with_slurm.cluster() as environment:

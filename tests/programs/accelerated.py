@@ -1,4 +1,4 @@
-"""Under torchrun: read an epoch in each way of telling Accelerate; write which rows each rank saw, also resumed."""
+"""Under torchrun: read an epoch in each way of using Accelerate; write the rows of each rank, also resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ path, folder = sys.argv[1], Path(sys.argv[2])
 
 
 def read(case: str) -> dict[str, list[list[int]]]:
-    """Read the epoch of a data set that is prepared or not, or of a loader around one that is."""
+    """Read the epoch of a data set, prepared or not, or of a prepared loader around one."""
     accelerator = Accelerator(cpu=True)
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, obs=["cell_type"], seed=3)
     model = torch.nn.Linear(17, 1)
@@ -32,7 +32,7 @@ def read(case: str) -> dict[str, list[list[int]]]:
     rest: list[list[int]] = []
     for i, batch in enumerate(loader):
         batch = batch.to(accelerator.device)
-        # A step that waits for no other rank, as the wrong ways do not give every rank equally many batches.
+        # The step waits for no other rank, since misuse gives ranks different numbers of batches.
         seen.append(batch.index.tolist())
         if case == "unprepared":
             accelerator.backward(model(batch.X).mean())

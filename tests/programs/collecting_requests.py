@@ -21,7 +21,7 @@ from tests.support.servers import serving
 
 
 class Cycle:
-    """An open file that only garbage collection frees."""
+    """Open file in a reference cycle, freed only by garbage collection."""
 
     def __init__(self, path: Path) -> None:
         self.me = self
@@ -32,14 +32,14 @@ fetch = RemoteFile.fetch
 
 
 def collecting_fetch(self: RemoteFile, start: int, stop: int) -> memoryview:
-    """Collect garbage first, as an allocation at this place may."""
+    """Collect garbage before a request, as an allocation at this point may."""
     if gc.isenabled() and threading.current_thread() is not threading.main_thread():
         gc.collect()
     return fetch(self, start, stop)
 
 
 def main(path: Path) -> None:
-    """Open the file, and print its shape."""
+    """Open the file and print its shape."""
 
     class ReaderAfterGarbage(BlockReader):
         def __init__(self, file: RemoteFile) -> None:

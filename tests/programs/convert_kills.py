@@ -1,4 +1,4 @@
-"""Convert an atlas again and again, killed by SIGKILL on the way: ``convert_kills.py IN FOLDER how``.
+"""Convert an atlas repeatedly, killed by SIGKILL during the conversion: ``convert_kills.py IN FOLDER how``.
 
 With ``steps``, conversions are killed at 20 of the steps that they take in the file system, and each is run once
 more. With ``moments``, twenty are killed at random moments, each going on with what the one before left. Every store
@@ -44,7 +44,7 @@ def in_child(work: Callable[[], Any]) -> int:
 
 
 def finished(pid: int) -> bool:
-    """Wait for a child; return whether it got done, False if it was killed."""
+    """Wait for a child; return True if it finished, False if it was killed."""
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return False
@@ -64,7 +64,7 @@ def convert(source: str, target: Path) -> None:
 
 
 def counting(work: Callable[[], Any], told: Callable[[int], Any]) -> Callable[[], None]:
-    """Do `work` and tell how many steps in the file system it took."""
+    """Do `work` and report the number of its file system steps."""
 
     def run() -> None:
         steps = watch(lambda taken: None, lambda taken: None)
@@ -75,7 +75,7 @@ def counting(work: Callable[[], Any], told: Callable[[int], Any]) -> Callable[[]
 
 
 def killed_at(step: int, work: Callable[[], Any]) -> Callable[[], None]:
-    """Do `work` until it takes step `step` in the file system: killed just before that, or just after."""
+    """Do `work` until file system step `step`; kill it just before or just after that step."""
 
     def kill(taken: int) -> None:
         if taken == step:
@@ -107,7 +107,7 @@ def watch(before: Callable[[int], None], after: Callable[[int], None]) -> Iterat
             if getattr(module, owner.__name__, None) is owner:
                 proxy = SimpleNamespace(**vars(owner))
                 setattr(proxy, name, watched(getattr(proxy, name)))
-                # Only what the conversion does itself: not what Zarr does below it.
+                # Only the steps of the conversion itself count, not those inside Zarr.
                 setattr(module, owner.__name__, proxy)
     return numbers
 
@@ -122,7 +122,7 @@ def warm(source: str) -> None:
 
 
 def at_steps(source: str, folder: Path) -> int:
-    """Kill conversions at their last steps, which put things into place, and at some before."""
+    """Kill conversions at their last steps, which rename files to their final names, and at some earlier steps."""
     counted = folder / "counted"
     assert finished(
         in_child(counting(lambda: convert(source, folder / "0.zarr"), lambda n: counted.write_text(str(n))))
@@ -134,14 +134,14 @@ def at_steps(source: str, folder: Path) -> int:
         assert not finished(in_child(killed_at(step, lambda target=target: convert(source, target))))
         if target.exists() and not (target / "zarr.json").exists():
             raise SystemExit(f"half a store after step {step}")
-        # Killed after the very last step, it is done.
+        # A conversion killed after the very last step is complete.
         if not is_done(target):
             assert finished(in_child(lambda target=target: convert(source, target)))
     return len(steps)
 
 
 def at_moments(source: str, folder: Path, n_kills: int) -> int:
-    """Kill conversions at random moments; each goes on with what the one before left."""
+    """Kill conversions at random moments; each resumes from the files of the previous one."""
     rng = random.Random(0)
     begun = time.perf_counter()
     assert finished(in_child(lambda: convert(source, folder / "timed.zarr")))
@@ -164,12 +164,12 @@ def at_moments(source: str, folder: Path, n_kills: int) -> int:
 
 
 def is_done(target: Path) -> bool:
-    """Whether a target is there, and nothing of its conversion but perhaps an empty folder."""
+    """Return True if a target exists and its conversion has left at most an empty folder."""
     return target.exists() and not (partial(target) / "plan.json").exists()
 
 
 def partial(target: Path) -> Path:
-    """Where a target grows."""
+    """Return the path of an unfinished target."""
     return target.with_name(target.name + ".partial")
 
 

@@ -1,4 +1,4 @@
-"""A training that goes on from its checkpoint: two epochs under DDP, one rank of which is killed in the first.
+"""Training that resumes from its checkpoint: two epochs under DDP, with one rank killed in the first.
 
     ddp_elastic.py FOLDER KILLED [AGENT]
 

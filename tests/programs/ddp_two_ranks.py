@@ -32,7 +32,7 @@ dist.init_process_group("gloo")
 tell("after")
 
 torch.manual_seed(0)
-# seed=None: the ranks agree on one.
+# With seed=None, the ranks agree on a seed.
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["cell_type"])
 model = DistributedDataParallel(torch.nn.Linear(dataset.plan().sampler.n_rows % 7 + 1, 1))
 epochs = []
@@ -55,16 +55,16 @@ torch.manual_seed(0)
 layers = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
 model = DistributedDataParallel(torch.nn.Sequential(*layers)).train()
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
-# Of 64 units, so that each rank has many.
+# The 64 units give each rank many.
 with mock.patch.object(work, "_LEAST_ROWS", 16):
     report = dasksc.predict(model, dataset, predictions)
-    # The key is there on every rank when the call returns.
+    # The key exists on every rank when the call returns.
     there = dasksc.open(path, attach={"obsm/X_emb": predictions}).obsm["X_emb"].shape
     print(f"rank {rank} predicted {report.n_predicted} cells, {report.is_complete}, {there}", flush=True)
     again = dasksc.predict(model, dataset, predictions).n_predicted
     print(f"rank {rank} again: {again}, training {model.training, model.module.training}", flush=True)
 
-# Rank 0 alone looks at a batch; each rank prints the error it gets.
+# Only rank 0 looks at a batch; each rank prints its error.
 dataset = dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)
 if rank == 0:
     print(f"rank 0 peeked at {len(next(iter(dataset)))} rows", flush=True)

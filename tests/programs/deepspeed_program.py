@@ -1,4 +1,4 @@
-"""Under torchrun: train with DeepSpeed on CPUs; write which rows each rank saw, before and after a resume."""
+"""Under torchrun: train with DeepSpeed on CPUs; write the rows of each rank, before and after resuming."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ deepspeed.init_distributed(dist_backend="gloo")
 
 
 def start() -> tuple[deepspeed.DeepSpeedEngine, dasksc.scDataset]:
-    """An engine and a data set, as a program makes them."""
+    """Make an engine and a data set, as a user's program does."""
     model = torch.nn.Linear(17, 1)
     config = {
         "train_micro_batch_size_per_gpu": 8,
@@ -28,7 +28,7 @@ def start() -> tuple[deepspeed.DeepSpeedEngine, dasksc.scDataset]:
         "zero_optimization": {"stage": 1},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    # training_data= would have DeepSpeed deal the batches out once more.
+    # With training_data=, DeepSpeed would shard the batches a second time.
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, obs=["flag"], seed=3)
     return engine, dataset
 
@@ -36,7 +36,7 @@ def start() -> tuple[deepspeed.DeepSpeedEngine, dasksc.scDataset]:
 def train(
     engine: deepspeed.DeepSpeedEngine, dataset: dasksc.scDataset, save_after: int | None = None
 ) -> list[list[int]]:
-    """What is left of an epoch."""
+    """Train on the remaining batches of an epoch."""
     seen = []
     for batch in dataset:
         batch = batch.to(engine.device)

@@ -159,7 +159,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def chunk_ranges(path: Path) -> list[tuple[Path, int, int]]:
-    """Where the chunks of an HDF5 file or an unsharded store lie: the bytes a checksum covers."""
+    """Return the byte ranges of chunks in an HDF5 file or an unsharded store, which checksums cover."""
     if path.is_dir():
         return [(file, 0, file.stat().st_size) for file in files_of(path) if "/c/" in file.as_posix()]
     ranges: list[tuple[Path, int, int]] = []
@@ -204,7 +204,7 @@ def damage(path: Path, rng: random.Random, where: tuple[Path, int, int]) -> None
 
 
 def read(path: Path, expected: Any, *, use_mmap: bool) -> int:
-    """Read all rows in every way; return whether the values are what they were."""
+    """Read all rows in every way; return True if the values are unchanged."""
     found = open_matrix(path, "X", use_mmap=use_mmap)
     n_obs, n_vars = found.shape
     if n_obs > 10_000 or n_vars > 10_000:  # what is said of the shape is damaged: nothing to compare with
@@ -227,7 +227,7 @@ def read(path: Path, expected: Any, *, use_mmap: bool) -> int:
 
 
 def read_atlas(path: Path, expected: Any, *, use_mmap: bool) -> int:
-    """Open a whole atlas and read an epoch of it; return whether the values are what they were."""
+    """Open a whole atlas and read an epoch of it; return True if the values are unchanged."""
     adata = dasksc.open(path, mmap=use_mmap)
     dataset = dasksc.scDataset(
         adata, dasksc.BlockShuffling(4), 8, 2, obs=["type", "n"], layers=["twice"], scheduler="synchronous", seed=0
@@ -272,7 +272,7 @@ def in_a_process(work: Callable[[], int]) -> tuple[int, str]:
 
 
 def h5py_fails_too(path: Path) -> bool:
-    """Whether HDF5 itself crashes or hangs on a file, so that nobody can open it."""
+    """Return True if HDF5 itself crashes or hangs on a file, so that no program can open it."""
 
     def work() -> int:
         try:

@@ -1,4 +1,4 @@
-"""Train with Hugging Face's Trainer, several times in one process; write which rows each rank saw each time."""
+"""Train with Trainer of Hugging Face, several times in one process; write the rows of each rank each time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dasksc.planning.process_groups import leave_group
 
 
 class Model(torch.nn.Module):
-    """A linear map that remembers which rows it saw."""
+    """Linear map that records the rows it saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,13 +25,13 @@ class Model(torch.nn.Module):
         self.seen: dict[str, list[list[int]]] = {"train": [], "eval": []}
 
     def forward(self, X: torch.Tensor, index: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
-        """Mean prediction, as a loss."""
+        """Return the mean prediction as a loss."""
         self.seen["train" if self.training else "eval"].append(index.tolist())
         return {"loss": self.layer(X).mean(), "index": index}
 
 
 def train(given: dict[str, Any]) -> None:
-    """Train once, in a folder of its own."""
+    """Train once, in a separate folder."""
     folder = Path(given["folder"])
     arguments = TrainingArguments(
         output_dir=str(folder),

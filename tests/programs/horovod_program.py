@@ -1,4 +1,4 @@
-"""A training program in Horovod's manner, with what it calls of Horovod faked; write which rows each epoch had."""
+"""Training program in the style of Horovod, with fakes of its functions; write the rows of each epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of several processes of jax.distributed: read two epochs, hand the batches to JAX, write what was seen."""
+"""Process of jax.distributed: read two epochs, pass the batches to JAX, and write the rows read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import dasksc
 
 address, n_processes, process, path, out = sys.argv[1:]
 jax.distributed.initialize(address, int(n_processes), int(process))
-# seed=None: the processes agree on one.
+# With seed=None, the processes agree on a seed.
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["cell_type"])
 total = jax.jit(jnp.sum)
 epochs, sums = [], []

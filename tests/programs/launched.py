@@ -1,4 +1,4 @@
-"""Under any launcher, without a process group: write which rank this is, and which rows it reads."""
+"""Under any launcher, without a process group: write the rank of this process and the rows it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train with Lightning's ddp on CPU processes that it starts itself, and go on; write which rows each rank saw."""
+"""Train with Lightning's ddp on CPU processes that it starts, and resume; write the rows of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ warnings.filterwarnings("error", ".*sampler|.*not resumable|.*length")
 
 
 class Recorder(pl.LightningModule):
-    """A small model that remembers which rows it saw."""
+    """Small model that records the rows it saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def train(folder: Path, path: str, name: str, ckpt_path: str | None = None) -> N
 
 
 def main(path: str, folder: str) -> None:
-    """Train unbroken, and then from the third step of that."""
+    """Train without interruption, then resume that training from its third step."""
     train(Path(folder), path, "whole")
     train(Path(folder), path, "rest", ckpt_path=f"{folder}/whole/step=3.ckpt")
     leave_group()

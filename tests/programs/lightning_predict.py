@@ -1,4 +1,4 @@
-"""Predict with Lightning's ddp on two CPU processes that it starts itself: ``lightning_predict.py IN OUT``."""
+"""Predict with Lightning's ddp on two CPU processes that it starts: ``lightning_predict.py IN OUT``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import dasksc
 
 
 class Listener(logging.Handler):
-    """Keeps what is logged."""
+    """Handler that keeps log messages."""
 
     def __init__(self, told: list[str]) -> None:
         super().__init__()

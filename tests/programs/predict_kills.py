@@ -1,4 +1,4 @@
-"""Predict an atlas again and again, killed by SIGKILL on the way: ``predict_kills.py IN OUT key``.
+"""Predict an atlas repeatedly, killed by SIGKILL at random moments: ``predict_kills.py IN OUT key``.
 
 Ten times 1, 2 or 3 ranks predict, and all of them are killed at a random moment; what the ranks before left is done by
 the next ones. Meanwhile OUT is read over and over. Children are forked before any thread is started.
@@ -70,12 +70,12 @@ def started(source: str, out: str, key: str, world_size: int) -> list[int]:
 
 
 def seen(out: Path, key: str) -> np.ndarray | None:
-    """Return what a reader finds, None for nothing."""
+    """Return the predictions that a reader finds, or None."""
     try:
         if out.is_file():
             with h5py.File(out, "r") as file:
                 return file[f"obsm/{key}"][:] if f"obsm/{key}" in file else None
-        # Both ways of knowing the keys: the list of the root, and the folders.
+        # Both ways of listing the keys: the list of the root, and the folders.
         root = zarr.open_group(out, mode="r")
         listed = f"obsm/{key}" in root
         if (out / "obsm" / key).exists():

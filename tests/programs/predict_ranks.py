@@ -20,7 +20,7 @@ from dasksc.planning.process_groups import leave_group
 
 
 def say(line: str) -> None:
-    """Print a line by one call, so that lines of several ranks do not mix."""
+    """Print a line in one call, so that lines of several ranks do not mix."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -59,7 +59,7 @@ dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), BATCH, seed=0)
 with mock.patch.object(work, "_LEAST_ROWS", 2 * BATCH), mock.patch.object(work, "_MOST_ROWS", 2 * BATCH):
     try:
         report = dasksc.predict(called, dataset, out)
-        # The key is there on every rank when the call returns.
+        # The key exists on every rank when the call returns.
         there = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"].shape
         say(f"rank {dist.get_rank()}: {report.n_predicted} cells, {report.is_complete}, {there}")
         again = dasksc.predict(called, dataset, out)

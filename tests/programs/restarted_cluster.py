@@ -1,4 +1,4 @@
-"""Under torchrun: ranks read through the cluster they share, of which each is killed once; write who got how far."""
+"""Under torchrun: read through a shared cluster, killing each rank once; write the progress of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from dasksc.planning.process_groups import leave_group
 
 def main(path: str, folder: str) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # The store is torchrun's. Gloo would keep the addresses of its own peers there, and dial those that are gone.
+    # The store is torchrun's. Gloo would keep the addresses of its own peers there, and connect to peers that have
+    # ended.
     store, rank, n_ranks = next(rendezvous("env://"))
     dist.init_process_group("fake", store=store, rank=rank, world_size=n_ranks)
 
@@ -32,7 +33,7 @@ def main(path: str, folder: str) -> None:
         ):
             n_rows += len(batch.index)
             if attempt < n_ranks and i == 2:
-                meet()  # both have the address by now
+                meet()  # both ranks have the address by now
                 if rank == attempt:
                     os.kill(os.getpid(), signal.SIGKILL)
     (Path(folder) / f"read-{attempt}-{rank}").write_text(f"{n_rows} {cluster.address}")

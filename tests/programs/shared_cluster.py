@@ -30,7 +30,7 @@ def main(path: str, out: str, secret: str, *whats: str) -> None:
 
 
 def epoch(path: str, host: str, secret: str) -> dict[str, Any]:
-    """Read an epoch through a cluster at `host`; off loopback its workers are threads of rank 0."""
+    """Read an epoch through a cluster at `host`; beyond loopback its workers are threads of rank 0."""
     more: dict[str, Any] = {} if host == "127.0.0.1" else {"processes": False, "host": host, "security": secret}
     with dasksc.start_cluster(2, threads_per_worker=1, **more) as cluster:
         dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["int64"], seed=0)
@@ -39,7 +39,7 @@ def epoch(path: str, host: str, secret: str) -> dict[str, Any]:
 
 
 def refused(what: str) -> str:
-    """Try to start a cluster with what is wrong on rank 0; return what is said."""
+    """Try to start a cluster with an invalid setting on rank 0; return the error message."""
     try:
         dasksc.start_cluster(1, timeout_s=60, **(WRONG[what] if dist.get_rank() == 0 else {}))
     except Exception as error:

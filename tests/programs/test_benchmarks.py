@@ -1,4 +1,4 @@
-"""The benchmarks run, tiny; what they measure here means nothing."""
+"""Benchmarks at tiny sizes, where their measurements mean nothing."""
 
 from __future__ import annotations
 

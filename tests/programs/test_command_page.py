@@ -1,4 +1,4 @@
-"""The commands of docs/reference/cli.md print what the page shows."""
+"""Commands of docs/reference/cli.md, and their output as shown on the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run as they are, and learn something."""
+"""Examples run unchanged, and the learning of their models."""
 
 from __future__ import annotations
 

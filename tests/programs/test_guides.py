@@ -1,4 +1,4 @@
-"""Every guide does what it says: its blocks run from an empty folder with the wheel, and print what it shows."""
+"""Guides of the documentation: their blocks run from an empty folder with the wheel and print the output shown."""
 
 from __future__ import annotations
 

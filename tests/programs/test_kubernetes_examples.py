@@ -1,4 +1,4 @@
-"""The manifests of examples/kubernetes, against the types of the APIs they are for."""
+"""Manifests of examples/kubernetes, validated against the types of their APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of docs/guides/migrate.md, run: what is on its right does what is on its left."""
+"""Rows of docs/guides/migrate.md: the code on the right does the same as the code on the left."""
 
 from __future__ import annotations
 

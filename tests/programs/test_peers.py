@@ -1,4 +1,4 @@
-"""What README.md says of other loaders, run against them where they are installed.
+"""Statements of README.md about other loaders, tested against the installed ones.
 
 ``pip install scDataset annbatch``; annbatch needs Python 3.12.
 """

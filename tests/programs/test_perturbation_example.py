@@ -1,4 +1,4 @@
-"""The example of perturbation screens: a model of sets beats the means on held-out conditions."""
+"""Example of perturbation screens: a model of sets beats the means on held-out conditions."""
 
 from __future__ import annotations
 

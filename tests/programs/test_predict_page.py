@@ -1,4 +1,4 @@
-"""The page on predictions, and its example: train, embed, UMAP."""
+"""Page on predictions, and its example: train, embed, UMAP."""
 
 from __future__ import annotations
 

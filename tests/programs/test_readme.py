@@ -1,4 +1,4 @@
-"""README.md and the pages of the site do what they say: their programs run, their commands and links exist."""
+"""README.md and the pages of the site: their programs run, and their commands and links exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that users of the scDataset 0.3 library have, with only the import changed."""
+"""Programs written for the scDataset 0.3 library, with only the import changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job scripts of examples/slurm, submitted to a Slurm of one node that has no GPUs."""
+"""Job scripts of examples/slurm, submitted to a Slurm cluster of one node without GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples and signatures of what needs a trainer: Lightning, scvi-tools and transformers."""
+"""Examples and signatures of names that need a trainer: Lightning, scvi-tools and transformers."""
 
 from __future__ import annotations
 

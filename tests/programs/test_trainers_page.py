@@ -1,4 +1,4 @@
-"""Programs of docs/guides/trainers.md and docs/guides/lightning.md, those of each library where it is installed."""
+"""Programs of docs/guides/trainers.md and docs/guides/lightning.md, for each installed library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models for the tests of dasksc.train, given by their import paths."""
+"""Models for the tests of dasksc.train, referenced by their import paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dasksc.train.models import MLPClassifier, TokenTransformer
 
 
 class Noting(nn.Module):
-    """A small model that notes the rows of each batch it is trained on, in a file for each rank."""
+    """Small model that writes the rows of each training batch to a file for each rank."""
 
     def __init__(self, n_genes: int, folder: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Noting(nn.Module):
 
 
 class SetEffect(nn.Module):
-    """The mean difference of each set from its controls, against a learned one."""
+    """Model of the mean difference of each set from its controls, against a learned one."""
 
     def __init__(self, n_genes: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SetEffect(nn.Module):
 
 
 class Fragile(MLPClassifier):
-    """Ends its process in one forward pass of training, as SIGKILL does or by an error, once in its life."""
+    """Model that ends its process in one forward pass of training, by SIGKILL or by an error, once."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Fragile(MLPClassifier):
 
 
 class Plain(nn.Module):
-    """A model without a list of blocks, whose batches may be X alone."""
+    """Model without a list of blocks, whose batches may be X alone."""
 
     def __init__(self, n_genes: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Plain(nn.Module):
 
 
 class Exact(Plain):
-    """Takes counts only as they were read."""
+    """Model that accepts counts only as they were read."""
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         X = batch if isinstance(batch, Tensor) else batch["X"]
@@ -94,7 +94,7 @@ class Exact(Plain):
 
 
 class MaskingByGene(TokenTransformer):
-    """Predicts every third gene: masks of the tokenizer differ where batches have other rows."""
+    """Model that predicts every third gene: masks of the tokenizer differ for batches with other rows."""
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         tokens = batch["input_ids"]

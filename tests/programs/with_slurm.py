@@ -1,4 +1,4 @@
-"""Run a command on a Slurm cluster of one node, which is brought up for it and taken down after it.
+"""Run a command on a temporary Slurm cluster of one node.
 
     python with_slurm.py srun -n 2 hostname
 
@@ -49,14 +49,14 @@ PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES State=UP
 
 
 def missing() -> list[str]:
-    """What of the programs this needs is not installed, or what else stands in the way."""
+    """Return the names of missing programs, and "root" if this process lacks its rights."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     return absent if os.geteuid() == 0 else [*absent, "root"]
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports nobody listens on."""
+    """Return ports on which no process listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
         for one in sockets:
@@ -66,7 +66,7 @@ def free_ports(n: int) -> list[int]:
 
 @contextlib.contextmanager
 def daemon(*command: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Keep a program running; end it on the way out."""
+    """Keep a program running; end it on exit."""
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
             yield
@@ -80,7 +80,7 @@ def daemon(*command: str, log: Path, environment: dict[str, str]) -> Iterator[No
 
 @contextlib.contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """Bring the cluster up; yield the environment in which to run its commands."""
+    """Start the cluster; yield the environment of its commands."""
     # Below the system's own folder for such things: the path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="slurm-") as name, contextlib.ExitStack() as running:
         folder = Path(name)
@@ -128,7 +128,7 @@ def state_of_nodes(environment: dict[str, str]) -> str:
 
 
 def end_jobs(environment: dict[str, str]) -> None:
-    """End the jobs that still run, which would outlive the cluster."""
+    """End the running jobs, which would outlive the cluster."""
     end = time.monotonic() + 20
     while (
         time.monotonic() < end
@@ -139,7 +139,7 @@ def end_jobs(environment: dict[str, str]) -> None:
 
 
 def wait_until(ready: Callable[[], bool], folder: Path, timeout_s: float = 60) -> None:
-    """Wait for a daemon; say what the daemons said if it does not come up."""
+    """Wait for a daemon; include the daemons' output in the error if it does not start."""
     end = time.monotonic() + timeout_s
     while not ready():
         if time.monotonic() > end:
@@ -149,7 +149,7 @@ def wait_until(ready: Callable[[], bool], folder: Path, timeout_s: float = 60) -
 
 
 def main() -> int:
-    """Run the command line's command; return what it returned."""
+    """Run the command of the command line; return its exit status."""
     with cluster() as environment:
         return subprocess.run(sys.argv[1:], env=environment, check=False).returncode
 

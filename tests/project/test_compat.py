@@ -1,4 +1,4 @@
-"""What is private in other libraries is used in ``dasksc/_compat`` only, and is not missed in silence."""
+"""Private names of other libraries: used in ``dasksc/_compat`` only, and never missing without an error or warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages in docs/ name is there."""
+"""Existence of all names that the pages in docs/ mention."""
 
 from __future__ import annotations
 

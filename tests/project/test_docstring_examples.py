@@ -1,4 +1,4 @@
-"""Every public name has an example in its docstring that prints what it shows, and a signature with its parameters."""
+"""Docstrings of all public names: an example that prints the output shown, and a signature with its parameters."""
 
 from __future__ import annotations
 

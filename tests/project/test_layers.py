@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom. docs/architecture.md says why."""
+"""Layers of the package: the imports that each may make. docs/architecture.md gives the reasons."""
 
 from __future__ import annotations
 

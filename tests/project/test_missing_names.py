@@ -1,4 +1,4 @@
-"""A private name that another version of a library lacks raises an error that names it, or is warned about once."""
+"""Private names that another version of a library lacks: an error that names each, or a single warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the project says about itself: dependencies, constraints, docstrings of public names."""
+"""Metadata of the project: dependencies, constraints, docstrings of public names."""
 
 from __future__ import annotations
 

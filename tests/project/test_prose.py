@@ -1,4 +1,4 @@
-"""The linter of prose finds bad sentences in pages, docstrings and messages, and passes good ones and code."""
+"""Linter of prose: it finds bad sentences in pages, docstrings and messages, and accepts good sentences and code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of the reference: they leave out no key, class or command, and their examples do what they show."""
+"""Pages of the reference: complete lists of keys, classes and commands, and examples with the output shown."""
 
 from __future__ import annotations
 

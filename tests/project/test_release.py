@@ -1,4 +1,4 @@
-"""What a release needs agrees: one version, the citation, the conda recipe."""
+"""Consistency of a release: one version, the citation, the conda recipe."""
 
 from __future__ import annotations
 

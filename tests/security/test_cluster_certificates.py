@@ -1,4 +1,4 @@
-"""Certificates of a Dask cluster that listens off loopback: who gets them, and who is refused without."""
+"""Certificates of a Dask cluster that listens beyond loopback: distribution, and refusal of peers without one."""
 
 from __future__ import annotations
 

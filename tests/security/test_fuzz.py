@@ -1,4 +1,4 @@
-"""Damaged files end in values or in errors of ours; `make fuzz` tries for longer."""
+"""Damaged files: reading returns values or raises a `DaskscError`; `make fuzz` runs for longer."""
 
 from __future__ import annotations
 

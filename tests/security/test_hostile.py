@@ -1,4 +1,4 @@
-"""Files made to do harm, in breadth; `test_refusals` has one for each guard."""
+"""Broad coverage of malicious files; `test_refusals` has one test for each guard."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files made to do harm are refused with a reason, without running code, reading elsewhere or filling memory.
+"""Refusal of malicious files with a reason, without running code, reading other files or filling memory.
 
-One file for each guard, and those that are in order and resemble them; `test_hostile` has them in breadth.
+One file for each guard, and valid files that resemble them; `test_hostile` covers many more files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stored bytes decode to at most, told without decoding them."""
+"""Upper bounds on the decoded size of stored bytes, computed without decoding."""
 
 from __future__ import annotations
 

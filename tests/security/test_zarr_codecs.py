@@ -1,4 +1,4 @@
-"""Arrays of Zarr whose codecs have a bound are what zarr-python reads without one."""
+"""Zarr arrays whose codecs have a size bound: values equal to those of zarr-python without a bound."""
 
 from __future__ import annotations
 

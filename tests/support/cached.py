@@ -1,4 +1,4 @@
-"""Objects of a store that say what was asked for of them, and a cache for their blocks."""
+"""Objects of a store that record the byte ranges requested of them, and a cache for their blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 16 * BLOCK_BYTES
 
 
 class Object:
-    """Bytes that differ from each other, and what was asked for of them."""
+    """Object of random bytes that records the byte ranges requested of it."""
 
     def __init__(self, n_bytes: int, *, name: str = "object", etag: str | None = '"1"') -> None:
         self.data = np.random.default_rng(len(name)).bytes(n_bytes)
@@ -37,5 +37,5 @@ def cache_in(folder: Path, limit: int = LIMIT) -> Cache:
 
 
 def files(folder: Path) -> list[Path]:
-    """The blocks in a cache, and what is being written of them."""
+    """Return the files of the blocks in a cache, including those being written."""
     return [path for path in (folder / "cache").rglob("*") if path.is_file() and path.name != "key"]

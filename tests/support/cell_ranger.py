@@ -1,4 +1,4 @@
-"""10x ``.h5`` files as CellRanger 2 and 3 lay them out."""
+"""Writers of 10x ``.h5`` files in the layouts of CellRanger 2 and 3."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIXED = np.bytes_
 
 
 def make_counts(n_obs: int, n_vars: int, *, dtype: Any = np.int32, seed: int = 0) -> sp.csr_matrix:
-    """Counts of cells by genes, int64 columns in ascending order, with empty cells first, in the middle and last."""
+    """Return int64 counts of cells by genes with sorted columns and empty cells at the start, middle and end."""
     rng = np.random.default_rng(seed)
     dense = rng.integers(1, 100, (n_obs, n_vars)) * (rng.random((n_obs, n_vars)) < 0.3)
     for row in (0, n_obs // 2, n_obs - 1):
@@ -60,7 +60,7 @@ def write_v3(
 
 
 def write_v2(path: Path, genomes: Mapping[str, sp.csr_matrix], *, compression: str | None = "gzip") -> Path:
-    """Write counts as CellRanger 2 does: a group of each genome, with cells of its own."""
+    """Write counts as CellRanger 2 does: one group for each genome, with cells of its own."""
     with h5py.File(path, "w") as file:
         for genome, counts in genomes.items():
             group = file.create_group(genome)
@@ -83,7 +83,7 @@ def _write_matrix(
     for key in ("indptr", "indices", "data"):
         values = getattr(counts, key).astype(how[key])
         group.create_dataset(key, data=values, chunks=(100,), maxshape=(None,), compression=compression)
-    # Genes by cells: each column of the CSC matrix is a cell.
+    # The matrix is genes by cells, so each column of the CSC matrix is a cell.
     group["shape"] = np.array([n_vars, n_obs], dtype=how["shape"])
     _write_text(group, "barcodes", [f"AAAC{i}-1" for i in range(n_obs)], variable_strings=variable_strings)
 

@@ -1,4 +1,4 @@
-"""Control groups with a memory limit, for tests and benchmarks of what memory-limited jobs see."""
+"""Control groups with a memory limit, for tests and benchmarks of memory-limited jobs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _numbers = itertools.count()
 
 
 class NoCgroupError(RuntimeError):
-    """No control group can be made here; the message says why."""
+    """Error for a system where no control group can be made; the message gives the reason."""
 
 
 class Cgroup:
-    """A control group, version 1 or 2.
+    """Control group, version 1 or 2.
 
     Parameters
     ----------
@@ -29,20 +29,21 @@ class Cgroup:
         self.path = path
 
     def limit(self, n_bytes: int) -> None:
-        """Limit its memory, page cache included; nothing is swapped out."""
+        """Limit the memory of the group, page cache included, and disable swap."""
         names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.max", "memory.swap.max")
-        # A limit without swap cannot be below that with it, so the order depends on which way it goes.
+        # The limit with swap must never be below the one without. The right order depends on whether the limits grow
+        # or shrink, so the first two are written twice.
         for name in (*names, *names[:2]):
             if (self.path / name).exists():
                 with contextlib.suppress(OSError):
                     (self.path / name).write_text("0" if name == "memory.swap.max" else str(n_bytes))
 
     def enter(self) -> None:
-        """Move the calling process into it: give this to `subprocess.Popen` as ``preexec_fn``."""
+        """Move the calling process into the group: the ``preexec_fn`` of a `subprocess.Popen`."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def n_killed(self) -> int:
-        """Return how many of its processes the kernel has ended for want of memory."""
+        """Return the number of processes of the group that the kernel has killed for lack of memory."""
         for name in ("memory.oom_control", "memory.events"):
             if (self.path / name).exists():
                 fields = dict(line.split() for line in (self.path / name).read_text().splitlines())
@@ -52,7 +53,7 @@ class Cgroup:
 
 @contextlib.contextmanager
 def memory_cgroup(n_bytes: int) -> Iterator[Cgroup]:
-    """Make a control group with a memory limit; it is removed once its processes have ended.
+    """Make a control group with a memory limit, removed once its processes have ended.
 
     Raises
     ------
@@ -84,7 +85,7 @@ def memory_cgroup(n_bytes: int) -> Iterator[Cgroup]:
 
 
 def _root() -> Path:
-    """Return the folder in which groups with a memory limit are made."""
+    """Return the folder for groups with a memory limit."""
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for mount in mounts:
         kind, options = mount[mount.index("-") + 1], mount[mount.index("-") + 3].split(",")

@@ -1,4 +1,4 @@
-"""Converted stores: what they hold, whether that is all of the source, and inputs that make many parts."""
+"""Comparison of converted stores with their source, and inputs that produce many parts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tests.support.data import dense, make_adata
 
 
 def read(path: Path) -> ad.AnnData:
-    """The store as plain AnnData reads it."""
+    """Read a store with AnnData."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ad.read_zarr(path)
 
 
 def order_of(written: ad.AnnData, source: ad.AnnData) -> NDArray[np.int64]:
-    """Which row of the source each row is: each once."""
+    """Return the row of the source for each converted row; fail unless each appears once."""
     order = source.obs_names.get_indexer(written.obs_names)
     assert sorted(order) == list(range(source.n_obs))
     return order
 
 
 def same(written: ad.AnnData, source: ad.AnnData) -> None:
-    """All that is written is the source's, in the order of `written`."""
+    """Fail unless a converted store holds the data of its source, in any order of rows."""
     order = order_of(written, source)
     assert np.array_equal(dense(written.X), dense(source.X)[order])
     for name, layer in source.layers.items():
@@ -60,18 +60,18 @@ def contents(store: Path) -> dict[str, bytes]:
 
 
 def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, shards and tasks so small that a few cells make many."""
+    """Make chunks, shards and tasks small enough that a few cells produce many of them."""
     monkeypatch.setattr(writing, "_CHUNK_VALUES", 64)
     monkeypatch.setattr(writing, "_INDPTR_CHUNK", 8)
     monkeypatch.setattr(writing, "_DENSE_CHUNK_BYTES", 200)
     monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
     monkeypatch.setattr(converting, "_PIECE_VALUES", 40)
-    # Of the loss of power no test knows, and each call waits for the disk.
+    # No test simulates a power failure, and each sync waits for the disk.
     monkeypatch.setattr(shards, "sync", lambda file: None)
 
 
 def write_gzipped(folder: Path) -> Path:
-    """Write an atlas that is converted by way of runs, in a moment."""
+    """Write a small atlas whose conversion sorts through intermediate runs."""
     path = folder / "atlas.h5ad"
     source = make_adata(600, 40)
     small = ad.AnnData(X=source.X, obs=source.obs[["cell_type", "float32"]], var=source.var[[]])

@@ -1,4 +1,4 @@
-"""Dask clusters of tests: where they listen, an epoch read through one, and schedulers and workers as processes."""
+"""Dask clusters of tests: their listening addresses, an epoch read through one, schedulers and workers as processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distributed.security import Security
 
 import dasksc
 
-NOT_LOOPBACK = "127.0.0.2"  # for all that start_cluster knows; nothing off this machine can connect to it
+NOT_LOOPBACK = "127.0.0.2"  # treated as not loopback, but unreachable from other machines
 START_S = 60.0
 
 
@@ -28,14 +28,14 @@ def rows_of_epoch(path: Path, **options: Any) -> list[int]:
 
 
 def listening() -> set[str]:
-    """The addresses at which this process and its children listen."""
+    """Return the addresses at which this process and its children listen."""
     this = psutil.Process()
     sockets = [socket for one in [this, *this.children(recursive=True)] for socket in one.net_connections("inet")]
     return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 class DaskProcesses:
-    """Processes that end with this context; logs lie in `folder`."""
+    """Processes that end with this context and write their logs to `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class DaskProcesses:
         self.workers: list[subprocess.Popen[bytes]] = []
 
     def start_scheduler(self) -> None:
-        """Start it, at the same address as any before it."""
+        """Start the scheduler, always at the same address."""
         self.file.unlink(missing_ok=True)
         self.scheduler = self._start("scheduler", "--port", str(self.port), "--no-dashboard")
         deadline = time.monotonic() + START_S
@@ -88,7 +88,7 @@ class DaskProcesses:
 
 
 def secret_file(folder: Path) -> Path:
-    """A private key and its certificate, as users make them for the ranks of a run."""
+    """Write a private key and its certificate, as users make them for the ranks of a run."""
     path = folder / "ranks.pem"
     security = Security.temporary()
     path.touch(mode=0o600)

@@ -1,7 +1,7 @@
-"""Small stores for the tests, and the way to the sample files.
+"""Small stores for the tests, and the paths of the sample files.
 
-Nothing here is random between runs, and every value differs from its neighbours, so that a row or
-column read from the wrong place shows.
+Data is identical in every run, and every value differs from its neighbours. A row or column read
+from the wrong position therefore changes the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import dasksc
 
 FORMATS = ("h5ad", "zarr2", "zarr3")
 LAYOUTS = ("csr", "dense")
-# Every format, and X in every layout; the layers of `make_adata` are in both layouts whatever the format.
+# All formats, with X in every layout. The layers of `make_adata` have both layouts in each format.
 STORES = (("h5ad", "csr"), ("zarr2", "dense"), ("zarr3", "csr"))
 
 SAMPLES = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -54,7 +54,7 @@ Layout = Literal["csr", "dense"]
 
 
 def sample(name: str) -> Path:
-    """The path of a sample file; skips the test where the sample folder is missing."""
+    """Return the path of a sample file; skip the test if the sample folder is missing."""
     path = SAMPLES / name
     if not path.exists():
         pytest.skip(f"the sample file {name} is not at {path}")
@@ -62,7 +62,7 @@ def sample(name: str) -> Path:
 
 
 def unpacked_sample(name: str, folder: Path) -> Path:
-    """The path of a zipped sample store, unpacked into `folder`."""
+    """Return the path of a zipped sample store, unpacked into `folder`."""
     target = folder / Path(name).with_suffix("").name
     with zipfile.ZipFile(sample(name)) as archive:
         archive.extractall(target)
@@ -78,7 +78,7 @@ def make_values(
     density: float = 0.3,
     seed: int = 0,
 ) -> sp.csr_matrix | NDArray[Any]:
-    """Counts, no two nonzero ones equal (as far as the dtype goes), with an empty row and an empty column."""
+    """Return counts with distinct nonzero values (within the range of the dtype), an empty row and an empty column."""
     rng = np.random.default_rng(seed)
     values = np.arange(1, n_obs * n_vars + 1).reshape(n_obs, n_vars).astype(dtype)
     values[rng.random(values.shape) >= density] = 0
@@ -88,7 +88,7 @@ def make_values(
 
 
 def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
-    """An obs table with a column of every kind that AnnData stores, with and without missing values."""
+    """Return an obs table with a column of every type that AnnData stores, with and without missing values."""
     rng = np.random.default_rng(seed)
     index = pd.Index([f"cell{i}" for i in range(n_obs)])
     missing = rng.random(n_obs) < 0.25
@@ -117,7 +117,7 @@ def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
 
 
 def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32) -> ad.AnnData:
-    """An AnnData with obs of every kind, layers of both layouts, and obsm dense, sparse and a table."""
+    """Return an AnnData with obs of every type, layers of both layouts, and dense, sparse and tabular obsm."""
     obs = make_obs(n_obs)
     return ad.AnnData(
         X=make_values(n_obs, n_vars, layout=layout, dtype=dtype),
@@ -141,7 +141,8 @@ def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dty
 def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas") -> Path:
     """Write `adata` as one of `FORMATS` and return the path.
 
-    A process writes the same content once, and copies it afterwards: a small Zarr store takes AnnData half a second.
+    Each process writes the same content once and copies it afterwards, since AnnData takes half a second to write
+    a small Zarr store.
     """
     path = folder / (f"{name}.h5ad" if format == "h5ad" else f"{name}.{format}.zarr")
     try:
@@ -149,7 +150,7 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
     except Exception:  # lazy or backed
         _write_store(adata, path, format)
         return path
-    # As writing does.
+    # Writing has the same side effect on the object.
     adata.strings_to_categoricals()
     if adata.raw is not None:
         adata.strings_to_categoricals(adata.raw.var)
@@ -158,7 +159,7 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
         partial = written.with_name(f"partial.{written.name}")
         _write_store(adata, partial, format)
         partial.rename(written)
-    # Times are not copied: files that replace others must differ from them.
+    # Modification times are not copied: they must change when one file replaces another.
     if format == "h5ad":
         shutil.copyfile(written, path)
     else:
@@ -169,7 +170,7 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
 
 @cache
 def _written() -> Path:
-    """The folder of the stores that this process has written."""
+    """Return the folder of the stores that this process has written."""
     folder = tempfile.mkdtemp(prefix="dasksc-stores-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -180,19 +181,19 @@ def _write_store(adata: ad.AnnData, path: Path, format: str) -> None:
         adata.write_h5ad(path)
         return
     with warnings.catch_warnings():
-        # Of formats and defaults that are to come.
+        # Warnings about future formats and defaults.
         warnings.simplefilter("ignore")
         with ad.settings.override(zarr_write_format=int(format[-1])):
             adata.write_zarr(path)
 
 
 def dense(values: Any) -> NDArray[Any]:
-    """Any matrix as an ndarray, for comparing values."""
+    """Return any matrix as an ndarray, for comparison of values."""
     return values.toarray() if sp.issparse(values) else np.asarray(values)
 
 
 def same(one: ad.AnnData, other: ad.AnnData) -> None:
-    """Fail unless two opened atlases hold the same tables and values."""
+    """Fail unless two open atlases hold the same tables and values."""
     pd.testing.assert_frame_equal(one.obs, other.obs)
     pd.testing.assert_frame_equal(one.var, other.var)
     np.testing.assert_array_equal(dense(one.X.compute()), dense(other.X.compute()))
@@ -212,7 +213,7 @@ def batches(data: Any, **options: Any) -> list[NDArray[Any]]:
 
 
 def lzf(data: bytes) -> bytes:
-    """As HDF5 compresses it; what does not get smaller is stored as it is."""
+    """Compress a chunk as HDF5 does, which stores incompressible data unchanged."""
     with h5py.File("any", "w", driver="core", backing_store=False) as file:
         dataset = file.create_dataset("x", data=np.frombuffer(data, np.uint8), chunks=(len(data),), compression="lzf")
         mask, stored = dataset.id.read_direct_chunk((0,))

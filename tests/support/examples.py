@@ -35,7 +35,7 @@ def has_example(text: str | None) -> bool:
 
 
 def failures_of(code: str, name: str) -> str:
-    """Run the examples in a text in the working directory; return what doctest reports about those that fail.
+    """Run the examples in a text in the working directory; return the doctest reports of those that fail.
 
     ``dasksc`` is imported. ``...`` in an output stands for any text.
     """

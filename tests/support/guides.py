@@ -1,11 +1,11 @@
-"""Guides of the documentation as programs: their blocks, run from an empty folder, and what they print.
+"""Guides of the documentation as programs: their blocks, run from an empty folder, and the output of each block.
 
-``python -m tests.support.guides PAGE ...`` runs pages and writes what their blocks print into them.
+``python -m tests.support.guides PAGE ...`` runs pages and writes the output of their blocks into them.
 
-A page is run from top to bottom in one Python process:
+A page runs from top to bottom in one Python process:
 
-- ```` ```python ```` blocks are one program. A block whose first line is a comment with the name of a file
-  (``# train.py``) is not run but written to this file, as blocks in other languages are.
+- ```` ```python ```` blocks form one program. A block whose first line is a comment with the name of a file
+  (``# train.py``) is not run but written to this file, as are blocks in other languages.
 - ```` ```bash ```` blocks have a command on each line: ``dasksc``, ``python``, ``torchrun``. ``pip install`` names the
   extras of the page and is not run. Commands that need a cluster or a cloud stand in ```` ```console ```` blocks.
 - A ```` ```text ```` block behind them has exactly what they print, except for figures of the machine (`comparable`).
@@ -32,13 +32,13 @@ FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
 TEXT = re.compile(r"\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 MARK = "\x00block {}\x00"
 DEMO = "dasksc demo-data demo"
-HOME = "/path/to"  # the folder of the reader, in what pages show
+HOME = "/path/to"  # folder of the reader, as shown in pages
 COMMANDS = ("dasksc", "python", "torchrun")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A block of code of a page: offset of its fence and of its end, and the text that the page shows below it."""
+    """Block of code of a page: offsets of its fence and of its end, and the output shown below it."""
 
     language: str
     code: str
@@ -48,13 +48,13 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """Name of the file that this block is, or None."""
+        """Name of the file that this block is written to, or None."""
         named = FILE.match(self.code)
         return named[1] if named else None
 
     @property
     def runs(self) -> bool:
-        """True if the block is run, rather than written to a file or only read."""
+        """True if the block is run, rather than written to a file or only displayed."""
         return self.language == "bash" or (self.language == "python" and self.file is None)
 
     @property
@@ -65,7 +65,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """Return the blocks of a page; the text blocks that belong to others are in these."""
+    """Return the blocks of a page; each includes the text block of its output."""
     found = []
     for match in FENCE.finditer(text):
         below = TEXT.match(text, match.end())
@@ -77,12 +77,12 @@ def blocks_of(text: str) -> list[Block]:
 
 # --- What a page needs --------------------------------------------------------------------------------
 
-# Names of modules that are not those of their packages.
+# Modules whose names differ from those of their packages.
 MODULES = {"scikit-misc": "skmisc", "scvi-tools": "scvi"}
 
 
 def missing_of(text: str) -> list[str]:
-    """Return the packages, and those of the extras, that a page installs and that are not there."""
+    """Return the packages, including those of the extras, that a page installs and that are missing here."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed: list[str] = []
     for line in re.findall(r"^pip install (.*)$", text, re.MULTILINE):
@@ -97,7 +97,7 @@ def missing_of(text: str) -> list[str]:
 
 
 def install_wheel(folder: Path) -> Path:
-    """Build the wheel and install it in a folder of its own, beside the packages of this environment."""
+    """Build the wheel and install it in a separate folder, beside the packages of this environment."""
     run([sys.executable, "-m", "build", "--wheel", "--outdir", folder / "dist", ROOT], cwd=folder)
     (wheel,) = (folder / "dist").glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
@@ -106,7 +106,7 @@ def install_wheel(folder: Path) -> Path:
 
 
 def run_with(site: Path, command: list[object], folder: Path) -> Any:
-    """Run a command to its end with the package at `site`, and without the repository."""
+    """Run a command to completion with the package at `site`, and without the repository."""
     programs = f"{site / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
     return ended(command, cwd=folder, PYTHONPATH=str(site), PATH=programs)
 
@@ -127,7 +127,7 @@ def _run(mark, *commands):
 def program_of(text: str, blocks: list[Block]) -> str:
     """Return a page as a program that prints a mark before each block.
 
-    Code has the line numbers of the page, so that tracebacks name these.
+    Line numbers are those of the page, so that tracebacks refer to it.
     """
     lines = [""] * (text.count("\n") + 1)
     for number, block in enumerate(blocks):
@@ -142,7 +142,7 @@ def program_of(text: str, blocks: list[Block]) -> str:
 
 
 def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, str]:
-    """Run a page in a folder; return what each of its blocks prints, by its number in `blocks_of`.
+    """Run a page in a folder; return the output of each block, by its number in `blocks_of`.
 
     `demo` is a folder with the files of the first command, which are copied.
     """
@@ -167,7 +167,7 @@ def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, st
 # --- What it prints -----------------------------------------------------------------------------------
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
-# Figures of the machine: durations, rates and memory, addresses on loopback, shares of time, processes.
+# Values that depend on the machine: durations, rates, memory, loopback addresses, shares of time, processes.
 MACHINE = (
     rf"{NUMBER} ?(?:[num]?s|µs|min|h|seconds|[kKMGT]?i?B|bytes)(?:/s)?(?![\w])",
     rf"{NUMBER} (?:(?:cells|rows|batches|steps)/s|(?:(?:cells|rows|batches|steps) )?(?:a|per) second)",
@@ -184,9 +184,9 @@ MACHINE = (
 
 
 def comparable(output: str) -> list[str]:
-    """Return the lines of an output, with figures of the machine as ``#``, and its spaces in their lines as one.
+    """Return the lines of an output, with machine-dependent values as ``#`` and runs of spaces as one space.
 
-    Lines of several ranks come in any order: those that begin with ``rank`` are sorted.
+    Lines of several ranks arrive in any order, so those that begin with ``rank`` are sorted.
     """
     lines = []
     for line in output.rstrip().splitlines():
@@ -197,12 +197,12 @@ def comparable(output: str) -> list[str]:
 
 
 def shows(block: Block) -> bool:
-    """True if a page shows what a block prints; the first command prints the same on all of them."""
+    """Return True if a page shows the output of a block; the output of the first command is the same on all pages."""
     return block.runs and block.commands != [DEMO]
 
 
 def differences(page: Path, outputs: dict[int, str]) -> Iterator[str]:
-    """Yield where a page shows other text than its blocks print."""
+    """Yield the differences between a page and the output of its blocks."""
     text = page.read_text()
     for number, block in enumerate(blocks_of(text)):
         if block.language == "text":
@@ -213,7 +213,7 @@ def differences(page: Path, outputs: dict[int, str]) -> Iterator[str]:
 
 
 def record(page: Path, outputs: dict[int, str]) -> None:
-    """Write what blocks print into their page, where it shows something else."""
+    """Write the output of blocks into their page where the page differs."""
     text = page.read_text()
     for number, block in reversed([*enumerate(blocks_of(text))]):
         if not shows(block) or comparable(outputs[number]) == comparable(block.shown or ""):
@@ -226,7 +226,7 @@ def record(page: Path, outputs: dict[int, str]) -> None:
 
 
 def main() -> None:
-    """Run the pages that the command line names, and write what their blocks print into them."""
+    """Run the pages named on the command line, and write the output of their blocks into them."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:

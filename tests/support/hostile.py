@@ -1,4 +1,4 @@
-"""Stores made to do harm: with pickles, bombs, shapes beyond any memory, and links that lead elsewhere."""
+"""Malicious stores: pickles, decompression bombs, shapes larger than any memory, and links to other files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.support.data import write_store
 from tests.support.servers import serving
 
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
-# Twice what a chunk may be whatever belongs there (swell.ROOM_BYTES).
+# Twice the allowance of a chunk regardless of its array (swell.ROOM_BYTES).
 BOMB_BYTES = 2**26
 
 
 @contextlib.contextmanager
 def opener(folder: Path, place: str) -> Iterator[Callable[[str], AnnData]]:
-    """Open what is in a folder by its name: from the disk ("local"), or from a web server ("remote")."""
+    """Yield a function that opens a store of a folder by name, from disk ("local") or a web server ("remote")."""
     if place == "local":
         yield lambda name: dasksc.open(folder / name)
         return
@@ -47,7 +47,7 @@ def opener(folder: Path, place: str) -> Iterator[Callable[[str], AnnData]]:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Fail if much memory was taken inside."""
+    """Fail if the body allocates much memory."""
     tracemalloc.start()
     try:
         yield
@@ -58,13 +58,13 @@ def bounded() -> Iterator[None]:
 
 
 def small() -> AnnData:
-    """A dense atlas of 20 cells and 6 genes."""
+    """Return a dense atlas of 20 cells and 6 genes."""
     obs = pd.DataFrame({"int8": np.arange(20, dtype=np.int8)}, index=[f"cell{i}" for i in range(20)])
     return AnnData(X=VALUES[:20], obs=obs)
 
 
 def full() -> AnnData:
-    """A dense atlas that has an array of 20 or 6 numbers in every group whose arrays are read as a whole."""
+    """Return a dense atlas with an array of 20 or 6 numbers in every group whose arrays are read whole."""
     adata = small()
     adata.obs["n"] = np.arange(20.0)
     adata.var["n"] = np.arange(6.0)
@@ -77,11 +77,12 @@ def full() -> AnnData:
 
 @cache
 def bomb_of(codec: str) -> tuple[Any, bytes]:
-    """A codec of Zarr, and few bytes that it decodes to `BOMB_BYTES`."""
+    """Return a Zarr codec, and a few bytes that it decodes to `BOMB_BYTES`."""
     zeros = bytes(BOMB_BYTES)
     return {
         "gzip": lambda: (numcodecs.GZip(), gzip.compress(zeros, 1)),
-        # At level 9 below 64 KiB: HDF5 1.14.2 and 1.14.4 write no longer chunk into a dataset this small.
+        # The chunk is compressed at level 9 to less than 64 KiB: HDF5 1.14.2 and 1.14.4 write no longer chunk into a
+        # dataset this small.
         "zlib": lambda: (numcodecs.Zlib(), numcodecs.Zlib(9).encode(zeros)),
         "zstd": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(zeros)),
         "lz4": lambda: (numcodecs.LZ4(), numcodecs.LZ4().encode(zeros)),
@@ -95,7 +96,7 @@ def bomb_of(codec: str) -> tuple[Any, bytes]:
 
 
 def array_at(path: Path, where: str) -> str:
-    """The name of an array; newer versions of AnnData store strings as a group with values."""
+    """Return the name of an array; newer versions of AnnData store strings as a group with values."""
     is_array = (path / where / ".zarray").exists() or (
         (path / where / "zarr.json").exists() and not (path / where / "values").exists()
     )
@@ -107,7 +108,7 @@ def edited(file: Path, **values: Any) -> None:
 
 
 def recompressed(path: Path, where: str, **changes: Any) -> None:
-    """Change what an array of Zarr 2 says of itself."""
+    """Change the metadata of a Zarr 2 array."""
     everything = json.loads((path / ".zmetadata").read_text())
     everything["metadata"][f"{where}/.zarray"] |= changes
     (path / ".zmetadata").write_text(json.dumps(everything))
@@ -115,13 +116,13 @@ def recompressed(path: Path, where: str, **changes: Any) -> None:
 
 
 def overwritten(path: Path, where: str, content: bytes) -> None:
-    """Put bytes in the place of every chunk of an array of Zarr 2."""
+    """Replace the bytes of every chunk of a Zarr 2 array."""
     for chunk in (path / where).glob("[0-9]*"):
         chunk.write_bytes(content)
 
 
 class Unpickled:
-    """Leaves a mark where it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -139,7 +140,7 @@ def store_with_pickles(folder: Path, where: str, mark: Path) -> Path:
 
 
 def store_with_bombs(folder: Path, where: str, codec: str) -> Path:
-    """A store of Zarr 2, one array of which swells."""
+    """Write a Zarr 2 store in which one array is a decompression bomb."""
     compressor, bomb = bomb_of(codec)
     path = write_store(full(), folder, "zarr2")
     where = array_at(path, where)
@@ -152,7 +153,7 @@ ZARR3_CODECS = {"gzip": zarr.codecs.GzipCodec(), "zstd": zarr.codecs.ZstdCodec()
 
 
 def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path, np.ndarray, Callable[[], None]]:
-    """A store of Zarr 3 that is in order, the values of obs/n in it, and what makes these swell."""
+    """Write a valid Zarr 3 store; return its path, the values of obs/n, and a function that turns these into a bomb."""
     path = write_store(full(), folder, "zarr3")
     _, bomb = bomb_of(codec)
     with zarr.config.set({"array.write_empty_chunks": True}):
@@ -170,7 +171,7 @@ def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path
     zarr.consolidate_metadata(path)
 
     def swell() -> None:
-        # Two chunks, then where they are and a checksum.
+        # The shard holds two chunks, then their index and a checksum.
         index = np.array([0, len(bomb), 0, len(bomb)], "<u8").tobytes()
         ending = numcodecs.CRC32C(location="end").encode(index).tobytes() if is_sharded else b""
         (path / "obs" / "n" / "c" / "0").write_bytes(bomb + ending)
@@ -182,13 +183,13 @@ def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path
 
 
 H5_FILTERS = {"gzip": 1, "blosc": 32001, "zstd": 32015, "bz2": 307}
-# Arrays that are read as a whole.
+# Arrays that are read whole.
 COLUMNS = ["obs/n", "obs/_index", "var/n", "uns/deep/n", "obsm/n/n", "varm/n"]
 READ_WHOLE = ["obs/n", "var/n", "varm/n", "varp/n", "obsm/n/n", "uns/n", "uns/deep/n"]
 
 
 def rechunked(file: h5py.File, name: str, *filters: int) -> h5py.Dataset:
-    """Replace a dataset by an empty one of a single chunk."""
+    """Replace a dataset by an empty one with a single chunk."""
     attributes, dtype, shape = dict(file[name].attrs), file[name].dtype, file[name].shape
     del file[name]
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -202,7 +203,7 @@ def rechunked(file: h5py.File, name: str, *filters: int) -> h5py.Dataset:
 
 
 def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
-    """A file, one array of which swells."""
+    """Write an h5ad file in which one array is a decompression bomb."""
     bomb = bomb_of("zlib" if codec == "gzip" else codec)[1]
     path = write_store(full(), folder, "h5ad")
     with h5py.File(path, "r+") as file:
@@ -212,7 +213,7 @@ def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
 
 
 def h5ad_whose_x_swells(folder: Path, codec: str) -> Path:
-    """A file whose X is read through h5py: floats of two bytes, or a filter that only HDF5 knows."""
+    """Write an h5ad bomb whose X is read through h5py: floats of two bytes, or a filter that only HDF5 supports."""
     path = write_store(small(), folder, "h5ad")
     with h5py.File(path, "r+") as file:
         attributes = dict(file["X"].attrs)
@@ -266,7 +267,7 @@ def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
 
 
 def h5ad_without_room(folder: Path, where: str, how: str) -> Path:
-    """A file that says of an array that it is far larger than the file."""
+    """Write an h5ad file that declares an array far larger than the file."""
     path = write_store(full(), folder, "h5ad")
     length = {"obs": 20, "varm": 6}.get(where.partition("/")[0], 1)
     with h5py.File(path, "r+") as file:
@@ -286,7 +287,7 @@ def h5ad_without_room(folder: Path, where: str, how: str) -> Path:
 
 
 def store_of_shape(folder: Path, format: str, where: str, n: int) -> Path:
-    """A store that says of an array that it has `n` rows."""
+    """Write a store that declares an array of `n` rows."""
     path = write_store(small(), folder, format)
     if format == "h5ad":
         with h5py.File(path, "r+") as file:
@@ -326,7 +327,7 @@ def store_with_a_column_called(folder: Path, format: str, name: str) -> Path:
 
 
 def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
-    """A store with ten arrays of 128 MiB that were never written, in one group."""
+    """Write a store with ten arrays of 128 MiB, never written, in one group."""
     path = write_store(full(), folder, format)
     length = 20 if where in ("obs", "obsm") else 6
     attributes = {"encoding-type": "string-array" if where == "obsm" else "array", "encoding-version": "0.2.0"}
@@ -344,6 +345,6 @@ def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
 
 
 def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process have `n_bytes` of memory."""
+    """Limit the memory of this process to `n_bytes`."""
     limit = process_memory.Limit(n_bytes=n_bytes, held=0, source="a test")
     monkeypatch.setattr(checks, "memory_limit", lambda: limit)

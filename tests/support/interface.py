@@ -1,6 +1,6 @@
-"""The public names of the package as text: what users write in their programs, so that a change shows.
+"""Public names of the package as text, so that a review shows every change of the interface.
 
-Annotations are as they stand in the source and values are shown in short, so that every Python says the same.
+Annotations appear as in the source and values in short form, so that the text is the same on every Python version.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MODULES = (
     *("dasksc.train", "dasksc.train.config", "dasksc.train.models", "dasksc.integrations.data_module"),
     "dasksc.integrations.cell_load",
 )
-# Importing these imports a trainer, which takes longer than all the rest.
+# Importing these modules imports a trainer, which takes longer than all other imports.
 TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")
 SPECIAL = ("__call__", "__contains__", "__getitem__", "__iter__", "__len__")
 
 
 def interface() -> str:
-    """The public names of the documented modules, their signatures, and other names that users hold."""
+    """Return the public names of the documented modules, their signatures, and other names that users rely on."""
     sections = {module: sorted(_of_module(module)) for module in MODULES}
     sections |= {f"dasksc.integrations.{name}": sorted(_of_source(f"dasksc.integrations.{name}")) for name in TRAINERS}
     dataset = dasksc.scDataset(np.arange(4), dasksc.Streaming(), 2, scheduler="synchronous")
@@ -73,7 +73,7 @@ def _of_module(module_name: str) -> Iterator[str]:
 
 def _of_class(name: str, thing: type) -> Iterator[str]:
     ours = [base for base in thing.__mro__ if base.__module__.partition(".")[0] == "dasksc"]
-    theirs = {direct for base in ours for direct in base.__bases__} - {object}  # not what libraries build them on
+    theirs = {direct for base in ours for direct in base.__bases__} - {object}  # not the bases of libraries' classes
     bases = [base.__name__ for base in thing.__mro__[1:] if base in theirs and not base.__name__.startswith("_")]
     is_made_by_us = any("__init__" in vars(base) for base in ours)
     yield f"class {name}({', '.join(bases)}): {_fields(thing) or (_signature(thing) if is_made_by_us else '')}".rstrip()
@@ -90,7 +90,7 @@ def _of_class(name: str, thing: type) -> Iterator[str]:
 
 
 def _fields(thing: type) -> str:
-    """The arguments of a pydantic model, whose signature differs between its versions."""
+    """Return the arguments of a pydantic model, whose signature differs between versions of pydantic."""
     if not hasattr(thing, "model_fields"):
         return ""
     shown = []
@@ -102,7 +102,7 @@ def _fields(thing: type) -> str:
 def _signature(thing: Any) -> str:
     try:
         signature = inspect.signature(thing)
-    except ValueError:  # of what is compiled
+    except ValueError:  # compiled functions have no signature
         return ""
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     shown: list[str] = []
@@ -124,14 +124,14 @@ def _signature(thing: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """A default; of what has no value in the source, its type."""
+    """Return a default as text, or its type if the source has no literal for it."""
     if isinstance(value, bool | int | float | str | bytes | tuple | list | dict | None):
         return repr(value)
     return getattr(value, "__qualname__", None) or f"<{type(value).__name__}>"
 
 
 def _of_source(module_name: str) -> Iterator[str]:
-    """What a module defines, without importing it."""
+    """Yield the definitions of a module without importing it."""
     spec = importlib.util.find_spec(module_name)
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""Predictions of ranks, and the plain loop that they equal."""
+"""Predictions of ranks, and the plain loop they must equal."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ N_OBS, N_VARS, BATCH = 203, 17, 8
 
 
 def write_atlas(folder: Path) -> Path:
-    """Write the atlas that the ranks predict."""
+    """Write the atlas whose rows the ranks predict."""
     path = folder / "atlas.h5ad"
     make_adata(N_OBS, N_VARS).write_h5ad(path)
     return path
 
 
 def assert_ranks_write_the_plain_loop(atlas: Path, out: Path, n_ranks: int, how: str) -> None:
-    """Let ranks of ``torchrun`` predict, wrapped by DDP or sharded by FSDP; fail unless `out` is the plain loop's."""
+    """Predict on ranks of ``torchrun`` under DDP or FSDP; fail unless `out` equals the result of the plain loop."""
     printed = torchrun(n_ranks, "predict_ranks.py", atlas, out, how)
     assert np.array_equal(written(out), plain(atlas, is_whole=how == "ddp"))
     reports = re.findall(r"^rank (\d): (\d+) cells, True, \(203, \d\)$", printed, re.MULTILINE)
     assert len(reports) == n_ranks, printed
     assert sum(int(n) for _, n in reports) == N_OBS
-    # DDP and its module share their mode, and a model in training mode returns to it.
+    # DDP and its module share their mode, and a model in training mode returns to that mode.
     assert len(re.findall(r"^rank \d again: 0, training True$", printed, re.MULTILINE)) == n_ranks
 
 
 def plain(atlas: Path, *, is_whole: bool) -> np.ndarray:
-    """Return what a loop over the atlas makes with the model of the ranks, or with its first layer."""
+    """Return the predictions of a plain loop over the atlas, with the model of the ranks or with its first layer."""
     torch.manual_seed(0)
     first, second = nn.Linear(dasksc.open(atlas).n_vars, 6), nn.Linear(6, 3)
     dataset = dasksc.scDataset(atlas, dasksc.Streaming(), BATCH)

@@ -1,4 +1,4 @@
-"""Programs in processes of their own: commands, ranks under torchrun, and the Python blocks of a page."""
+"""Programs in separate processes: commands, ranks under torchrun, and the Python blocks of a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
-# Ranks meet through gloo: a machine may have fewer GPUs than they are.
+# Ranks use gloo because a machine may have fewer GPUs than ranks.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -27,7 +27,7 @@ def ended(
     timeout_s: float = 240,
     **changes: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, on CPUs unless an environment is given; `changes` are further variables."""
+    """Run a command to completion, on CPUs unless an environment is given; `changes` are further variables."""
     given = {**os.environ, **NO_GPU} if environment is None else environment
     return subprocess.run(
         [*map(str, command)],
@@ -41,20 +41,20 @@ def ended(
 
 
 def run(command: Sequence[object], **options: object) -> str:
-    """Run a command to its end as `ended` does; fail if it fails; return what it printed."""
+    """Run a command as `ended` does; fail if it fails; return its output."""
     done = ended(command, **options)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout
 
 
 def torchrun(n_ranks: int, program: str, *arguments: object, **changes: str) -> str:
-    """Run one of `PROGRAMS` under torchrun to its end, on CPUs; return what it printed."""
+    """Run one of `PROGRAMS` under torchrun to completion, on CPUs; return its output."""
     command = [*TORCHRUN, "--standalone", f"--nproc_per_node={n_ranks}", PROGRAMS / program, *arguments]
     return run(command, **changes)
 
 
 def blocks(page: Path, language: str) -> list[re.Match[str]]:
-    """Find the code blocks of a page in one language."""
+    """Return the code blocks of a page in one language."""
     return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
 
 
@@ -62,7 +62,7 @@ def run_page(page: Path, folder: Path, atlas: Path) -> subprocess.CompletedProce
     """Run the Python blocks of a page as one program, from top to bottom, in a folder with a copy of an atlas."""
     shutil.copyfile(atlas, folder / "atlas.h5ad")
     text = page.read_text()
-    lines = re.sub(r"[^\n]", "", text).split("\n")  # as many lines, so that a traceback names the page's
+    lines = re.sub(r"[^\n]", "", text).split("\n")  # padding lines keep the line numbers of the page in tracebacks
     assert blocks(page, "python")
     for block in blocks(page, "python"):
         first = text.count("\n", 0, block.start(2))

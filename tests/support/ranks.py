@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which agree through a store in memory."""
+"""Ranks as threads of one process that share a store in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def on_ranks(world_size: int, act: Callable[[int, Store], T], store: Store | None = None) -> list[T | Exception]:
-    """Call `act` with each rank and one store, on a thread each; return what each returned or raised."""
+    """Call `act` with each rank and one store, in a thread per rank; return each result or exception."""
     shared = HashStore() if store is None else store
     with ThreadPoolExecutor(world_size) as threads:
         acts = [threads.submit(act, rank, shared) for rank in range(world_size)]
@@ -26,7 +26,7 @@ def on_ranks(world_size: int, act: Callable[[int, Store], T], store: Store | Non
 def rank_of(
     rank: int, world_size: int, store: Store, data: Any = None, *, group: str = "", **options: Any
 ) -> scDataset:
-    """Make the data set of a rank that agrees with others through `store`; 103 numbers, shuffled, by default."""
+    """Make the data set of a rank that shares `store` with others; 103 numbers, shuffled, by default."""
     options = {"batch_size": 5, "fetch_factor": 2, "seed": 3, "scheduler": "synchronous", **options}
     strategy = options.pop("strategy", BlockShuffling(4))
     collection = np.arange(103) if data is None else data

@@ -1,7 +1,7 @@
-"""What the package yields, case by case, as digests that are the same on any machine.
+"""Digests of the output of the package, case by case, identical on any machine.
 
-Changes that only move code must leave them as they are. The atlas is integer arithmetic, values are copied or
-doubled, and what a machine's mathematical library may round otherwise is rounded first. Record them with
+A refactoring must leave them unchanged. The atlas uses integer arithmetic, values are copied or doubled, and results
+that a mathematical library may round differently are rounded first. Record them with
 ``python -m tests.support.recorder``: the new file shows in the diff which cases changed. With ``messages`` it records
 only the messages of errors, warnings and logs.
 """
@@ -67,7 +67,7 @@ SEED = 20_240_229
 
 
 def scattered(n_rows: int, n_columns: int, salt: int, *, most: int = 1000) -> NDArray[np.int64]:
-    """Numbers from 1 to `most` in a third of the places, zeros in the others: splitmix64 of the place."""
+    """Return numbers from 1 to `most` in a third of the positions and zeros elsewhere: splitmix64 of the position."""
     mixed = (np.arange(n_rows * n_columns, dtype=np.uint64) + np.uint64(salt << 32)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -79,12 +79,12 @@ def scattered(n_rows: int, n_columns: int, salt: int, *, most: int = 1000) -> ND
 ROWS = np.arange(N_OBS)
 KINDS = np.repeat([0, 1, 2], [60, 30, 13])[ROWS * 41 % N_OBS]
 WEIGHTS = ROWS % 7
-# In no order, and some twice.
+# The rows are unordered, and some repeat.
 UNORDERED = np.concatenate([ROWS * 29 % N_OBS, [5, 77]])[10:]
 
 
 def make_adata(layout: str) -> ad.AnnData:
-    """A small atlas with a layer and an obsm, X in one of two layouts."""
+    """Return a small atlas with a layer and an obsm, and X in one of two layouts."""
     as_stored: Callable[[Any], Any] = sp.csr_matrix if layout == "csr" else np.asarray
     kinds = pd.Categorical.from_codes(KINDS, categories=["T cell", "B cell", "NK cell", "never seen"])
     obs = pd.DataFrame(
@@ -112,7 +112,7 @@ def make_adata(layout: str) -> ad.AnnData:
 
 
 class Backwards(SamplingStrategy):
-    """A user's strategy."""
+    """Strategy defined by a user."""
 
     def get_len(self, data_collection: Any) -> int:
         return N_OBS
@@ -146,14 +146,14 @@ STRATEGIES: dict[str, SamplingStrategy] = {
 }
 FILTER = "n > 20 and kind != 'NK cell'"
 
-# What is asked for beside X, the type and the genes.
+# Data requested in addition to X, the type and the genes.
 ASKED: dict[str, dict[str, Any]] = {
     "X": {},
     "obs": {"obs": ["kind", "some", "donor", "n", "score"]},
     "everything": {"obs": ["kind", "n"], "layers": ["counts"], "obsm": ["X_pca"], "dtype": None},
     "genes": {"obs": ["score"], "genes": ["gene11", "gene2", "gene5"], "dtype": "int64"},
 }
-# dataset's drop_last and equal_ranks; batch_size and fetch_factor.
+# Values of drop_last and equal_ranks, and of batch_size and fetch_factor.
 ENDS = {"padded": (False, True), "dropped": (True, True), "exact": (False, False)}
 SIZES = {"8x2": (8, 2), "5x3": (5, 3)}
 STARTS = ("first epoch", "second epoch", "epoch 7", "resumed", "resumed elsewhere")
@@ -162,7 +162,7 @@ OTHER_SIZES = {"batch_size": 6, "fetch_factor": 3}
 
 @dataclass(frozen=True)
 class Way:
-    """How an atlas comes to a data set: what is handed over, and which options of the data set it takes."""
+    """Source of the data of a data set: the object passed to it, and the options of the data set that it supports."""
 
     data: Callable[[Atlas, str], Any]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -256,7 +256,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One value of each of `FACTORS`."""
+    """Combination of one value of each of `FACTORS`."""
 
     strategy: str
     way: str
@@ -275,7 +275,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every strategy by every way; by each of both, every start by every world size; any two values of others."""
+    """Return cases: every strategy by way, for each of both every start by world size, all pairs of other values."""
     moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
     others = [name for name in FACTORS if name not in ("strategy", "way", "world_size", "start")]
     for i, strategy in enumerate(STRATEGIES):
@@ -289,7 +289,7 @@ def cases() -> Iterator[Case]:
 
 
 def pairs_of(case: Case) -> set[tuple[Any, ...]]:
-    """The pairs of values that a case has, but for that of strategy and way."""
+    """Return the pairs of values in a case, except that of strategy and way."""
     return {
         (one, other, getattr(case, one), getattr(case, other))
         for one, other in combinations(FACTORS, 2)
@@ -298,7 +298,7 @@ def pairs_of(case: Case) -> set[tuple[Any, ...]]:
 
 
 def covering() -> list[Case]:
-    """Some of the cases that have all pairs, chosen one by one, each time that with the most pairs that are missing."""
+    """Return cases that cover all pairs, chosen greedily by the number of missing pairs."""
     left = {case: pairs_of(case) for case in cases()}
     missing = set().union(*left.values())
     chosen = []
@@ -313,7 +313,7 @@ def covering() -> list[Case]:
 
 
 class Atlas:
-    """The atlas in every store, written when first asked for, in a folder that is the caller's to remove."""
+    """Atlas in every store, written on first use, in a folder that the caller removes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -329,13 +329,13 @@ class Atlas:
                 data.file.close()
 
     def data(self, way: str, layout: str) -> Any:
-        """What a way hands over, the same for every case."""
+        """Return the data object of a way, shared by all cases."""
         if (way, layout) not in self._data:
             self._data[way, layout] = WAYS[way].data(self, layout)
         return self._data[way, layout]
 
     def path(self, layout: str, name: str) -> Path:
-        """The path of a store: ``atlas.h5ad``, ``gzip.h5ad``, ``zarr2.zarr``, ``second.h5ad`` and so on."""
+        """Return the path of a store: ``atlas.h5ad``, ``gzip.h5ad``, ``zarr2.zarr``, ``second.h5ad`` and so on."""
         path = self.folder / layout / name
         if path.exists():
             return path
@@ -361,7 +361,7 @@ class Atlas:
 
 
 def digest_of(value: Any, *, n_bytes: int = 6) -> str:
-    """A digest of names, types, shapes and values, in their order."""
+    """Return a digest of names, types, shapes and values, in order."""
     state = hashlib.blake2b(digest_size=n_bytes)
     for part in _parts(value):
         state.update(part + b"|")
@@ -391,7 +391,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype.name} {value.shape}".encode()
         if value.dtype.kind == "f":
-            value = np.where(np.isnan(value), value.dtype.type(np.nan), value)  # there are many, and two zeros
+            value = np.where(np.isnan(value), value.dtype.type(np.nan), value)  # NaN and 0 have many bit patterns
             value = value + value.dtype.type(0)
         yield np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"))).tobytes()
     else:
@@ -399,7 +399,7 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _exact(value: Any) -> Any:
-    """The numbers that logarithms are of, in hundredths: libraries may differ in the last digit of these."""
+    """Invert the logarithm and round to hundredths, since libraries may differ in the last digit of logarithms."""
     if value.layout == torch.sparse_csr:
         return [value.crow_indices(), value.col_indices(), _exact(value.values()), value.dtype]
     return torch.expm1(value.double()).mul(100).round()
@@ -423,7 +423,7 @@ def _ranks(case: Case, atlas: Atlas, world_size: int, state: Any = None, **chang
     if way.has_columns and case.strategy == "blocks of a filter":
         options["filter"] = FILTER
     if case.way == "joined" and "genes" in options:
-        options["genes"] = options["genes"][:2]  # not all have the third
+        options["genes"] = options["genes"][:2]  # not all atlases have the third gene
     sizes = {"batch_size": batch_size, "fetch_factor": fetch_factor} | changed
     ends = {"drop_last": drop_last, "equal_ranks": equal_ranks}
     ranks = []
@@ -446,7 +446,7 @@ def _ranks(case: Case, atlas: Atlas, world_size: int, state: Any = None, **chang
 
 
 def state_of(case: Case, atlas: Atlas, world_size: int, **changed: Any) -> dict[str, Any]:
-    """The state in the middle of an epoch, as the ranks of a world have it, through JSON."""
+    """Return the state of all ranks in the middle of an epoch, after a round trip through JSON."""
     ranks = _ranks(case, atlas, world_size, **changed)
     n_batches = min(3, min(map(len, ranks)) // 2)
     states = []
@@ -459,7 +459,7 @@ def state_of(case: Case, atlas: Atlas, world_size: int, **changed: Any) -> dict[
 
 
 def batches_of(case: Case, atlas: Atlas) -> str:
-    """Digests of the batches of all ranks of a case, and of what the data sets count."""
+    """Return a digest of the batches of all ranks of a case, and of the counts of the data sets."""
     state = None
     if case.start == "resumed":
         state = state_of(case, atlas, case.world_size)
@@ -469,7 +469,7 @@ def batches_of(case: Case, atlas: Atlas) -> str:
 
 
 def rest_of(case: Case, atlas: Atlas, state: Any = None) -> str:
-    """Digests of what a case reads after a state."""
+    """Return a digest of the batches and counts of a case after loading a state."""
     batches, counts = [], []
     for rank in _ranks(case, atlas, case.world_size, state):
         if case.start == "second epoch":
@@ -490,7 +490,7 @@ def rest_of(case: Case, atlas: Atlas, state: Any = None) -> str:
 
 
 def other_results(atlas: Atlas) -> dict[str, str]:
-    """Digests of what functions and objects beside data sets return."""
+    """Return digests of the results of functions and objects other than data sets."""
     adata = dasksc.open(atlas.path("csr", "atlas.h5ad"))
     found: dict[str, Any] = {
         "split of rows": dasksc.split(adata, seed=SEED),
@@ -515,7 +515,7 @@ def other_results(atlas: Atlas) -> dict[str, str]:
 
 
 def make_states(atlas: Atlas) -> list[dict[str, Any]]:
-    """States taken on two ranks in the middle of an epoch, and what two or three ranks read after them."""
+    """Return states of two ranks in the middle of an epoch, and the batches that two or three ranks read next."""
     made = []
     for case in cases():
         if case.start == "resumed" and case.world_size == 2:
@@ -525,7 +525,7 @@ def make_states(atlas: Atlas) -> list[dict[str, Any]]:
 
 
 def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
-    """The state that is taken now where a recorded one was, and the digest of batches read after the recorded one.
+    """Return the current state at the point of a recorded one, and the digest of batches after the recorded one.
 
     Recorded states have no settings, which serve error messages only.
     """
@@ -536,7 +536,7 @@ def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
 
 
 def data_module(atlas: Atlas, state: Any = None) -> DataModule:
-    """What a trainer is given, set up."""
+    """Return a data module, set up as for a trainer."""
     module = DataModule(
         atlas.path("csr", "atlas.h5ad"), 8, train=BlockShuffling(8), fetch_factor=2, seed=SEED, scheduler="synchronous"
     )
@@ -547,7 +547,7 @@ def data_module(atlas: Atlas, state: Any = None) -> DataModule:
 
 
 def training(atlas: Path | str, folder: Path | str) -> dict[str, Any]:
-    """The configuration of a small training, whose fifth step is in the middle of an epoch."""
+    """Return the configuration of a small training whose fifth step is in the middle of an epoch."""
     return {
         "data": {
             "path": str(atlas),
@@ -572,7 +572,7 @@ def training(atlas: Path | str, folder: Path | str) -> dict[str, Any]:
 
 
 def after_training(folder: Path) -> dict[str, list[float]]:
-    """The losses of a training from its sixth step on, and that of its model."""
+    """Return the losses of a training from its sixth step on, and that of its final model."""
     with open(folder / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row["step"]) > 5]
     found = {name: [float(row[name]) for row in rows if row.get(name)] for name in ("loss", "validation_loss")}
@@ -580,7 +580,7 @@ def after_training(folder: Path) -> dict[str, list[float]]:
 
 
 def loss_of(model: Path) -> float:
-    """The loss of a model that was saved, over cells that are the same every time."""
+    """Return the loss of a saved model over a fixed set of cells."""
     X = torch.from_numpy(scattered(20, N_VARS, 9).astype(np.float32))
     with torch.no_grad():
         told = load_model(model)({"X": X, "obs": {"kind": torch.arange(20) % 3}})
@@ -600,7 +600,7 @@ def dumped(found: Any) -> str:
 
 
 def differences(group: str, way: str, atlas: Atlas) -> dict[str, tuple[str, str]]:
-    """Digests that are not those recorded, of the cases of a group and a way, and those recorded."""
+    """Return the computed digests that differ from those recorded for a group and a way, and the recorded ones."""
     expected = recorded("batches.json")[group]
     found = {case.name: batches_of(case, atlas) for case in cases() if case.way == way and case.name in expected}
     assert found
@@ -609,13 +609,13 @@ def differences(group: str, way: str, atlas: Atlas) -> dict[str, tuple[str, str]
 
 @contextmanager
 def an_atlas() -> Iterator[Atlas]:
-    """An atlas in a folder of its own, which is removed."""
+    """Yield an atlas in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder, closing(Atlas(Path(folder))) as atlas:
         yield atlas
 
 
 def record() -> None:
-    """Write what the package yields, and its public names, as they are now."""
+    """Write the digests and the public names of the present version."""
     RECORDED.mkdir(exist_ok=True)
     with an_atlas() as atlas:
         some = {case.name: batches_of(case, atlas) for case in covering()}
@@ -627,12 +627,12 @@ def record() -> None:
 
 
 def record_messages() -> None:
-    """Write the error, warning and log messages as they are now."""
+    """Write the error, warning and log messages of the present version."""
     (RECORDED / "messages.txt").write_text(messages())
 
 
 def record_states() -> None:
-    """Write states and a checkpoint; those that are there were made by an earlier version, and are worth more."""
+    """Write states and a checkpoint, replacing the more valuable ones of an earlier version."""
     torch.set_num_threads(1)
     with an_atlas() as atlas:
         module = data_module(atlas)
@@ -641,7 +641,7 @@ def record_states() -> None:
         of_module = {"state": state, "rest": digest_of(list(data_module(atlas, state).train_dataloader()))}
         (RECORDED / "states.json").write_text(dumped({"cases": make_states(atlas), "data module": of_module}))
         atlas.path("csr", "atlas.h5ad")
-        with contextlib.chdir(atlas.folder / "csr"):  # so that paths in the checkpoint are of no machine
+        with contextlib.chdir(atlas.folder / "csr"):  # keeps paths in the checkpoint independent of the machine
             fit(Config.of(training("atlas.h5ad", "training")))
         made, kept = atlas.folder / "csr" / "training", atlas.folder / "kept"
         shutil.copytree(made / "step-00000005", kept / "step-00000005")

@@ -1,4 +1,4 @@
-"""Recorders of reads, to prove what is read and, above all, what is not."""
+"""Recorders of reads, which prove that arrays are read or, above all, not read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Reads", "recorded_reads"]
 
 @dataclass(frozen=True)
 class Reach:
-    """One call of `StoredArray.reach`: the array, and how many elements or rows were asked of it."""
+    """Call of `StoredArray.reach`: the array, and the number of elements or rows requested."""
 
     label: str
     n_runs: int
@@ -29,7 +29,7 @@ class Reach:
 
 @dataclass
 class Reads:
-    """What was read while it was recorded.
+    """Reads recorded in a block.
 
     Attributes
     ----------
@@ -46,15 +46,15 @@ class Reads:
     zarr_keys: list[str] = field(default_factory=list)
 
     def n_calls(self, end: str) -> int:
-        """Return how often arrays whose label ends in `end` were read, e.g. ``"X/data"``."""
+        """Return the number of reads of arrays whose label ends in `end`, e.g. ``"X/data"``."""
         return sum(reach.label.endswith(end) for reach in self.reached)
 
     def n_items(self, end: str) -> int:
-        """Return how many elements (rows, if dense) of arrays whose label ends in `end` were asked for."""
+        """Return the number of elements (rows, if dense) requested of arrays whose label ends in `end`."""
         return sum(reach.n_items for reach in self.reached if reach.label.endswith(end))
 
     def of(self, part: str) -> list[str]:
-        """Return every read, by whatever way, whose array has `part` in its name."""
+        """Return every read, by any library, of arrays with `part` in their name."""
         names = [reach.label for reach in self.reached] + self.h5py_names + self.zarr_keys
         return [name for name in names if part in name]
 

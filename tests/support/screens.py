@@ -1,4 +1,4 @@
-"""A small perturbation screen with expression, and batches of its sets."""
+"""Small perturbation screen with expression, and batches of its sets."""
 
 from __future__ import annotations
 

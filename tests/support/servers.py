@@ -1,4 +1,4 @@
-"""Servers on loopback for tests and benchmarks of what is read over a network: S3, and plain HTTP with faults."""
+"""Servers on loopback for tests and benchmarks of remote reads: S3, and plain HTTP with faults."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SECRET = "sUpErSeCrEt-0123456789"
 
 @dataclass
 class Faults:
-    """What a server does wrong, and how slow it is; may be changed while it runs.
+    """Faults and delays of a server, which may be changed while it runs.
 
-    `status` and `cut` say for the number of a request whether it is answered with that status, or breaks off.
+    `status` maps the number of a request to an error status or None; `cut` returns True if the response breaks off.
     """
 
     latency_s: float = 0.0
@@ -39,14 +39,14 @@ class Faults:
     cut: Callable[[int], bool] = lambda number: False
     etags: bool = True
     ranges: bool = True
-    # What was asked: method, path, first and last byte.
+    # Method, path and ``Range`` header of each request.
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    # Of bodies.
+    # Bytes of response bodies.
     sent_bytes: int = 0
 
 
 class Link:
-    """A link of limited bandwidth that all connections share."""
+    """Link of limited bandwidth that all connections share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,8 @@ class Link:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Headers and body are two writes, of which the second would wait for the answer to the first.
+    # Headers and body are two writes. With Nagle's algorithm, the second would wait for the acknowledgement of the
+    # first.
     disable_nagle_algorithm = True
     server: HTTPServer
 
@@ -105,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(source, stop - start, is_cut=faults.cut(number))
 
     def met(self, path: str, wanted: str | None) -> tuple[int, int | None]:
-        """Note a request; return its number, and what it is refused with, if it is."""
+        """Record a request; return its number, and the status of its refusal or None."""
         faults = self.server.faults
         faults.requests.append((self.command, path, wanted))
         number = next(self.server.numbers)
@@ -133,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Relay(Handler):
-    """Passes requests on to an endpoint of S3, and its answers back; what it refuses, it refuses as S3 does."""
+    """Handler that relays requests to an S3 endpoint and returns its responses; refusals have the form of S3 errors."""
 
     def answer(self, *, with_body: bool) -> None:
         number, status = self.met(urlsplit(self.path).path, self.headers.get("Range"))
@@ -160,7 +161,7 @@ class Relay(Handler):
 
 
 class HTTPServer(ThreadingHTTPServer):
-    """A folder over plain HTTP, with byte ranges; or an endpoint, relayed."""
+    """Server of a folder over plain HTTP with byte ranges, or relay of an endpoint."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -178,16 +179,16 @@ class HTTPServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are none of the tests' business."""
+        """Ignore clients that hang up."""
 
 
 def serving(folder: Path) -> contextlib.AbstractContextManager[HTTPServer]:
-    """A server of a folder."""
+    """Serve a folder."""
     return _running(HTTPServer(folder))
 
 
 def relaying(endpoint: str) -> contextlib.AbstractContextManager[HTTPServer]:
-    """A server before an endpoint of S3, given by its URL."""
+    """Relay requests to an S3 endpoint, given by its URL."""
     return _running(HTTPServer(Path(), Relay, urlsplit(endpoint).netloc))
 
 
@@ -205,7 +206,7 @@ def _running(server: HTTPServer) -> Iterator[HTTPServer]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of an S3 endpoint on loopback."""
+    """Bucket of an S3 endpoint on loopback."""
 
     name: str
     options: dict[str, Any]
@@ -223,7 +224,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
-    """An S3 endpoint on loopback: what makes a bucket there, by name."""
+    """Start an S3 endpoint on loopback; yield a function that makes a bucket by name."""
     import pytest
 
     pytest.importorskip("flask_cors")
@@ -256,7 +257,7 @@ def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
             return Bucket(name=name, options=dict(options), client=client)
 
         yield bucket_of
-        # What it holds is the process's, not the server's.
+        # Buckets belong to the process, not to the server, so they are reset explicitly.
         reset = http.client.HTTPConnection(host, port)
         reset.request("POST", "/moto-api/reset")
         assert reset.getresponse().status == 200
@@ -266,7 +267,7 @@ def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
 
 
 def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
-    """Let the endpoint of a bucket speak as Google's, whose XML is the same; what is below a prefix becomes public."""
+    """Make objects below a prefix public; return options to read them as Google's, whose XML is the same."""
     for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
         bucket.client.put_object_acl(Bucket=bucket.name, Key=item["Key"], ACL="public-read")
     account = {
@@ -279,14 +280,14 @@ def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
     return {"service_account_key": json.dumps(account), "client_options": {"allow_http": True}}
 
 
-# What Azure's emulators have.
+# Account and key of all Azure emulators.
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 @contextlib.contextmanager
 def azure_container(name: str, program: str) -> Iterator[dict[str, Any]]:
-    """A container of Azure's emulator, which `program` starts; the options to read and write it with."""
+    """Start Azure's emulator from `program`; yield a container and the options to read and write it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [program, "--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck", "--silent"]
@@ -333,6 +334,6 @@ def azure_container(name: str, program: str) -> Iterator[dict[str, Any]]:
 
 
 def touch_later(path: Path) -> None:
-    """Give a file a time of change that no earlier one of it had."""
+    """Give a file a modification time later than any earlier one."""
     status = os.stat(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 2 * 10**9))

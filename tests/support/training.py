@@ -1,4 +1,4 @@
-"""Small trainings: their configurations, their figures, and the same training as a plain loop."""
+"""Small trainings: their configurations, their metrics, and the same training as a plain loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RTOL = 1e-4
 EPOCHS = 2
 SHARE = 0.1
 COMMAND = [sys.executable, "-m", "dasksc", "train"]
-# In the layout of the published guide, for eight GPUs.
+# Layout of the published guide, for eight GPUs.
 GUIDE = """
 data:
   source: local
@@ -76,7 +76,7 @@ training:
 
 
 def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """A configuration; `changes` are named section__key."""
+    """Return a configuration; `changes` are named section__key."""
     raw: dict[str, Any] = {
         "data": {
             "path": str(atlas),
@@ -98,7 +98,7 @@ def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def small(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """A configuration of one process, with dropout; two epochs of 13 steps, if `changes` say nothing else."""
+    """Return a configuration of one process with dropout, by default with two epochs of 13 steps."""
     raw: dict[str, Any] = {
         "data": {
             "path": str(atlas),
@@ -118,13 +118,13 @@ def small(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def six_steps(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """A configuration of one process and six steps, every second of which is kept as a checkpoint."""
+    """Return a configuration of one process and six steps that keeps every second step as a checkpoint."""
     steps = {"training__max_steps": 6, "training__save_every": 2, "training__save_top_k": -1}
     return small(atlas, folder, **steps | changes)
 
 
 def changed(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A copy with changes that are named section__key."""
+    """Return a copy with changes that are named section__key."""
     raw = copy.deepcopy(raw)
     for name, value in changes.items():
         section, _, key = name.partition("__")
@@ -141,9 +141,9 @@ def figures(folder: Path, name: str = "loss") -> list[float]:
 def alone(
     atlas: Path, n_ranks: int, *, then: int | None = None, k: int = 1, clip: float | None = None, share: float = SHARE
 ) -> dict[str, list[float]]:
-    """The same training by a plain loop, whose batches are those of all ranks, one below the other.
+    """Run the same training in a plain loop, whose batches concatenate those of all ranks.
 
-    `then`: the ranks of the epochs after the first, if they are others.
+    `then`: the ranks of the epochs after the first, if they differ.
     """
     adata = dasksc.open(atlas)
     rows, held_out = split_rows(adata, Validation(share=share))
@@ -187,7 +187,7 @@ def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> 
 
 
 def train(raw: dict[str, Any], *, plots: bool = False, **changes: Any) -> Any:
-    """Train with changes that are named section__key; without the figure, which takes longer than all the rest."""
+    """Train with changes that are named section__key, without the plot, which takes longer than everything else."""
     with nullcontext() if plots else patch("dasksc.train.loop.plot"):
         return fit(Config.of(changed(raw, changes)), say=lambda line: None)
 
@@ -206,7 +206,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def saved(path: Path, *names: str) -> dict[str, Any]:
-    """Return arguments of the optimizer as a checkpoint has them."""
+    """Return arguments of the optimizer as stored in a checkpoint."""
     group = dict.fromkeys(names)
     with _quiet():
         load({"optimizer": {"param_groups": [group]}}, checkpoint_id=path, no_dist=True)
@@ -214,7 +214,7 @@ def saved(path: Path, *names: str) -> dict[str, Any]:
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps where some optimizers keep what they learn: in the parameter groups."""
+    """Optimizer that counts its steps in the parameter groups, where some optimizers keep learned state."""
 
     def __init__(self, params: Any, *, gain: float = 1.0, **options: Any) -> None:
         super().__init__(params, **options)
@@ -223,5 +223,5 @@ class Counting(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["n_steps"] += group["lr"] > 0  # torch takes a step without a rate, to make the state
+            group["n_steps"] += group["lr"] > 0  # torch takes a step with learning rate 0 to initialize the state
         return super().step(closure)

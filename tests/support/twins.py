@@ -29,7 +29,7 @@ def stream(key: int, number: int) -> int:
 
 
 def below(key: int, counter: int, n: int) -> int:
-    """Lemire's method over 32-bit halves, then over words of a stream of their own."""
+    """Draw an integer by Lemire's method over 32-bit halves, then over words of a separate stream."""
     too_few = 2**32 % n
     word = bits(key, counter)
     for half in (word >> 32, word % 2**32):
@@ -63,7 +63,7 @@ def permuted(position: int, n: int, half_bits: int, round_keys: Sequence[int]) -
 
 
 def heads(key: int, n: int, end: int) -> int:
-    """How many of n 53-bit numbers lie below `end`: bit i of a word is one bit of number i, highest first."""
+    """Return how many of n 53-bit numbers lie below `end`: bit i of a word is one bit of number i, highest first."""
     total = counter = 0
     for first in range(0, n, 64):
         undecided = 2 ** min(64, n - first) - 1
@@ -81,7 +81,7 @@ def heads(key: int, n: int, end: int) -> int:
 
 
 def class_draw(number: int, n_rows: int, run_rows: int, key: int, n_table: int, n_rounds: int) -> int:
-    """Draw `number` of a class: passes through its rows from a random one on, runs of neighbours in a random order."""
+    """Return draw `number` of a class: a pass starts at a random row and takes runs of neighbours in random order."""
     pass_key = stream(key, number // n_rows)
     place, n_runs = number % n_rows, n_rows // run_rows
     if place // run_rows < n_runs:
@@ -97,7 +97,7 @@ def class_draw(number: int, n_rows: int, run_rows: int, key: int, n_table: int, 
 def stratified(
     quotas: Sequence[int], n_units: int, stride: int, shift: int, group_units: int
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """How many rows of each class each batch has, and which draws of each class each group has, one batch at a time."""
+    """Return the number of rows of each class per batch, and the draws of each class per group, one batch at a time."""
     counts, taken, groups = [], [0] * len(quotas), []
     for u in range(n_units):
         place, ahead = (stride * u + shift) % n_units, 0
@@ -121,7 +121,7 @@ def row_keys(key: int, rows: Sequence[int]) -> list[int]:
 
 @functools.cache
 def steps_of(n: int, p: float) -> list[int]:
-    """The distribution function of a binomial, in 53 bits, by the recursion over the counts."""
+    """Return the distribution function of a binomial in 53 bits, by recursion over the counts."""
     shares = [1.0]
     for _ in range(n):
         shares = [
@@ -177,7 +177,7 @@ def binomial(key: int, n: int, p: float) -> int:
 
 
 def stirling(k: int) -> float:
-    """By how much Stirling's formula for the logarithm of k! is too low."""
+    """Return the amount by which Stirling's formula underestimates the logarithm of k!."""
     if k < 10:
         return math.lgamma(k + 1) - ((k + 0.5) * math.log(k + 1) - (k + 1) + 0.5 * math.log(2 * math.pi))
     square = (k + 1.0) * (k + 1.0)
@@ -185,7 +185,7 @@ def stirling(k: int) -> float:
 
 
 def word(key: int, column: int) -> int:
-    """53 bits: triple32 of an affine function of the column, and the first bits of another word."""
+    """Return 53 bits: triple32 of an affine function of the column, and the first bits of another word."""
     x = (column * (key % 2**32 | 1) + (key >> 32)) % 2**32
     for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
         x = (x ^ x >> shift) * factor % 2**32
@@ -211,14 +211,14 @@ def thinned(key: int, columns: Sequence[int], counts: Sequence[int], p: float) -
 
 
 def single_bits(key: int, number: int, n_shares: int) -> list[bool]:
-    """64 bits, each set with probability n_shares / 1024: the number that ten random digits make is below n_shares."""
+    """Return 64 bits, each set if a random number of ten bits is below n_shares (probability n_shares / 1024)."""
     digits = [bits(key, number * 10 + i) for i in range(10)]
     numbers = [sum((1 - (digit >> place & 1)) << i for i, digit in enumerate(digits)) for place in range(64)]
     return [number < n_shares for number in numbers]
 
 
 def sampled(key: int, columns: Sequence[int], counts: Sequence[int], target: int) -> list[int]:
-    """`target` of all counts, drawn without replacement: thinned, and then so many more or fewer."""
+    """Draw `target` of all counts without replacement: thin them, then add or remove the difference."""
     total = sum(counts)
     if total <= target:
         return list(counts)
@@ -252,7 +252,7 @@ def sampled(key: int, columns: Sequence[int], counts: Sequence[int], target: int
 
 
 def reached(key: int, columns: Sequence[int], counts: Sequence[int], target: int) -> list[int]:
-    """What `sampled` is of many counts: thinned in rounds, the last few one by one."""
+    """Compute `sampled` for large totals: thin in rounds, then draw the last few counts one by one."""
     kept, number = [0] * len(counts), 2**63
     while (difference := target - sum(kept)) != 0:
         change = 1 if difference > 0 else -1

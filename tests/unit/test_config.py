@@ -1,4 +1,4 @@
-"""Defaults, and whose settings are stronger."""
+"""Defaults and precedence of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Displays: what differs from defaults, in short, and never by computing, reading or calling code of the user."""
+"""Displays: values that differ from defaults, in short, without computing, reading or calling code of the user."""
 
 from __future__ import annotations
 

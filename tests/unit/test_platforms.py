@@ -1,4 +1,4 @@
-"""Systems that lack calls of Linux: what takes their place, and that every module can be imported."""
+"""Systems without certain calls of Linux: the replacements, and the import of every module."""
 
 from __future__ import annotations
 

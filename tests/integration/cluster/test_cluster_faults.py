@@ -1,4 +1,4 @@
-"""Workers that die, join or run full, and schedulers that are lost: what the batches notice of it."""
+"""Faults of Dask workers and schedulers: workers that die, join or run out of memory, and their effect on batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting a Dask cluster for all ranks, and finding one that is there already."""
+"""Start of a Dask cluster for all ranks, and discovery of a running cluster."""
 
 from __future__ import annotations
 

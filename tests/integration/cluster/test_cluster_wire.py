@@ -1,4 +1,4 @@
-"""What travels between a rank and its Dask workers, and whether they see the same files."""
+"""Data sent between a rank and its Dask workers, and the check that both see the same files."""
 
 from __future__ import annotations
 

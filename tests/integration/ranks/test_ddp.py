@@ -1,4 +1,4 @@
-"""Two real processes under torchrun, with gloo; what ranks agree on is tested in threads, by test_ranks."""
+"""Two processes under torchrun with gloo; `test_ranks` tests the agreement of ranks in threads."""
 
 from __future__ import annotations
 

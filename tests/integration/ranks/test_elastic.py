@@ -1,4 +1,4 @@
-"""Trainings under real torchrun that lose a rank, or a machine, and go on from their checkpoint."""
+"""Trainings under torchrun that lose a rank or a machine and resume from their checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong is told, ends everything that waits for it, and leaves the data set usable."""
+"""Faults of ranks: each fault is reported, ends every wait for the failed rank, and leaves the data set usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes of jax.distributed, on the CPU."""
+"""Processes of `jax.distributed` on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers, really run: Open MPI's mpirun, and srun on a Slurm cluster of one node; the others by what they set."""
+"""Launchers: Open MPI's mpirun, srun on a Slurm cluster of one node, and the environment variables of the others."""
 
 from __future__ import annotations
 

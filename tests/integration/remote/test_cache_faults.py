@@ -1,4 +1,4 @@
-"""Processes that share a cache of blocks are killed at random moments."""
+"""Cache of blocks shared by processes that are killed at random moments."""
 
 from __future__ import annotations
 

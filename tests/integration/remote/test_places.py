@@ -1,4 +1,4 @@
-"""Places beyond one file of a store: patterns, folders and collections behind URLs, and what fsspec reads."""
+"""Locations other than one file: patterns, folders and collections behind URLs, and the file systems of fsspec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atlases behind URLs: the same values as from the local file, and nothing secret shown."""
+"""Atlases behind URLs: values equal to those of the local file, and no secrets in any output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atlases behind URLs where the network and its servers fail: the same values, or an error that names what failed."""
+"""Atlases behind URLs under network and server faults: the same values, or an error that names the fault."""
 
 from __future__ import annotations
 

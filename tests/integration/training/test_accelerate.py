@@ -1,4 +1,4 @@
-"""Accelerate: data sets are passed as they are; a DataLoader around one is dealt out once more."""
+"""Data sets with Accelerate: passed unchanged, whereas a DataLoader around one is sharded a second time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments of cell-load: which rows its TOML files train, validate and test on."""
+"""Rows that the TOML files of cell-load experiments assign to training, validation and test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is another thing on a GPU: page-locked and sparse batches on their way there, NCCL, half precision, FSDP.
+"""Behaviour specific to GPUs: transfer of pinned and sparse batches, NCCL, half precision, FSDP.
 
-Where there is no GPU, tests of both run on the CPU, and those of the GPU alone are skipped. One GPU is enough.
+Without a GPU, tests of both devices run on the CPU and tests of the GPU alone are skipped. One GPU suffices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Lightning data module: every stage, every step to resume from, two processes."""
+"""Lightning data module: every stage, resuming from every step, and two processes."""
 
 from __future__ import annotations
 

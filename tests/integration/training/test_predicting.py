@@ -1,4 +1,4 @@
-"""What a training leaves behind predicts: by its section, by the command, on any atlas that has its genes."""
+"""Predictions with a trained model: by its configuration, by the command, on any atlas with its genes."""
 
 from __future__ import annotations
 

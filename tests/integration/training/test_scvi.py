@@ -1,4 +1,4 @@
-"""scvi-tools trained through a data module, beside its own way."""
+"""scvi-tools trained through a data module, compared with its own data loading."""
 
 from __future__ import annotations
 

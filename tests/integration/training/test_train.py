@@ -1,4 +1,4 @@
-"""Trainings of one process: models, checkpoints, going on, and what they leave behind."""
+"""Trainings of one process: models, checkpoints, resuming, and output files."""
 
 from __future__ import annotations
 

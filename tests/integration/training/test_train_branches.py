@@ -1,4 +1,4 @@
-"""Going on with a training: which branch, and with what optimizer."""
+"""Branches of a resumed training, and the state of its optimizer."""
 
 from __future__ import annotations
 

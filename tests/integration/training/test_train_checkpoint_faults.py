@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, and disks that cannot be written."""
+"""Damaged checkpoints, and disks that cannot be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dasksc train` as it is started: by itself with several processes, by mpirun, by srun; and the files in examples/."""
+"""Starts of `dasksc train`: several processes of its own, mpirun, srun; and the files in examples/."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Trainings on several ranks: real processes with gloo, compared with one process on the same global batches.
+"""Trainings on several ranks: processes with gloo, compared with one process on the same global batches.
 
 Tolerance: losses, norms and accuracies of float32 runs agree to a relative error of 1e-4 over all steps of SGD with
-momentum; what differs is the order of sums.
+momentum. The runs differ in the order of their sums.
 """
 
 from __future__ import annotations

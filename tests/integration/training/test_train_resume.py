@@ -1,4 +1,4 @@
-"""Going on with a training, on two ranks and on one; checkpoints that do not fit, and which are kept."""
+"""Resuming a training on two ranks and on one; checkpoints that do not match, and retention of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: no cell twice, none lost, and on from a checkpoint's very next batch."""
+"""Trainer of Hugging Face: no cell repeated or lost, and resuming at the batch after a checkpoint."""
 
 from __future__ import annotations
 

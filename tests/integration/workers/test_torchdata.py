@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader: a state of every step, with and without workers."""
+"""StatefulDataLoader of torchdata: a state at every step, with and without DataLoader workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs across DataLoader workers of every kind."""
+"""Epochs across DataLoader workers of every start method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DataLoader workers that come and go leave behind in the process of the loop."""
+"""Memory and resources that ended DataLoader workers leave in the process of the training loop."""
 
 from __future__ import annotations
 

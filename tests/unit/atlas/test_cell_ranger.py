@@ -1,4 +1,4 @@
-"""10x ``.h5`` files are read in place, as `scanpy.read_10x_h5` reads them into memory."""
+"""10x ``.h5`` files read in place, compared with `scanpy.read_10x_h5`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening atlases, encoding obs columns, and the view that hooks get."""
+"""Opening of atlases, encoding of obs columns, and the view passed to hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several atlases as one are what `anndata.concat` makes of them in memory."""
+"""Several atlases opened as one, compared with `anndata.concat` in memory."""
 
 from __future__ import annotations
 

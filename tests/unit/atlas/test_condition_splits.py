@@ -1,4 +1,4 @@
-"""Splits by condition: no condition in two parts, what is held out held out, controls trained on, and the table."""
+"""Splits by condition: disjoint conditions, held-out conditions kept out, controls in training, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows a filter holds for, what it may say, and that strategies draw no others."""
+"""Filters of rows: the rows selected, the syntax allowed, and strategies that draw only selected rows."""
 
 from __future__ import annotations
 

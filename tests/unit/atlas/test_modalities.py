@@ -1,4 +1,4 @@
-"""Several modalities as one: the same cells in each, whatever order each is stored in."""
+"""Several modalities opened as one: the same cells in each, regardless of their stored order."""
 
 from __future__ import annotations
 

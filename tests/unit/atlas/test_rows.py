@@ -1,4 +1,4 @@
-"""What looks at every row of an atlas: how many bytes a row it takes, and that pieces of any size give the same."""
+"""Passes over every row of an atlas: bytes per row, and results independent of the piece size."""
 
 from __future__ import annotations
 

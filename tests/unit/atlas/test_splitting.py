@@ -1,4 +1,4 @@
-"""The parts of a split: disjoint, complete, of the stated sizes, and without a group in two of them."""
+"""Parts of a split: disjoint, complete, of the stated sizes, and without a group in two of them."""
 
 from __future__ import annotations
 

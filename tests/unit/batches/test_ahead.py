@@ -1,4 +1,4 @@
-"""Jobs that are run ahead of whoever takes their results."""
+"""Jobs that run ahead of the consumer of their results."""
 
 from __future__ import annotations
 

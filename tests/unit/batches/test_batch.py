@@ -1,4 +1,4 @@
-"""Batches: what moves them keeps them, and buffers used again never show."""
+"""Batches: transfers that preserve them, and reused buffers that never alter them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `dasksc` command as a whole; its subcommands have tests of their own."""
+"""Command `dasksc` as a whole; its subcommands have tests of their own."""
 
 from __future__ import annotations
 

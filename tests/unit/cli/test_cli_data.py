@@ -1,4 +1,4 @@
-"""`dasksc info`, `check`, `suggest` and `bench`, and `describe` behind the first of them."""
+"""Commands `dasksc info`, `check`, `suggest` and `bench`, and `describe`, on which `info` is based."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A converted atlas holds every cell of the input once, whatever happened on the way."""
+"""Converted atlases: every cell of the input exactly once, whatever happens during the conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion of some cells, and of genes aligned with a list, writes what a data set of these would yield."""
+"""Conversion of selected cells, and of genes aligned with a list, compared with the batches of a data set of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader page, what ranks tell it, and the figures for Prometheus."""
+"""Loader page of the dashboard, the reports of ranks to it, and the metrics for Prometheus."""
 
 from __future__ import annotations
 

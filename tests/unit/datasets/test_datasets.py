@@ -1,4 +1,4 @@
-"""Synthetic atlases have the structure that their arguments describe, and are the same on every call."""
+"""Synthetic atlases: the structure that their arguments describe, identical on every call."""
 
 from __future__ import annotations
 

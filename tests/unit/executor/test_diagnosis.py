@@ -1,4 +1,4 @@
-"""The sentence that says what limits an epoch."""
+"""Sentence that names the bottleneck of an epoch."""
 
 from __future__ import annotations
 

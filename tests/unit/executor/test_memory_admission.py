@@ -1,4 +1,4 @@
-"""Fetches on a worker wait for room, and never forever."""
+"""Fetches that wait for memory on a Dask worker, never forever."""
 
 from __future__ import annotations
 

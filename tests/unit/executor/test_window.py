@@ -1,4 +1,4 @@
-"""The bounded, ordered window of fetches in flight, on every kind of scheduler."""
+"""Bounded, ordered window of fetches in flight, on every kind of scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large fetches read in parts: the same fetches, put together in order."""
+"""Large fetches read in parts and assembled in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An atlas of many small units."""
+"""Fixture of an atlas of many small units."""
 
 from __future__ import annotations
 

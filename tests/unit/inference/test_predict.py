@@ -1,4 +1,4 @@
-"""Predictions equal the plain loop's, appear whole, and are resumed by any number of ranks."""
+"""Predictions: equal to those of a plain loop, published whole, and resumed by any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions on a disk that fills up at any step: the store stays as it was, and a resumed run completes it."""
+"""Predictions on a disk that fills up at any step: the store stays unchanged, and a resumed run completes it."""
 
 from __future__ import annotations
 

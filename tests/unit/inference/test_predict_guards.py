@@ -1,4 +1,4 @@
-"""What `dasksc.predict` refuses before it does harm, and what it survives."""
+"""Guards of `dasksc.predict`: inputs refused before any damage, and faults survived."""
 
 from __future__ import annotations
 

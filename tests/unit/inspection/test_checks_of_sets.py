@@ -1,4 +1,4 @@
-"""What `dasksc.check` says of sets of cells: warnings that fit them, at a cost that does not grow with the epoch."""
+"""Warnings of `dasksc.check` for sets of cells, at a cost that does not grow with the epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What check says of an epoch is what the epoch then is; nothing of X is read for it."""
+"""Reports of `check` compared with the epoch itself, without a read of X."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer counts and masked values: kernels against their twins, and their distributions."""
+"""Kernels of thinned counts and masked values, compared with their plain Python twins, and their distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled kernels kept on disk, with many processes starting at once."""
+"""Compiled kernels cached on disk, with many processes starting at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The kernels of weighted and balanced draws, against plain Python.
+"""Kernels of weighted and balanced draws, compared with plain Python.
 
-Statistical tests have fixed keys, so they always give the same answer; `ERROR` is the chance that a
-perfect generator would have failed one of them.
+Statistical tests use fixed keys and are therefore deterministic; `ERROR` is the probability that a
+perfect generator fails one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The keyed generator and permutations.
+"""Keyed random generator and permutations.
 
-Statistical tests have fixed keys, so they always give the same answer; `ERROR` is the chance that a
-perfect generator would have failed one of them.
+Statistical tests use fixed keys and are therefore deterministic; `ERROR` is the probability that a
+perfect generator fails one of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Kernels of sets: grouping rows, and keyed draws from a group, against plain Python.
+"""Kernels of sets: grouping of rows and keyed draws from a group, compared with plain Python.
 
-Statistical tests have fixed keys; `ERROR` is the chance that a perfect generator would have failed one.
+Statistical tests use fixed keys; `ERROR` is the probability that a perfect generator fails one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batches that hold a share of each class: the kernels against plain Python, and what they promise."""
+"""Kernels of batches with a share of each class, compared with plain Python, and their guarantees."""
 
 from __future__ import annotations
 

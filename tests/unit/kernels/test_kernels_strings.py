@@ -1,4 +1,4 @@
-"""Names found in the bytes of an HDF5 file are those that h5py reads."""
+"""Names parsed from the bytes of an HDF5 file, compared with those that h5py reads."""
 
 from __future__ import annotations
 

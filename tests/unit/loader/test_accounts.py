@@ -1,4 +1,4 @@
-"""What an epoch did is accounted for: rows seen, repeated and left out, per rank, with and without workers."""
+"""Accounts of an epoch: rows seen, repeated and left out, per rank, with and without DataLoader workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data set yields: the right values, in every layout, from every collection, on every scheduler."""
+"""Values that a data set yields, in every layout, from every collection, on every scheduler."""
 
 from __future__ import annotations
 

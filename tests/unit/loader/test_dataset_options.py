@@ -1,4 +1,4 @@
-"""What a data set is asked for: genes, how much to fetch and to hold, and by what ranks are told to differ."""
+"""Options of a data set: genes, sizes of fetches and of the window, and differences between ranks."""
 
 from __future__ import annotations
 

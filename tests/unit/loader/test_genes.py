@@ -1,4 +1,4 @@
-"""Genes matched by name, with a vocabulary, by another column of var: what a batch has in each column."""
+"""Genes matched by name, by a vocabulary or by another column of var: the content of each column of a batch."""
 
 from __future__ import annotations
 

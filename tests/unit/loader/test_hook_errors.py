@@ -1,4 +1,4 @@
-"""Hooks that raise: the error says in which batch or fetch and of which rows, and leaves the data set usable."""
+"""Hooks that raise: the error names the batch or fetch and its rows, and the data set stays usable."""
 
 from __future__ import annotations
 

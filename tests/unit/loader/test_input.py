@@ -1,4 +1,4 @@
-"""Bad input: a clear error before any data moves."""
+"""Invalid input: a clear error before any data is read."""
 
 from __future__ import annotations
 

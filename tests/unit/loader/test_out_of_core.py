@@ -1,4 +1,4 @@
-"""Epochs in control groups whose memory the atlas does not fit, and what each row costs where there are many."""
+"""Epochs in control groups with less memory than the atlas, and the memory per row of large atlases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory is what was projected: never more, and the projection knows what a layout costs."""
+"""Projected memory: an upper bound on the measured memory that reflects the cost of each layout."""
 
 from __future__ import annotations
 

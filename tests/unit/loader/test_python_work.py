@@ -1,4 +1,4 @@
-"""What Python itself does for a batch does not grow with its rows and nonzeros."""
+"""Python work per batch, independent of its numbers of rows and nonzeros."""
 
 from __future__ import annotations
 

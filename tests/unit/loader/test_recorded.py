@@ -1,4 +1,4 @@
-"""What an earlier version yielded, saved and called its parts: `tests/recorded/`, by `tests/support/recorder.py`."""
+"""Batches, states and public names of an earlier version: `tests/recorded/`, written by `tests/support/recorder.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All recorded batches and states; `test_recorded.py` has some of them."""
+"""All recorded batches and states; `test_recorded.py` checks some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch: in the same way, on other ranks, in other sizes."""
+"""Resuming in the middle of an epoch: unchanged, on other ranks, with other sizes."""
 
 from __future__ import annotations
 

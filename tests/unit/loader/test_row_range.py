@@ -1,4 +1,4 @@
-"""A range of rows is read in storage order, by fetches that need not be large."""
+"""Ranges of rows, read in storage order by fetches of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of sets: targets, controls and groups, however they are read."""
+"""Batches of sets: targets, controls and groups, for every way of reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets from any source, in any process and from any step on; and functions applied to their batches."""
+"""Sets from any source, in any process and from any step; and functions applied to their batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory model: pure, so every case is made up."""
+"""Memory model: a pure function, tested on synthetic cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits on the memory of a process, found in files made up for the test."""
+"""Limits on the memory of a process, read from synthetic system files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How files are read changes nothing about batches; what decides it, and when."""
+"""Ways of reading files: no effect on batches, and the choice between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs count up across the copies of a data set."""
+"""Epoch counter shared by the copies of a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entropy of batches beside that of ideal ones."""
+"""Entropy of batches compared with that of ideal batches."""
 
 from __future__ import annotations
 

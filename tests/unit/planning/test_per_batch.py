@@ -1,4 +1,4 @@
-"""Batches that each hold a share of every class, on any ranks, resumed anywhere."""
+"""Batches with a share of every class, on any number of ranks, resumed at any step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Plans of epochs: what every rank reads, for any sizes.
+"""Plans of epochs: the rows that every rank reads, for any sizes.
 
-Statistical tests have fixed seeds, so they always give the same answer; `ERROR` is the chance that a
-perfect generator would have failed one of them.
+Statistical tests use fixed seeds and are therefore deterministic; `ERROR` is the probability that a
+perfect generator fails one of them.
 """
 
 from __future__ import annotations

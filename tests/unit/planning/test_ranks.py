@@ -1,4 +1,4 @@
-"""Ranks in one process: what they share, agree on, notice of each other, and resume."""
+"""Ranks in one process: their shared state, agreement, detection of each other's faults, and resuming."""
 
 from __future__ import annotations
 

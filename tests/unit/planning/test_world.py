@@ -1,4 +1,4 @@
-"""Which rank this is."""
+"""Detection of the rank of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A matrix as a Dask array and back."""
+"""Conversion of a matrix to a Dask array and back."""
 
 from __future__ import annotations
 

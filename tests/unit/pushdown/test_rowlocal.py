@@ -1,4 +1,4 @@
-"""Array code that treats every row alone runs on the rows taken; the rest is found out."""
+"""Row-local array code applied to the rows of a fetch, and detection of code that is not row-local."""
 
 from __future__ import annotations
 

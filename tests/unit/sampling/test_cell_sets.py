@@ -1,6 +1,6 @@
-"""Sets of cells: what they hold, how groups and controls are drawn, ranks, coverage and resuming.
+"""Sets of cells: their content, the draws of groups and controls, ranks, coverage and resuming.
 
-Statistical tests have fixed seeds; `ERROR` is the chance that a perfect generator would have failed one.
+Statistical tests use fixed seeds; `ERROR` is the probability that a perfect generator fails one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the strategies draw, and what they refuse.
+"""Draws of the strategies, and their refusals of invalid arguments.
 
-Statistical tests have fixed seeds, so they always give the same answer; `ERROR` is the chance that a
-perfect generator would have failed one of them.
+Statistical tests use fixed seeds and are therefore deterministic; `ERROR` is the probability that a
+perfect generator fails one of them.
 """
 
 from __future__ import annotations

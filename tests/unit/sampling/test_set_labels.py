@@ -1,4 +1,4 @@
-"""Labels that name groups, weights and controls of `CellSets`: of any type, in a fixed order, and wrong ones."""
+"""Labels of groups, weights and controls of `CellSets`: any type, a fixed order, and invalid labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is used again never shows through what is still held."""
+"""Reused memory, which never alters arrays still referenced."""
 
 from __future__ import annotations
 

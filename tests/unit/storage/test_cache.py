@@ -1,4 +1,4 @@
-"""The cache of blocks: bounded, shared by processes of one user, checked, and never another value than the object's."""
+"""Cache of blocks: bounded, shared by the processes of one user, checked, and always equal to the object's bytes."""
 
 from __future__ import annotations
 

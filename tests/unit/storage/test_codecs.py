@@ -1,4 +1,4 @@
-"""Codecs: a part is what it is of the whole, and what lies about itself is refused."""
+"""Codecs: a decoded part equals that part of the whole, and data with false metadata is refused."""
 
 from __future__ import annotations
 

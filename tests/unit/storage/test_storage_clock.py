@@ -1,4 +1,4 @@
-"""What a fetch spends reading and decoding."""
+"""Time that a fetch spends reading and decoding."""
 
 from __future__ import annotations
 

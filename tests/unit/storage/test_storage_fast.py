@@ -1,4 +1,4 @@
-"""The readers that do without h5py and zarr-python read what those read."""
+"""Readers that bypass h5py and zarr-python, compared with these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of chunks that is read here is the one that HDF5 reads."""
+"""Chunk index parsed by dasksc, compared with the one that HDF5 reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What h5py and zarr-python read by slices: no more is held than was asked for, and what is broken is named."""
+"""Slices read through h5py and zarr-python: no more memory than requested, and errors that name a broken array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are odd, linked, or of an unusual make are read; those that change under a reader are not."""
+"""Unusual and linked files, which are read, and files that change during reading, which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes out is what AnnData reads: matrices by rows, obs columns, and the tensors of a dataset."""
+"""Values compared with those that AnnData reads: rows of matrices, obs columns, and tensors of a data set."""
 
 from __future__ import annotations
 

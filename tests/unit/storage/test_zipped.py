@@ -1,4 +1,4 @@
-"""Zarr stores in zip files are read where they lie, as the directory that was zipped is."""
+"""Zarr stores in zip files, read in place and compared with the unzipped directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalized counts are those of scanpy, computed where rows are read."""
+"""Normalized counts, computed during reading and compared with scanpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics, variable genes and predictions in a control group whose memory the atlas does not fit."""
+"""Statistics, variable genes and predictions in a control group with less memory than the atlas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics in one pass, against NumPy in float64 and scanpy in memory."""
+"""Statistics in one pass, compared with NumPy in float64 and with scanpy in memory."""
 
 from __future__ import annotations
 

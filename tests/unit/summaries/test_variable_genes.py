@@ -1,4 +1,4 @@
-"""Highly variable genes are those of scanpy in memory, on real and made-up atlases."""
+"""Highly variable genes, compared with scanpy in memory on real and synthetic atlases."""
 
 from __future__ import annotations
 

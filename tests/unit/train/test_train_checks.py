@@ -1,4 +1,4 @@
-"""What is wrong with a training, found out before it begins."""
+"""Problems of a training that are detected before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training's configuration may say, and how it is told what is wrong with it."""
+"""Configurations of a training, and the errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How parameters lie on the ranks of a training under FSDP, as seen by one of four."""
+"""Sharding of parameters across ranks under FSDP, as seen by one of four ranks."""
 
 from __future__ import annotations
 

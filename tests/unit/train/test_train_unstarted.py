@@ -1,4 +1,4 @@
-"""`dasksc train` without ranks: what it tells before it starts them, and of how they ended."""
+"""Command `dasksc train` without ranks: its output before their start, and its report of how they ended."""
 
 from __future__ import annotations
 

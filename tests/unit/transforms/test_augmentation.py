@@ -1,4 +1,4 @@
-"""Fewer counts and masked genes on the way to the loop."""
+"""Thinned counts and masked genes in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens are those of a reference written out in plain Python, whatever the values."""
+"""Tokens compared with a reference in plain Python, for arbitrary values."""
 
 from __future__ import annotations
 
