@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Train a classifier on an atlas, write the embedding of every cell, and draw a UMAP of a sample of cells.
 
-    pip install 'dasksc[train,demo]'                    # scanpy draws
+    pip install 'dasksc[train,demo]'                    # scanpy computes and draws the UMAP
     python embed_umap.py atlas.h5ad --color cell_type
     python embed_umap.py                                # on a synthetic atlas
 
-The embedding is written to ``emb.zarr`` in the folder of the figure, and `dasksc.open` attaches it to the atlas. Only
-the sampled cells are read back.
+The program writes the embedding to ``emb.zarr`` next to the figure. `dasksc.open` attaches it to the atlas, and only
+the rows of the sampled cells are read back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dasksc.train.models import MLPClassifier
 
 
 def train(path: Path, *, label: str, width: int, n_epochs: int, device: torch.device) -> MLPClassifier:
-    """Train on shuffled blocks of 16 neighboring cells; the last hidden layer is the embedding."""
+    """Train a classifier on shuffled blocks of 16 consecutive cells; its last hidden layer is the embedding."""
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(16), batch_size=256, seed=0, obs=[label], device=device)
     torch.manual_seed(0)
     n_genes, n_labels = dasksc.open(path, obs=[], names=False).n_vars, len(dataset.categories[label])
@@ -54,7 +54,7 @@ def drawn(path: Path, emb: Path, *, color: str, n_cells: int) -> anndata.AnnData
 
 
 def draw(cells: anndata.AnnData, figure: Path, *, color: str) -> None:
-    """Draw a UMAP, and print how often neighbors share the label."""
+    """Draw a UMAP, and print the share of neighbors with the same label."""
     warnings.filterwarnings("ignore")
     import matplotlib as mpl
 
@@ -74,15 +74,15 @@ def draw(cells: anndata.AnnData, figure: Path, *, color: str) -> None:
 
 
 def main() -> None:
-    """Train, embed and draw according to the command line."""
+    """Train, embed and draw with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("atlas", nargs="?", type=Path, help="an h5ad file or a Zarr store; without one, one is made")
+    parser.add_argument("atlas", nargs="?", type=Path, help="h5ad file or Zarr store (default: a synthetic atlas)")
     parser.add_argument("--color", default="cell_type", help="obs column to learn and to draw")
     parser.add_argument("--figure", type=Path, default=Path("umap.png"))
-    parser.add_argument("--cells", type=int, default=20_000, help="cells of an atlas that is made")
-    parser.add_argument("--genes", type=int, default=2_000, help="genes of an atlas that is made")
-    parser.add_argument("--drawn", type=int, default=3_000, help="cells of the figure")
-    parser.add_argument("--width", type=int, default=64, help="dimensions of the embedding")
+    parser.add_argument("--cells", type=int, default=20_000, help="number of cells in the synthetic atlas")
+    parser.add_argument("--genes", type=int, default=2_000, help="number of genes in the synthetic atlas")
+    parser.add_argument("--drawn", type=int, default=3_000, help="number of cells in the figure")
+    parser.add_argument("--width", type=int, default=64, help="number of dimensions of the embedding")
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Fit a scikit-learn classifier to an atlas chunk by chunk, on a Dask cluster if there is one.
+"""Fit a scikit-learn classifier to an atlas chunk by chunk, optionally on a Dask cluster.
 
     python incremental_fit.py atlas.h5ad --cluster
 
-`dataset.to_dask()` is an epoch as one lazy Dask array, in the order in which it is yielded, shuffled. Its chunks are
-computed two ahead of the fit, and nothing holds more than those.
+`dataset.to_dask()` returns a shuffled epoch as one lazy Dask array, with rows in the order in which the data set yields
+them. On a cluster, two chunks are computed ahead of the fit. Memory holds no other chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import dasksc
 
 
 def chunks(epoch: Any, n_ahead: int) -> Iterator[Any]:
-    """Compute the chunks of an epoch in order, a few ahead where a cluster can."""
+    """Compute the chunks of an epoch in order; on a cluster, `n_ahead` of them in advance."""
     delayed = epoch.to_delayed().ravel().tolist()
     try:
         from distributed import default_client
@@ -40,10 +40,10 @@ def chunks(epoch: Any, n_ahead: int) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Fit as the command line says."""
+    """Fit and evaluate the classifier with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("atlas")
-    parser.add_argument("--label", default="cell_type", help="column of obs to learn")
+    parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--cluster", action="store_true", help="start a Dask cluster of two worker processes")
     options = parser.parse_args()

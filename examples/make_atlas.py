@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Write a synthetic single-cell atlas of any size, chunk by chunk, as AnnData writes one.
+"""Write a synthetic single-cell atlas of any size, chunk by chunk, in AnnData's format.
 
     python make_atlas.py --cells 100000 --out atlas.h5ad
     python make_atlas.py --cells 1000000 --compression gzip --out atlas-gzip.h5ad
     python make_atlas.py --cells 100000 --zarr --out atlas.zarr
 
-The atlas is that of `dasksc.datasets.synthetic` with 50 cell types of few marker genes and 14 plates: integer counts
-(float32), about 1,450 of 20,000 genes per cell, cells sorted by type. The file depends on the arguments only, and
-memory holds a few chunks of cells.
+`dasksc.datasets.synthetic` simulates the atlas, with 50 cell types that have few marker genes, and 14 plates. Counts
+are integers stored as float32, each cell expresses about 1,450 of 20,000 genes, and cells are sorted by type. The file
+depends only on the arguments. Memory holds a few chunks of cells at a time.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def main() -> None:
     parser.add_argument("--genes", type=int, default=20_000, help="number of genes (default: 20,000)")
     parser.add_argument("--out", type=Path, default=None, help="default: atlas.h5ad, or atlas.zarr with --zarr")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compression", choices=["gzip", "lzf"], help="compress the h5ad's arrays")
-    parser.add_argument("--dense", action="store_true", help="X as a dense array")
-    parser.add_argument("--zarr", action="store_true", help="a Zarr v3 store with AnnData's defaults")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--compression", choices=["gzip", "lzf"], help="compression of the arrays in the h5ad file")
+    parser.add_argument("--dense", action="store_true", help="write X as a dense array")
+    parser.add_argument("--zarr", action="store_true", help="write a Zarr v3 store with AnnData's defaults")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file or store")
     args = parser.parse_args()
     out = args.out or Path("atlas.zarr" if args.zarr else "atlas.h5ad")
     if args.zarr and out.suffix != ".zarr":

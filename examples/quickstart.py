@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Learn the cell types of a synthetic atlas, and recognise them in cells of two donors that were held out.
+"""Learn the cell types of a synthetic atlas, and predict them for the cells of two held-out donors.
 
 python quickstart.py
 """

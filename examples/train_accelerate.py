@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train with Hugging Face Accelerate: the data set is not prepared, as it shares itself among the processes.
+"""Train with Hugging Face Accelerate, without `prepare` for the data set, which shards itself across the processes.
 
     accelerate launch train_accelerate.py atlas.h5ad
 
@@ -22,16 +22,16 @@ import dasksc
 
 
 def main() -> None:
-    """Train, saving the place in the epoch with everything else."""
+    """Train, and save the position in the epoch with the model and the optimizer."""
     parser = argparse.ArgumentParser(description="Train a cell-type classifier with Accelerate.")
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
     parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("checkpoint"), help="saved to after every epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from the folder")
+    parser.add_argument("--folder", type=Path, default=Path("checkpoint"), help="checkpoint, saved every epoch")
+    parser.add_argument("--resume", action="store_true", help="resume from --folder")
     args = parser.parse_args()
 
-    # Without GPUs it counts one process, unless it is told of the CPU.
+    # Without GPUs, Accelerate assumes a single process unless cpu=True.
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     adata = dasksc.open(args.atlas, obs=[args.label])
     balanced = dasksc.ClassBalancedSampling(label_key=args.label)
@@ -39,13 +39,13 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(adata.n_vars, len(dataset.categories[args.label]))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    # Not the data set, and never a DataLoader around it: that would be dealt to the processes once more.
+    # Do not prepare the data set, nor a DataLoader around it: Accelerate would shard the sharded batches again.
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(dataset)
     if args.resume:
         accelerator.load_state(str(args.folder))
     for _ in range(args.epochs):
-        sums = torch.zeros(2, device=accelerator.device)  # right answers, cells
+        sums = torch.zeros(2, device=accelerator.device)  # correct predictions, cells
         for batch in dataset:
             batch = batch.to(accelerator.device)
             scores = model(batch.X.log1p())
@@ -59,7 +59,7 @@ def main() -> None:
         accelerator.print(
             f"{n_cells:.0f} cells on {accelerator.num_processes} processes: accuracy {right / n_cells:.1%}"
         )
-    time.sleep(0.2)  # threads of Gloo drop their last work a moment after it is done, and must not be ended before
+    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
     accelerator.end_training()
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Train a cell-type classifier on all GPUs (NCCL), or on CPU processes (Gloo), of any number of nodes.
+"""Train a cell-type classifier with DDP on the GPUs (NCCL) or in CPU processes (Gloo) of any number of nodes.
 
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-or by mpirun or srun, where MASTER_ADDR and MASTER_PORT say at which free port of which node the ranks meet. All cell
-types are drawn equally often, `--batch-size` x `--accumulate` cells of each rank a step, the last of an epoch fewer.
+mpirun and srun can also start the ranks. Then set MASTER_ADDR to the node, and MASTER_PORT to a free port, at which the
+ranks meet. All cell types are drawn equally often. A step uses `--batch-size` x `--accumulate` cells of each rank; the
+last step of an epoch uses fewer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import dasksc
 
 
 def scored(model, batch, args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of a batch, and a tensor of loss, correct predictions and cells to sum over ranks."""
+    """Return the summed loss of a batch, and a tensor (loss, correct predictions, cells) to sum over ranks."""
     batch = batch.to(args.device, non_blocking=True)
     scores, labels = model(torch.log1p(batch.X)), batch.obs[args.label]
     loss = cross_entropy(scores, labels, reduction="sum")
@@ -35,11 +36,11 @@ def scored(model, batch, args) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_epoch(model, optimizer, dataset, args, done, save) -> torch.Tensor:
-    """Train to the end of an epoch, or until `--max-steps`."""
+    """Train until the end of the epoch or `--max-steps`, whichever comes first."""
     model.train()
     sums, batches = torch.zeros(3, dtype=torch.float64, device=args.device), iter(dataset)
     while done["steps"] != args.max_steps and (group := list(islice(batches, args.accumulate))):
-        n_cells = sum(len(batch.X) for batch in group)  # as many on every rank, and fewer in the tail
+        n_cells = sum(len(batch.X) for batch in group)  # equal on all ranks; fewer in the tail
         for i, batch in enumerate(group, start=1):
             with nullcontext() if i == len(group) else model.no_sync():  # ranks exchange gradients once a step
                 loss, counts = scored(model, batch, args)
@@ -54,20 +55,20 @@ def train_epoch(model, optimizer, dataset, args, done, save) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train on this rank's share."""
+    """Train on this rank's shard."""
     parser = argparse.ArgumentParser(description="Train a cell-type classifier under torchrun.")
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
     parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--max-steps", type=int, default=-1, help="stop after so many")
-    parser.add_argument("--batch-size", type=int, default=128, help="per rank")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of each rank in a step")
-    parser.add_argument("--lr", type=float, default=1e-3, help="for one rank; multiplied with their number")
-    parser.add_argument("--checkpoint", help="file to write every --save-every steps, and after each epoch")
-    parser.add_argument("--save-every", type=int, default=1000, help="steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, on any number of ranks")
+    parser.add_argument("--max-steps", type=int, default=-1, help="number of steps after which to stop; -1: no limit")
+    parser.add_argument("--batch-size", type=int, default=128, help="cells in a batch, per rank")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step, per rank")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate per rank, multiplied by the world size")
+    parser.add_argument("--checkpoint", help="checkpoint file, written every --save-every steps and after each epoch")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint, on any number of ranks")
     args = parser.parse_args()
-    on_gpu, world = torch.cuda.is_available(), dasksc.World.detect()  # what torchrun, mpirun or srun has set
+    on_gpu, world = torch.cuda.is_available(), dasksc.World.detect()  # from the variables of torchrun, mpirun or srun
     args.device = torch.device("cuda", world.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(args.device)
@@ -88,13 +89,13 @@ def main() -> None:
         done = saved["done"]
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-        optimizer.param_groups[0]["lr"] = args.lr * world.world_size  # of this world, not of the one before
+        optimizer.param_groups[0]["lr"] = args.lr * world.world_size  # for this world size, not the saved one
 
     def save() -> None:
-        if args.checkpoint and world.rank == 0:  # all of it is the same on every rank
+        if args.checkpoint and world.rank == 0:  # the states are equal on all ranks
             torch.save({n: part.state_dict() for n, part in parts.items()} | {"done": done}, args.checkpoint + "~")
             os.replace(args.checkpoint + "~", args.checkpoint)
-        dist.barrier()  # nobody goes on before it is written
+        dist.barrier()  # no rank continues before the file is written
 
     while (epoch := training.state_dict()["epoch"]) < args.epochs and done["steps"] != args.max_steps:
         start = time.perf_counter()
@@ -102,16 +103,16 @@ def main() -> None:
         elapsed_s = time.perf_counter() - start
         save()
         model.eval()
-        with torch.no_grad():  # ranks may have unequally many batches: the bare model waits for nobody
+        with torch.no_grad():  # batch counts may differ between ranks: the bare model does not synchronize
             held = sum((scored(model.module, batch, args)[1] for batch in validation), torch.zeros_like(trained))
         sums = torch.stack([trained, held])
-        dist.all_reduce(sums)  # sums, not means: every cell counts once, whichever rank had it
+        dist.all_reduce(sums)  # sums, not means: every cell counts once
         if world.rank == 0:
             speed = sums[0, 2] / elapsed_s
             print(f"epoch {epoch}: {speed:,.0f} cells/s on {world.world_size} ranks ({args.device.type})")
             for name, (loss, right, n_cells) in zip(("training", "validation"), sums.tolist(), strict=True):
                 print(f"  {name:10}  loss {loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
-    time.sleep(0.2)  # threads of Gloo drop their last work a moment after it is done, and must not be ended before
+    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
     dist.destroy_process_group()
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train a cell-type classifier with DataParallel: one process, all its GPUs (or the CPU).
+"""Train a cell-type classifier with DataParallel, in one process on all its GPUs (or the CPU).
 
     python train_dp.py atlas.h5ad
 
-DistributedDataParallel (train_ddp.py) is faster, also on one machine; this is for programs that
-use DataParallel already. A batch goes to the model whole, and DataParallel splits it by cells.
+DistributedDataParallel (train_ddp.py) is faster, also on one machine. This example is for programs
+that already use DataParallel. The model receives a whole batch, which DataParallel splits by cells.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import dasksc
 
 
 class Classifier(nn.Module):
-    """A linear map from log counts to one score per label."""
+    """Linear map from log counts to one score per label."""
 
     def __init__(self, n_genes: int, n_labels: int) -> None:
         super().__init__()
         self.scores = nn.Linear(n_genes, n_labels)
 
     def forward(self, batch: dasksc.Batch) -> torch.Tensor:
-        """Return scores of a batch, or of its part on this GPU, shape (cells, n_labels)."""
+        """Return the scores of a batch, or of its part on this GPU, shape (cells, n_labels)."""
         return self.scores(torch.log1p(batch.X))
 
 
 def main() -> None:
-    """Train and print how it goes."""
+    """Train the classifier and print its progress."""
     parser = argparse.ArgumentParser(description="Train a cell-type classifier with DataParallel.")
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
     parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=256, help="for all GPUs together")
+    parser.add_argument("--batch-size", type=int, default=256, help="cells in a batch, over all GPUs")
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
 

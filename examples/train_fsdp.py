@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Train a cell-type classifier that is sharded over all GPUs (NCCL), or over CPU processes (Gloo), with FSDP2.
+"""Train a cell-type classifier sharded across all GPUs (NCCL), or across CPU processes (Gloo), with FSDP2.
 
     torchrun --nproc_per_node=2 train_fsdp.py atlas.h5ad --checkpoint run
     torchrun --nproc_per_node=3 train_fsdp.py atlas.h5ad --checkpoint run --resume
 
-Parameters, gradients and optimizer states are dealt to the ranks; a layer is gathered when it is needed, for which all
-need equally many batches, and have them. A checkpoint is a folder that all ranks write, and that any number can load.
+Parameters, gradients and optimizer states are sharded across the ranks. FSDP2 gathers each layer when the layer runs.
+This requires the same number of batches on every rank, which dasksc guarantees. All ranks write a checkpoint together,
+as a folder, and any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import dasksc
 
 
 def sharded_model(n_genes: int, n_labels: int, width: int, mesh, on_gpu: bool) -> torch.nn.Module:
-    """Build a classifier of three layers, each of which is a sharding unit."""
+    """Build a classifier with three layers, each of which is a sharding unit."""
     layers = [torch.nn.Linear(n_genes, width), torch.nn.Linear(width, width), torch.nn.Linear(width, n_labels)]
     model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if on_gpu else None, reduce_dtype=torch.float32)
@@ -36,20 +37,20 @@ def sharded_model(n_genes: int, n_labels: int, width: int, mesh, on_gpu: bool) -
 
 
 def main() -> None:
-    """Train on this rank's share."""
+    """Train on this rank's shard."""
     parser = argparse.ArgumentParser(description="Train a sharded cell-type classifier under torchrun.")
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
     parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--max-steps", type=int, default=-1, help="stop after so many")
-    parser.add_argument("--batch-size", type=int, default=128, help="per rank")
-    parser.add_argument("--width", type=int, default=256, help="of the hidden layers")
+    parser.add_argument("--max-steps", type=int, default=-1, help="number of steps after which to stop; -1: no limit")
+    parser.add_argument("--batch-size", type=int, default=128, help="cells in a batch, per rank")
+    parser.add_argument("--width", type=int, default=256, help="width of the hidden layers")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--checkpoint", help="folder for one of each epoch, and of the last step")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, on any number of ranks")
+    parser.add_argument("--checkpoint", help="folder for the checkpoints of each epoch and of the last step")
+    parser.add_argument("--resume", action="store_true", help="resume from the latest checkpoint; any number of ranks")
     args = parser.parse_args()
 
-    on_gpu, world = torch.cuda.is_available(), dasksc.World.detect()  # what torchrun, mpirun or srun has set
+    on_gpu, world = torch.cuda.is_available(), dasksc.World.detect()  # from the variables of torchrun, mpirun or srun
     device = torch.device("cuda", world.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -78,7 +79,7 @@ def main() -> None:
 
     if args.resume:
         saved = state()
-        # What has metadata is complete: they are written last.
+        # A checkpoint with metadata is complete, since metadata is written last.
         latest = max(Path(args.checkpoint).glob("*/.metadata"), key=lambda file: int(file.parent.name)).parent
         dcp.load(saved, checkpoint_id=latest)
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
@@ -111,7 +112,7 @@ def main() -> None:
             print(f"  training  loss {total_loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
         if args.checkpoint:
             dcp.save(state(), checkpoint_id=Path(args.checkpoint) / str(done["steps"]))
-    time.sleep(0.2)  # threads of Gloo drop their last work a moment after it is done, and must not be ended before
+    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
     dist.destroy_process_group()
 
 

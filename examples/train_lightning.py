@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Train a cell-type classifier with Lightning, on any number of devices; go on from where it was stopped.
+"""Train a cell-type classifier with Lightning on any number of devices, and resume from a checkpoint.
 
     python train_lightning.py atlas.h5ad --devices 2
     python train_lightning.py atlas.h5ad --devices 2 --resume last
     python train_lightning.py atlas.h5ad --devices 2 --fsdp --precision bf16-mixed --accumulate 2 --clip 1.0
 
-Checkpoints are written every 50 steps and of the best epochs, with the place in the epoch: the resumed run goes on with
-the very next batch, also on another number of devices.
+Checkpoints are written every 50 steps and for the best epochs. They contain the position in the epoch: a resumed run
+continues with the next batch, also on another number of devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dasksc.integrations.lightning import scDataModule
 
 
 class Classifier(pl.LightningModule):
-    """A linear map from log counts to one score per label."""
+    """Linear map from log counts to one score per label."""
 
     def __init__(self, n_genes: int, n_labels: int, label: str) -> None:
         super().__init__()
@@ -35,29 +35,29 @@ class Classifier(pl.LightningModule):
         self.scores = torch.nn.Linear(n_genes, n_labels)
 
     def configure_model(self) -> None:
-        """Under --fsdp, shard what holds the parameters; called before each of fit, validate and predict."""
+        """Shard the layer under --fsdp; Lightning calls this before each of fit, validate and predict."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.scores, FSDPModule):
             fully_shard(self.scores, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, counts: torch.Tensor) -> torch.Tensor:
-        """Return scores, shape (batch, n_labels), of counts, shape (batch, n_genes)."""
+        """Return the scores, shape (batch, n_labels), of counts with shape (batch, n_genes)."""
         return self.scores(torch.log1p(counts))
 
     def training_step(self, batch: dasksc.Batch, batch_idx: int) -> torch.Tensor:
-        """Loss of a batch."""
+        """Return the loss of a batch."""
         return cross_entropy(self(batch.X), batch.obs[self.label])
 
     def validation_step(self, batch: dasksc.Batch, batch_idx: int) -> None:
-        """Log the accuracy, over the held-out cells of all devices."""
+        """Log the accuracy over the held-out cells of all devices."""
         right = (self(batch.X).argmax(dim=1) == batch.obs[self.label]).float().mean()
         self.log("accuracy", right, batch_size=len(batch.X), sync_dist=True, prog_bar=True)
 
     def predict_step(self, batch: dasksc.Batch, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row numbers, and the labels they are taken for."""
+        """Return row numbers and predicted labels."""
         return batch.index, self(batch.X).argmax(dim=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
+        """Return the Adam optimizer."""
         return torch.optim.Adam(self.parameters(), lr=2e-3)
 
 
@@ -68,19 +68,19 @@ def main() -> None:
     parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=128, help="per device")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model instead of copying it to every device")
-    parser.add_argument("--precision", default="32-true", help="or bf16-mixed")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
-    parser.add_argument("--clip", type=float, help="largest norm of the gradient, over all devices")
-    parser.add_argument("--folder", default="checkpoints", help="for checkpoints")
-    parser.add_argument("--resume", help="a checkpoint to go on from; last: the latest of the folder")
+    parser.add_argument("--batch-size", type=int, default=128, help="cells in a batch, per device")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model instead of replicating it on every device")
+    parser.add_argument("--precision", default="32-true", help="precision of Lightning's Trainer, such as bf16-mixed")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
+    parser.add_argument("--clip", type=float, help="maximum norm of the gradient, over all devices")
+    parser.add_argument("--folder", default="checkpoints", help="folder for checkpoints")
+    parser.add_argument("--resume", help="checkpoint to resume from; last: the latest in --folder")
     args = parser.parse_args()
 
     adata = dasksc.open(args.atlas, obs=[args.label])
-    held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # the same in every process
+    held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # identical in every process
     validation = np.flatnonzero(held_out)
-    validation = validation[: len(validation) // args.devices * args.devices]  # sharded, all need equally many batches
+    validation = validation[: len(validation) // args.devices * args.devices]  # FSDP: equal batch counts
     data = scDataModule(
         adata,
         batch_size=args.batch_size,
@@ -93,7 +93,7 @@ def main() -> None:
     pl.seed_everything(0)
     model = Classifier(adata.n_vars, adata.obs[args.label].nunique(), args.label)
     strategy = "ddp" if args.devices > 1 else "auto"
-    if args.fsdp:  # not FSDPStrategy, which cannot clip
+    if args.fsdp:  # FSDPStrategy cannot clip gradients by norm
         strategy = ModelParallelStrategy(args.devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
     best = ModelCheckpoint(args.folder, "best-{epoch}", monitor="accuracy", mode="max", save_top_k=3)
     trainer = pl.Trainer(

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Predict what perturbations do in conditions that were never measured, from sets of cells and matched controls.
+"""Predict the effects of perturbations in unmeasured conditions, from sets of cells and matched controls.
 
     torchrun --nproc_per_node=2 train_perturbation.py
     torchrun --nproc_per_node=2 train_perturbation.py screen.h5ad --by cell_line gene --control non-targeting
 
-Without a file a screen with known effects is made: a perturbation shifts its genes only where the cell line expresses
-them. Half of the perturbations are held out in one cell line, whose controls are trained on. The model reads a set of
-control cells, adds an embedding of the perturbation, and lets the cells attend to each other. It is compared, on the
-conditions that were held out, with the mean effect of all perturbations, and with that of the same perturbation in the
-other cell lines.
+Without a file, the program simulates a screen with known effects: a perturbation shifts its genes only where the cell
+line expresses them. Half of the perturbations are held out in one cell line; the controls of this line remain in the
+training data. The model embeds a set of control cells, adds an embedding of the perturbation, and applies attention
+across the cells. On the held-out conditions, it is compared with two baselines: the mean effect of all perturbations,
+and the mean effect of the same perturbation in the other cell lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import dasksc
 
 
 class SetModel(nn.Module):
-    """Cells of a perturbed set, predicted from a set of control cells."""
+    """Transformer that predicts the cells of a perturbed set from a set of control cells."""
 
     def __init__(self, n_genes: int, n_perturbations: int, width: int = 128) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class SetModel(nn.Module):
         nn.init.normal_(self.effect.weight, std=0.01)
 
     def forward(self, controls: torch.Tensor, perturbation: torch.Tensor) -> torch.Tensor:
-        """Return predicted cells, shape (n_sets, set_size, n_genes)."""
+        """Return the predicted cells, shape (n_sets, set_size, n_genes)."""
         hidden = self.across_cells(self.cell(controls) + self.perturbation(perturbation)[:, None])
         return controls + self.response(hidden) * self.effect(perturbation)[:, None]
 
 
 def log_normalised(counts: torch.Tensor) -> torch.Tensor:
-    """Return log1p of counts per thousand."""
+    """Return log1p of the counts, normalized to 1,000 per cell."""
     return torch.log1p(1e3 * counts / counts.sum(dim=1, keepdim=True).clamp(min=1))
 
 
@@ -59,7 +59,7 @@ def sets_of(batch: dasksc.Batch, codes: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def distance(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the energy distance of sets of cells, and the squared distance of their means, in one."""
+    """Return the sum of the energy distance between sets of cells and the squared distance between their means."""
 
     def mean_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.cdist(one, other).mean(dim=(1, 2))
@@ -69,7 +69,7 @@ def distance(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def mean_effects(dataset: dasksc.scDataset, codes: torch.Tensor, n_genes: int, predict=None) -> torch.Tensor:
-    """Return sums over the sets of each group, over all ranks: effects, then sets; shape (n_groups, n_genes + 1)."""
+    """Return the mean effect of each group over all sets and ranks, shape (n_groups, n_genes)."""
     sums = torch.zeros(len(dataset.groups), n_genes + 1, dtype=torch.float64)
     for batch in dataset:
         controls, cells, perturbation = sets_of(batch, codes)
@@ -82,15 +82,15 @@ def mean_effects(dataset: dasksc.scDataset, codes: torch.Tensor, n_genes: int, p
 
 
 def main() -> dict[str, float]:
-    """Train on this rank's share; return the error of each way of predicting, over the conditions held out."""
+    """Train on this rank's shard; return the error of the model and of each baseline over the held-out conditions."""
     parser = argparse.ArgumentParser(description="Predict held-out perturbations under torchrun.")
-    parser.add_argument("atlas", nargs="?", help="an .h5ad or .zarr with raw counts in X; default: a made screen")
+    parser.add_argument("atlas", nargs="?", help="an .h5ad or .zarr with raw counts in X (default: a simulated screen)")
     parser.add_argument("--by", nargs=2, default=["cell_line", "gene"], help="obs columns: context and perturbation")
     parser.add_argument("--control", default="non-targeting", help="label of the control cells")
-    parser.add_argument("--set-size", type=int, default=32, help="cells of a set")
-    parser.add_argument("--sets", type=int, default=8, help="of a batch, per rank")
+    parser.add_argument("--set-size", type=int, default=32, help="number of cells in a set")
+    parser.add_argument("--sets", type=int, default=8, help="number of sets in a batch, per rank")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--cells", type=int, default=40_000, help="of the screen that is made")
+    parser.add_argument("--cells", type=int, default=40_000, help="number of cells in the simulated screen")
     args = parser.parse_args()
     world = dasksc.World.detect()
     dist.init_process_group("gloo", rank=world.rank, world_size=world.world_size)
@@ -133,7 +133,7 @@ def main() -> dict[str, float]:
             print(f"epoch {epoch}: loss {total / len(training):.3f}  {rate:,.0f} cells/s", flush=True)
 
     model.eval()
-    with torch.no_grad():  # the bare model: ranks may have unequally many batches
+    with torch.no_grad():  # the bare model, since batch counts may differ between ranks
         true = mean_effects(testing, codes_of(testing), adata.n_vars)
         predicted = mean_effects(testing, codes_of(testing), adata.n_vars, predict=model.module)
         whole = dasksc.scDataset(adata, replace(sets, replace=False), equal_ranks=False, **common)
@@ -146,7 +146,7 @@ def main() -> dict[str, float]:
         print(f"{len(true)} conditions held out, error of their mean effects:")
         for name, error in errors.items():
             print(f"  {name:31} {error:.3f}", flush=True)
-    time.sleep(0.2)  # threads of Gloo drop their last work a moment after it is done, and must not be ended before
+    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
     dist.destroy_process_group()
     return errors
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train scVI on an atlas that stays on disk, and write its latent space.
+"""Train scVI on an atlas on disk, and write the latent representation of every cell.
 
 python train_scvi.py atlas.h5ad --batch-key plate --out latent.npy
 """
@@ -17,10 +17,10 @@ from dasksc.integrations.scvi import SCVIDataModule
 
 
 def main() -> None:
-    """Train, embed and write."""
+    """Train scVI, and write the latent representation."""
     parser = argparse.ArgumentParser(description="Train scVI from a file.")
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
-    parser.add_argument("--batch-key", help="categorical obs column to correct for")
+    parser.add_argument("--batch-key", help="categorical obs column with the batches to correct for")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--out", default="latent.npy")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Train with Hugging Face's Trainer, on any number of processes; go on from its latest checkpoint.
+"""Train with Hugging Face's Trainer on any number of processes, and resume from the latest checkpoint.
 
     torchrun --nproc_per_node=2 train_transformers.py atlas.h5ad
 
-and on from there:
+To resume:
 
     torchrun --nproc_per_node=2 train_transformers.py atlas.h5ad --resume
 """
@@ -22,7 +22,7 @@ from dasksc.integrations.transformers import scTrainer
 
 
 class Classifier(torch.nn.Module):
-    """A linear map from log counts to one score per label, with its loss as the Trainer wants it."""
+    """Linear map from log counts to one score per label, with the loss in its output as the Trainer requires."""
 
     def __init__(self, n_genes: int, n_labels: int, label: str) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class Classifier(torch.nn.Module):
         self.scores = torch.nn.Linear(n_genes, n_labels)
 
     def forward(self, X: torch.Tensor, obs: dict[str, torch.Tensor], **rest: object) -> dict[str, torch.Tensor]:
-        """Return scores, shape (batch, n_labels), of a batch that is passed as keyword arguments."""
+        """Return the loss and the scores, shape (batch, n_labels), of a batch passed as keyword arguments."""
         scores = self.scores(torch.log1p(X))
         return {"loss": cross_entropy(scores, obs[self.label]), "scores": scores}
 
 
 def main() -> None:
-    """Train and evaluate."""
+    """Train and evaluate the classifier."""
     parser = argparse.ArgumentParser(description="Train a cell-type classifier with transformers' Trainer.")
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
     parser.add_argument("--label", default="cell_type", help="obs column to predict")

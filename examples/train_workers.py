@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train with DataLoader workers whose place in the epoch can be saved: torchdata's StatefulDataLoader.
+"""Train with DataLoader workers, and save their position in the epoch with torchdata's StatefulDataLoader.
 
     python train_workers.py atlas.h5ad --stop-after 20
     python train_workers.py atlas.h5ad --resume
 
-Without workers, which is the faster way for all but heavy Python hooks, `dataset.state_dict()` alone does.
+Without workers, `dataset.state_dict()` suffices. This is faster, unless Python hooks take much of the time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import dasksc
 
 
 def main() -> None:
-    """Train an epoch, in one go or two."""
+    """Train for one epoch, in one run or in two."""
     parser = argparse.ArgumentParser(description="Train with DataLoader workers, and resume.")
     parser.add_argument("atlas", help="an .h5ad or .zarr with raw counts in X")
     parser.add_argument("--label", default="cell_type", help="obs column to predict")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--stop-after", type=int, help="batches")
+    parser.add_argument("--stop-after", type=int, help="number of batches after which to save and stop")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     args = parser.parse_args()
