@@ -4,9 +4,8 @@
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-mpirun and srun can also start the ranks. Then set MASTER_ADDR to the node, and MASTER_PORT to a free port, at which the
-ranks meet. All cell types are drawn equally often. A step uses `--batch-size` x `--accumulate` cells of each rank; the
-last step of an epoch uses fewer.
+or by mpirun or srun, with MASTER_ADDR and MASTER_PORT set to the node and the free port where the ranks meet. All cell
+types are drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank; the last of an epoch fewer.
 """
 
 from __future__ import annotations
